@@ -1,0 +1,65 @@
+"""The quantizers as plain functions on tensors, for use without modules, steps or configs.
+
+All take a latent weight (out_features, in_features) in float64, float32, bfloat16 or float16, on
+any device, and `group_size` as in `hestia_tune.quantizers.granularity`. Float64 is computed in
+float64, everything else in float32; results have the dtype of the weight.
+"""
+
+import torch
+
+from hestia_tune.quantizers.base import Scalar, effective_weight, require_float
+from hestia_tune.quantizers.granularity import GroupSize
+from hestia_tune.quantizers.ternary import TernaryQuantizer
+from hestia_tune.temperature import optimal_temperature
+
+__all__ = ["hard_ternary", "optimal_temperature", "relaxed_ternary", "ternary_codes"]
+
+
+def relaxed_ternary(
+    weight: torch.Tensor, tau: Scalar, pressure: Scalar = 1.0, *, group_size: GroupSize = 128
+) -> torch.Tensor:
+    """Effective weight (1 - p)·W + p·H(W; tau) (Eqs. 5-7), differentiable in ``weight``.
+
+    Args:
+        weight: (out_features, in_features).
+        tau: temperature in units of normalised weight squared, >= 0; 0 is the hard quantizer
+            with a straight-through gradient.
+        pressure: in [0, 1]; 0 gives ``weight`` itself, 1 the relaxed ternary weight.
+        group_size: weights that share a scale: a positive int that divides in_features,
+            "channel" or "tensor".
+
+    Returns:
+        A tensor of the shape and dtype of ``weight``. Its gradient is the closed form of Lemma 1
+        (scale detached) and saves only ``weight``. Under ``torch.compile``, pass ``tau`` and
+        ``pressure`` as 0-D tensors: a float would be compiled in.
+
+    Raises:
+        TypeError: on a weight that is not floating point, or scalars of another type.
+        ValueError: on values out of range, or a group size that does not divide in_features.
+    """
+    return effective_weight(weight, tau, pressure, TernaryQuantizer(group_size=group_size))
+
+
+def hard_ternary(weight: torch.Tensor, *, group_size: GroupSize = 128) -> torch.Tensor:
+    """Dequantized weight gamma·clip(round(W/gamma), -1, 1) (Eq. 2); no gradient flows.
+
+    Returns:
+        A tensor of the shape and dtype of ``weight``, each entry -gamma, 0 or gamma with gamma
+        exactly representable in bfloat16.
+    """
+    require_float(weight)
+    return TernaryQuantizer(group_size=group_size).hard(weight)
+
+
+def ternary_codes(
+    weight: torch.Tensor, *, group_size: GroupSize = 128
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scales whose product is `hard_ternary`.
+
+    Returns:
+        codes: int8 in {-1, 0, 1}, shaped like ``weight``.
+        scales: bfloat16, (out_features, in_features / group_size), (out_features, 1) for
+            "channel", (1, 1) for "tensor".
+    """
+    require_float(weight)
+    return TernaryQuantizer(group_size=group_size).codes(weight)

@@ -1,0 +1,324 @@
+"""Prepare and convert: swapping quantized linears in and out of any model, the torchao way.
+
+`HestiaConfig` is registered with torchao, so `quantize_(model, HestiaConfig(step="prepare"))` works
+like torchao's own configs; `HestiaQATQuantizer` wraps it as a two-step component that also knows
+which linears to take and names them in its errors. Nothing here copies a weight: prepare shares
+the parameter (also on the meta device), convert replaces it by the hard weight.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchao.core.config import AOBaseConfig
+from torchao.quantization import quantize_
+from torchao.quantization.qat.linear import FakeQuantizedLinear
+from torchao.quantization.transform_module import register_quantize_module_handler
+
+from hestia_tune.config import nearest, require_number
+from hestia_tune.quantizers import Quantizer, TernaryQuantizer, quantized_linear
+from hestia_tune.quantizers.base import effective_weight
+from hestia_tune.quantizers.granularity import GroupSize, validate_group_size
+
+_IN_NUMBERED_BLOCK = re.compile(r"(^|\.)\d+\.")
+_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+
+
+def clean_fqn(fqn: str) -> str:
+    """A fully qualified name without the parts that wrappers (compile, checkpointing) add."""
+    return _WRAPPERS.sub("", fqn)
+
+
+def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
+    """The default filter: every linear inside a numbered block, such as ``layers.3.attn.q_proj``.
+
+    Embeddings and norms are no linears, and the output head stands outside the blocks.
+    """
+    return isinstance(module, nn.Linear) and bool(_IN_NUMBERED_BLOCK.search(fqn))
+
+
+class FakeQuantizer(nn.Module):
+    """weight -> effective weight, at the temperature and pressure held here as 0-D buffers.
+
+    The buffers are float32 whatever the model is cast to, not saved in state dicts (they follow
+    from the step), and tensors rather than floats, so that a change of value compiles nothing anew.
+
+    Args:
+        quantizer: the method.
+        tau, pressure: initial values.
+        device: where the buffers live.
+    """
+
+    def __init__(self, quantizer: Quantizer, *, tau: float, pressure: float, device=None):
+        super().__init__()
+        self.quantizer = quantizer
+        self.enabled = True
+        self._initial = (tau, pressure)
+        self.register_buffer("tau", torch.empty((), device=device), persistent=False)
+        self.register_buffer("pressure", torch.empty((), device=device), persistent=False)
+        self.reset_buffers(device)
+
+    def reset_buffers(self, device=None) -> None:
+        """(Re)creates the buffers on ``device``: what a model made on the meta device needs."""
+        for name, value in zip(("tau", "pressure"), self._initial, strict=True):
+            setattr(self, name, torch.tensor(value, dtype=torch.float32, device=device))
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.tau, self.pressure = self.tau.float(), self.pressure.float()
+        return self
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        if not self.enabled:
+            return weight
+        return effective_weight(weight, self.tau, self.pressure, self.quantizer)
+
+    def extra_repr(self) -> str:
+        return self.quantizer.key()
+
+
+class QuantizedLinear(FakeQuantizedLinear):
+    """A linear whose forward uses the effective weight; see `hestia_tune.quantizers.linear`.
+
+    Made by `from_linear`. The parameter keeps its name ``weight`` and its identity, so state dicts,
+    optimizers and tied weights do not notice.
+    """
+
+    weight_fake_quantizer: FakeQuantizer
+
+    @classmethod
+    def from_linear(
+        cls, mod: nn.Linear, quantizer: Quantizer, *, tau: float = 0.3, pressure: float = 1.0
+    ) -> "QuantizedLinear":
+        """A quantized linear with the parameters of ``mod``; works on the meta device."""
+        new = cls(mod.in_features, mod.out_features, mod.bias is not None, device="meta")
+        new.weight, new.bias = mod.weight, mod.bias
+        new.weight_fake_quantizer = FakeQuantizer(
+            quantizer, tau=tau, pressure=pressure, device=mod.weight.device
+        )
+        return new.train(mod.training)
+
+    def to_linear(self) -> nn.Linear:
+        """A plain linear with the same latent parameters."""
+        new = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        new.weight, new.bias = self.weight, self.bias
+        return new.train(self.training)
+
+    def to_hard_linear(self) -> nn.Linear:
+        """A plain linear whose weight is the hard one, in the dtype of the latent weight."""
+        new = self.to_linear()
+        latent = self.weight.detach()
+        full = latent.full_tensor() if isinstance(latent, DTensor) else latent
+        hard = self.weight_fake_quantizer.quantizer.hard(full)
+        if isinstance(latent, DTensor):
+            hard = distribute_tensor(hard, latent.device_mesh, latent.placements)
+        new.weight = nn.Parameter(hard, requires_grad=self.weight.requires_grad)
+        return new
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fake = self.weight_fake_quantizer
+        if not fake.enabled:
+            return F.linear(x, self.weight, self.bias)
+        return quantized_linear(x, self.weight, self.bias, fake.tau, fake.pressure, fake.quantizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QATConfigBase(AOBaseConfig):
+    """What the configs of all methods share.
+
+    Args:
+        step: "prepare" swaps quantized linears in, "convert" swaps plain linears with hard
+            weights back.
+        tau: temperature until a schedule sets another, >= 0; 0 is straight-through.
+        pressure: pressure until a schedule sets another, in [0, 1].
+    """
+
+    step: Literal["prepare", "convert"] = "prepare"
+    tau: float = 0.3
+    pressure: float = 1.0
+
+    def __post_init__(self):
+        if self.step not in ("prepare", "convert"):
+            raise ValueError(f'step must be "prepare" or "convert"; got {self.step!r}')
+        require_number("tau", self.tau, 0, 100, "the paper starts at 0.3")
+        require_number("pressure", self.pressure, 0, 1, "1 is fully quantized")
+
+    def quantizer(self) -> Quantizer:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HestiaConfig(QATConfigBase):
+    """Ternary QAT for ``torchao.quantization.quantize_``.
+
+    Args:
+        group_size: weights that share a scale: an int that divides in_features (128 in the
+            paper), "channel" or "tensor".
+        step, tau, pressure: see `QATConfigBase`.
+
+    Raises:
+        TypeError, ValueError: on values that are out of range.
+
+    Note:
+        ``quantize_`` by itself takes every linear, the output head too; pass
+        ``filter_fn=hestia_tune.is_transformer_linear`` or use `HestiaQATQuantizer`.
+    """
+
+    group_size: GroupSize = 128
+
+    def __post_init__(self):
+        super().__post_init__()
+        validate_group_size(self.group_size)
+
+    def quantizer(self) -> TernaryQuantizer:
+        return TernaryQuantizer(group_size=self.group_size)
+
+
+@register_quantize_module_handler(HestiaConfig)
+def _transform(module: nn.Module, config: QATConfigBase) -> nn.Module:
+    if config.step == "convert":
+        return module.to_hard_linear() if isinstance(module, QuantizedLinear) else module
+    if isinstance(module, QuantizedLinear):
+        return module
+    quantizer = config.quantizer()
+    quantizer.check_layer(module.in_features, module.out_features, str(module))
+    return QuantizedLinear.from_linear(module, quantizer, tau=config.tau, pressure=config.pressure)
+
+
+def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """The quantized linears of a prepared model by fully qualified name, in model order."""
+    return {
+        clean_fqn(fqn): module
+        for fqn, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
+
+
+def select_linears(
+    model: nn.Module,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    default: Callable[[nn.Module, str], bool] = is_transformer_linear,
+) -> dict[str, nn.Linear]:
+    """The linears to quantize, by fully qualified name.
+
+    Args:
+        include: shell patterns over fully qualified names (``layers.*.mlp.*``), or None for
+            ``default``.
+        exclude: patterns of linears to leave out again.
+
+    Raises:
+        ValueError: if a pattern matches no linear, or nothing is left.
+    """
+    linears = {
+        clean_fqn(fqn): module
+        for fqn, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+
+    def matching(patterns: Sequence[str], option: str) -> set[str]:
+        found = set()
+        for pattern in patterns:
+            hits = fnmatch.filter(linears, pattern)
+            if not hits:
+                examples = ", ".join(list(linears)[:3])
+                raise ValueError(
+                    f"{option} pattern {pattern!r} matches no linear of the model"
+                    f"{nearest(pattern, linears)}; its linears are named like {examples}"
+                )
+            found.update(hits)
+        return found
+
+    if include is None:
+        chosen = {fqn for fqn, module in linears.items() if default(module, fqn)}
+    else:
+        chosen = matching(include, "include")
+    chosen -= matching(exclude, "exclude")
+    if not chosen:
+        raise ValueError(
+            f"no linear of the model is selected (it has {len(linears)}); "
+            "name those to quantize by include, for example include=['*']"
+        )
+    return {fqn: module for fqn, module in linears.items() if fqn in chosen}
+
+
+class QATQuantizerBase:
+    """Two-step quantizer component: ``prepare(model)`` before training, ``convert(model)`` after.
+
+    Args:
+        config: the method and its options.
+        include, exclude: which linears; see `select_linears`.
+    """
+
+    def __init__(
+        self,
+        config: QATConfigBase,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+    ):
+        for option, patterns in (("include", include), ("exclude", exclude)):
+            if isinstance(patterns, str):
+                raise TypeError(f"{option} must be a list of patterns; got the string {patterns!r}")
+        self.config = config
+        self.quantizer = config.quantizer()
+        self._include = None if include is None else list(include)
+        self._exclude = list(exclude or ())
+
+    def _step(self, step: str) -> QATConfigBase:
+        options = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
+        return type(self.config)(**(options | {"step": step}))
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Swaps the selected linears for quantized ones, in place; returns ``model``.
+
+        Raises:
+            ValueError: if a pattern matches nothing, or a layer cannot be quantized; the error
+                names the layer, and the model is as it was.
+        """
+        chosen = select_linears(model, self._include, self._exclude)
+        for fqn, linear in chosen.items():
+            self.quantizer.check_layer(linear.in_features, linear.out_features, fqn)
+        quantize_(
+            model, self._step("prepare"), filter_fn=lambda module, fqn: clean_fqn(fqn) in chosen
+        )
+        return model
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Swaps every quantized linear for a plain one with its hard weight, in place."""
+        quantize_(
+            model,
+            self._step("convert"),
+            filter_fn=lambda module, fqn: isinstance(module, QuantizedLinear),
+        )
+        return model
+
+
+class HestiaQATQuantizer(QATQuantizerBase):
+    """Ternary QAT as a component (``_component_: hestia_tune.HestiaQATQuantizer``).
+
+    Args:
+        group_size: weights that share a scale: an int that divides in_features (128 in the
+            paper), "channel" or "tensor".
+        include: shell patterns of the linears to quantize; None takes every linear of the
+            transformer blocks (attention q, k, v, output; MLP gate, up, down).
+        exclude: shell patterns of linears to leave out.
+
+    Example:
+        >>> quantizer = HestiaQATQuantizer(group_size=128)
+        >>> model = quantizer.prepare(model)      # train, a ScheduleDriver sets tau and pressure
+        >>> model = quantizer.convert(model)      # plain linears, every weight gamma·{-1, 0, 1}
+    """
+
+    def __init__(
+        self,
+        group_size: GroupSize = 128,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+    ):
+        super().__init__(HestiaConfig(group_size=group_size), include, exclude)

@@ -1,0 +1,122 @@
+"""What a quantizer is, and the differentiable effective weight.
+
+A quantizer is a stateless frozen dataclass: it maps a latent weight to an effective weight at a
+given temperature and pressure, and pulls a gradient back through that map in closed form. It never
+sees a step, a module or a schedule. The closed form is what keeps memory flat: plain autograd would
+save about ten tensors of the weight's size, `effective_weight` saves the weight alone.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+Scalar = float | torch.Tensor
+
+
+class Quantizer(ABC):
+    """A map from latent weights to low-bit weights, with a relaxation that has a temperature.
+
+    Subclasses are frozen keyword-only dataclasses and implement the methods below on 2-D weights
+    (out_features, in_features). ``tau`` and ``pressure`` arrive as 0-D tensors.
+    """
+
+    by_key: ClassVar[dict[str, "Quantizer"]] = {}
+
+    def __post_init__(self):
+        Quantizer.by_key[self.key()] = self
+
+    @abstractmethod
+    def key(self) -> str:
+        """The method and every option of it as a short text; equal quantizers, equal keys."""
+
+    @abstractmethod
+    def effective_weight(
+        self, weight: torch.Tensor, tau: torch.Tensor, pressure: torch.Tensor
+    ) -> torch.Tensor:
+        """(1 - p)·W + p·H(W; tau) (Eq. 7), same shape and dtype as ``weight``; tau 0 is hard."""
+
+    @abstractmethod
+    def vjp(
+        self,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        tau: torch.Tensor,
+        pressure: torch.Tensor,
+    ) -> torch.Tensor:
+        """The gradient of the latent weight, given that of the effective weight."""
+
+    @abstractmethod
+    def hard(self, weight: torch.Tensor) -> torch.Tensor:
+        """The deployable weight Q(W) (Eq. 2), same shape and dtype; equals tau 0, pressure 1."""
+
+    @abstractmethod
+    def codes(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Integer codes shaped like ``weight`` and the bfloat16 scales that multiply them."""
+
+    @abstractmethod
+    def check_layer(self, in_features: int, out_features: int, name: str) -> None:
+        """Raises ValueError that names the layer if a weight of this shape cannot be quantized."""
+
+
+def compute_dtype(weight: torch.Tensor) -> torch.dtype:
+    """Formulas run in float32, or in float64 when the weight is float64."""
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def as_scalar(value: Scalar, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Makes ``tau`` or ``pressure`` a 0-D tensor; Python numbers are checked, tensors are not.
+
+    A tensor is taken as it is, because a look at its value would wait for the device.
+
+    Raises:
+        TypeError: if ``value`` is neither a number nor a 0-D tensor.
+        ValueError: if a number is outside [0, inf) for tau or [0, 1] for pressure.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.dim() != 0:
+            raise TypeError(
+                f"{name} must be a float or a 0-D tensor; got shape {tuple(value.shape)}"
+            )
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a float or a 0-D tensor; got {type(value).__name__}")
+    upper, interval = (1.0, "[0, 1]") if name == "pressure" else (float("inf"), "[0, inf)")
+    if not (0.0 <= value <= upper and value != float("inf")):
+        raise ValueError(f"{name} must be in {interval}; got {value}")
+    return torch.tensor(value, dtype=compute_dtype(weight), device=weight.device)
+
+
+def require_float(weight: torch.Tensor) -> None:
+    """Raises TypeError unless ``weight`` is a floating-point tensor."""
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
+        raise TypeError(f"weight must be a floating-point tensor; got {kind}")
+
+
+class _EffectiveWeight(torch.autograd.Function):
+    """weight, tau, pressure -> effective weight; saves ``weight`` and two scalars."""
+
+    @staticmethod
+    def forward(weight, tau, pressure, quantizer):
+        return quantizer.effective_weight(weight, tau, pressure)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        weight, tau, pressure, ctx.quantizer = inputs
+        ctx.save_for_backward(weight, tau, pressure)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight, tau, pressure = ctx.saved_tensors
+        return ctx.quantizer.vjp(grad, weight, tau, pressure), None, None, None
+
+
+def effective_weight(
+    weight: torch.Tensor, tau: Scalar, pressure: Scalar, quantizer: Quantizer
+) -> torch.Tensor:
+    """The differentiable effective weight (Eq. 7) of ``quantizer``; scalars as in `as_scalar`."""
+    require_float(weight)
+    tau = as_scalar(tau, "tau", weight)
+    pressure = as_scalar(pressure, "pressure", weight)
+    return _EffectiveWeight.apply(weight, tau, pressure, quantizer)

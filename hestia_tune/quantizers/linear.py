@@ -1,0 +1,142 @@
+"""The quantized linear: one autograd function that never keeps an effective weight.
+
+`F.linear` would save the effective weight for the gradient of its input: a second copy of the
+model, which FSDP could not free after the forward either. The function here saves its input (as any
+linear does) and the latent weight, and recomputes the effective weight in backward. The price is
+one more pass over the weight, small beside the three matrix products of a linear.
+
+Under `torch.compile` that is not enough: the compiler would find the recomputation to be a common
+subexpression of the forward and save its result after all. So in a compiled region the three steps
+are opaque operators (`hestia::...`), which run the same formulas, themselves compiled into fused
+kernels. Operators take no Python objects, so a quantizer travels as its key. Eager mode calls the
+formulas directly.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from hestia_tune.quantizers.base import Quantizer
+
+
+@functools.cache
+def _fused(key: str, method: str):
+    """The quantizer's method as fused kernels, one set for weights of every shape."""
+    return torch.compile(getattr(Quantizer.by_key[key], method), dynamic=True)
+
+
+def _linear(x, weight, bias, tau, pressure, effective_weight):
+    return F.linear(x, effective_weight(weight, tau, pressure).to(x.dtype), bias)
+
+
+def _input_grad(grad, weight, tau, pressure, effective_weight):
+    return grad @ effective_weight(weight, tau, pressure).to(grad.dtype)
+
+
+@torch.library.custom_op("hestia::linear", mutates_args=())
+def _linear_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tau: torch.Tensor,
+    pressure: torch.Tensor,
+    key: str,
+) -> torch.Tensor:
+    return _linear(x, weight, bias, tau, pressure, _fused(key, "effective_weight"))
+
+
+@_linear_op.register_fake
+def _(x, weight, bias, tau, pressure, key):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("hestia::input_grad", mutates_args=())
+def _input_grad_op(
+    grad: torch.Tensor, weight: torch.Tensor, tau: torch.Tensor, pressure: torch.Tensor, key: str
+) -> torch.Tensor:
+    return _input_grad(grad, weight, tau, pressure, _fused(key, "effective_weight"))
+
+
+@_input_grad_op.register_fake
+def _(grad, weight, tau, pressure, key):
+    return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
+
+
+@torch.library.custom_op("hestia::weight_grad", mutates_args=())
+def _weight_grad_op(
+    grad_eff: torch.Tensor,
+    weight: torch.Tensor,
+    tau: torch.Tensor,
+    pressure: torch.Tensor,
+    key: str,
+) -> torch.Tensor:
+    return _fused(key, "vjp")(grad_eff, weight, tau, pressure)
+
+
+@_weight_grad_op.register_fake
+def _(grad_eff, weight, tau, pressure, key):
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    """x·W_eff^T + bias; saves ``x``, ``weight`` and two scalars."""
+
+    @staticmethod
+    def forward(x, weight, bias, tau, pressure, quantizer):
+        if torch.compiler.is_compiling():
+            return _linear_op(x, weight, bias, tau, pressure, quantizer.key())
+        return _linear(x, weight, bias, tau, pressure, quantizer.effective_weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, bias, tau, pressure, ctx.quantizer = inputs
+        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x, weight, tau, pressure)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, tau, pressure = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        quantizer, compiling = ctx.quantizer, torch.compiler.is_compiling()
+        scalars = (tau, pressure)
+        grad_x = grad_weight = grad_bias = None
+        if needs_x and compiling:
+            grad_x = _input_grad_op(grad, weight, *scalars, quantizer.key())
+        elif needs_x:
+            grad_x = _input_grad(grad, weight, *scalars, quantizer.effective_weight)
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        if needs_weight:
+            grad_eff = grad_NO.t() @ x.reshape(-1, x.shape[-1])
+            if compiling:
+                grad_weight = _weight_grad_op(grad_eff, weight, *scalars, quantizer.key())
+            else:
+                grad_weight = quantizer.vjp(grad_eff, weight, *scalars)
+        if ctx.has_bias and needs_bias:
+            grad_bias = grad_NO.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tau: torch.Tensor,
+    pressure: torch.Tensor,
+    quantizer: Quantizer,
+) -> torch.Tensor:
+    """``F.linear`` with the effective weight (Eq. 7) in place of the latent one.
+
+    Args:
+        x: (..., in_features); its dtype (or autocast's) is the dtype of the products.
+        weight: (out_features, in_features) latent weight.
+        bias: (out_features,) or None.
+        tau, pressure: 0-D tensors, so that a change of value compiles nothing anew.
+        quantizer: the method.
+    """
+    if not torch.is_autocast_enabled(x.device.type):
+        return _QuantizedLinear.apply(x, weight, bias, tau, pressure, quantizer)
+    x = x.to(torch.get_autocast_dtype(x.device.type))
+    bias = None if bias is None else bias.to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return _QuantizedLinear.apply(x, weight, bias, tau, pressure, quantizer)

@@ -1,0 +1,141 @@
+"""Pressure and temperature as functions of the step, and the driver that hands them to layers.
+
+Legend: t global step (optimizer steps done so far), T total steps, rho compress ratio,
+T_comp = rho·T (a real number, not rounded), alpha sensitivity strength, s sensitivity score.
+
+Training step t uses the values at t, so the last one, T - 1, is still slightly soft; at t = T the
+pressure is 1 and the temperature 0, which is the hard model. Everything follows from the global
+step, so a resumed run needs no state of its own.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from hestia_tune.config import ScheduleConfig
+
+
+def pressure_at(step: int, total_steps: int, rho: float) -> float:
+    """p_t = min(1, t / (rho·T)), or 1 if rho is 0 (Eq. 8)."""
+    if rho == 0 or step >= total_steps:
+        return 1.0
+    return min(1.0, step / (rho * total_steps))
+
+
+def base_temperature_at(step: int, total_steps: int, rho: float, tau_init: float) -> float:
+    """tau_init until T_comp, then (tau_init/2)·(1 + cos(pi·(t - T_comp)/(T - T_comp))) (Eq. 12)."""
+    compress_steps = rho * total_steps
+    if step >= total_steps:
+        return 0.0
+    if step <= compress_steps:
+        return tau_init
+    progress = (step - compress_steps) / (total_steps - compress_steps)
+    return 0.5 * tau_init * (1.0 + math.cos(math.pi * progress))
+
+
+def tau_scale(alpha: float, score: float) -> float:
+    """e^{alpha·s} (Eq. 13): the factor by which a more sensitive tensor is hotter, at every step."""
+    return math.exp(alpha * score)
+
+
+class AnnealingSchedule:
+    """Both schedules for one run.
+
+    Args:
+        total_steps: T, at least 1.
+        rho, tau_init, alpha: as in `hestia_tune.config.ScheduleConfig`, tau_init a number.
+
+    Raises:
+        TypeError, ValueError: on options out of range.
+    """
+
+    def __init__(
+        self, total_steps: int, *, rho: float = 0.2, tau_init: float = 0.3, alpha: float = 0.4
+    ):
+        if isinstance(total_steps, bool) or not isinstance(total_steps, int):
+            raise TypeError(f"total_steps must be an int; got {total_steps!r}")
+        if total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1; got {total_steps}")
+        ScheduleConfig(rho=rho, tau_init=tau_init, alpha=alpha)
+        if isinstance(tau_init, str):
+            raise TypeError('tau_init must be a number here; resolve "auto" by optimal_temperature')
+        self.total_steps = total_steps
+        self.rho, self.tau_init, self.alpha = float(rho), float(tau_init), float(alpha)
+
+    def pressure(self, step: int) -> float:
+        """Pressure of training step ``step``, in [0, 1]."""
+        return pressure_at(step, self.total_steps, self.rho)
+
+    def temperature(self, step: int, score: float = 0.0) -> float:
+        """Temperature of training step ``step`` for a tensor with sensitivity ``score``."""
+        base = base_temperature_at(step, self.total_steps, self.rho, self.tau_init)
+        return base * tau_scale(self.alpha, score)
+
+
+class ScheduleDriver:
+    """Writes pressure and temperature into the fake quantizers of a prepared model.
+
+    Args:
+        schedule: what to write.
+        layers: fully qualified name -> module with a ``weight_fake_quantizer`` that has the 0-D
+            buffers ``tau`` and ``pressure`` (see `hestia_tune.qat.quantized_linears`).
+        scores: sensitivity score per name, or None for the uniform schedule (every score 0, the
+            paper's "w/o Hessian").
+
+    Raises:
+        ValueError: if there are no layers, or the names of ``scores`` are not those of ``layers``.
+    """
+
+    def __init__(
+        self,
+        schedule: AnnealingSchedule,
+        layers: Mapping[str, torch.nn.Module],
+        scores: Mapping[str, float] | None = None,
+    ):
+        if not layers:
+            raise ValueError("the model has no quantized layers; prepare it first")
+        if scores is not None and set(scores) != set(layers):
+            odd = sorted(set(scores) ^ set(layers))
+            raise ValueError(f"sensitivity scores and quantized layers differ in {odd[:3]}")
+        self.schedule = schedule
+        self._layers = dict(layers)
+        self._scores = {name: 0.0 if scores is None else scores[name] for name in layers}
+
+    def temperatures(self, step: int) -> dict[str, float]:
+        """Temperature of every layer at ``step``, by name."""
+        return {name: self.schedule.temperature(step, s) for name, s in self._scores.items()}
+
+    def set_step(self, step: int) -> None:
+        """Call before the forward of training step ``step``, and never between it and backward."""
+        self._write(list(self.temperatures(step).values()), self.schedule.pressure(step))
+
+    def _write(self, taus: list[float], pressure: float) -> None:
+        """One copy to the device and one fused kernel, however many layers there are."""
+        quantizers = [layer.weight_fake_quantizer for layer in self._layers.values()]
+        buffers = [q.tau for q in quantizers] + [q.pressure for q in quantizers]
+        values = torch.tensor(taus + [pressure] * len(taus), dtype=torch.float32)
+        torch._foreach_copy_(
+            buffers, list(values.to(buffers[0].device, non_blocking=True).unbind())
+        )
+
+    @contextlib.contextmanager
+    def _temporarily(self, tau: float, pressure: float) -> Iterator[None]:
+        quantizers = [layer.weight_fake_quantizer for layer in self._layers.values()]
+        before = [(q.tau.clone(), q.pressure.clone()) for q in quantizers]
+        self._write([tau] * len(quantizers), pressure)
+        try:
+            yield
+        finally:
+            for quantizer, (old_tau, old_pressure) in zip(quantizers, before, strict=True):
+                quantizer.tau.copy_(old_tau)
+                quantizer.pressure.copy_(old_pressure)
+
+    def hard(self):
+        """Context in which the model computes with hard weights (tau 0, pressure 1)."""
+        return self._temporarily(0.0, 1.0)
+
+    def latent(self):
+        """Context in which the model computes with its latent weights (pressure 0)."""
+        return self._temporarily(0.0, 0.0)

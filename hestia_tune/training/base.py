@@ -1,0 +1,27 @@
+"""torchtune's FSDP2 full fine-tuning recipe as a class that can be subclassed.
+
+torchtune ships its recipes as files, not as importable modules: the package ``recipes`` beside it
+raises on import. The file is therefore loaded by its path, here and nowhere else.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torchtune
+
+_MODULE = "torchtune_full_finetune_distributed"
+
+
+def load_base_recipe() -> type:
+    """``FullFinetuneRecipeDistributed`` of the installed torchtune."""
+    if _MODULE not in sys.modules:
+        path = Path(torchtune.__file__).parent.parent / "recipes" / "full_finetune_distributed.py"
+        spec = importlib.util.spec_from_file_location(_MODULE, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[_MODULE] = module
+        spec.loader.exec_module(module)
+    return sys.modules[_MODULE].FullFinetuneRecipeDistributed
+
+
+FullFinetuneRecipeDistributed = load_base_recipe()

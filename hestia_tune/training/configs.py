@@ -1,0 +1,59 @@
+"""Packaged configs: finding them by name, and letting torchtune's parser take a name for a path.
+
+torchtune's parser opens whatever follows ``--config`` as a file. `resolve_argv` swaps the name of
+a packaged config for its path before the parser looks; it runs in every process of a distributed
+run, since each parses its own arguments.
+"""
+
+import importlib.resources
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from hestia_tune.config import nearest
+
+
+def packaged_configs() -> dict[str, Path]:
+    """Name -> path of every config in the package, sorted by name."""
+    folder = importlib.resources.files("hestia_tune._configs")
+    paths = (Path(str(entry)) for entry in folder.iterdir())
+    return {path.stem: path for path in sorted(paths) if path.suffix == ".yaml"}
+
+
+def config_path(name: str) -> Path:
+    """The path of a packaged config, or ``name`` itself if such a file exists.
+
+    Raises:
+        ValueError: listing the packaged configs, if ``name`` is neither.
+    """
+    known = packaged_configs()
+    if name in known:
+        return known[name]
+    if Path(name).is_file():
+        return Path(name)
+    raise ValueError(
+        f"no config named {name!r}, and no such file{nearest(name, known)}; "
+        f"packaged configs: {', '.join(known)}"
+    )
+
+
+def resolve_argv(argv: list[str]) -> list[str]:
+    """``argv`` with the value of ``--config`` replaced by a path."""
+    resolved = list(argv)
+    for index, argument in enumerate(argv):
+        if argument == "--config" and index + 1 < len(argv):
+            resolved[index + 1] = str(config_path(argv[index + 1]))
+        elif argument.startswith("--config="):
+            resolved[index] = f"--config={config_path(argument.removeprefix('--config='))}"
+    return resolved
+
+
+def asset_path(name: str) -> str:
+    """Folder of a packaged asset; in YAML ``${hestia_asset:demo}``."""
+    folder = Path(str(importlib.resources.files("hestia_tune"))) / "assets" / name
+    if not folder.is_dir():
+        raise ValueError(f"the package has no asset {name!r}")
+    return str(folder)
+
+
+OmegaConf.register_new_resolver("hestia_asset", asset_path, replace=True)

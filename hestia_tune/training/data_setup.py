@@ -1,0 +1,61 @@
+"""The data loader: torchtune's components behind a loader whose position can be restored."""
+
+from functools import partial
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torchtune import config
+from torchtune.config._utils import _get_component_from_path
+from torchtune.data import padded_collate_packed
+from torchtune.datasets import ConcatDataset
+
+from hestia_tune.data.datasets import first_line
+
+
+def build_dataset(cfg_dataset: DictConfig | ListConfig, tokenizer: Any, key: str):
+    """(dataset, whether it is packed) of a ``dataset`` section, one component or a list.
+
+    Raises:
+        ValueError: if it cannot be loaded or is empty; the error names the section.
+    """
+    sections = list(cfg_dataset) if isinstance(cfg_dataset, ListConfig) else [cfg_dataset]
+    try:
+        parts = [config.instantiate(section, tokenizer) for section in sections]
+        if not all(len(part) for part in parts):
+            raise ValueError("it has no samples")
+    except Exception as error:  # components and file readers raise errors of many unrelated types
+        raise ValueError(f"{key} could not be loaded: {first_line(error)}") from error
+    packed = any(section.get("packed", False) for section in sections)
+    return (parts[0] if len(parts) == 1 else ConcatDataset(datasets=parts)), packed
+
+
+def build_dataloader(
+    dataset: Any,
+    *,
+    packed: bool,
+    batch_size: int,
+    shuffle: bool,
+    seed: int,
+    collate_fn: str,
+    pad_id: int,
+    ignore_index: int,
+    num_replicas: int,
+    rank: int,
+    drop_last: bool,
+) -> StatefulDataLoader:
+    """A loader of this rank's share, whose ``state_dict`` is an exact position."""
+    if "left_pad_sequence" in collate_fn:
+        raise ValueError("collate_fn left_pad_sequence is for generation; leave collate_fn out")
+    collate = padded_collate_packed
+    if not packed:
+        collate = partial(
+            _get_component_from_path(collate_fn), padding_idx=pad_id, ignore_idx=ignore_index
+        )
+    sampler = StatefulDistributedSampler(
+        dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed
+    )
+    return StatefulDataLoader(
+        dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last
+    )

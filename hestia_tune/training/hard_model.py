@@ -1,0 +1,85 @@
+"""Writing the hard model: a Hugging Face folder in bfloat16 that any tool loads.
+
+Every quantized weight is gamma·{-1, 0, 1} with a bfloat16 gamma, so bfloat16 holds it exactly.
+torchtune's own checkpointer maps the names back and copies config and tokenizer.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torchtune import training
+from torchtune.training import FullModelHFCheckpointer
+
+from hestia_tune.qat import quantized_linears
+
+DESCRIPTION_FILE = "hestia.json"
+
+
+def hard_state_dict(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Hard weights and all other parameters in bfloat16 on the CPU of the first rank.
+
+    Collective, one parameter at a time; the other ranks get an empty dict. The hard weight is made
+    by the training's own quantizer from the latent weight in ``compute_dtype``, which is what the
+    forward pass saw.
+    """
+    quantizers = {
+        f"{name}.weight": layer.weight_fake_quantizer.quantizer
+        for name, layer in quantized_linears(model).items()
+    }
+    is_first = dist.get_rank() == 0
+    state = {}
+    for name, value in get_model_state_dict(model).items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if not is_first:
+            continue
+        if name in quantizers:
+            full = quantizers[name].hard(full.to(compute_dtype))
+        state[name] = full.to(torch.bfloat16).cpu()
+    return state
+
+
+def write_hard_model(
+    state: dict[str, torch.Tensor],
+    checkpointer: FullModelHFCheckpointer,
+    folder: Path,
+    description: Mapping[str, Any],
+) -> None:
+    """Writes ``state`` as a Hugging Face folder; a folder of that name is replaced at the end.
+
+    Args:
+        state: full torchtune state dict, on the first rank, which alone calls this.
+        checkpointer: the one that read the pretrained model (it knows names, files and config).
+        folder: where the model goes.
+        description: how the weights were made; goes into ``hestia.json`` beside them.
+    """
+    staging = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    output_dir = checkpointer._output_dir
+    checkpointer._output_dir = staging
+    try:
+        checkpointer.save_checkpoint(
+            {training.MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False
+        )
+    finally:
+        checkpointer._output_dir = output_dir
+    written = staging / "epoch_0"
+    config_file = written / "config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config.pop("dtype", None)
+    config["torch_dtype"] = "bfloat16"
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (written / DESCRIPTION_FILE).write_text(
+        json.dumps(dict(description), indent=1) + "\n", encoding="utf-8"
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    written.rename(folder)
+    shutil.rmtree(staging)

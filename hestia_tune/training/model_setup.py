@@ -1,0 +1,113 @@
+"""From the YAML's model section to a prepared, sharded, loaded model.
+
+The order matters. Linears are swapped right after the model is made on the meta device, before
+compile, activation checkpointing and FSDP see them, and before weights are loaded, so that a wrong
+config fails in a second whatever the size of the model. FSDP is applied on one process too: it
+does the mixed precision (float32 latent weights, bfloat16 compute), and one code path is easier to
+keep exact than two.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torchtune import config, modules, training
+from torchtune.training.activations import apply_selective_activation_checkpointing
+
+from hestia_tune.qat import QATQuantizerBase, quantized_linears
+
+
+def build_on_meta(cfg_model: DictConfig, quantizer: QATQuantizerBase) -> nn.Module:
+    """The prepared model in float32 on the meta device.
+
+    Raises:
+        ValueError: if the quantizer cannot take the model's layers; the error names the layer.
+    """
+    with training.set_default_dtype(torch.float32), torch.device("meta"):
+        model = config.instantiate(cfg_model)
+    return quantizer.prepare(model)
+
+
+def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
+    """Raises ValueError if the names or shapes of ``state`` are not those of ``model``."""
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    if expected == found:
+        return
+    problems = [f"no {name}" for name in expected if name not in found]
+    problems += [f"unexpected {name}" for name in found if name not in expected]
+    problems += [
+        f"{name} is {found[name]} instead of {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    raise ValueError(
+        f"the checkpoint in {source} is of another model than the config's: "
+        f"{'; '.join(problems[:3])}{' ...' if len(problems) > 3 else ''}"
+    )
+
+
+def apply_activation_checkpointing(model: nn.Module, cfg: DictConfig) -> None:
+    """Full (``enable_activation_checkpointing``) or selective (``ac_mode``), as in torchtune."""
+    if cfg.enable_activation_checkpointing and cfg.ac_mode is None:
+        training.set_activation_checkpointing(
+            model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+        )
+    elif not cfg.enable_activation_checkpointing and cfg.ac_mode is not None:
+        apply_selective_activation_checkpointing(model, cfg.ac_mode, cfg.ac_option)
+
+
+def shard(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """FSDP2 on every block and on the whole, in place.
+
+    Parameters stay float32; forward and backward see them in ``compute_dtype``; gradients are
+    reduced in float32.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": cfg.fsdp_reshard_after_forward,
+    }
+    if compute_dtype != torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32
+        )
+    if cfg.fsdp_cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    num_sharded = 0
+    for name, module in reversed(list(model.named_modules())):
+        if training.get_shard_conditions(name, module, cfg.custom_sharded_layers):
+            fully_shard(module, **options)
+            num_sharded += 1
+    if num_sharded == 0:
+        raise ValueError(
+            "the model has no blocks to shard (modules named layers.N); "
+            "name them by custom_sharded_layers"
+        )
+    fully_shard(model, **options)
+
+
+def materialize(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+    cpu_offload: bool,
+) -> None:
+    """Creates the buffers on ``device`` and loads the weights that the first process read.
+
+    Args:
+        state: the full state dict on the first process, an empty one on the others.
+    """
+    with device:
+        for module in model.modules():
+            if hasattr(module, "rope_init"):
+                module.rope_init()
+    for layer in quantized_linears(model).values():
+        layer.weight_fake_quantizer.reset_buffers(device)
+    training.load_from_full_model_state_dict(
+        model, dict(state), device, strict=True, cpu_offload=cpu_offload
+    )
+    training.validate_no_params_on_meta_device(model)

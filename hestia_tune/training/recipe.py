@@ -1,0 +1,269 @@
+"""The QAT recipe: the train loop, validation, saving, and what a finished run leaves behind.
+
+    output_dir/
+        hard_model/        the deployable model, Hugging Face format, bfloat16
+        checkpoints/       resumable (see `hestia_tune.training.checkpoint`)
+        metrics.jsonl      one JSON line per logged step
+        results.json       losses before and after, settings, versions
+        curves.png         loss, pressure and the fan of temperatures
+        logs/              torchtune's metric logger
+"""
+
+import json
+import math
+import resource
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torchao
+import torchtune
+from torch.distributed.tensor import DTensor
+from torchtune import training, utils
+from torchtune.training.lr_schedulers import get_lr
+from tqdm import tqdm
+
+import hestia_tune
+from hestia_tune.files import write_atomically
+from hestia_tune.plots import plot_training_curves
+from hestia_tune.training import checkpoint
+from hestia_tune.training.hard_model import hard_state_dict, write_hard_model
+from hestia_tune.training.history import results_table
+from hestia_tune.training.processes import StopRequest, on_first_rank, sum_over_ranks
+from hestia_tune.training.setup import RecipeSetup
+from hestia_tune.training.statistics import check_finite
+
+log = utils.get_logger("DEBUG")
+
+PRETRAINED, NAIVE, HARD = "pretrained", "naive ternary", "trained, hard"
+
+
+class HestiaQATRecipe(RecipeSetup):
+    """Trains latent weights through relaxed quantizers and writes the hard model."""
+
+    def train(self) -> bool:
+        """Trains to the end, or to the first Ctrl-C; returns whether the end was reached."""
+        training.cleanup_before_training() if self._device.type == "cuda" else None
+        if self.global_step == 0 and self._val_dataloader is not None:
+            self._evaluate_baselines()
+        if self._statistics is not None and self.global_step < self.total_steps:
+            self._statistics.update()
+        if hasattr(self, "_resumed_random_state"):
+            checkpoint.set_random_state(self._resumed_random_state, self._device)
+        self._profiler.start()
+        with StopRequest().installed() as stop:
+            finished = self._train_epochs(stop)
+        self._profiler.stop()
+        if finished:
+            self._finish()
+        return finished
+
+    def _train_epochs(self, stop: StopRequest) -> bool:
+        progress = tqdm(
+            total=self.total_steps, initial=self.global_step, disable=not self._is_rank_zero
+        )
+        with progress:
+            while self.global_step < self.total_steps:
+                self._dataloader.sampler.set_epoch(self._epoch)
+                batches = iter(self._dataloader)
+                while self.global_step < (self._epoch + 1) * self._steps_per_epoch:
+                    stopping = self._train_step(batches, stop, progress)
+                    at_end = self.global_step == self.total_steps
+                    self._validate_if_due(at_end)
+                    every = self.options.save_every_n_steps
+                    if stopping or at_end or (every and self.global_step % every == 0):
+                        self._save()
+                    if stopping and not at_end:
+                        return False
+                self._epoch += 1
+        return True
+
+    def _train_step(self, batches: Iterator, stop: StopRequest, progress: tqdm) -> bool:
+        """One optimizer step; returns whether some rank was asked to stop."""
+        started = time.perf_counter()
+        step = self.global_step
+        self.driver.set_step(step)
+        self._record_memory(step)
+        losses, counts = [], []
+        for _ in range(self._gradient_accumulation_steps):
+            loss, count = self._loss_sum(next(batches))
+            loss.backward()
+            losses.append(loss.detach())
+            counts.append(count)
+        sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), float(stop.requested)]
+        loss_sum, num_tokens, stopping = sum_over_ranks(sums, self._device)
+        # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
+        scale = torch.tensor(self.world_size / num_tokens, device=self._device)
+        training.scale_grads(self._model, scale)
+        grad_norm = self._clip_gradients()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        learning_rate = get_lr(self._optimizer)
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.step()
+        self.global_step += 1
+        self._profiler.step()
+        loss = loss_sum / num_tokens
+        if not math.isfinite(loss):
+            check_finite(self._model, self._device, self.global_step)
+            raise FloatingPointError(
+                f"the loss of step {self.global_step} is {loss} though all weights are finite; "
+                "look at the data, or resume with a lower learning rate"
+            )
+        progress.update(1)
+        progress.set_postfix_str(f"epoch {self._epoch + 1}, loss {loss:.4f}")
+        if self.global_step % self._log_every_n_steps == 0 or self.global_step == self.total_steps:
+            rate = num_tokens / (time.perf_counter() - started) / self.world_size
+            self._log(
+                {"loss": loss, "lr": learning_rate, "tokens_per_second_per_gpu": rate}
+                | ({} if grad_norm is None else {"grad_norm": grad_norm})
+                | self._schedule_metrics(step)
+                | ({} if self._statistics is None else self._statistics.update())
+                | self._memory_metrics()
+            )
+        return stopping > 0
+
+    def _loss_sum(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum of the loss over predicted tokens, number of predicted tokens) of one batch."""
+        utils.batch_to_device(batch, self._device)
+        ignore = self._loss_fn.ignore_index
+        labels = batch.pop("labels")
+        # Position t predicts token t + 1; the last position predicts nothing.
+        labels = torch.hstack((labels[:, 1:], torch.full_like(labels[:, :1], ignore)))
+        count = (labels != ignore).sum()
+        with self.activations_handling_ctx:
+            logits = self._model(**batch)
+        if not isinstance(logits, list):
+            labels, logits = labels.reshape(-1), logits.reshape(-1, logits.size(-1))
+        loss = self._loss_fn(logits, labels)
+        return loss * count, count
+
+    def _clip_gradients(self) -> float | None:
+        if self._clip_grad_norm is None:
+            return None
+        norm = torch.nn.utils.clip_grad_norm_(
+            self._model.parameters(), max_norm=float(self._clip_grad_norm)
+        )
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _schedule_metrics(self, step: int) -> dict[str, float]:
+        taus = list(self.driver.temperatures(step).values())
+        return {
+            "pressure": self.schedule.pressure(step),
+            "tau_min": min(taus),
+            "tau_mean": sum(taus) / len(taus),
+            "tau_max": max(taus),
+        }
+
+    def _memory_metrics(self) -> dict[str, float]:
+        if self._log_peak_memory_stats:
+            return training.get_memory_stats(device=self._device)
+        return {"peak_memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+    def _record_memory(self, step: int) -> None:
+        """Starts and ends CUDA's memory history around the profiler's active steps."""
+        if not (self._is_rank_zero and getattr(self, "profiler_profile_memory", False)):
+            return
+        if self._device.type == "cuda" and hasattr(self, "profiler_wait_steps"):
+            first = self.profiler_wait_steps + self.profiler_warmup_steps
+            if step == first:
+                torch.cuda.memory._record_memory_history()
+            elif step == first + self.profiler_active_steps:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        if self._is_rank_zero:
+            self._metric_logger.log_dict(metrics, step=self.global_step)
+            self.history.append({"step": self.global_step} | metrics)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the validation tokens of all ranks, with the model as it stands."""
+        self._model.eval()
+        world, rank = self.dp_size, self.dp_rank
+        # The sampler fills up uneven shares by repeating samples; those must not count.
+        own_samples = len(range(rank, len(self._val_dataloader.dataset), world))
+        seen, total, count = 0, 0.0, 0
+        for index, batch in enumerate(self._val_dataloader):
+            if index == self.options.max_val_batches:
+                break
+            labels = batch["labels"]
+            labels[max(0, own_samples - seen) :] = self._loss_fn.ignore_index
+            seen += len(labels)
+            loss, tokens = self._loss_sum(batch)
+            total = total + torch.where(tokens > 0, loss, torch.zeros_like(loss)).double()
+            count = count + tokens
+        self._model.train()
+        total, count = sum_over_ranks([total, count], self._device)
+        return total / count
+
+    def _evaluate_baselines(self) -> None:
+        with self.driver.latent():
+            self.baselines[PRETRAINED] = self.evaluate()
+        with self.driver.hard():
+            self.baselines[NAIVE] = self.evaluate()
+        for label, loss in self.baselines.items():
+            utils.log_rank_zero(log, f"validation loss, {label}: {loss:.4f}")
+
+    def _validate_if_due(self, at_end: bool) -> None:
+        every = self.options.run_val_every_n_steps
+        due = at_end or (every is not None and self.global_step % every == 0)
+        if self._val_dataloader is None or not due:
+            return
+        self.driver.set_step(self.global_step)
+        relaxed = self.evaluate()
+        with self.driver.hard():
+            hard = self.evaluate()
+        self._log({"val_loss_relaxed": relaxed, "val_loss_hard": hard})
+        self.baselines[HARD] = hard
+
+    def _save(self) -> None:
+        check_finite(self._model, self._device, self.global_step)
+        epoch_done = self.global_step == (self._epoch + 1) * self._steps_per_epoch
+        scheduler = self._lr_scheduler
+        checkpoint.save_checkpoint(
+            self.checkpoint_folder,
+            self.global_step,
+            model=self._model,
+            optimizer=self._optimizer,
+            rank_state={
+                "epoch": self._epoch + epoch_done,
+                "dataloader": None if epoch_done else self._dataloader.state_dict(),
+                "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+                "random": checkpoint.random_state(self._device),
+            },
+            meta={"identity": self._identity, "baselines": self.baselines},
+            keep_last=self.options.keep_last_checkpoints,
+        )
+
+    def _finish(self) -> None:
+        """Writes the hard model, the results and the curves."""
+        state = hard_state_dict(self._model, self._dtype)
+        description = {
+            "hestia_tune": hestia_tune.__version__,
+            "step": self.global_step,
+            "layers": [*self.driver.temperatures(0)],
+        } | self._identity
+        on_first_rank(lambda: self._write_outputs(state, description), share=False)
+
+    def _write_outputs(self, state: dict[str, torch.Tensor], description: dict[str, Any]) -> None:
+        folder = self.output_dir / "hard_model"
+        checkpointer = self._checkpoint_client._get_checkpointer()
+        write_hard_model(state, checkpointer, folder, description)
+        versions = {m.__name__: m.__version__ for m in (hestia_tune, torch, torchao, torchtune)}
+        results = {"validation_loss": self.baselines, "versions": versions} | description
+        write_atomically(self.output_dir / "results.json", json.dumps(results, indent=1) + "\n")
+        by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
+        temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
+        lines = {label: loss for label, loss in self.baselines.items() if label != HARD}
+        plot_training_curves(
+            self.history.rows, temperatures, lines, self.output_dir / "curves.png"
+        )
+        log.info(f"hard model: {folder}")
+
+    def table(self) -> str:
+        """The results as Markdown; empty without validation data."""
+        if not self.baselines:
+            return ""
+        return results_table(self.baselines.items(), reference=PRETRAINED, worst=NAIVE)

@@ -1,0 +1,263 @@
+"""The recipe before its first step: everything that can fail on a wrong config fails here.
+
+Checks run from cheap to dear: the YAML file, the output folder, the sensitivity file, the model on
+the meta device, then the checkpoint, the data, and only then sharding and optimizer. The first
+rank alone reads the checkpoint; its errors are raised on every rank.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.device_mesh import init_device_mesh
+from torchtune import config, training, utils
+
+from hestia_tune.files import require_writable_dir
+from hestia_tune.qat import QATQuantizerBase, quantized_linears
+from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
+from hestia_tune.temperature import optimal_temperature
+from hestia_tune.training import checkpoint, data_setup, model_setup
+from hestia_tune.training.base import FullFinetuneRecipeDistributed
+from hestia_tune.training.history import History
+from hestia_tune.training.options import RunOptions, with_defaults
+from hestia_tune.training.processes import ensure_process_environment, on_first_rank
+from hestia_tune.training.statistics import CodeStatistics
+
+log = utils.get_logger("DEBUG")
+
+
+class RecipeSetup(FullFinetuneRecipeDistributed):
+    """torchtune's FSDP2 full fine-tune with its own model setup, data position and resuming."""
+
+    def __init__(self, cfg: DictConfig):
+        self.cfg = with_defaults(cfg)
+        self.options = RunOptions.from_config(self.cfg)
+        self.output_dir = require_writable_dir(self.cfg.output_dir)
+        ensure_process_environment()
+        # torchtune would look for its own kind of recipe state; ours is restored in `_resume`.
+        super().__init__(OmegaConf.merge(self.cfg, {"resume_from_checkpoint": False}))
+        self._resume_from_checkpoint = self.cfg.resume_from_checkpoint
+        self.checkpoint_folder = self.output_dir / "checkpoints"
+        self.baselines: dict[str, float] = {}
+        self._epoch = 0
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Builds everything up to the first step; ``cfg`` is the one given to ``__init__``."""
+        cfg = self.cfg
+        resume_path = on_first_rank(self._choose_checkpoint)
+        resume_meta = checkpoint.read_meta(resume_path) if resume_path else None
+        artifact = None
+        if self.options.sensitivity is not None:
+            artifact = SensitivityArtifact.load(self.options.sensitivity)
+        quantizer = config.instantiate(cfg.quantizer)
+        if not isinstance(quantizer, QATQuantizerBase):
+            raise TypeError(
+                f"quantizer must be a component such as hestia_tune.HestiaQATQuantizer; got "
+                f"{cfg.quantizer['_component_']}"
+            )
+        self._model = model_setup.build_on_meta(cfg.model, quantizer)
+        layers = quantized_linears(self._model)
+        if artifact is not None:
+            artifact.check_model(layers)
+        self.quantizer_key = quantizer.quantizer.key()
+        self._tokenizer = config.instantiate(cfg.tokenizer)
+        self._loss_fn = config.instantiate(cfg.loss)
+        self._setup_dataloaders()
+
+        state = on_first_rank(lambda: self._read_pretrained(artifact), share=False) or {}
+        self.schedule = self._make_schedule(state, list(layers), quantizer, resume_meta)
+        self._identity = on_first_rank(lambda: self._describe_run(state, list(layers)))
+        if resume_meta is not None:
+            self._check_identity(resume_meta)
+
+        if self._is_rank_zero:
+            self._metric_logger = config.instantiate(cfg.metric_logger)
+            self._metric_logger.log_config(cfg)
+        self._setup_model(state)
+        del state
+        layers = quantized_linears(self._model)
+        scores = None if artifact is None else artifact.scores
+        self.driver = ScheduleDriver(self.schedule, layers, scores)
+        self._statistics = None
+        if self.options.code_statistics:
+            self._statistics = CodeStatistics(layers, self._dtype, self._device)
+
+        self._optimizer = self._setup_optimizer(cfg.optimizer)
+        self._lr_scheduler = self._setup_lr_scheduler(cfg.lr_scheduler, self.total_steps, -1)
+        self._profiler = self._setup_profiler(cfg.profiler)
+        if resume_path is not None:
+            self._resume(resume_path, resume_meta)
+        if self._is_rank_zero:
+            self.history = History(self.output_dir / "metrics.jsonl", self.global_step)
+
+    def _choose_checkpoint(self) -> Path | None:
+        found = checkpoint.complete_checkpoints(self.checkpoint_folder)
+        if self._resume_from_checkpoint:
+            if not found:
+                raise ValueError(
+                    f"no complete checkpoint in {self.checkpoint_folder}; "
+                    "set resume_from_checkpoint=False to start"
+                )
+            return found[-1][1]
+        if found and not self.options.overwrite_output:
+            raise ValueError(
+                f"output_dir {self.output_dir} holds a run at step {found[-1][0]}; set "
+                "resume_from_checkpoint=True, overwrite_output=True or another output_dir"
+            )
+        shutil.rmtree(self.checkpoint_folder, ignore_errors=True)
+        return None
+
+    def _read_pretrained(self, artifact: SensitivityArtifact | None) -> dict[str, torch.Tensor]:
+        """The pretrained state dict, checked against the model and the sensitivity file."""
+        source = self.cfg.checkpointer.checkpoint_dir
+        try:
+            loaded = self._checkpoint_client.load_base_checkpoint()[training.MODEL_KEY]
+        except Exception as error:  # torchtune's converters raise errors of many unrelated types
+            raise ValueError(
+                f"the checkpoint in {source} could not be read as "
+                f"{self.cfg.checkpointer.get('model_type')}: {error}"
+            ) from error
+        model_setup.check_state_dict(self._model, loaded, source)
+        bad = [name for name, value in loaded.items() if not torch.isfinite(value).all()]
+        if bad:
+            raise ValueError(f"NaN or infinity in the pretrained weights: {', '.join(bad[:3])}")
+        if artifact is not None:
+            weights = {name: loaded[f"{name}.weight"] for name in artifact.scores}
+            artifact.check_model(artifact.scores, model_fingerprint(weights))
+        return loaded
+
+    def _make_schedule(
+        self,
+        state: dict[str, torch.Tensor],
+        names: list[str],
+        quantizer: QATQuantizerBase,
+        resume_meta: dict[str, Any] | None,
+    ) -> AnnealingSchedule:
+        options = self.options.schedule
+        tau_init = options.tau_init
+        if tau_init == "auto" and resume_meta is not None:
+            tau_init = resume_meta["identity"]["schedule.tau_init"]
+        elif tau_init == "auto":
+
+            def fit() -> float:
+                weights = (state[f"{name}.weight"].to(self._dtype) for name in names)
+                return optimal_temperature(weights, group_size=quantizer.quantizer.group_size)
+
+            tau_init = on_first_rank(fit)
+            utils.log_rank_zero(log, f"tau_init auto: {tau_init:.4f}")
+        return AnnealingSchedule(
+            self.total_steps, rho=options.rho, tau_init=tau_init, alpha=options.alpha
+        )
+
+    def _describe_run(self, state: dict[str, torch.Tensor], names: list[str]) -> dict[str, Any]:
+        """What must be the same when a run is resumed."""
+        weights = {name: state[f"{name}.weight"] for name in names}
+        return {
+            "model_fingerprint": model_fingerprint(weights),
+            "quantizer": self.quantizer_key,
+            "schedule.rho": self.schedule.rho,
+            "schedule.tau_init": self.schedule.tau_init,
+            "schedule.alpha": self.schedule.alpha,
+            "sensitivity": self.options.sensitivity is not None,
+            "total_steps": self.total_steps,
+            "steps_per_epoch": self._steps_per_epoch,
+            "batch_size": self.cfg.batch_size,
+            "gradient_accumulation_steps": self._gradient_accumulation_steps,
+            "seed": self.seed,
+            "dtype": self.cfg.dtype,
+        }
+
+    def _check_identity(self, meta: dict[str, Any]) -> None:
+        for key, value in self._identity.items():
+            saved = meta["identity"].get(key)
+            if saved != value:
+                raise ValueError(
+                    f"the checkpoint to resume from has {key} {saved}, this run {value}; "
+                    "use the same, or start anew with resume_from_checkpoint=False"
+                )
+
+    def _setup_dataloaders(self) -> None:
+        cfg = self.cfg
+        mesh_shape = (self.data_parallel_dim, self.tensor_parallel_dim)
+        self._mesh = init_device_mesh(
+            self._device.type, mesh_shape=mesh_shape, mesh_dim_names=("dp", "tp")
+        )
+        self.dp_size, self.dp_rank = self.world_size, self.rank
+        shared = {
+            "collate_fn": cfg.collate_fn,
+            "pad_id": self._tokenizer.pad_id,
+            "ignore_index": self._loss_fn.ignore_index,
+            "num_replicas": self.dp_size,
+            "rank": self.dp_rank,
+            "seed": self.seed,
+        }
+        dataset, packed = data_setup.build_dataset(cfg.dataset, self._tokenizer, "dataset")
+        self._dataloader = data_setup.build_dataloader(
+            dataset,
+            packed=packed,
+            batch_size=cfg.batch_size,
+            shuffle=cfg.shuffle,
+            drop_last=True,
+            **shared,
+        )
+        self._val_dataloader = None
+        if cfg.dataset_val is not None:
+            dataset_val, packed = data_setup.build_dataset(
+                cfg.dataset_val, self._tokenizer, "dataset_val"
+            )
+            self._val_dataloader = data_setup.build_dataloader(
+                dataset_val,
+                packed=packed,
+                batch_size=cfg.batch_size_val or cfg.batch_size,
+                shuffle=False,
+                drop_last=False,
+                **shared,
+            )
+        self._steps_per_epoch = len(self._dataloader) // self._gradient_accumulation_steps
+        if self._steps_per_epoch == 0:
+            needed = cfg.batch_size * self._gradient_accumulation_steps * self.dp_size
+            raise ValueError(
+                f"dataset has {len(dataset)} samples, one step takes {needed} (batch_size x "
+                "gradient_accumulation_steps x ranks); give it more data or smaller batches"
+            )
+        if self.max_steps_per_epoch is not None:
+            self._steps_per_epoch = min(self._steps_per_epoch, self.max_steps_per_epoch)
+        self.total_steps = self.total_epochs * self._steps_per_epoch
+
+    def _setup_model(self, state: dict[str, torch.Tensor]) -> None:
+        """Compile, activation checkpointing, FSDP2 and weights, in this order."""
+        cfg, model = self.cfg, self._model
+        if cfg.compile:
+            training.compile_model(model, verbose=self._is_rank_zero)
+            training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
+        model_setup.apply_activation_checkpointing(model, cfg)
+        model_setup.shard(model, cfg, self._mesh["dp"], self._dtype)
+        model_setup.materialize(model, state, self._device, cfg.fsdp_cpu_offload)
+        if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
+            model.set_num_output_chunks(self._loss_fn.num_output_chunks)
+        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
+            model, cfg.enable_activation_offloading
+        )
+
+    def _setup_optimizer(self, cfg_optimizer: DictConfig) -> torch.optim.Optimizer:
+        """The configured optimizer; norms and biases, being vectors, are not decayed."""
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in parameters if p.dim() >= 2]}]
+        vectors = [p for p in parameters if p.dim() < 2]
+        if vectors:
+            groups.append({"params": vectors, "weight_decay": 0.0})
+        return config.instantiate(cfg_optimizer, groups)
+
+    def _resume(self, path: Path, meta: dict[str, Any]) -> None:
+        rank_state = checkpoint.load_checkpoint(path, model=self._model, optimizer=self._optimizer)
+        self.global_step, self._epoch = meta["step"], rank_state["epoch"]
+        self.baselines = dict(meta["baselines"])
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.load_state_dict(rank_state["lr_scheduler"])
+        if rank_state["dataloader"] is not None:
+            self._dataloader.load_state_dict(rank_state["dataloader"])
+        self._resumed_random_state = rank_state["random"]
+        utils.log_rank_zero(log, f"Resumed from {path} at step {self.global_step}")

@@ -1,0 +1,39 @@
+"""A tokenizer component for models that come with a ``tokenizer.json``."""
+
+import json
+from pathlib import Path
+
+from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
+
+
+class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
+    """torchtune's Hugging Face tokenizer with what its datasets and collators also ask for.
+
+    Args:
+        path: a Hugging Face folder with ``tokenizer.json`` and ``tokenizer_config.json``.
+        max_seq_len: longest sequence that torchtune's datasets make of one document; None is
+            unlimited.
+
+    Attributes:
+        pad_id: id of the configured padding token, or of EOS if there is none.
+        vocab_size: number of token ids, special ones included.
+
+    Raises:
+        FileNotFoundError: naming the file that the folder lacks.
+    """
+
+    def __init__(self, path: str, max_seq_len: int | None = None):
+        folder = Path(path)
+        files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(f"tokenizer file {file} does not exist; check tokenizer.path")
+        super().__init__(str(files[0]), tokenizer_config_json_path=str(files[1]))
+        self.max_seq_len = max_seq_len
+        pad = json.loads(files[1].read_text(encoding="utf-8")).get("pad_token")
+        pad = pad["content"] if isinstance(pad, dict) else pad
+        self.pad_id = self.eos_id if pad is None else self.tokenizer.token_to_id(pad)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.get_vocab_size(with_added_tokens=True)

@@ -1,0 +1,8 @@
+"""``tune run hestia_qat --config NAME``: quantization-aware training to ternary weights."""
+
+import sys
+
+from hestia_tune.training.launch import main, run_qat
+
+if __name__ == "__main__":
+    sys.exit(main(run_qat, "hestia_qat"))
