@@ -56,4 +56,6 @@ def asset_path(name: str) -> str:
     return str(folder)
 
 
-OmegaConf.register_new_resolver("hestia_asset", asset_path, replace=True)
+# omegaconf 2.4 renamed the function.
+_register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+_register("hestia_asset", asset_path, replace=True)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.training import FullModelHFCheckpointer
 
+from hestia_tune.files import write_atomically
 from hestia_tune.qat import quantized_linears
 
 DESCRIPTION_FILE = "hestia.json"
@@ -76,10 +77,9 @@ def write_hard_model(
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config.pop("dtype", None)
     config["torch_dtype"] = "bfloat16"
-    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (written / DESCRIPTION_FILE).write_text(
-        json.dumps(dict(description), indent=1) + "\n", encoding="utf-8"
-    )
+    # A replacement, not a write: the copied file may be read-only, as the original was.
+    write_atomically(config_file, json.dumps(config, indent=2) + "\n")
+    write_atomically(written / DESCRIPTION_FILE, json.dumps(dict(description), indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     written.rename(folder)
     shutil.rmtree(staging)

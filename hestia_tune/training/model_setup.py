@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torchtune import config, modules, training
@@ -107,7 +108,9 @@ def materialize(
                 module.rope_init()
     for layer in quantized_linears(model).values():
         layer.weight_fake_quantizer.reset_buffers(device)
-    training.load_from_full_model_state_dict(
-        model, dict(state), device, strict=True, cpu_offload=cpu_offload
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
     )
+    latents = {name: value.to(torch.float32) for name, value in state.items()}
+    set_model_state_dict(model, latents, options=options)
     training.validate_no_params_on_meta_device(model)

@@ -1,0 +1,1 @@
+"""The packaged experiment files; `python -m hestia_tune configs` lists them."""
