@@ -27,6 +27,11 @@ def nearest(key: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """An error's message on one line of at most ``limit`` characters; its type if it has none."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
 def from_mapping(cls: type[T], mapping: Mapping[str, Any] | None, section: str) -> T:
     """Builds the dataclass ``cls`` from a section of the YAML file (None: all defaults).
 

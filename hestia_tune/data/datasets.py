@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from hestia_tune.config import one_line
 from hestia_tune.data.documents import chunk_tokens, demo_documents
 
 
@@ -75,7 +76,8 @@ def text_dataset(
             "text" with ``data_files``.
         seq_len: tokens per sequence.
         column: the column that holds the text.
-        max_tokens: stop reading documents after about so many tokens; None reads all.
+        max_tokens: read documents (in streaming mode) until there are this many tokens; None
+            reads all.
         load_dataset_kwargs: passed on (``data_files``, ``name``, ``split``; "train" by default).
 
     Raises:
@@ -83,16 +85,17 @@ def text_dataset(
     """
     import datasets
 
-    load_dataset_kwargs.setdefault("split", "train")
+    load_dataset_kwargs = {"split": "train", "streaming": max_tokens is not None} | (
+        load_dataset_kwargs
+    )
     name = load_dataset_kwargs.get("data_files", source)
     try:
         rows = datasets.load_dataset(source, **load_dataset_kwargs)
+        columns = rows.column_names or list(next(iter(rows)))
     except Exception as error:  # the loaders of `datasets` raise errors of many unrelated types
-        raise ValueError(f"dataset {name} could not be loaded: {first_line(error)}") from error
-    if column not in rows.column_names:
-        raise ValueError(
-            f"dataset {name} has no column {column!r}; it has {', '.join(rows.column_names)}"
-        )
+        raise ValueError(f"dataset {name} could not be loaded: {one_line(error)}") from error
+    if column not in columns:
+        raise ValueError(f"dataset {name} has no column {column!r}; it has {', '.join(columns)}")
     documents: Iterable[str] = (row[column] for row in rows.select_columns([column]))
     encode = _encoder(tokenizer)
     if max_tokens is not None:
@@ -118,9 +121,3 @@ def _limited(documents: Iterable[str], encode: Callable[[str], list[int]], max_t
             yield document
 
     return limited(), counting
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -37,7 +37,9 @@ def demo_documents(split: str) -> list[str]:
         ModuleNotFoundError: if this Python was installed without its help topics.
     """
     if split not in ("train", "validation"):
-        raise ValueError(f'split must be "train" or "validation"; got {split!r}; use one of the two')
+        raise ValueError(
+            f'split must be "train" or "validation"; got {split!r}; use one of the two'
+        )
     from pydoc_data.topics import topics
 
     validation = [topics[name] for name in sorted(topics) if _is_validation(name)]

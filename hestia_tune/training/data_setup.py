@@ -11,7 +11,7 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
-from hestia_tune.data.datasets import first_line
+from hestia_tune.config import one_line
 
 
 def build_dataset(cfg_dataset: DictConfig | ListConfig, tokenizer: Any, key: str):
@@ -26,7 +26,7 @@ def build_dataset(cfg_dataset: DictConfig | ListConfig, tokenizer: Any, key: str
         if not all(len(part) for part in parts):
             raise ValueError("it has no samples")
     except Exception as error:  # components and file readers raise errors of many unrelated types
-        raise ValueError(f"{key} could not be loaded: {first_line(error)}") from error
+        raise ValueError(f"{key} could not be loaded: {one_line(error)}") from error
     packed = any(section.get("packed", False) for section in sections)
     return (parts[0] if len(parts) == 1 else ConcatDataset(datasets=parts)), packed
 

@@ -4,7 +4,6 @@ Exit codes: 0 done; 1 an error, told in one line on stderr; 130 stopped by Ctrl-
 written. Set HESTIA_TRACEBACK=1 to see where an error came from.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
+from hestia_tune.config import one_line
 from hestia_tune.training.configs import resolve_argv
 
 INTERRUPTED = 130
@@ -36,8 +36,7 @@ def main(run: Callable[[DictConfig], int], name: str) -> int:
         if os.environ.get("HESTIA_TRACEBACK"):
             raise
         if os.environ.get("RANK", "0") == "0":
-            message = " ".join(str(error).split()) or type(error).__name__
-            print(f"{name}: error: {message}", file=sys.stderr)
+            print(f"{name}: error: {one_line(error, limit=2000)}", file=sys.stderr)
         return 1
     finally:
         if dist.is_initialized():
@@ -54,7 +53,9 @@ def run_qat(cfg: DictConfig) -> int:
         finished = recipe.train()
         recipe.baselines |= extra
         if recipe._is_rank_zero and finished:
-            print(f"\n{recipe.table()}\n\n{recipe.output_dir}: hard_model, results.json, curves.png")
+            print(
+                f"\n{recipe.table()}\n\n{recipe.output_dir}: hard_model, results.json, curves.png"
+            )
         elif recipe._is_rank_zero:
             print(
                 f"stopped after step {recipe.global_step}, checkpoint written; "

@@ -52,7 +52,11 @@ def get_wsd_schedule(
     Raises:
         TypeError, ValueError: on ratios out of range.
     """
-    ratios = {"warmup_ratio": warmup_ratio, "decay_ratio": decay_ratio, "min_lr_ratio": min_lr_ratio}
+    ratios = {
+        "warmup_ratio": warmup_ratio,
+        "decay_ratio": decay_ratio,
+        "min_lr_ratio": min_lr_ratio,
+    }
     for name, value in ratios.items():
         require_number(f"lr_scheduler.{name}", value, 0, 1, "it is a fraction")
     if warmup_ratio + decay_ratio > 1:

@@ -172,6 +172,8 @@ class RunOptions:
             )
         if cfg.dtype not in ("bf16", "fp32"):
             raise ValueError(f"dtype (of compute) must be bf16 or fp32; got {cfg.dtype}")
+        if cfg.fsdp_cpu_offload and cfg.device != "cuda":
+            raise ValueError(f"fsdp_cpu_offload needs device cuda; got {cfg.device}; leave it out")
         if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
             raise ValueError("run_val_every_n_steps needs dataset_val; add one, or leave it out")
         own = {name: cfg[name] for name in cls.__dataclass_fields__ if name != "schedule"}

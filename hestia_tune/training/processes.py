@@ -42,7 +42,9 @@ def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         kind, text = outcome[1]
-        raise (kind(text) if kind in (ValueError, TypeError, FileNotFoundError) else ValueError(text))
+        raise (
+            kind(text) if kind in (ValueError, TypeError, FileNotFoundError) else ValueError(text)
+        )
     return outcome[0] if share else result
 
 

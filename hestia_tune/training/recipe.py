@@ -1,12 +1,12 @@
 """The QAT recipe: the train loop, validation, saving, and what a finished run leaves behind.
 
-    output_dir/
-        hard_model/        the deployable model, Hugging Face format, bfloat16
-        checkpoints/       resumable (see `hestia_tune.training.checkpoint`)
-        metrics.jsonl      one JSON line per logged step
-        results.json       losses before and after, settings, versions
-        curves.png         loss, pressure and the fan of temperatures
-        logs/              torchtune's metric logger
+output_dir/
+    hard_model/        the deployable model, Hugging Face format, bfloat16
+    checkpoints/       resumable (see `hestia_tune.training.checkpoint`)
+    metrics.jsonl      one JSON line per logged step
+    results.json       losses before and after, settings, versions
+    curves.png         loss, pressure and the fan of temperatures
+    logs/              torchtune's metric logger
 """
 
 import json
@@ -257,9 +257,7 @@ class HestiaQATRecipe(RecipeSetup):
         by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
         temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
         lines = {label: loss for label, loss in self.baselines.items() if label != HARD}
-        plot_training_curves(
-            self.history.rows, temperatures, lines, self.output_dir / "curves.png"
-        )
+        plot_training_curves(self.history.rows, temperatures, lines, self.output_dir / "curves.png")
         log.info(f"hard model: {folder}")
 
     def table(self) -> str:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import config, training, utils
 
+from hestia_tune.config import one_line
 from hestia_tune.files import require_writable_dir
 from hestia_tune.qat import QATQuantizerBase, quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
@@ -77,7 +78,6 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self._metric_logger = config.instantiate(cfg.metric_logger)
             self._metric_logger.log_config(cfg)
         self._setup_model(state)
-        del state
         layers = quantized_linears(self._model)
         scores = None if artifact is None else artifact.scores
         self.driver = ScheduleDriver(self.schedule, layers, scores)
@@ -118,7 +118,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         except Exception as error:  # torchtune's converters raise errors of many unrelated types
             raise ValueError(
                 f"the checkpoint in {source} could not be read as "
-                f"{self.cfg.checkpointer.get('model_type')}: {error}"
+                f"{self.cfg.checkpointer.get('model_type')}: {one_line(error)}"
             ) from error
         model_setup.check_state_dict(self._model, loaded, source)
         bad = [name for name, value in loaded.items() if not torch.isfinite(value).all()]

@@ -60,7 +60,10 @@ class CodeStatistics:
             self._previous[""] = torch.empty(0)
         dist.all_reduce(counts)
         flips, zeros, total, error, norm = counts.tolist()
-        statistics = {"zero_fraction": zeros / total, "quantization_error": error / max(norm, 1e-300)}
+        statistics = {
+            "zero_fraction": zeros / total,
+            "quantization_error": error / max(norm, 1e-300),
+        }
         return statistics if is_first_call else {"flip_rate": flips / total} | statistics
 
 

@@ -11,6 +11,8 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
 
     Args:
         path: a Hugging Face folder with ``tokenizer.json`` and ``tokenizer_config.json``.
+        eos_token: the token that ends a document, if it is not the configured ``eos_token`` (the
+            one that ends a turn, in instruct models).
         max_seq_len: longest sequence that torchtune's datasets make of one document; None is
             unlimited.
 
@@ -20,16 +22,23 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
 
     Raises:
         FileNotFoundError: naming the file that the folder lacks.
+        ValueError: if ``eos_token`` is no token of the vocabulary.
     """
 
-    def __init__(self, path: str, max_seq_len: int | None = None):
+    def __init__(self, path: str, eos_token: str | None = None, max_seq_len: int | None = None):
         folder = Path(path)
         files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
         for file in files:
             if not file.is_file():
-                raise FileNotFoundError(f"tokenizer file {file} does not exist; check tokenizer.path")
+                raise FileNotFoundError(
+                    f"tokenizer file {file} does not exist; check tokenizer.path"
+                )
         super().__init__(str(files[0]), tokenizer_config_json_path=str(files[1]))
         self.max_seq_len = max_seq_len
+        if eos_token is not None:
+            self.eos_id = self.tokenizer.token_to_id(eos_token)
+            if self.eos_id is None:
+                raise ValueError(f"tokenizer.eos_token {eos_token!r} is not in {files[0]}")
         pad = json.loads(files[1].read_text(encoding="utf-8")).get("pad_token")
         pad = pad["content"] if isinstance(pad, dict) else pad
         self.pad_id = self.eos_id if pad is None else self.tokenizer.token_to_id(pad)

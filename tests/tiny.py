@@ -1,0 +1,188 @@
+"""A random Llama of some 50,000 parameters as a Hugging Face folder, and runs of the recipe on it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch._dynamo.utils import counters
+from torchtune.models.convert_weights import tune_to_hf
+from torchtune.training.metric_logging import DiskLogger
+
+from hestia_tune.data import SequenceDataset
+from hestia_tune.training.models import llama
+from hestia_tune.training.recipe import HestiaQATRecipe
+
+SHAPE = {
+    "vocab_size": 264,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "intermediate_dim": 96,
+    "max_seq_len": 64,
+}
+NUM_QUANTIZED = 7 * SHAPE["num_layers"]
+
+
+def make_model_dir(folder: Path, seed: int = 0, **shape: int) -> Path:
+    """Writes a randomly initialised Llama with a byte-level tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = SHAPE | shape
+    torch.manual_seed(seed)
+    model = llama(**shape)
+    torch.nn.init.normal_(model.tok_embeddings.weight, std=0.05)
+    heads, kv_heads, dim = shape["num_heads"], shape["num_kv_heads"], shape["embed_dim"]
+    state = tune_to_hf(model.state_dict(), num_heads=heads, num_kv_heads=kv_heads, dim=dim)
+    save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": dim,
+        "intermediate_size": shape["intermediate_dim"],
+        "num_hidden_layers": shape["num_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": shape["max_seq_len"],
+        "vocab_size": shape["vocab_size"],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(["<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    names |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<eos>")
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+def random_dataset(tokenizer, *, num: int, seq_len: int = 16, seed: int = 0) -> SequenceDataset:
+    """Sequences with some structure (each token follows from the one before, mostly)."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(1, 200, (num, 1), generator=generator)
+    noise = torch.randint(0, 3, (num, seq_len), generator=generator)
+    return SequenceDataset(1 + (start + 5 * torch.arange(seq_len) + noise) % 200)
+
+
+class SignallingLogger(DiskLogger):
+    """Sends this process a signal when a given step is logged, once."""
+
+    def __init__(self, log_dir: str, at_step: int, signal_name: str):
+        super().__init__(log_dir)
+        self._at_step, self._signal = at_step, getattr(signal, signal_name)
+
+    def log_dict(self, payload, step):
+        super().log_dict(payload, step)
+        if step == self._at_step and "loss" in payload:
+            os.kill(os.getpid(), self._signal)
+
+
+class GraphCountingLogger(DiskLogger):
+    """Notes how many graphs the compiler has made when a step is logged, validation aside."""
+
+    counts: ClassVar[dict[int, int]] = {}
+
+    def log_dict(self, payload, step):
+        super().log_dict(payload, step)
+        if "loss" in payload:
+            self.counts[step] = counters["stats"]["unique_graphs"]
+
+
+def make_config(model_dir: Path, output_dir: Path, *overrides: str) -> DictConfig:
+    """A config of a short run; ``overrides`` as on the command line."""
+    base = {
+        "output_dir": str(output_dir),
+        "device": "cpu",
+        "dtype": "fp32",
+        "seed": 3,
+        "model": {"_component_": "hestia_tune.training.models.llama", **SHAPE},
+        "tokenizer": {
+            "_component_": "hestia_tune.training.tokenizers.HuggingFaceTokenizer",
+            "path": str(model_dir),
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(model_dir),
+            "checkpoint_files": ["model.safetensors"],
+            "model_type": "LLAMA3_2",
+            "output_dir": "${output_dir}",
+        },
+        "quantizer": {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 32},
+        "dataset": {"_component_": "tiny.random_dataset", "num": 24},
+        "dataset_val": {"_component_": "tiny.random_dataset", "num": 7, "seed": 1},
+        "batch_size": 4,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3, "weight_decay": 0.1},
+        "lr_scheduler": {
+            "_component_": "hestia_tune.training.lr_schedule.get_wsd_schedule",
+            "warmup_ratio": 0.2,
+        },
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": "${output_dir}/logs",
+        },
+        "clip_grad_norm": 1.0,
+    }
+    return OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
+
+
+def run(
+    cfg: DictConfig, before_cleanup: Callable[[HestiaQATRecipe], None] = lambda recipe: None
+) -> HestiaQATRecipe:
+    """Runs the recipe in this process and returns it, process group closed."""
+    try:
+        recipe = HestiaQATRecipe(cfg)
+        recipe.setup(cfg)
+        recipe.finished = recipe.train()
+        before_cleanup(recipe)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return recipe
+
+
+def tune_process(*arguments: str, torchrun: Sequence[str] = ()) -> subprocess.Popen:
+    """Starts ``tune run [torchrun] hestia_qat ARGUMENTS`` with one thread a rank."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    tune = str(Path(sys.executable).with_name("tune"))
+    return subprocess.Popen(
+        [tune, "run", *torchrun, "hestia_qat", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def tune_run(*arguments: str, torchrun: Sequence[str] = ()) -> subprocess.CompletedProcess:
+    """Runs what `tune_process` starts to its end."""
+    process = tune_process(*arguments, torchrun=torchrun)
+    out, err = process.communicate(timeout=600)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def write_config(cfg: DictConfig, path: Path) -> str:
+    """Saves a config as a YAML file and returns its path."""
+    OmegaConf.save(cfg, path)
+    return str(path)
+
+
+def logged(output_dir: Path, key: str = "loss") -> dict[int, float]:
+    """step -> value of every row of metrics.jsonl that has ``key``."""
+    rows = map(json.loads, (Path(output_dir) / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row[key] for row in rows if key in row}

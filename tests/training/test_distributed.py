@@ -1,0 +1,101 @@
+"""Two gloo ranks on the CPU give what one process gives: losses, final weights, results."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import logged, make_config, make_model_dir, run, tune_process, tune_run, write_config
+
+from hestia_tune.training.checkpoint import complete_checkpoints
+
+TWO_RANKS = ("--nproc_per_node", "2")
+STEPS = ("epochs=2", "gradient_accumulation_steps=2", "run_val_every_n_steps=2")
+# Nothing here is even: 97 rows and 265 token ids on two ranks, 7 validation samples.
+UNEVEN = {"intermediate_dim": 97, "vocab_size": 265}
+
+
+def hard_weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(next((output / "hard_model").glob("*.safetensors")))
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    """Equal but for the order in which two ranks' sums are added."""
+    for key in ("loss", "grad_norm", "val_loss_hard", "val_loss_relaxed", "quantization_error"):
+        expected = logged(first, key)
+        assert expected and logged(second, key) == pytest.approx(expected, rel=1e-5), key
+    for key in ("flip_rate", "zero_fraction"):
+        assert logged(second, key) == pytest.approx(logged(first, key), abs=2e-4), key
+    expected, actual = hard_weights(first), hard_weights(second)
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        # A latent weight at a boundary may round to the other side, and one bit of a scale too.
+        different = (value != actual[name]).float().mean()
+        assert different < 0.01, (name, different)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "shape"), [("32", {}), ("tensor", UNEVEN)], ids=["group", "tensor-uneven"]
+)
+def test_two_ranks_equal_one_process(tmp_path, group_size, shape):
+    model_dir = make_model_dir(tmp_path / "model", **shape)
+    options = (
+        *STEPS,
+        f"quantizer.group_size={group_size}",
+        *(f"model.{key}={value}" for key, value in shape.items()),
+    )
+    run(make_config(model_dir, tmp_path / "one", *options))
+    cfg = make_config(model_dir, tmp_path / "two", *options, "batch_size=2")
+    two = tune_run("--config", write_config(cfg, tmp_path / "two.yaml"), torchrun=TWO_RANKS)
+    assert two.returncode == 0, two.stderr
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_two_ranks_resume_after_a_kill(tmp_path):
+    model_dir = make_model_dir(tmp_path / "model")
+    options = (*STEPS, "batch_size=2", "save_every_n_steps=2", "keep_last_checkpoints=9")
+    full = write_config(make_config(model_dir, tmp_path / "full", *options), tmp_path / "full.yaml")
+    assert tune_run("--config", full, torchrun=TWO_RANKS).returncode == 0
+
+    killer = (
+        "metric_logger._component_=tiny.SignallingLogger",
+        "metric_logger.at_step=5",
+        "metric_logger.signal_name=SIGKILL",
+    )
+    output = tmp_path / "killed"
+    cfg = make_config(model_dir, output, *options, *killer)
+    killed = tune_run("--config", write_config(cfg, tmp_path / "k.yaml"), torchrun=TWO_RANKS)
+    assert killed.returncode != 0
+    assert complete_checkpoints(output / "checkpoints")[-1][0] == 4
+
+    cfg = make_config(model_dir, output, *options, "resume_from_checkpoint=True")
+    config = write_config(cfg, tmp_path / "resumed.yaml")
+    other_size = tune_run("--config", config)
+    assert other_size.returncode == 1
+    assert "was written by 2 ranks, this run has 1" in other_size.stderr
+    resumed = tune_run("--config", config, torchrun=TWO_RANKS)
+    assert resumed.returncode == 0, resumed.stderr
+    for key in ("loss", "grad_norm", "val_loss_hard"):
+        assert logged(output, key) == logged(tmp_path / "full", key), key
+    for name, value in hard_weights(tmp_path / "full").items():
+        assert torch.equal(hard_weights(output)[name], value), name
+
+
+@pytest.mark.slow
+def test_two_nodes(tmp_path):
+    """Two torchrun agents that meet on the loopback address stand in for two nodes."""
+    model_dir = make_model_dir(tmp_path / "model")
+    run(make_config(model_dir, tmp_path / "one", *STEPS))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    cfg = make_config(model_dir, tmp_path / "two", *STEPS, "batch_size=2")
+    config = write_config(cfg, tmp_path / "two.yaml")
+    node = ("--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d")
+    node += ("--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "nodes")
+    agents = [tune_process("--config", config, torchrun=node) for _ in range(2)]
+    for agent in agents:
+        _, err = agent.communicate(timeout=300)
+        assert agent.returncode == 0, err
+    assert_same_run(tmp_path / "one", tmp_path / "two")

@@ -1,0 +1,149 @@
+"""Every wrong config ends in one line that says what is wrong, exit code 1, before training."""
+
+import json
+import sys
+
+import pytest
+import torch
+from tiny import NUM_QUANTIZED, make_config, make_model_dir, tune_run, write_config
+
+from hestia_tune.sensitivity import SensitivityArtifact
+from hestia_tune.training.launch import main, run_qat
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def launch(monkeypatch, capsys, config: str, *overrides: str) -> tuple[int, str]:
+    """(exit code, stderr of the launcher) of ``hestia_qat --config CONFIG OVERRIDES``."""
+    monkeypatch.setattr(sys, "argv", ["hestia_qat", "--config", config, *overrides])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    code = main(run_qat, "hestia_qat")
+    lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("hestia_qat: error:")]
+    return code, "\n".join(lines)
+
+
+def foreign_layers(folder):
+    names = [f"layers.{i}.mlp.w1" for i in range(3)]
+    numbers = dict.fromkeys(names, 1.0)
+    return SensitivityArtifact(
+        traces=numbers,
+        standard_errors=numbers,
+        scores=dict.fromkeys(names, 0.5),
+        model_fingerprint="sha256:0",
+    )
+
+
+CASES = {
+    # override -> what the line must say
+    "quantiser._component_=x": "unknown key quantiser; did you mean quantizer",
+    "schedule.roh=0.2": "unknown key schedule.roh; did you mean rho",
+    "batch_size=four": "batch_size must be an int",
+    "batch_size=0": "batch_size must be at least 1; got 0",
+    "compile=maybe": "compile must be True or False",
+    "dtype=fp16": "dtype (of compute) must be bf16 or fp32; got fp16",
+    "quantizer.group_size=48": "group_size 48 does not divide in_features 64 of layers.0.attn.q_proj",
+    "quantizer.group_size=-1": "group_size must be a positive int",
+    "quantizer.group_size=rows": "group_size must be a positive int",
+    "quantizer.groupsize=32": "groupsize",
+    "quantizer._component_=tiny.SequenceDataset": "SequenceDataset",
+    "quantizer.include=[blocks.*]": "include pattern 'blocks.*' matches no linear of the model",
+    "quantizer.include=layers.*": "include must be a list of patterns",
+    "schedule.rho=1.5": "schedule.rho must be in [0, 1]; got 1.5",
+    "schedule.rho=half": "schedule.rho must be a number",
+    "schedule.alpha=9": "schedule.alpha must be in [-4, 4]; got 9",
+    "schedule.tau_init=-1": "schedule.tau_init must be in [0, 100]; got -1",
+    "sensitivity=/nowhere/sensitivity.json": "sensitivity file /nowhere/sensitivity.json does not",
+    "sensitivity=3": "sensitivity must be null or the path of a file",
+    "checkpointer.checkpoint_dir=/nowhere": "/nowhere",
+    "checkpointer.checkpoint_files=[other.safetensors]": "other.safetensors",
+    "checkpointer._component_=torchtune.training.FullModelMetaCheckpointer": "checkpointer must be",
+    "model.num_layers=3": "is of another model than the config's: no layers.2",
+    "model.intermediate_dim=128": "layers.0.mlp.w1.weight is (96, 64) instead of (128, 64)",
+    "tokenizer.path=/nowhere": "tokenizer file /nowhere/tokenizer.json does not exist",
+    "tokenizer.eos_token=<nope>": "tokenizer.eos_token '<nope>' is not in",
+    "dataset.num=0": "dataset could not be loaded: it has no samples",
+    "dataset.num=3": "dataset has 3 samples, one step takes 4",
+    "dataset._component_=tiny.no_such_dataset": "dataset could not be loaded",
+    "dataset_val.num=0": "dataset_val could not be loaded",
+    "output_dir=/proc/nowhere": "output_dir /proc/nowhere cannot be written",
+    "resume_from_checkpoint=True": "no complete checkpoint in",
+    "tensor_parallel_dim=2": "tensor_parallel_dim=2 is not supported",
+    "optimizer_in_bwd=True": "optimizer_in_bwd=True is not supported",
+    "fsdp_cpu_offload=True": "fsdp_cpu_offload needs device cuda",
+    "lr_scheduler.decay_ratio=0.95": "warmup_ratio + decay_ratio must be at most 1",
+    "optimizer.lrr=1": "lrr",
+}
+
+
+@pytest.mark.parametrize("override", CASES)
+def test_one_line_and_exit_code_1(model_dir, tmp_path, monkeypatch, capsys, override):
+    config = write_config(make_config(model_dir, tmp_path / "run"), tmp_path / "config.yaml")
+    code, line = launch(monkeypatch, capsys, config, override)
+    assert code == 1
+    assert line.count("\n") == 0 and CASES[override] in line, line
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not torch.distributed.is_initialized()
+
+
+def test_foreign_sensitivity_files(model_dir, tmp_path, monkeypatch, capsys):
+    config = write_config(make_config(model_dir, tmp_path / "run"), tmp_path / "config.yaml")
+    path = tmp_path / "sensitivity.json"
+    foreign_layers(tmp_path).save(path)
+    code, line = launch(monkeypatch, capsys, config, f"sensitivity={path}")
+    assert code == 1 and "has no entry for layers.0.attn.k_proj" in line
+
+    document = json.loads(path.read_text())
+    entry = document["layers"]["layers.0.mlp.w1"]
+    projections = [f"attn.{p}_proj" for p in ("q", "k", "v", "output")]
+    projections += [f"mlp.w{i}" for i in (1, 2, 3)]
+    document["layers"] = {f"layers.{i}.{p}": entry for i in range(2) for p in projections}
+    assert len(document["layers"]) == NUM_QUANTIZED
+    path.write_text(json.dumps(document))
+    code, line = launch(monkeypatch, capsys, config, f"sensitivity={path}")
+    assert code == 1 and "computed for other weights" in line
+
+    path.write_text(path.read_text()[:-40])
+    code, line = launch(monkeypatch, capsys, config, f"sensitivity={path}")
+    assert code == 1 and "is not valid" in line
+
+
+def test_nan_in_the_pretrained_weights(tmp_path, monkeypatch, capsys):
+    from safetensors.torch import load_file, save_file
+
+    folder = make_model_dir(tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(state, folder / "model.safetensors")
+    config = write_config(make_config(folder, tmp_path / "run"), tmp_path / "config.yaml")
+    code, line = launch(monkeypatch, capsys, config)
+    assert code == 1 and "NaN or infinity in the pretrained weights: layers.1.mlp.w3" in line
+
+
+@pytest.mark.parametrize("section", ["model", "quantizer", "output_dir", "dataset"])
+def test_missing_sections(model_dir, tmp_path, monkeypatch, capsys, section):
+    cfg = make_config(model_dir, "/unused")
+    cfg.checkpointer.output_dir = cfg.metric_logger.log_dir = "/unused"
+    del cfg[section]
+    config = write_config(cfg, tmp_path / "config.yaml")
+    code, line = launch(monkeypatch, capsys, config)
+    assert code == 1 and f"the config lacks {section}" in line
+
+
+def test_unknown_config_lists_the_packaged_ones(monkeypatch, capsys):
+    code, line = launch(monkeypatch, capsys, "llama3_2_1bb")
+    assert code == 1
+    assert "no config named 'llama3_2_1bb'" in line and "did you mean llama3_2_1b?" in line
+    assert "demo" in line and "smollm2_135m" in line
+
+
+def test_from_the_command_line(model_dir, tmp_path):
+    """The same through `tune run` on two ranks: one line from rank 0, exit code not 0."""
+    config = write_config(make_config(model_dir, tmp_path / "run"), tmp_path / "config.yaml")
+    done = tune_run("--config", config, "model.num_layers=3", torchrun=("--nproc_per_node", "2"))
+    assert done.returncode != 0
+    lines = [x for x in done.stderr.splitlines() if "hestia_qat: error:" in x]
+    assert len(lines) == 1 and "is of another model than the config's" in lines[0]

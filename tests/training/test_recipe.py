@@ -1,0 +1,191 @@
+"""The recipe end to end on one process: what it writes, and what must not change its numbers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import (
+    NUM_QUANTIZED,
+    GraphCountingLogger,
+    logged,
+    make_config,
+    make_model_dir,
+    random_dataset,
+    run,
+)
+
+from hestia_tune.functional import hard_ternary
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+TOKENS = torch.randint(1, 200, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def finished(model_dir, tmp_path_factory):
+    """A finished float32 run, its folder, and the logits of its model in the hard state."""
+    output = tmp_path_factory.mktemp("run")
+    logits = []
+
+    @torch.no_grad()
+    def hard_logits(recipe):
+        # The export rounds what is not quantized to bfloat16; so does this before comparing.
+        for name, parameter in recipe._model.named_parameters():
+            if not name.startswith("layers") or "norm" in name:
+                parameter.copy_(parameter.to(torch.bfloat16).float())
+        recipe._model.set_num_output_chunks(0)
+        with recipe.driver.hard():
+            logits.append(recipe._model(TOKENS))
+
+    cfg = make_config(model_dir, output, "epochs=3", "schedule.rho=0.3")
+    recipe = run(cfg, before_cleanup=hard_logits)
+    return recipe, output, logits[0]
+
+
+def test_run_leaves_everything_behind(finished):
+    recipe, output, _ = finished
+    assert recipe.finished and recipe.total_steps == 18
+    for name in ("hard_model", "checkpoints/step_18", "results.json", "curves.png", "logs"):
+        assert (output / name).exists(), name
+    assert not list(output.rglob("*.tmp"))
+    results = json.loads((output / "results.json").read_text())
+    losses = results["validation_loss"]
+    assert set(losses) == {"pretrained", "naive ternary", "trained, hard"}
+    assert losses["trained, hard"] < losses["naive ternary"]
+    assert results["quantizer"] == "ternary, group_size=32"
+    assert len(results["layers"]) == NUM_QUANTIZED
+    assert "trained, hard" in recipe.table()
+
+
+def test_logged_values_follow_the_schedules(finished):
+    recipe, output, _ = finished
+    row = [json.loads(x) for x in (output / "metrics.jsonl").read_text().splitlines()]
+    keys = {"loss", "lr", "pressure", "tau_min", "tau_mean", "tau_max", "flip_rate", "grad_norm"}
+    keys |= {"zero_fraction", "quantization_error", "tokens_per_second_per_gpu"}
+    train_rows = [r for r in row if "loss" in r]
+    assert [r["step"] for r in train_rows] == list(range(1, 19))
+    for r in train_rows:
+        assert keys < set(r)
+        assert r["pressure"] == recipe.schedule.pressure(r["step"] - 1)
+        assert r["tau_max"] == recipe.schedule.temperature(r["step"] - 1)
+        assert 0 <= r["flip_rate"] < 1 and 0 < r["zero_fraction"] < 1
+    assert sum(r["flip_rate"] for r in train_rows) > 0
+    last = row[-1]
+    # At the last step the temperature is 0: relaxed and hard are the same model.
+    assert last["val_loss_relaxed"] == last["val_loss_hard"]
+
+
+def test_hard_model_is_ternary_and_bfloat16(finished):
+    _, output, _ = finished
+    state = load_file(next((output / "hard_model").glob("*.safetensors")))
+    quantized = [name for name in state if "_proj" in name]
+    assert len(quantized) == NUM_QUANTIZED
+    for name, value in state.items():
+        assert value.dtype == torch.bfloat16
+        if name in quantized:
+            groups = value.float().unflatten(1, (-1, 32))
+            scale = groups.abs().amax(-1, keepdim=True)
+            assert ((groups == 0) | (groups.abs() == scale)).all(), name
+    for name in quantized:  # the median weight of a trained layer is not zero everywhere
+        assert 0.05 < (state[name] == 0).float().mean() < 0.95
+
+
+def test_hard_model_loads_in_transformers_with_equal_logits(finished):
+    transformers = pytest.importorskip("transformers")
+    _, output, logits = finished
+    folder = output / "hard_model"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("ternary")["input_ids"]) == "ternary"
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_pretrained_model_is_reproduced_before_training(model_dir, finished):
+    """The first validation loss is that of the pretrained model in transformers."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    tokens = random_dataset(None, num=7, seed=1).sequences
+    with torch.no_grad():
+        loss = model(tokens, labels=tokens).loss.item()
+    assert finished[0].baselines["pretrained"] == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("batch_size=2", "gradient_accumulation_steps=2"),
+        ("enable_activation_checkpointing=True",),
+        ("ac_mode=selective", "ac_option=2"),
+        ("fsdp_reshard_after_forward=False",),
+        ("loss._component_=torch.nn.CrossEntropyLoss",),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_equivalent_settings_give_equal_losses(model_dir, tmp_path, overrides):
+    common = ("max_steps_per_epoch=5", "schedule.rho=0.4")
+    run(make_config(model_dir, tmp_path / "a", *common))
+    run(make_config(model_dir, tmp_path / "b", *common, *overrides))
+    expected, actual = logged(tmp_path / "a"), logged(tmp_path / "b")
+    assert list(expected) == [1, 2, 3, 4, 5]
+    assert actual == pytest.approx(expected, rel=1e-6)
+
+
+def test_compile_equals_eager_in_one_compilation(model_dir, tmp_path):
+    """Every step has another temperature and pressure; none may compile anything anew."""
+    common = ("epochs=2", "schedule.rho=0.4")
+    run(make_config(model_dir, tmp_path / "eager", *common))
+    torch._dynamo.reset()
+    counting = "metric_logger._component_=tiny.GraphCountingLogger"
+    run(make_config(model_dir, tmp_path / "compiled", *common, counting, "compile=True"))
+    counts = GraphCountingLogger.counts
+    assert counts[12] == counts[1] > 0
+    assert logged(tmp_path / "compiled") == pytest.approx(logged(tmp_path / "eager"), rel=1e-5)
+
+
+def test_bfloat16_compute_keeps_float32_latents(model_dir, tmp_path):
+    dtypes = set()
+
+    def collect(recipe):
+        dtypes.update(p.dtype for p in recipe._model.parameters())
+        states = recipe._optimizer.state.values()
+        dtypes.update(state["exp_avg"].dtype for state in states)
+        # The hard weights come from what the forward saw: latents rounded to bfloat16.
+        weight = recipe._model.layers[0].mlp.w1.weight.full_tensor()
+        recipe.expected = hard_ternary(weight.to(torch.bfloat16), group_size=32)
+
+    cfg = make_config(model_dir, tmp_path, "dtype=bf16", "max_steps_per_epoch=3")
+    recipe = run(cfg, before_cleanup=collect)
+    assert dtypes == {torch.float32}
+    state = load_file(next((tmp_path / "hard_model").glob("*.safetensors")))
+    assert torch.equal(state["model.layers.0.mlp.gate_proj.weight"], recipe.expected)
+
+
+def test_straight_through_is_the_schedule_without_temperature(model_dir, tmp_path):
+    """tau_init 0 with rho 0 trains the hard model itself, so both validation losses agree."""
+    schedule = ("schedule.rho=0", "schedule.tau_init=0", "run_val_every_n_steps=1")
+    run(make_config(model_dir, tmp_path, *schedule, "max_steps_per_epoch=3"))
+    assert logged(tmp_path, "val_loss_relaxed") == logged(tmp_path, "val_loss_hard")
+
+
+def test_norms_are_not_decayed(model_dir, tmp_path):
+    groups = []
+    cfg = make_config(model_dir, tmp_path, "max_steps_per_epoch=1")
+    run(cfg, before_cleanup=lambda recipe: groups.extend(recipe._optimizer.param_groups))
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert all(p.dim() == 2 for p in groups[0]["params"])
+    assert all(p.dim() == 1 for p in groups[1]["params"]) and groups[1]["params"]
+
+
+def test_nan_in_training_names_the_layer(model_dir, tmp_path):
+    cfg = make_config(
+        model_dir, tmp_path, "optimizer._component_=torch.optim.SGD", "optimizer.lr=1e30"
+    )
+    with pytest.raises(FloatingPointError, match=r"after step \d+: .*(layers|tok_embeddings)"):
+        run(cfg)
+    assert not (tmp_path / "hard_model").exists()

@@ -1,0 +1,170 @@
+"""A run that was stopped anywhere and resumed is the run that was never stopped, bit for bit."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from tiny import logged, make_config, make_model_dir, run, tune_run, write_config
+
+from hestia_tune.training.checkpoint import complete_checkpoints
+
+# 2 epochs of 4 steps with accumulation, shuffling and a last epoch that ends in its middle.
+SETTINGS = (
+    "epochs=2",
+    "gradient_accumulation_steps=2",
+    "batch_size=2",
+    "max_steps_per_epoch=4",
+    "run_val_every_n_steps=3",
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model_dir, tmp_path_factory):
+    """A full run that kept a checkpoint of every step."""
+    output = tmp_path_factory.mktemp("full")
+    every_step = ("save_every_n_steps=1", "keep_last_checkpoints=100")
+    run(make_config(model_dir, output, *SETTINGS, *every_step))
+    return output
+
+
+def weights(output):
+    return {
+        path.name: path.read_bytes() for path in (output / "hard_model").glob("*.safetensors")
+    }
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_resuming_from_any_step_is_bit_exact(model_dir, uninterrupted, tmp_path, step):
+    shutil.copytree(
+        uninterrupted / "checkpoints" / f"step_{step}", tmp_path / "checkpoints" / f"step_{step}"
+    )
+    shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
+    recipe = run(make_config(model_dir, tmp_path, *SETTINGS, "resume_from_checkpoint=True"))
+    assert recipe.global_step == 8
+    for key in ("loss", "lr", "grad_norm", "val_loss_hard", "val_loss_relaxed", "tau_max"):
+        assert logged(tmp_path, key) == logged(uninterrupted, key), key
+    assert weights(tmp_path) == weights(uninterrupted) != {}
+
+
+@pytest.mark.parametrize("at_step", [3, 4])
+def test_sigkill_and_resume(model_dir, uninterrupted, tmp_path, at_step):
+    logger = (
+        "metric_logger._component_=tiny.SignallingLogger",
+        f"metric_logger.at_step={at_step}",
+        "metric_logger.signal_name=SIGKILL",
+    )
+    output = tmp_path / "run"
+    cfg = make_config(model_dir, output, *SETTINGS, *logger, "save_every_n_steps=2")
+    killed = tune_run("--config", write_config(cfg, tmp_path / "killed.yaml"))
+    assert killed.returncode == -9, killed.stderr
+    run(
+        make_config(
+            model_dir, output, *SETTINGS, "resume_from_checkpoint=True", "save_every_n_steps=2"
+        )
+    )
+    assert logged(output) == logged(uninterrupted)
+    assert weights(output) == weights(uninterrupted)
+
+
+def test_ctrl_c_stops_after_the_step_with_a_checkpoint(model_dir, uninterrupted, tmp_path):
+    logger = (
+        "metric_logger._component_=tiny.SignallingLogger",
+        "metric_logger.at_step=5",
+        "metric_logger.signal_name=SIGINT",
+    )
+    output = tmp_path / "run"
+    cfg = make_config(model_dir, output, *SETTINGS, *logger)
+    stopped = tune_run("--config", write_config(cfg, tmp_path / "stopped.yaml"))
+    assert stopped.returncode == 130, stopped.stderr
+    assert "resume_from_checkpoint=True" in stopped.stdout
+    # The signal comes after step 5 was logged, so the next step is the last one.
+    assert [step for step, _ in complete_checkpoints(output / "checkpoints")] == [6]
+    assert not (output / "hard_model").exists()
+    run(make_config(model_dir, output, *SETTINGS, "resume_from_checkpoint=True"))
+    assert logged(output) == logged(uninterrupted)
+
+
+def test_half_written_checkpoints_are_never_picked_up(model_dir, uninterrupted, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(uninterrupted / "checkpoints" / "step_2", folder / "step_2")
+    shutil.copytree(uninterrupted / "checkpoints" / "step_5", folder / "step_5.tmp")
+    shutil.copytree(uninterrupted / "checkpoints" / "step_6", folder / "step_6")
+    (folder / "step_6" / "meta.json").unlink()
+    assert [step for step, _ in complete_checkpoints(folder)] == [2]
+    run(make_config(model_dir, tmp_path, *SETTINGS, "resume_from_checkpoint=True"))
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_only_the_newest_checkpoints_are_kept(model_dir, tmp_path):
+    run(make_config(model_dir, tmp_path, "save_every_n_steps=1", "keep_last_checkpoints=3"))
+    assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == [4, 5, 6]
+
+
+def test_checkpoint_holds_float32_latents(uninterrupted):
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.FileSystemReader(str(uninterrupted / "checkpoints" / "step_8"))
+    entries = reader.read_metadata().state_dict_metadata
+    weights = [m for name, m in entries.items() if name.startswith("model.") and hasattr(m, "size")]
+    assert weights and {m.properties.dtype for m in weights} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("schedule.rho=0.7", "schedule.rho"),
+        ("schedule.alpha=0.1", "schedule.alpha"),
+        ("quantizer.group_size=tensor", "quantizer"),
+        ("epochs=3", "total_steps"),
+        ("seed=9", "seed"),
+    ],
+)
+def test_resuming_another_run_is_refused(model_dir, uninterrupted, tmp_path, override, key):
+    shutil.copytree(
+        uninterrupted / "checkpoints" / "step_8", tmp_path / "checkpoints" / "step_8"
+    )
+    cfg = make_config(model_dir, tmp_path, *SETTINGS, "resume_from_checkpoint=True", override)
+    with pytest.raises(ValueError, match=f"has {key} .*; use the same"):
+        run(cfg)
+
+
+def test_resuming_with_other_pretrained_weights_is_refused(uninterrupted, tmp_path):
+    other = make_model_dir(tmp_path / "other", seed=1)
+    shutil.copytree(
+        uninterrupted / "checkpoints" / "step_8", tmp_path / "checkpoints" / "step_8"
+    )
+    with pytest.raises(ValueError, match="model_fingerprint"):
+        run(make_config(other, tmp_path, *SETTINGS, "resume_from_checkpoint=True"))
+
+
+def test_resume_without_a_checkpoint_and_start_over_a_run(model_dir, uninterrupted, tmp_path):
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        run(make_config(model_dir, tmp_path, *SETTINGS, "resume_from_checkpoint=True"))
+    shutil.copytree(
+        uninterrupted / "checkpoints" / "step_8", tmp_path / "checkpoints" / "step_8"
+    )
+    with pytest.raises(ValueError, match="holds a run at step 8"):
+        run(make_config(model_dir, tmp_path, *SETTINGS))
+    run(make_config(model_dir, tmp_path, "max_steps_per_epoch=1", "overwrite_output=True"))
+    meta = json.loads((tmp_path / "checkpoints" / "step_1" / "meta.json").read_text())
+    assert meta["step"] == 1
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+def test_auto_temperature_survives_a_resume(model_dir, tmp_path):
+    auto = ("schedule.tau_init=auto", "save_every_n_steps=2")
+    first = run(make_config(model_dir, tmp_path / "a", *SETTINGS, *auto))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step_8")
+    second = run(
+        make_config(model_dir, tmp_path / "b", *SETTINGS, *auto, "resume_from_checkpoint=True")
+    )
+    assert second.schedule.tau_init == first.schedule.tau_init
+    assert 0.3 < first.schedule.tau_init < 0.4
+    assert logged(tmp_path / "a") == logged(tmp_path / "b")
