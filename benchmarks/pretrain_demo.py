@@ -6,15 +6,15 @@ The tokenizer (byte-level BPE, 1024 ids) is trained on the training split of Pyt
 (`hestia_tune.data.documents`); the model on those and on the docstrings of the standard library,
 from which every row of a batch is drawn with the odds of `--topic-share`. The docstrings are there
 because the topics alone, some 140,000 tokens, are memorised by even so small a model: its
-validation loss then turns up early and at a higher value. The validation split of the topics is
-held out from all of it, quotations included, and the number of steps is the one that about
-minimises its loss.
+validation loss turns up after 300 steps, at 3.9 instead of 3.1. The validation split of the topics
+is held out from all of it, quotations included; it only served to choose the share and the number
+of steps, at the last of which its loss was still falling slowly.
 
 The weights are rounded to bfloat16 before the last measurement, so the losses printed at the end
 are those of the files. Beside the model's own loss stands that of its naive ternarization (codes
 and scales from the weights as they are, groups of 128), the gap that quantization-aware training
-has to close. A run takes some minutes on two CPU cores; another Python version has other text and
-gives other weights.
+has to close. A run takes about ten minutes on one CPU core. The files in the package are of
+CPython 3.11 with OMP_NUM_THREADS=1; another Python version has other text and gives other weights.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as serialize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torchtune.models import convert_weights
@@ -134,7 +134,7 @@ def naive_ternarization(model: nn.Module) -> nn.Module:
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Linear warmup to the peak, then linear decay to zero after the last step."""
-    warmup = min(1.0, (step + 1) / args.warmup_steps)
+    warmup = min(1.0, (step + 1) / max(1, args.warmup_steps))
     decay = (args.steps - step) / max(1, args.steps - args.warmup_steps)
     return args.lr * min(warmup, decay)
 
@@ -193,7 +193,8 @@ def save(model: nn.Module, tokenizer: Tokenizer, output: Path) -> None:
         dim=ARCHITECTURE["embed_dim"],
     )
     weights = {name: w.to(torch.bfloat16).contiguous() for name, w in weights.items()}
-    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
+    content = serialize(weights, metadata={"format": "pt"})
+    (output / "model.safetensors").write_bytes(content)
     tokenizer.save(str(output / "tokenizer.json"))
     special_id = tokenizer.token_to_id(SPECIAL_TOKEN)
     special_ids = {f"{role}_token_id": special_id for role in ("bos", "eos", "pad")}
@@ -239,7 +240,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of 256 tokens")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--warmup-steps", type=int, default=50)

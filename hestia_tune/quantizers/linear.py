@@ -92,7 +92,8 @@ class _QuantizedLinear(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         x, weight, bias, tau, pressure, ctx.quantizer = inputs
         ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, weight, tau, pressure)
+        weight_needs_grad = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if weight_needs_grad else None, weight, tau, pressure)
 
     @staticmethod
     def backward(ctx, grad):

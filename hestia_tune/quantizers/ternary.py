@@ -42,11 +42,21 @@ _MAX_EXPONENT = 80.0
 _MIN_TAU = 1e-30
 
 
+def _round_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    """Rounds float32 to the nearest bfloat16 (ties to even), still float32.
+
+    By its bits, because a compiler may drop a cast down and up again: inductor keeps bfloat16
+    intermediates of a fused kernel in float32.
+    """
+    bits = x.view(torch.int32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+
+
 def _scale(blocks: torch.Tensor) -> torch.Tensor:
     """gamma = mean|w| + eps (Eq. 1) of each (..., group), bfloat16-rounded; shape (..., 1)."""
     total = blocks.detach().abs().sum(-1, keepdim=True, dtype=torch.float64)
-    scale = total / blocks.shape[-1] + SCALE_EPS
-    return scale.to(torch.bfloat16).to(compute_dtype(blocks))
+    scale = (total / blocks.shape[-1] + SCALE_EPS).to(torch.float32)
+    return _round_to_bfloat16(scale).to(compute_dtype(blocks))
 
 
 def _hard_code(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,90 @@
+"""Text to sequences: nothing lost but a counted tail, and clear errors."""
+
+import json
+
+import pytest
+import torch
+
+from hestia_tune.data import demo_dataset, text_dataset
+from hestia_tune.data.documents import chunk_tokens, demo_documents
+
+
+class Letters:
+    """A tokenizer with one id per byte."""
+
+    eos_id = 0
+
+    def encode(self, text, add_bos, add_eos):
+        assert not add_bos and not add_eos
+        return list(text.encode())
+
+
+@pytest.fixture(autouse=True)
+def datasets_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def write_jsonl(path, texts, column="text"):
+    path.write_text("".join(json.dumps({column: text, "n": 1}) + "\n" for text in texts))
+    return str(path)
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 5, 7, 100])
+def test_chunks_hold_every_token_in_order(seq_len):
+    documents = ["ab", "", "cdefg", "h"]
+    joined = [97, 98, 0, 0, 99, 100, 101, 102, 103, 0, 104, 0]
+    sequences, dropped = chunk_tokens(documents, lambda t: list(t.encode()), 0, seq_len)
+    assert sequences.dtype == torch.int64 and sequences.shape == (12 // seq_len, seq_len)
+    assert sequences.flatten().tolist() == joined[: 12 - 12 % seq_len]
+    assert dropped == 12 % seq_len
+
+
+def normal(paragraph: str) -> str:
+    return " ".join(paragraph.split())
+
+
+def test_demo_splits_share_no_paragraph():
+    train, validation = demo_documents("train"), demo_documents("validation")
+    paragraphs = {p for document in train for p in map(normal, document.split("\n\n"))}
+    held_out = {p for document in validation for p in map(normal, document.split("\n\n"))}
+    held_out = {p for p in held_out if len(p) >= 80}
+    assert len(held_out) > 50 and not held_out & paragraphs
+    share = sum(map(len, validation)) / sum(map(len, train + validation))
+    assert 0.05 < share < 0.2
+    with pytest.raises(ValueError, match="split"):
+        demo_documents("test")
+
+
+def test_demo_dataset_items():
+    dataset = demo_dataset(Letters(), seq_len=64, split="validation")
+    item = dataset[3]
+    assert item["tokens"] == item["labels"] == dataset.sequences[3].tolist()
+    assert len(item["tokens"]) == 64
+
+
+def test_text_dataset_reads_a_column(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", ["abc", "defg"], column="content")
+    dataset = text_dataset(Letters(), source="json", data_files=file, column="content", seq_len=3)
+    assert dataset.sequences.tolist() == [[97, 98, 99], [0, 100, 101], [102, 103, 0]]
+
+
+def test_max_tokens_stops_reading(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", ["abcd"] * 100)
+    few = text_dataset(Letters(), source="json", data_files=file, seq_len=5, max_tokens=10)
+    assert 2 <= len(few) <= 4
+    assert len(text_dataset(Letters(), source="json", data_files=file, seq_len=5)) == 100
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"column": "body"}, "has no column 'body'; it has text, n"),
+        ({"column": "body", "max_tokens": 5}, "has no column 'body'; it has text, n"),
+        ({"seq_len": 1000}, "is empty: its text does not fill one sequence of 1000"),
+        ({"data_files": "/nowhere/x.jsonl"}, "could not be loaded"),
+    ],
+)
+def test_errors(tmp_path, options, message):
+    file = write_jsonl(tmp_path / "a.jsonl", ["abc", "defg"])
+    with pytest.raises(ValueError, match=message):
+        text_dataset(Letters(), **{"source": "json", "data_files": file, "seq_len": 3} | options)

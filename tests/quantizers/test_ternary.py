@@ -1,0 +1,224 @@
+"""The ternary quantizer against the equations: values, gradients, limits, ties, memory."""
+
+import pytest
+import torch
+from references import eq1_scale, eq2_hard, eq7_effective, lemma1_slope
+
+from hestia_tune.functional import hard_ternary, relaxed_ternary, ternary_codes
+from hestia_tune.quantizers import TernaryQuantizer
+
+GROUP_SIZES = [1, 4, 32, "channel", "tensor"]
+TAUS = [0.02, 0.3, 0.351, 2.0, 50.0]
+PRESSURES = [0.0, 0.3, 1.0]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def weight(seed=0, shape=(6, 64), dtype=torch.float64, std=0.7):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * std).to(dtype)
+
+
+def scalar(value):
+    return torch.tensor(value, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("tau", TAUS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_effective_weight_equals_equation_7(group_size, tau, dtype):
+    for seed, pressure in enumerate(PRESSURES):
+        w = weight(seed, dtype=dtype)
+        expected = eq7_effective(w.double(), tau, pressure, group_size)
+        actual = relaxed_ternary(w, tau, pressure, group_size=group_size)
+        assert actual.dtype == dtype
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("tau", TAUS)
+def test_gradient_equals_autograd_of_the_reference(group_size, tau):
+    for seed, pressure in enumerate(PRESSURES):
+        upstream = weight(seed + 10)
+        w, w_ref = (weight(seed).requires_grad_() for _ in range(2))
+        relaxed_ternary(w, tau, pressure, group_size=group_size).backward(upstream)
+        eq7_effective(w_ref, tau, pressure, group_size).backward(upstream)
+        torch.testing.assert_close(w.grad, w_ref.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.3, 2.0])
+def test_gradcheck_with_the_scale_held_fixed(tau, monkeypatch):
+    """Finite differences would move gamma, which the gradient treats as a constant."""
+    import hestia_tune.quantizers.ternary as ternary
+
+    w = weight(shape=(2, 8)).requires_grad_()
+    fixed = ternary._scale(w.detach().unflatten(1, (-1, 4)))
+    monkeypatch.setattr(ternary, "_scale", lambda blocks: fixed)
+    assert torch.autograd.gradcheck(lambda v: relaxed_ternary(v, tau, 0.6, group_size=4), (w,))
+
+
+def test_lemma_1_in_float32_where_assignments_are_confident():
+    """The difference E[q^2] - E[q]^2 would be all rounding error here."""
+    w = weight(shape=(64, 64), dtype=torch.float32).requires_grad_()
+    relaxed_ternary(w, 0.05, group_size=64).sum().backward()
+    w64 = w.detach().double()
+    expected = lemma1_slope(w64, eq1_scale(w64, 64), 0.05)
+    assert expected.min() < 1e-6 and expected.max() > 5
+    large = expected > 1e-10  # below, the reference itself has no digits left
+    torch.testing.assert_close(w.grad.double()[large], expected[large], rtol=2e-3, atol=0.0)
+
+
+def test_lemma_2_the_slope_concentrates_at_the_boundary():
+    """The integral of dH/dw over a boundary tends to gamma, wherever the interval ends."""
+    gamma = 1.0
+    quantizer = TernaryQuantizer(group_size="tensor")
+    grid = torch.linspace(0.4, 0.6, 200_001, dtype=torch.float64).view(1, -1)
+    # One more weight makes the mean, and so the scale, exactly 1.
+    rest = grid.numel() + 1 - grid.sum()
+    w = torch.cat([grid, rest.view(1, 1)], 1)
+    assert quantizer.codes(w)[1].item() == gamma
+    for tau, share in ((0.03, 0.99), (0.01, 0.999999)):
+        slope = quantizer.vjp(torch.ones_like(w), w, scalar(tau), scalar(1.0))[0, :-1]
+        integral = torch.trapezoid(slope, grid[0])
+        assert share * gamma < integral < gamma
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tau", [1e-2, 1e-3, 1e-6, 1e-12, 1e-30, 1e-37])
+def test_small_temperatures_are_stable_and_tend_to_hard(dtype, tau):
+    w = weight(shape=(16, 64), dtype=dtype).requires_grad_()
+    out = relaxed_ternary(w, tau, group_size=32)
+    out.sum().backward()
+    assert torch.isfinite(out).all() and torch.isfinite(w.grad).all()
+    z = (w / eq1_scale(w, 32)).detach().abs()
+    away = (z - 0.5).abs() > max(60 * tau, 1e-6)
+    assert away.float().mean() > 0.3
+    expected = hard_ternary(w.detach(), group_size=32)
+    torch.testing.assert_close(out.detach()[away], expected[away], rtol=1e-6, atol=1e-6)
+
+
+def test_large_temperature_tends_to_zero_and_linear():
+    w = weight()
+    out = relaxed_ternary(w, 1e6, group_size=32)
+    # All codes equally likely: H -> gamma · (2/tau) · (2/3) · z.
+    torch.testing.assert_close(out, 4 / 3 / 1e6 * w, rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_pressure_is_the_latent_weight_exactly(dtype):
+    w = weight(dtype=dtype).requires_grad_()
+    out = relaxed_ternary(w, 0.3, 0.0, group_size=32)
+    out.backward(upstream := weight(5, dtype=dtype))
+    assert torch.equal(out, w) and torch.equal(w.grad, upstream)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_no_temperature_is_hard_with_a_straight_through_gradient(dtype, group_size):
+    w = weight(dtype=dtype).requires_grad_()
+    out = relaxed_ternary(w, 0.0, 1.0, group_size=group_size)
+    out.backward(upstream := weight(5, dtype=dtype))
+    assert torch.equal(out, hard_ternary(w.detach(), group_size=group_size))
+    assert torch.equal(w.grad, upstream)
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_hard_equals_equation_2_and_codes_times_scales(group_size, dtype):
+    for seed in range(5):
+        w = weight(seed, shape=(8, 128), dtype=dtype)
+        hard = hard_ternary(w, group_size=group_size)
+        assert torch.equal(hard.double(), eq2_hard(w, group_size))
+        codes, scales = ternary_codes(w, group_size=group_size)
+        assert codes.dtype == torch.int8 and codes.shape == w.shape
+        assert scales.dtype == torch.bfloat16
+        blocks = codes.reshape(*scales.shape, -1) * scales.unsqueeze(-1).to(dtype)
+        assert torch.equal(blocks.reshape(w.shape), hard)
+        assert set(codes.unique().tolist()) <= {-1, 0, 1}
+
+
+def test_scale_shapes():
+    w = weight(shape=(6, 64))
+    shapes = {g: tuple(ternary_codes(w, group_size=g)[1].shape) for g in (16, "channel", "tensor")}
+    assert shapes == {16: (6, 4), "channel": (6, 1), "tensor": (1, 1)}
+
+
+def test_ties_are_zero():
+    """mean|w| = 1 exactly; ±0.5 stand on the boundaries, as round-half-even has it."""
+    w = torch.tensor([[0.5, -0.5, 0.5 + 2**-20, -0.5 - 2**-20, 2.0, 2.0 - 2**-19]])
+    codes, scales = ternary_codes(w, group_size="tensor")
+    assert scales.item() == 1.0
+    assert codes.tolist() == [[0, 0, 1, -1, 1, 1]]
+
+
+def test_zero_groups_and_denormals():
+    w = torch.zeros(2, 64)
+    w[1, :32] = 1e-40
+    w.requires_grad_()
+    out = relaxed_ternary(w, 0.3, group_size=32)
+    out.sum().backward()
+    assert torch.isfinite(out).all() and torch.isfinite(w.grad).all()
+    assert torch.equal(out[0], torch.zeros(64))
+    assert hard_ternary(w.detach(), group_size=32).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_are_not_hidden(bad):
+    w = weight(dtype=torch.float32)
+    w[2, 3] = bad
+    assert not torch.isfinite(relaxed_ternary(w, 0.3, group_size=32)[2, :32]).all()
+    assert torch.isfinite(relaxed_ternary(w, 0.3, group_size=32)[2, 32:]).all()
+
+
+def test_scale_does_not_depend_on_the_order_of_the_weights():
+    """A float32 sum would: its last bits change with the order, and with them some scales."""
+    w = weight(shape=(512, 128), dtype=torch.float32)
+    shuffled = w[:, torch.randperm(128, generator=torch.Generator().manual_seed(1))]
+    expected, actual = (ternary_codes(v, group_size=128)[1] for v in (w, shuffled))
+    assert torch.equal(expected, actual)
+
+
+def test_non_contiguous_weights():
+    w = weight(shape=(64, 32))
+    assert torch.equal(
+        relaxed_ternary(w.t(), 0.3, group_size=16),
+        relaxed_ternary(w.t().contiguous(), 0.3, group_size=16),
+    )
+
+
+def test_floats_and_tensors_are_the_same():
+    w = weight(dtype=torch.float32)
+    expected = relaxed_ternary(w, 0.25, 0.5, group_size=32)
+    actual = relaxed_ternary(w, torch.tensor(0.25), torch.tensor(0.5), group_size=32)
+    assert torch.equal(expected, actual)
+
+
+def test_saves_only_the_weight():
+    w = weight(shape=(64, 64), dtype=torch.float32).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        relaxed_ternary(w, 0.3, 0.5, group_size=32)
+    assert [x.data_ptr() for x in saved if x.dim()] == [w.data_ptr()]
+    assert all(x.numel() == 1 for x in saved if not x.dim())
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, "group_size must be a positive int", lambda w: hard_ternary(w, group_size=0)),
+        (ValueError, "group_size must be", lambda w: hard_ternary(w, group_size="rows")),
+        (TypeError, "group_size must be", lambda w: hard_ternary(w, group_size=32.0)),
+        (TypeError, "group_size must be", lambda w: hard_ternary(w, group_size=True)),
+        (ValueError, "48 does not divide in_features 64", lambda w: hard_ternary(w, group_size=48)),
+        (ValueError, r"tau must be in \[0, inf\)", lambda w: relaxed_ternary(w, -0.1)),
+        (ValueError, "tau must be in", lambda w: relaxed_ternary(w, float("nan"))),
+        (ValueError, r"pressure must be in \[0, 1\]", lambda w: relaxed_ternary(w, 0.3, 1.1)),
+        (TypeError, "tau must be a float", lambda w: relaxed_ternary(w, "hot")),
+        (TypeError, "0-D tensor", lambda w: relaxed_ternary(w, torch.ones(2))),
+        (TypeError, "floating-point tensor", lambda w: hard_ternary(w.int(), group_size=32)),
+        (ValueError, "shape", lambda w: hard_ternary(w[0], group_size=32)),
+    ],
+)
+def test_errors(error, message, call):
+    with pytest.raises(error, match=message):
+        call(weight())

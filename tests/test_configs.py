@@ -1,0 +1,89 @@
+"""The packaged configs: every one builds at its real size, and the commands find them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torchtune import config
+
+from hestia_tune.qat import quantized_linears
+from hestia_tune.training.configs import config_path, packaged_configs, resolve_argv
+from hestia_tune.training.model_setup import build_on_meta
+from hestia_tune.training.options import RunOptions, with_defaults
+
+# name -> (blocks, parameters, what the paper or the model's shape fixes)
+EXPECTED = {
+    "demo": (4, None, 128),
+    "smollm2_135m": (30, 134_515_008, 64),
+    "llama3_2_1b": (16, 1_235_814_400, 128),
+    "llama3_2_3b": (28, 3_212_749_824, 128),
+    "qwen2_5_0_5b": (24, 494_032_768, "tensor"),
+}
+
+
+def test_every_packaged_config_is_expected():
+    assert set(packaged_configs()) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_config_builds_at_its_real_size(name):
+    blocks, parameters, group_size = EXPECTED[name]
+    cfg = with_defaults(OmegaConf.load(config_path(name)))
+    options = RunOptions.from_config(cfg)
+    quantizer = config.instantiate(cfg.quantizer)
+    assert quantizer.quantizer.group_size == group_size
+    model = build_on_meta(cfg.model, quantizer)
+    layers = quantized_linears(model)
+    assert len(layers) == 7 * blocks
+    assert all(name.startswith("layers.") for name in layers)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    if parameters is not None:
+        assert sum(p.numel() for p in model.parameters()) == parameters
+        # The paper's Appendix B; one step is 256 sequences of 1024 on 8 GPUs.
+        assert (options.schedule.rho, options.schedule.alpha) == (0.2, 0.4)
+        assert options.schedule.tau_init == 0.3
+        assert cfg.optimizer.lr == 1.5e-3 and cfg.optimizer.weight_decay == 0.1
+        assert cfg.batch_size * cfg.gradient_accumulation_steps * 8 == 256
+        assert cfg.dataset.seq_len == 1024
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_config_opens_with_its_commands(name):
+    comment = [line for line in config_path(name).read_text().splitlines() if line[:1] == "#"]
+    assert any(f"tune run hestia_qat --config {name}" in line for line in comment)
+
+
+def test_names_and_paths_are_resolved(tmp_path):
+    copied = tmp_path / "mine.yaml"
+    copied.write_text("a: 1")
+    assert resolve_argv(["x", "--config", str(copied), "a=2"]) == ["x", "--config", str(copied), "a=2"]
+    demo = str(packaged_configs()["demo"])
+    assert resolve_argv(["x", "--config", "demo"]) == ["x", "--config", demo]
+    assert resolve_argv(["x", "--config=demo"]) == ["x", f"--config={demo}"]
+    with pytest.raises(ValueError, match="packaged configs: demo, llama3_2_1b"):
+        resolve_argv(["x", "--config", str(tmp_path / "none.yaml")])
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(arguments, capture_output=True, text=True, cwd=cwd)
+
+
+def test_listing_and_printing(tmp_path):
+    listed = command(sys.executable, "-m", "hestia_tune", "configs", cwd=tmp_path)
+    assert listed.stdout.split() == sorted(EXPECTED)
+    printed = command(sys.executable, "-m", "hestia_tune", "configs", "llama3_2_1b", cwd=tmp_path)
+    assert printed.stdout == config_path("llama3_2_1b").read_text()
+    unknown = command(sys.executable, "-m", "hestia_tune", "configs", "llama", cwd=tmp_path)
+    assert unknown.returncode == 1 and "no config named 'llama'" in unknown.stderr
+
+
+def test_torchtunes_own_command_line(tmp_path):
+    tool = str(Path(sys.executable).with_name("hestia-tune"))
+    listed = command(tool, "ls", cwd=tmp_path).stdout
+    assert "hestia_qat" in listed and "llama3_2_1b" in listed and "full_finetune_distributed" in listed
+    copied = command(tool, "cp", "smollm2_135m", "mine.yaml", cwd=tmp_path)
+    assert copied.returncode == 0, copied.stderr
+    assert (tmp_path / "mine.yaml").read_text() == config_path("smollm2_135m").read_text()
