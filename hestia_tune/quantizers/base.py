@@ -21,14 +21,24 @@ class Quantizer(ABC):
     (out_features, in_features). ``tau`` and ``pressure`` arrive as 0-D tensors.
     """
 
-    by_key: ClassVar[dict[str, "Quantizer"]] = {}
+    method: ClassVar[str]
+    _by_method: ClassVar[dict[str, type["Quantizer"]]] = {}
 
-    def __post_init__(self):
-        Quantizer.by_key[self.key()] = self
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        Quantizer._by_method[cls.method] = cls
 
     @abstractmethod
     def key(self) -> str:
-        """The method and every option of it as a short text; equal quantizers, equal keys."""
+        """The method and every option, as in "ternary, group_size=128"; `from_key` reads it."""
+
+    @staticmethod
+    def from_key(key: str) -> "Quantizer":
+        """The quantizer whose `key` this is; option values are ints or words."""
+        method, *options = key.split(", ")
+        pairs = (option.split("=") for option in options)
+        values = {name: int(value) if value.isdigit() else value for name, value in pairs}
+        return Quantizer._by_method[method](**values)
 
     @abstractmethod
     def effective_weight(

@@ -23,7 +23,7 @@ from hestia_tune.quantizers.base import Quantizer
 @functools.cache
 def _fused(key: str, method: str):
     """The quantizer's method as fused kernels, one set for weights of every shape."""
-    return torch.compile(getattr(Quantizer.by_key[key], method), dynamic=True)
+    return torch.compile(getattr(Quantizer.from_key(key), method), dynamic=True)
 
 
 def _linear(x, weight, bias, tau, pressure, effective_weight):

@@ -24,6 +24,7 @@ rounding half to even does.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -85,11 +86,11 @@ class TernaryQuantizer(Quantizer):
         TypeError, ValueError: on a wrong ``group_size``.
     """
 
+    method: ClassVar[str] = "ternary"
     group_size: GroupSize = 128
 
     def __post_init__(self):
         validate_group_size(self.group_size)
-        super().__post_init__()
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
         check_divides(self.group_size, in_features, name)

@@ -54,7 +54,7 @@ def test_equals_autograd_of_the_equations(shape, bias, tau, pressure):
     def reference(x, weight, bias):
         scale = references.eq1_scale(weight, 32)
         if tau > 0:
-            return F.linear(x, references.eq7_effective(weight, scale, tau, pressure), bias)
+            return F.linear(x, references.eq7_effective(weight, tau, pressure, 32), bias)
         straight_through = weight + (references.eq2_hard(weight, 32) - weight).detach()
         return F.linear(x, (1 - pressure) * weight + pressure * straight_through, bias)
 
