@@ -1,4 +1,4 @@
-"""``hestia-tune``: torchtune's own command line (ls, cp, run, validate) with our recipes and configs.
+"""``hestia-tune``: torchtune's own command line (ls, cp, run, validate) that knows our configs.
 
 torchtune has no plugins, but its registry is a list, and a path in it may be absolute. `tune run`
 works without this; `tune ls` and `tune cp` do not.

@@ -36,7 +36,7 @@ def base_temperature_at(step: int, total_steps: int, rho: float, tau_init: float
 
 
 def tau_scale(alpha: float, score: float) -> float:
-    """e^{alpha·s} (Eq. 13): the factor by which a more sensitive tensor is hotter, at every step."""
+    """e^{alpha·s} (Eq. 13): how much hotter a more sensitive tensor is, at every step."""
     return math.exp(alpha * score)
 
 

@@ -59,7 +59,12 @@ def test_config_opens_with_its_commands(name):
 def test_names_and_paths_are_resolved(tmp_path):
     copied = tmp_path / "mine.yaml"
     copied.write_text("a: 1")
-    assert resolve_argv(["x", "--config", str(copied), "a=2"]) == ["x", "--config", str(copied), "a=2"]
+    assert resolve_argv(["x", "--config", str(copied), "a=2"]) == [
+        "x",
+        "--config",
+        str(copied),
+        "a=2",
+    ]
     demo = str(packaged_configs()["demo"])
     assert resolve_argv(["x", "--config", "demo"]) == ["x", "--config", demo]
     assert resolve_argv(["x", "--config=demo"]) == ["x", f"--config={demo}"]
@@ -83,7 +88,9 @@ def test_listing_and_printing(tmp_path):
 def test_torchtunes_own_command_line(tmp_path):
     tool = str(Path(sys.executable).with_name("hestia-tune"))
     listed = command(tool, "ls", cwd=tmp_path).stdout
-    assert "hestia_qat" in listed and "llama3_2_1b" in listed and "full_finetune_distributed" in listed
+    assert (
+        "hestia_qat" in listed and "llama3_2_1b" in listed and "full_finetune_distributed" in listed
+    )
     copied = command(tool, "cp", "smollm2_135m", "mine.yaml", cwd=tmp_path)
     assert copied.returncode == 0, copied.stderr
     assert (tmp_path / "mine.yaml").read_text() == config_path("smollm2_135m").read_text()

@@ -1,4 +1,4 @@
-"""A random Llama of some 50,000 parameters as a Hugging Face folder, and runs of the recipe on it."""
+"""A random Llama of some 50,000 parameters in a Hugging Face folder, and the recipe run on it."""
 
 import json
 import os

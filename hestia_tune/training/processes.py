@@ -1,4 +1,4 @@
-"""What a run needs of its processes: a group of one without torchrun, shared errors, a soft stop."""
+"""What a run needs of its processes: a group of one, shared errors, a soft stop, sums."""
 
 import os
 import signal

@@ -52,7 +52,6 @@ def test_equals_autograd_of_the_equations(shape, bias, tau, pressure):
     scalars = torch.tensor([tau, pressure], dtype=torch.float64).unbind()
 
     def reference(x, weight, bias):
-        scale = references.eq1_scale(weight, 32)
         if tau > 0:
             return F.linear(x, references.eq7_effective(weight, tau, pressure, 32), bias)
         straight_through = weight + (references.eq2_hard(weight, 32) - weight).detach()

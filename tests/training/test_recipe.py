@@ -1,6 +1,7 @@
 """The recipe end to end on one process: what it writes, and what must not change its numbers."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from tiny import (
     random_dataset,
     run,
 )
+from torchtune.models.convert_weights import hf_to_tune
 
 from hestia_tune.functional import hard_ternary
+from hestia_tune.qat import quantized_linears
+from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +193,63 @@ def test_nan_in_training_names_the_layer(model_dir, tmp_path):
     with pytest.raises(FloatingPointError, match=r"after step \d+: .*(layers|tok_embeddings)"):
         run(cfg)
     assert not (tmp_path / "hard_model").exists()
+
+
+def test_sensitivity_spreads_the_temperatures(model_dir, tmp_path):
+    """tau_i = tau·e^{alpha·s_i} from the first step to the last, per layer, into the forward."""
+    state = hf_to_tune(
+        load_file(model_dir / "model.safetensors"), num_heads=4, num_kv_heads=2, dim=64
+    )
+    names = [n.removesuffix(".weight") for n in state if ".attn." in n or ".mlp." in n]
+    scores = {name: index / (len(names) - 1) for index, name in enumerate(names)}
+    ones = dict.fromkeys(names, 1.0)
+    SensitivityArtifact(
+        traces=ones,
+        standard_errors=ones,
+        scores=scores,
+        model_fingerprint=model_fingerprint({n: state[f"{n}.weight"] for n in names}),
+    ).save(tmp_path / "sensitivity.json")
+    buffers = {}
+
+    def collect(recipe):
+        recipe.driver.set_step(3)
+        for name, layer in quantized_linears(recipe._model).items():
+            buffers[name] = layer.weight_fake_quantizer.tau.item()
+
+    artifact = f"sensitivity={tmp_path / 'sensitivity.json'}"
+    recipe = run(make_config(model_dir, tmp_path / "run", artifact), before_cleanup=collect)
+    for name, score in scores.items():
+        assert buffers[name] == pytest.approx(recipe.schedule.temperature(3, score), rel=1e-6)
+    lowest, highest = logged(tmp_path / "run", "tau_min"), logged(tmp_path / "run", "tau_max")
+    for step, low in lowest.items():
+        assert highest[step] / low == pytest.approx(math.exp(0.4))
+
+
+def test_torchtunes_packed_dataset_profiler_and_loggers(model_dir, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"Line {i} of a text that is packed." for i in range(80)))
+    overrides = (
+        "dataset._component_=torchtune.datasets.text_completion_dataset",
+        "dataset.source=text",
+        f"dataset.data_files={text}",
+        "dataset.split=train",
+        "dataset.packed=True",
+        "tokenizer.max_seq_len=32",
+        "max_steps_per_epoch=6",
+        "profiler._component_=torchtune.training.setup_torch_profiler",
+        "profiler.enabled=True",
+        f"profiler.output_dir={tmp_path / 'profile'}",
+        "profiler.cpu=True",
+        "profiler.wait_steps=1",
+        "profiler.warmup_steps=1",
+        "profiler.active_steps=1",
+        "profiler.num_cycles=1",
+        "metric_logger._component_=torchtune.training.metric_logging.StdoutLogger",
+        "batch_size=2",
+    )
+    cfg = make_config(model_dir, tmp_path / "run", *overrides)
+    del cfg.dataset.num, cfg.metric_logger.log_dir
+    run(cfg)
+    losses = list(logged(tmp_path / "run").values())
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert list((tmp_path / "profile").rglob("*.json*"))

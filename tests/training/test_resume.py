@@ -34,9 +34,7 @@ def uninterrupted(model_dir, tmp_path_factory):
 
 
 def weights(output):
-    return {
-        path.name: path.read_bytes() for path in (output / "hard_model").glob("*.safetensors")
-    }
+    return {path.name: path.read_bytes() for path in (output / "hard_model").glob("*.safetensors")}
 
 
 @pytest.mark.parametrize("step", range(1, 9))
@@ -126,9 +124,7 @@ def test_checkpoint_holds_float32_latents(uninterrupted):
     ],
 )
 def test_resuming_another_run_is_refused(model_dir, uninterrupted, tmp_path, override, key):
-    shutil.copytree(
-        uninterrupted / "checkpoints" / "step_8", tmp_path / "checkpoints" / "step_8"
-    )
+    shutil.copytree(uninterrupted / "checkpoints" / "step_8", tmp_path / "checkpoints" / "step_8")
     cfg = make_config(model_dir, tmp_path, *SETTINGS, "resume_from_checkpoint=True", override)
     with pytest.raises(ValueError, match=f"has {key} .*; use the same"):
         run(cfg)
@@ -136,9 +132,7 @@ def test_resuming_another_run_is_refused(model_dir, uninterrupted, tmp_path, ove
 
 def test_resuming_with_other_pretrained_weights_is_refused(uninterrupted, tmp_path):
     other = make_model_dir(tmp_path / "other", seed=1)
-    shutil.copytree(
-        uninterrupted / "checkpoints" / "step_8", tmp_path / "checkpoints" / "step_8"
-    )
+    shutil.copytree(uninterrupted / "checkpoints" / "step_8", tmp_path / "checkpoints" / "step_8")
     with pytest.raises(ValueError, match="model_fingerprint"):
         run(make_config(other, tmp_path, *SETTINGS, "resume_from_checkpoint=True"))
 
@@ -146,9 +140,7 @@ def test_resuming_with_other_pretrained_weights_is_refused(uninterrupted, tmp_pa
 def test_resume_without_a_checkpoint_and_start_over_a_run(model_dir, uninterrupted, tmp_path):
     with pytest.raises(ValueError, match="no complete checkpoint"):
         run(make_config(model_dir, tmp_path, *SETTINGS, "resume_from_checkpoint=True"))
-    shutil.copytree(
-        uninterrupted / "checkpoints" / "step_8", tmp_path / "checkpoints" / "step_8"
-    )
+    shutil.copytree(uninterrupted / "checkpoints" / "step_8", tmp_path / "checkpoints" / "step_8")
     with pytest.raises(ValueError, match="holds a run at step 8"):
         run(make_config(model_dir, tmp_path, *SETTINGS))
     run(make_config(model_dir, tmp_path, "max_steps_per_epoch=1", "overwrite_output=True"))
