@@ -15,7 +15,7 @@ from torchtune.models.convert_weights import hf_to_tune
 from tqdm import tqdm
 
 from hestia_tune.data import demo_dataset
-from hestia_tune.qat import select_linears
+from hestia_tune.selection import select_linears
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint, sensitivity_scores
 from hestia_tune.sensitivity.hutchpp import hutchpp
 from hestia_tune.sensitivity.hvp import double_backward_attention, hessian_matvecs

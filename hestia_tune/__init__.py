@@ -3,10 +3,10 @@
 from hestia_tune.qat import (
     HestiaConfig,
     HestiaQATQuantizer,
-    is_transformer_linear,
     quantized_linears,
 )
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.selection import is_transformer_linear
 from hestia_tune.sensitivity import SensitivityArtifact
 
 __version__ = "0.1.0"

@@ -6,9 +6,7 @@ which linears to take and names them in its errors. Nothing here copies a weight
 the parameter (also on the meta device), convert replaces it by the hard weight.
 """
 
-import fnmatch
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,26 +19,11 @@ from torchao.quantization import quantize_
 from torchao.quantization.qat.linear import FakeQuantizedLinear
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from hestia_tune.config import nearest, require_number
+from hestia_tune.config import require_number
 from hestia_tune.quantizers import Quantizer, TernaryQuantizer, quantized_linear
 from hestia_tune.quantizers.base import effective_weight
 from hestia_tune.quantizers.granularity import GroupSize, validate_group_size
-
-_IN_NUMBERED_BLOCK = re.compile(r"(^|\.)\d+\.")
-_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
-
-
-def clean_fqn(fqn: str) -> str:
-    """A fully qualified name without the parts that wrappers (compile, checkpointing) add."""
-    return _WRAPPERS.sub("", fqn)
-
-
-def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
-    """The default filter: every linear inside a numbered block, such as ``layers.3.attn.q_proj``.
-
-    Embeddings and norms are no linears, and the output head stands outside the blocks.
-    """
-    return isinstance(module, nn.Linear) and bool(_IN_NUMBERED_BLOCK.search(fqn))
+from hestia_tune.selection import clean_fqn, select_linears
 
 
 class FakeQuantizer(nn.Module):
@@ -70,8 +53,13 @@ class FakeQuantizer(nn.Module):
             setattr(self, name, torch.tensor(value, dtype=torch.float32, device=device))
 
     def _apply(self, fn, recurse=True):
+        """Follows the model to another device, but not to another dtype."""
+        values = {"tau": self.tau, "pressure": self.pressure}
         super()._apply(fn, recurse)
-        self.tau, self.pressure = self.tau.float(), self.pressure.float()
+        for name, value in values.items():
+            moved = getattr(self, name)
+            if moved.dtype != torch.float32:
+                setattr(self, name, value.to(moved.device))
         return self
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
@@ -200,54 +188,6 @@ def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
     }
 
 
-def select_linears(
-    model: nn.Module,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] = (),
-    default: Callable[[nn.Module, str], bool] = is_transformer_linear,
-) -> dict[str, nn.Linear]:
-    """The linears to quantize, by fully qualified name.
-
-    Args:
-        include: shell patterns over fully qualified names (``layers.*.mlp.*``), or None for
-            ``default``.
-        exclude: patterns of linears to leave out again.
-
-    Raises:
-        ValueError: if a pattern matches no linear, or nothing is left.
-    """
-    linears = {
-        clean_fqn(fqn): module
-        for fqn, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-
-    def matching(patterns: Sequence[str], option: str) -> set[str]:
-        found = set()
-        for pattern in patterns:
-            hits = fnmatch.filter(linears, pattern)
-            if not hits:
-                examples = ", ".join(list(linears)[:3])
-                raise ValueError(
-                    f"{option} pattern {pattern!r} matches no linear of the model"
-                    f"{nearest(pattern, linears)}; its linears are named like {examples}"
-                )
-            found.update(hits)
-        return found
-
-    if include is None:
-        chosen = {fqn for fqn, module in linears.items() if default(module, fqn)}
-    else:
-        chosen = matching(include, "include")
-    chosen -= matching(exclude, "exclude")
-    if not chosen:
-        raise ValueError(
-            f"no linear of the model is selected (it has {len(linears)}); "
-            "name those to quantize by include, for example include=['*']"
-        )
-    return {fqn: module for fqn, module in linears.items() if fqn in chosen}
-
-
 class QATQuantizerBase:
     """Two-step quantizer component: ``prepare(model)`` before training, ``convert(model)`` after.
 
@@ -290,12 +230,20 @@ class QATQuantizerBase:
         return model
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Swaps every quantized linear for a plain one with its hard weight, in place."""
-        quantize_(
-            model,
-            self._step("convert"),
-            filter_fn=lambda module, fqn: isinstance(module, QuantizedLinear),
-        )
+        """Swaps every quantized linear for a plain one with its hard weight, in place.
+
+        Linears that shared a latent weight share the hard one.
+        """
+        latents = {
+            fqn: module.weight
+            for fqn, module in model.named_modules()
+            if isinstance(module, QuantizedLinear)
+        }
+        quantize_(model, self._step("convert"), filter_fn=lambda module, fqn: fqn in latents)
+        hard: dict[int, nn.Parameter] = {}
+        for fqn, latent in latents.items():
+            linear = model.get_submodule(fqn)
+            linear.weight = hard.setdefault(id(latent), linear.weight)
         return model
 
 

@@ -14,6 +14,7 @@ worked. JSON has no NaN here, and a pickle could run code.
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,8 +64,9 @@ def sensitivity_scores(
     logs = {name: math.log(h) for name, h in traces.items()}
     mu = math.fsum(logs.values()) / len(logs)
     sigma = math.sqrt(math.fsum((v - mu) ** 2 for v in logs.values()) / len(logs))
+    # A sigmoid by tanh, which does not overflow.
     return {
-        name: 1.0 / (1.0 + math.exp(-kappa * (value - mu) / (sigma + epsilon)))
+        name: 0.5 * (1.0 + math.tanh(0.5 * kappa * (value - mu) / (sigma + epsilon)))
         for name, value in logs.items()
     }
 
@@ -97,6 +99,10 @@ class SensitivityArtifact:
     estimator: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
+        if not isinstance(self.model_fingerprint, str):
+            raise ValueError(f"model_fingerprint must be a string; got {self.model_fingerprint!r}")
+        if not isinstance(self.estimator, dict):
+            raise ValueError(f"estimator must be a mapping of settings; got {self.estimator!r}")
         names = set(self.traces)
         if not names or names != set(self.scores) or names != set(self.standard_errors):
             raise ValueError(
@@ -186,7 +192,9 @@ class SensitivityArtifact:
 
 
 def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def _no_constant(name: str):

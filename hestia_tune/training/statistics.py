@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hestia_tune.qat import QuantizedLinear, clean_fqn
+from hestia_tune.qat import QuantizedLinear
+from hestia_tune.selection import clean_fqn
 
 
 class CodeStatistics:

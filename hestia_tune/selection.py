@@ -1,0 +1,73 @@
+"""Which linears of a model are quantized, and what they are called."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from hestia_tune.config import nearest
+
+_IN_NUMBERED_BLOCK = re.compile(r"(^|\.)\d+\.")
+_WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
+
+
+def clean_fqn(fqn: str) -> str:
+    """A fully qualified name without the parts that wrappers (compile, checkpointing) add."""
+    return _WRAPPERS.sub("", fqn).removeprefix(".")
+
+
+def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
+    """The default filter: every linear inside a numbered block, such as ``layers.3.attn.q_proj``.
+
+    Embeddings and norms are no linears, and the output head stands outside the blocks.
+    """
+    return isinstance(module, nn.Linear) and bool(_IN_NUMBERED_BLOCK.search(fqn))
+
+
+def select_linears(
+    model: nn.Module,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    default: Callable[[nn.Module, str], bool] = is_transformer_linear,
+) -> dict[str, nn.Linear]:
+    """The linears to quantize, by fully qualified name.
+
+    Args:
+        include: shell patterns over fully qualified names (``layers.*.mlp.*``), or None for
+            ``default``.
+        exclude: patterns of linears to leave out again.
+
+    Raises:
+        ValueError: if a pattern matches no linear, or nothing is left.
+    """
+    linears = {
+        clean_fqn(fqn): module
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear)
+    }
+
+    def matching(patterns: Sequence[str], option: str) -> set[str]:
+        found = set()
+        for pattern in patterns:
+            hits = fnmatch.filter(linears, pattern)
+            if not hits:
+                examples = ", ".join(list(linears)[:3])
+                raise ValueError(
+                    f"{option} pattern {pattern!r} matches no linear of the model"
+                    f"{nearest(pattern, linears)}; its linears are named like {examples}"
+                )
+            found.update(hits)
+        return found
+
+    if include is None:
+        chosen = {fqn for fqn, module in linears.items() if default(module, fqn)}
+    else:
+        chosen = matching(include, "include")
+    chosen -= matching(exclude, "exclude")
+    if not chosen:
+        raise ValueError(
+            f"no linear of the model is selected (it has {len(linears)}); "
+            "name those to quantize by include, for example include=['*']"
+        )
+    return {fqn: module for fqn, module in linears.items() if fqn in chosen}
