@@ -18,15 +18,10 @@ CPython 3.11 with OMP_NUM_THREADS=1; another Python version has other text and g
 """
 
 import argparse
-import ast
 import copy
-import inspect
 import json
 import math
-import sys
-import sysconfig
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -35,7 +30,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torchtune.models import convert_weights
 
-from hestia_tune.data.documents import chunk_tokens, demo_documents, without_quotes
+from hestia_tune.data.documents import (
+    chunk_tokens,
+    demo_documents,
+    stdlib_docstrings,
+    without_quotes,
+)
 from hestia_tune.quantizers import TernaryQuantizer
 from hestia_tune.training.models import llama
 
@@ -69,31 +69,6 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
     )
     tokenizer.train_from_iterator(documents, trainer)
     return tokenizer
-
-
-def stdlib_docstrings() -> list[str]:
-    """The docstrings of each module of the standard library, one document per module."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    documents = []
-    for path in sorted(stdlib.rglob("*.py")):
-        parts = path.relative_to(stdlib).with_suffix("").parts
-        if parts[0] not in sys.stdlib_module_names or {"test", "tests", "idle_test"} & set(parts):
-            continue
-        docstrings = list(dict.fromkeys(_docstrings(path)))
-        if docstrings:
-            documents.append("\n\n".join(docstrings) + "\n")
-    return documents
-
-
-def _docstrings(path: Path) -> Iterator[str]:
-    try:
-        tree = ast.parse(path.read_bytes())
-    except SyntaxError:  # some files of lib2to3 are deliberately not Python 3
-        return
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
-            yield inspect.cleandoc(docstring).strip()
 
 
 def build_model() -> nn.Module:

@@ -227,12 +227,19 @@ class QATQuantizerBase:
         quantize_(
             model, self._step("prepare"), filter_fn=lambda module, fqn: clean_fqn(fqn) in chosen
         )
+        # A module that stands in one parent under two names has been swapped under the first only.
+        by_weight = {id(layer.weight): layer for layer in quantized_linears(model).values()}
+        for fqn, module in list(model.named_modules(remove_duplicate=False)):
+            if clean_fqn(fqn) in chosen and not isinstance(module, QuantizedLinear):
+                parent, _, name = fqn.rpartition(".")
+                setattr(model.get_submodule(parent), name, by_weight[id(module.weight)])
         return model
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Swaps every quantized linear for a plain one with its hard weight, in place.
 
-        Linears that shared a latent weight share the hard one.
+        Linears that shared a latent weight share the hard one; a weight shared with something that
+        is not quantized, such as an embedding, is shared no longer.
         """
         latents = {
             fqn: module.weight

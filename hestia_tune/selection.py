@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hestia_tune.config import nearest
 
@@ -20,9 +21,12 @@ def clean_fqn(fqn: str) -> str:
 def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
     """The default filter: every linear inside a numbered block, such as ``layers.3.attn.q_proj``.
 
-    Embeddings and norms are no linears, and the output head stands outside the blocks.
+    Embeddings and norms are no linears, and the output head stands outside the blocks. The output
+    projection of ``nn.MultiheadAttention`` is left out: that module reads its weight directly.
     """
-    return isinstance(module, nn.Linear) and bool(_IN_NUMBERED_BLOCK.search(fqn))
+    if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
+    return bool(_IN_NUMBERED_BLOCK.search(fqn))
 
 
 def select_linears(
@@ -39,8 +43,10 @@ def select_linears(
         exclude: patterns of linears to leave out again.
 
     Raises:
-        ValueError: if a pattern matches no linear, or nothing is left.
+        ValueError: if a pattern matches no linear, nothing is left, or the model is a bare linear.
     """
+    if isinstance(model, nn.Linear):
+        raise ValueError("the model is itself a linear and cannot be swapped in place; wrap it")
     linears = {
         clean_fqn(fqn): module
         for fqn, module in model.named_modules(remove_duplicate=False)

@@ -284,3 +284,19 @@ def test_the_core_does_not_import_torchtune():
     code = f"import sys, {modules}; print([m for m in sys.modules if 'torchtune' in m])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip().splitlines()[-1] == "[]", result.stderr
+
+
+def test_a_linear_under_two_names_of_one_parent_is_swapped_under_both():
+    parent = nn.Module()
+    parent.q = parent.k = nn.Linear(32, 32)
+    model = nn.ModuleList([nn.Sequential(parent)])
+    HestiaQATQuantizer(group_size=32).prepare(model)
+    assert parent.q is parent.k and type(parent.q).__name__ == "QuantizedLinear"
+
+
+def test_what_cannot_be_swapped():
+    with pytest.raises(ValueError, match="is itself a linear"):
+        HestiaQATQuantizer(group_size=32, include=["*"]).prepare(nn.Linear(32, 32))
+    layers = nn.ModuleList([nn.TransformerEncoderLayer(32, 2, 64)])
+    HestiaQATQuantizer(group_size=32).prepare(layers)
+    assert list(quantized_linears(layers)) == ["0.linear1", "0.linear2"]

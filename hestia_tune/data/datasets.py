@@ -13,7 +13,12 @@ import torch
 from torch.utils.data import Dataset
 
 from hestia_tune.config import one_line
-from hestia_tune.data.documents import chunk_tokens, demo_documents
+from hestia_tune.data.documents import (
+    chunk_tokens,
+    demo_documents,
+    stdlib_docstrings,
+    without_quotes,
+)
 
 
 class SequenceDataset(Dataset):
@@ -46,15 +51,21 @@ def _require_sequences(sequences: torch.Tensor, seq_len: int, source: str) -> Se
     return SequenceDataset(sequences)
 
 
-def demo_dataset(tokenizer: Any, *, seq_len: int, split: str = "train") -> SequenceDataset:
+def demo_dataset(
+    tokenizer: Any, *, seq_len: int, split: str = "train", docstrings: bool = False
+) -> SequenceDataset:
     """The prose of Python's own help topics, which every Python carries.
 
     Args:
         tokenizer: a torchtune tokenizer (``encode``, ``eos_id``).
         seq_len: tokens per sequence.
         split: "train" or "validation"; no help topic is in both.
+        docstrings: adds the docstrings of the standard library, without what they share with the
+            validation topics; about five times as much text as the topics have.
     """
     documents = demo_documents(split)
+    if docstrings:
+        documents += without_quotes(stdlib_docstrings(), demo_documents("validation"))
     sequences, _ = chunk_tokens(documents, _encoder(tokenizer), tokenizer.eos_id, seq_len)
     return _require_sequences(sequences, seq_len, f"demo ({split})")
 

@@ -11,9 +11,14 @@ The cost: the text is small (about half a megabyte, a few milliseconds to split)
 follows the Python version, so losses on it compare only within one version.
 """
 
+import ast
+import inspect
+import sys
+import sysconfig
 import zlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -66,6 +71,34 @@ def without_quotes(documents: Iterable[str], held_out: Iterable[str]) -> list[st
         for document in documents
     )
     return [document for document in kept if document.strip()]
+
+
+def stdlib_docstrings() -> list[str]:
+    """The docstrings of each module of the standard library, one document per module.
+
+    Reading and parsing the library takes some ten seconds.
+    """
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    documents = []
+    for path in sorted(stdlib.rglob("*.py")):
+        parts = path.relative_to(stdlib).with_suffix("").parts
+        if parts[0] not in sys.stdlib_module_names or {"test", "tests", "idle_test"} & set(parts):
+            continue
+        docstrings = list(dict.fromkeys(_docstrings(path)))
+        if docstrings:
+            documents.append("\n\n".join(docstrings) + "\n")
+    return documents
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError:  # some files of lib2to3 are deliberately not Python 3
+        return
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
+            yield inspect.cleandoc(docstring).strip()
 
 
 def chunk_tokens(

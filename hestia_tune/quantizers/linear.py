@@ -135,9 +135,11 @@ def quantized_linear(
         tau, pressure: 0-D tensors, so that a change of value compiles nothing anew.
         quantizer: the method.
     """
-    if not torch.is_autocast_enabled(x.device.type):
-        return _QuantizedLinear.apply(x, weight, bias, tau, pressure, quantizer)
-    x = x.to(torch.get_autocast_dtype(x.device.type))
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if autocast:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     bias = None if bias is None else bias.to(x.dtype)
+    if not autocast:
+        return _QuantizedLinear.apply(x, weight, bias, tau, pressure, quantizer)
     with torch.autocast(x.device.type, enabled=False):
         return _QuantizedLinear.apply(x, weight, bias, tau, pressure, quantizer)

@@ -50,7 +50,8 @@ def _round_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     intermediates of a fused kernel in float32.
     """
     bits = x.view(torch.int32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+    return torch.where(x.isnan(), x, rounded)  # the sum may carry a NaN's bits over to zero
 
 
 def _scale(blocks: torch.Tensor) -> torch.Tensor:
@@ -122,19 +123,16 @@ class TernaryQuantizer(Quantizer):
         grad_w = block_view(grad, self.group_size).to(w.dtype) * jacobian
         return grad_w.to(weight.dtype).view_as(weight)
 
-    @torch.no_grad()
     def hard(self, weight):
-        w, scale = self._blocks(weight)
+        w, scale = self._blocks(weight.detach())
         return (scale * _hard_code(w, scale)).to(weight.dtype).view_as(weight)
 
-    @torch.no_grad()
     def codes(self, weight):
-        w, scale = self._blocks(weight)
+        w, scale = self._blocks(weight.detach())
         codes = _hard_code(w, scale).to(torch.int8).view_as(weight)
         return codes, scale.squeeze(-1).to(torch.bfloat16)
 
-    @torch.no_grad()
     def normalized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """|w|/gamma and gamma of every weight, both flat; what `optimal_temperature` works on."""
-        w, scale = self._blocks(weight)
+        w, scale = self._blocks(weight.detach())
         return (w.abs() / scale).flatten(), scale.expand_as(w).flatten()
