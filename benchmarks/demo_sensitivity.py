@@ -3,14 +3,16 @@
     python benchmarks/demo_sensitivity.py --output hestia_tune/assets/demo/sensitivity.json
 
 50 sequences of the demo's training text, sketch rank 10, 20 probes, kappa 1, epsilon 1e-8, for the
-28 linears of the blocks; about a minute on one core.
+28 linears of the blocks; some ten minutes on one core.
 """
 
 import argparse
 
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from torchtune import config
 from torchtune.models.convert_weights import hf_to_tune
 from tqdm import tqdm
 
@@ -19,19 +21,8 @@ from hestia_tune.selection import select_linears
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint, sensitivity_scores
 from hestia_tune.sensitivity.hutchpp import hutchpp
 from hestia_tune.sensitivity.hvp import double_backward_attention, hessian_matvecs
-from hestia_tune.training.configs import asset_path
-from hestia_tune.training.models import llama
+from hestia_tune.training.configs import asset_path, config_path
 from hestia_tune.training.tokenizers import HuggingFaceTokenizer
-
-SHAPE = {
-    "vocab_size": 1024,
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 128,
-    "intermediate_dim": 384,
-    "max_seq_len": 256,
-}
 
 
 def main() -> None:
@@ -44,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
 
     folder = asset_path("demo")
-    model = llama(**SHAPE)
+    model = config.instantiate(OmegaConf.load(config_path("demo")).model)
     state = load_file(f"{folder}/model.safetensors")
     model.load_state_dict(
         {

@@ -51,7 +51,7 @@ def run_qat(cfg: DictConfig) -> int:
         recipe = HestiaQATRecipe(cfg)
         recipe.setup(cfg)
         finished = recipe.train()
-        recipe.baselines |= extra
+        recipe.validation_losses |= extra
         if recipe._is_rank_zero and finished:
             print(
                 f"\n{recipe.table()}\n\n{recipe.output_dir}: hard_model, results.json, curves.png"
@@ -61,7 +61,7 @@ def run_qat(cfg: DictConfig) -> int:
                 f"stopped after step {recipe.global_step}, checkpoint written; "
                 "go on with resume_from_checkpoint=True"
             )
-        results = dict(recipe.baselines)
+        results = dict(recipe.validation_losses)
         recipe.cleanup()
         return finished, results
 

@@ -44,7 +44,8 @@ class HestiaQATRecipe(RecipeSetup):
 
     def train(self) -> bool:
         """Trains to the end, or to the first Ctrl-C; returns whether the end was reached."""
-        training.cleanup_before_training() if self._device.type == "cuda" else None
+        if self._device.type == "cuda":
+            training.cleanup_before_training()
         if self.global_step == 0 and self._val_dataloader is not None:
             self._evaluate_baselines()
         if self._statistics is not None and self.global_step < self.total_steps:
@@ -200,10 +201,10 @@ class HestiaQATRecipe(RecipeSetup):
 
     def _evaluate_baselines(self) -> None:
         with self.driver.latent():
-            self.baselines[PRETRAINED] = self.evaluate()
+            self.validation_losses[PRETRAINED] = self.evaluate()
         with self.driver.hard():
-            self.baselines[NAIVE] = self.evaluate()
-        for label, loss in self.baselines.items():
+            self.validation_losses[NAIVE] = self.evaluate()
+        for label, loss in self.validation_losses.items():
             utils.log_rank_zero(log, f"validation loss, {label}: {loss:.4f}")
 
     def _validate_if_due(self, at_end: bool) -> None:
@@ -216,7 +217,7 @@ class HestiaQATRecipe(RecipeSetup):
         with self.driver.hard():
             hard = self.evaluate()
         self._log({"val_loss_relaxed": relaxed, "val_loss_hard": hard})
-        self.baselines[HARD] = hard
+        self.validation_losses[HARD] = hard
 
     def _save(self) -> None:
         check_finite(self._model, self._device, self.global_step)
@@ -233,7 +234,7 @@ class HestiaQATRecipe(RecipeSetup):
                 "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
                 "random": checkpoint.random_state(self._device),
             },
-            meta={"identity": self._identity, "baselines": self.baselines},
+            meta={"identity": self._identity, "validation_losses": self.validation_losses},
             keep_last=self.options.keep_last_checkpoints,
         )
 
@@ -252,16 +253,16 @@ class HestiaQATRecipe(RecipeSetup):
         checkpointer = self._checkpoint_client._get_checkpointer()
         write_hard_model(state, checkpointer, folder, description)
         versions = {m.__name__: m.__version__ for m in (hestia_tune, torch, torchao, torchtune)}
-        results = {"validation_loss": self.baselines, "versions": versions} | description
+        results = {"validation_loss": self.validation_losses, "versions": versions} | description
         write_atomically(self.output_dir / "results.json", json.dumps(results, indent=1) + "\n")
         by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
         temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
-        lines = {label: loss for label, loss in self.baselines.items() if label != HARD}
+        lines = {label: loss for label, loss in self.validation_losses.items() if label != HARD}
         plot_training_curves(self.history.rows, temperatures, lines, self.output_dir / "curves.png")
         log.info(f"hard model: {folder}")
 
     def table(self) -> str:
         """The results as Markdown; empty without validation data."""
-        if not self.baselines:
+        if not self.validation_losses:
             return ""
-        return results_table(self.baselines.items(), reference=PRETRAINED, worst=NAIVE)
+        return results_table(self.validation_losses.items(), reference=PRETRAINED, worst=NAIVE)

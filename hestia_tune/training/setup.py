@@ -42,7 +42,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         super().__init__(OmegaConf.merge(self.cfg, {"resume_from_checkpoint": False}))
         self._resume_from_checkpoint = self.cfg.resume_from_checkpoint
         self.checkpoint_folder = self.output_dir / "checkpoints"
-        self.baselines: dict[str, float] = {}
+        self.validation_losses: dict[str, float] = {}
         self._epoch = 0
 
     def setup(self, cfg: DictConfig) -> None:
@@ -91,6 +91,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if resume_path is not None:
             self._resume(resume_path, resume_meta)
         if self._is_rank_zero:
+            if resume_path is None:  # an earlier run's, and only now that nothing can fail any more
+                shutil.rmtree(self.checkpoint_folder, ignore_errors=True)
             self.history = History(self.output_dir / "metrics.jsonl", self.global_step)
 
     def _choose_checkpoint(self) -> Path | None:
@@ -107,7 +109,6 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
                 f"output_dir {self.output_dir} holds a run at step {found[-1][0]}; set "
                 "resume_from_checkpoint=True, overwrite_output=True or another output_dir"
             )
-        shutil.rmtree(self.checkpoint_folder, ignore_errors=True)
         return None
 
     def _read_pretrained(self, artifact: SensitivityArtifact | None) -> dict[str, torch.Tensor]:
@@ -254,7 +255,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
     def _resume(self, path: Path, meta: dict[str, Any]) -> None:
         rank_state = checkpoint.load_checkpoint(path, model=self._model, optimizer=self._optimizer)
         self.global_step, self._epoch = meta["step"], rank_state["epoch"]
-        self.baselines = dict(meta["baselines"])
+        self.validation_losses = dict(meta["validation_losses"])
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(rank_state["lr_scheduler"])
         if rank_state["dataloader"] is not None:

@@ -33,6 +33,7 @@ class CodeStatistics:
         self._compute_dtype = compute_dtype
         self._device = device
         self._previous: dict[str, torch.Tensor] = {}
+        self._is_first_call = True
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
@@ -41,7 +42,6 @@ class CodeStatistics:
         The error is ||W - Q(W)||^2 / ||W||^2 over all layers. The first call, having nothing to
         compare with, returns no flip rate. Collective.
         """
-        is_first_call = not self._previous
         counts = torch.zeros(5, dtype=torch.float64, device=self._device)
         for index, (name, layer) in enumerate(self._layers.items()):
             weight = full_tensor(layer.weight)
@@ -57,15 +57,16 @@ class CodeStatistics:
             row = [flips, zeros, torch.tensor(codes.numel()), error, norm]
             counts += torch.stack([value.double().to(self._device) for value in row])
             self._previous[name] = codes
-        if not self._previous:  # more ranks than layers
-            self._previous[""] = torch.empty(0)
         dist.all_reduce(counts)
         flips, zeros, total, error, norm = counts.tolist()
         statistics = {
             "zero_fraction": zeros / total,
             "quantization_error": error / max(norm, 1e-300),
         }
-        return statistics if is_first_call else {"flip_rate": flips / total} | statistics
+        if not self._is_first_call:
+            statistics = {"flip_rate": flips / total} | statistics
+        self._is_first_call = False
+        return statistics
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:

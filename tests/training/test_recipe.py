@@ -117,7 +117,7 @@ def test_pretrained_model_is_reproduced_before_training(model_dir, finished):
     tokens = random_dataset(None, num=7, seed=1).sequences
     with torch.no_grad():
         loss = model(tokens, labels=tokens).loss.item()
-    assert finished[0].baselines["pretrained"] == pytest.approx(loss, abs=1e-5)
+    assert finished[0].validation_losses["pretrained"] == pytest.approx(loss, abs=1e-5)
 
 
 @pytest.mark.parametrize(
