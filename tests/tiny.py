@@ -93,6 +93,24 @@ class SignallingLogger(DiskLogger):
             os.kill(os.getpid(), self._signal)
 
 
+class InfiniteTrainingLoss(torch.nn.CrossEntropyLoss):
+    """Infinite as soon as a gradient is wanted of it."""
+
+    def forward(self, logits, labels):
+        loss = super().forward(logits, labels)
+        return loss * float("inf") if torch.is_grad_enabled() else loss
+
+
+class PoisoningSGD(torch.optim.SGD):
+    """Writes infinity into the first weight of the first MLP's shape, as a runaway step would."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        next(p for p in parameters if p.shape == (96, 64)).to_local()[0, 0] = float("inf")
+
+
 class GraphCountingLogger(DiskLogger):
     """Notes how many graphs the compiler has made when a step is logged, validation aside."""
 

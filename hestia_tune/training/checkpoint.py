@@ -94,6 +94,12 @@ def save_checkpoint(
     torch.save(dict(rank_state), temporary / f"rank_{dist.get_rank()}.pt")
     dist.barrier()
     if is_first:
+        expected = {f"rank_{rank}.pt" for rank in range(dist.get_world_size())}
+        if missing := expected - {path.name for path in temporary.iterdir()}:
+            raise ValueError(
+                f"{temporary} lacks {sorted(missing)[0]}: output_dir must be on a file system that "
+                "all nodes share"
+            )
         text = json.dumps({**meta, "step": step, "world_size": dist.get_world_size()}, indent=1)
         (temporary / _META).write_text(text, encoding="utf-8")
         if final.exists():

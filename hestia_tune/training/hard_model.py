@@ -44,6 +44,8 @@ def hard_state_dict(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, t
         if name in quantizers:
             full = quantizers[name].hard(full.to(compute_dtype))
         state[name] = full.to(torch.bfloat16).cpu()
+    if is_first and (missing := quantizers.keys() - state.keys()):
+        raise RuntimeError(f"quantized weights are missing from the state dict: {sorted(missing)}")
     return state
 
 

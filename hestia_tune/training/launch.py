@@ -4,9 +4,11 @@ Exit codes: 0 done; 1 an error, told in one line on stderr; 130 stopped by Ctrl-
 written. Set HESTIA_TRACEBACK=1 to see where an error came from.
 """
 
+import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -16,7 +18,6 @@ from hestia_tune.config import one_line
 from hestia_tune.training.configs import resolve_argv
 
 INTERRUPTED = 130
-STRAIGHT_THROUGH = "straight-through, hard"
 
 
 def main(run: Callable[[DictConfig], int], name: str) -> int:
@@ -35,44 +36,60 @@ def main(run: Callable[[DictConfig], int], name: str) -> int:
     except Exception as error:
         if os.environ.get("HESTIA_TRACEBACK"):
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{name}: error: {one_line(error, limit=2000)}", file=sys.stderr)
-        return 1
-    finally:
-        if dist.is_initialized():
+        # What was checked before the ranks met, or on rank 0 for all, is told once.
+        shared = getattr(error, "on_every_rank", False) or not dist.is_initialized()
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not shared:
+            where = "" if rank == "0" else f"[rank {rank}] "
+            print(f"{name}: error: {where}{one_line(error, limit=2000)}", file=sys.stderr)
+        # Several ranks are ended by torchrun; to wait for each other here could hang.
+        if dist.is_initialized() and dist.get_world_size() == 1:
             dist.destroy_process_group()
+        return 1
 
 
 def run_qat(cfg: DictConfig) -> int:
     """The QAT job, preceded by its straight-through twin if ``compare_straight_through`` asks."""
-    from hestia_tune.training.recipe import HARD, HestiaQATRecipe
+    from hestia_tune.training.recipe import HARD, STRAIGHT_THROUGH, HestiaQATRecipe
+    from hestia_tune.training.setup import preflight
 
-    def run(cfg: DictConfig, extra: dict[str, float]) -> tuple[bool, dict[str, float]]:
+    def run(cfg: DictConfig, extra: dict[str, float]) -> bool:
         recipe = HestiaQATRecipe(cfg)
         recipe.setup(cfg)
-        finished = recipe.train()
         recipe.validation_losses |= extra
+        finished = recipe.train()
         if recipe._is_rank_zero and finished:
-            print(
-                f"\n{recipe.table()}\n\n{recipe.output_dir}: hard_model, results.json, curves.png"
-            )
+            print(f"\n{recipe.table()}\n")
+            print(f"{recipe.output_dir}: hard_model, results.json, curves.png")
         elif recipe._is_rank_zero:
             print(
                 f"stopped after step {recipe.global_step}, checkpoint written; "
                 "go on with resume_from_checkpoint=True"
             )
-        results = dict(recipe.validation_losses)
         recipe.cleanup()
-        return finished, results
+        return finished
 
     extra: dict[str, float] = {}
     if cfg.get("compare_straight_through"):
-        twin = OmegaConf.merge(cfg, {"compare_straight_through": False, "sensitivity": None})
+        preflight(cfg)  # so that no error waits until the twin is trained
+        cfg, twin = OmegaConf.merge(cfg), OmegaConf.merge(cfg)
+        twin.compare_straight_through, twin.sensitivity = False, None
         twin.schedule = {"rho": 0.0, "tau_init": 0.0, "alpha": 0.0}
         twin.output_dir = f"{cfg.output_dir}/straight_through"
-        finished, results = run(twin, {})
-        if not finished:
+        results = Path(twin.output_dir) / "results.json"
+        if cfg.get("resume_from_checkpoint"):
+            # Stopped in the twin, the main run has nothing to resume from yet.
+            cfg.resume_from_checkpoint = bool(saved_steps(cfg))
+            twin.resume_from_checkpoint = bool(saved_steps(twin))
+        if not (cfg.get("resume_from_checkpoint") and results.is_file()) and not run(twin, {}):
             return INTERRUPTED
-        extra = {STRAIGHT_THROUGH: results[HARD]} if HARD in results else {}
-    finished, _ = run(cfg, extra)
-    return 0 if finished else INTERRUPTED
+        losses = json.loads(results.read_text(encoding="utf-8"))["validation_loss"]
+        extra = {STRAIGHT_THROUGH: losses[HARD]} if HARD in losses else {}
+    return 0 if run(cfg, extra) else INTERRUPTED
+
+
+def saved_steps(cfg: DictConfig) -> list[int]:
+    """Steps of the complete checkpoints in the output folder of ``cfg``."""
+    from hestia_tune.training.checkpoint import complete_checkpoints
+
+    return [step for step, _ in complete_checkpoints(Path(cfg.output_dir) / "checkpoints")]

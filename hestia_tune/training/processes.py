@@ -42,9 +42,10 @@ def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         kind, text = outcome[1]
-        raise (
-            kind(text) if kind in (ValueError, TypeError, FileNotFoundError) else ValueError(text)
-        )
+        known = kind if kind in (ValueError, TypeError, FileNotFoundError) else ValueError
+        error = known(text)
+        error.on_every_rank = True  # one line from rank 0 tells it
+        raise error
     return outcome[0] if share else result
 
 

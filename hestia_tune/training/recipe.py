@@ -37,6 +37,7 @@ from hestia_tune.training.statistics import check_finite
 log = utils.get_logger("DEBUG")
 
 PRETRAINED, NAIVE, HARD = "pretrained", "naive ternary", "trained, hard"
+STRAIGHT_THROUGH = "straight-through, hard"
 
 
 class HestiaQATRecipe(RecipeSetup):
@@ -71,12 +72,13 @@ class HestiaQATRecipe(RecipeSetup):
                 while self.global_step < (self._epoch + 1) * self._steps_per_epoch:
                     stopping = self._train_step(batches, stop, progress)
                     at_end = self.global_step == self.total_steps
+                    if stopping and not at_end:  # at once: torchrun's patience is 30 seconds
+                        self._save()
+                        return False
                     self._validate_if_due(at_end)
                     every = self.options.save_every_n_steps
-                    if stopping or at_end or (every and self.global_step % every == 0):
+                    if at_end or (every and self.global_step % every == 0):
                         self._save()
-                    if stopping and not at_end:
-                        return False
                 self._epoch += 1
         return True
 
@@ -94,6 +96,7 @@ class HestiaQATRecipe(RecipeSetup):
             counts.append(count)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), float(stop.requested)]
         loss_sum, num_tokens, stopping = sum_over_ranks(sums, self._device)
+        self._check_loss(loss_sum, num_tokens)
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
@@ -106,12 +109,6 @@ class HestiaQATRecipe(RecipeSetup):
         self.global_step += 1
         self._profiler.step()
         loss = loss_sum / num_tokens
-        if not math.isfinite(loss):
-            check_finite(self._model, self._device, self.global_step)
-            raise FloatingPointError(
-                f"the loss of step {self.global_step} is {loss} though all weights are finite; "
-                "look at the data, or resume with a lower learning rate"
-            )
         progress.update(1)
         progress.set_postfix_str(f"epoch {self._epoch + 1}, loss {loss:.4f}")
         if self.global_step % self._log_every_n_steps == 0 or self.global_step == self.total_steps:
@@ -124,6 +121,18 @@ class HestiaQATRecipe(RecipeSetup):
                 | self._memory_metrics()
             )
         return stopping > 0
+
+    def _check_loss(self, loss_sum: float, num_tokens: float) -> None:
+        """Stops before a bad gradient reaches the weights."""
+        step = self.global_step + 1
+        if num_tokens == 0:
+            raise ValueError(f"the batches of step {step} have no token to predict; check dataset")
+        if not math.isfinite(loss_sum):
+            check_finite(self._model, self._device, self.global_step)
+            raise FloatingPointError(
+                f"the loss of step {step} is {loss_sum} though all weights are finite; look at "
+                "the data, or start anew with a lower learning rate"
+            )
 
     def _loss_sum(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of the loss over predicted tokens, number of predicted tokens) of one batch."""
@@ -253,11 +262,11 @@ class HestiaQATRecipe(RecipeSetup):
         checkpointer = self._checkpoint_client._get_checkpointer()
         write_hard_model(state, checkpointer, folder, description)
         versions = {m.__name__: m.__version__ for m in (hestia_tune, torch, torchao, torchtune)}
-        results = {"validation_loss": self.validation_losses, "versions": versions} | description
+        results = {"validation_loss": self._ordered_losses(), "versions": versions} | description
         write_atomically(self.output_dir / "results.json", json.dumps(results, indent=1) + "\n")
         by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
         temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
-        lines = {label: loss for label, loss in self.validation_losses.items() if label != HARD}
+        lines = {label: loss for label, loss in self._ordered_losses().items() if label != HARD}
         plot_training_curves(self.history.rows, temperatures, lines, self.output_dir / "curves.png")
         log.info(f"hard model: {folder}")
 
@@ -265,4 +274,14 @@ class HestiaQATRecipe(RecipeSetup):
         """The results as Markdown; empty without validation data."""
         if not self.validation_losses:
             return ""
-        return results_table(self.validation_losses.items(), reference=PRETRAINED, worst=NAIVE)
+        return results_table(self._ordered_losses().items(), reference=PRETRAINED, worst=NAIVE)
+
+    def _ordered_losses(self) -> dict[str, float]:
+        order = (PRETRAINED, NAIVE, STRAIGHT_THROUGH, HARD)
+        return {k: self.validation_losses[k] for k in order if k in self.validation_losses}
+
+    def cleanup(self) -> None:
+        """Lets go of everything that holds the process group, and ends it once all are here."""
+        torch.distributed.barrier()
+        self._model = self._optimizer = self._mesh = None
+        super().cleanup()

@@ -5,6 +5,8 @@ the meta device, then the checkpoint, the data, and only then sharding and optim
 rank alone reads the checkpoint; its errors are raised on every rank.
 """
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,35 @@ from hestia_tune.training.processes import ensure_process_environment, on_first_
 from hestia_tune.training.statistics import CodeStatistics
 
 log = utils.get_logger("DEBUG")
+
+
+def preflight(cfg: DictConfig) -> None:
+    """What can be known to be wrong from the YAML file and the folders that it names.
+
+    Raises:
+        TypeError, ValueError, FileNotFoundError: as the recipe itself would.
+    """
+    cfg = with_defaults(cfg)
+    options = RunOptions.from_config(cfg)
+    if options.sensitivity is not None:
+        SensitivityArtifact.load(options.sensitivity)
+    folder = require_writable_dir(cfg.output_dir) / "checkpoints"
+    refuse_overwriting(folder, cfg.resume_from_checkpoint or options.overwrite_output)
+
+
+def digest(value: Any) -> str:
+    """A short digest of anything JSON holds."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def refuse_overwriting(folder: Path, allowed: bool) -> None:
+    """Raises ValueError if ``folder`` holds checkpoints of an earlier run, unless ``allowed``."""
+    found = checkpoint.complete_checkpoints(folder)
+    if found and not allowed:
+        raise ValueError(
+            f"output_dir {folder.parent} holds a run at step {found[-1][0]}; set "
+            "resume_from_checkpoint=True, overwrite_output=True or another output_dir"
+        )
 
 
 class RecipeSetup(FullFinetuneRecipeDistributed):
@@ -68,9 +99,10 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self._loss_fn = config.instantiate(cfg.loss)
         self._setup_dataloaders()
 
+        scores = None if artifact is None else artifact.scores
         state = on_first_rank(lambda: self._read_pretrained(artifact), share=False) or {}
         self.schedule = self._make_schedule(state, list(layers), quantizer, resume_meta)
-        self._identity = on_first_rank(lambda: self._describe_run(state, list(layers)))
+        self._identity = on_first_rank(lambda: self._describe_run(state, list(layers), scores))
         if resume_meta is not None:
             self._check_identity(resume_meta)
 
@@ -79,7 +111,6 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self._metric_logger.log_config(cfg)
         self._setup_model(state)
         layers = quantized_linears(self._model)
-        scores = None if artifact is None else artifact.scores
         self.driver = ScheduleDriver(self.schedule, layers, scores)
         self._statistics = None
         if self.options.code_statistics:
@@ -92,7 +123,10 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self._resume(resume_path, resume_meta)
         if self._is_rank_zero:
             if resume_path is None:  # an earlier run's, and only now that nothing can fail any more
-                shutil.rmtree(self.checkpoint_folder, ignore_errors=True)
+                for name in ("checkpoints", "hard_model"):
+                    shutil.rmtree(self.output_dir / name, ignore_errors=True)
+                for name in ("results.json", "curves.png"):
+                    (self.output_dir / name).unlink(missing_ok=True)
             self.history = History(self.output_dir / "metrics.jsonl", self.global_step)
 
     def _choose_checkpoint(self) -> Path | None:
@@ -104,11 +138,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
                     "set resume_from_checkpoint=False to start"
                 )
             return found[-1][1]
-        if found and not self.options.overwrite_output:
-            raise ValueError(
-                f"output_dir {self.output_dir} holds a run at step {found[-1][0]}; set "
-                "resume_from_checkpoint=True, overwrite_output=True or another output_dir"
-            )
+        refuse_overwriting(self.checkpoint_folder, self.options.overwrite_output)
         return None
 
     def _read_pretrained(self, artifact: SensitivityArtifact | None) -> dict[str, torch.Tensor]:
@@ -153,7 +183,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self.total_steps, rho=options.rho, tau_init=tau_init, alpha=options.alpha
         )
 
-    def _describe_run(self, state: dict[str, torch.Tensor], names: list[str]) -> dict[str, Any]:
+    def _describe_run(
+        self, state: dict[str, torch.Tensor], names: list[str], scores: dict[str, float] | None
+    ) -> dict[str, Any]:
         """What must be the same when a run is resumed."""
         weights = {name: state[f"{name}.weight"] for name in names}
         return {
@@ -162,7 +194,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             "schedule.rho": self.schedule.rho,
             "schedule.tau_init": self.schedule.tau_init,
             "schedule.alpha": self.schedule.alpha,
-            "sensitivity": self.options.sensitivity is not None,
+            "sensitivity": digest(scores),
+            "optimizer": OmegaConf.to_container(self.cfg.optimizer, resolve=True),
+            "shuffle": self.cfg.shuffle,
             "total_steps": self.total_steps,
             "steps_per_epoch": self._steps_per_epoch,
             "batch_size": self.cfg.batch_size,

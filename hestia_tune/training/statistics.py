@@ -89,6 +89,6 @@ def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
     if found:
         raise FloatingPointError(
             f"NaN or infinity in the weights after step {step}: {', '.join(found[:3])}"
-            f"{' ...' if len(found) > 3 else ''}; resume from the last checkpoint with a lower "
-            "learning rate or clip_grad_norm"
+            f"{' ...' if len(found) > 3 else ''}; start anew with a lower learning rate "
+            "or clip_grad_norm"
         )

@@ -43,6 +43,11 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         pad = pad["content"] if isinstance(pad, dict) else pad
         self.pad_id = self.eos_id if pad is None else self.tokenizer.token_to_id(pad)
 
+    def _get_token_from_config(self, config, key):
+        """Models without a BOS token (Qwen2.5) have EOS in its place."""
+        missing_bos = key == "bos_token" and config.get(key) is None
+        return super()._get_token_from_config(config, "eos_token" if missing_bos else key)
+
     @property
     def vocab_size(self) -> int:
         return self.tokenizer.get_vocab_size(with_added_tokens=True)

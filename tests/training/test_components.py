@@ -43,8 +43,10 @@ def test_tokenizer(tmp_path):
     assert tokenizer.decode(ids) == "naïve ternary"
     assert tokenizer.encode("a", add_bos=False, add_eos=True)[-1] == tokenizer.eos_id == 0
     assert tokenizer.pad_id == 0 and tokenizer.vocab_size == 257
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     other = HuggingFaceTokenizer(str(folder), eos_token="a")
-    assert other.eos_id == ids[1] and other.pad_id == 0
+    assert other.eos_id == ids[1] and other.pad_id == other.bos_id == 0
 
 
 def test_history_survives_a_cut_line_and_drops_what_will_be_made_again(tmp_path):

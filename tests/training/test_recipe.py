@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -186,13 +187,32 @@ def test_norms_are_not_decayed(model_dir, tmp_path):
     assert all(p.dim() == 1 for p in groups[1]["params"]) and groups[1]["params"]
 
 
-def test_nan_in_training_names_the_layer(model_dir, tmp_path):
-    cfg = make_config(
-        model_dir, tmp_path, "optimizer._component_=torch.optim.SGD", "optimizer.lr=1e30"
-    )
-    with pytest.raises(FloatingPointError, match=r"after step \d+: .*(layers|tok_embeddings)"):
+def test_infinity_in_the_weights_names_the_layer(model_dir, tmp_path):
+    cfg = make_config(model_dir, tmp_path, "optimizer._component_=tiny.PoisoningSGD")
+    with pytest.raises(FloatingPointError, match=r"after step 1: layers.0.mlp.w1.weight;"):
         run(cfg)
     assert not (tmp_path / "hard_model").exists()
+
+
+def test_a_bad_loss_stops_before_it_reaches_the_weights(model_dir, tmp_path):
+    cfg = make_config(model_dir, tmp_path, "loss._component_=tiny.InfiniteTrainingLoss")
+    with pytest.raises(FloatingPointError, match="loss of step 1 is inf though all weights"):
+        run(cfg)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL, Triton and fused AdamW need CUDA")
+def test_on_a_gpu_with_compile_fused_optimizer_and_resume(model_dir, tmp_path):
+    cuda = ("device=cuda", "dtype=bf16", "compile=True", "optimizer.fused=True")
+    full = (*cuda, "save_every_n_steps=3", "enable_activation_checkpointing=True")
+    run(make_config(model_dir, tmp_path / "full", *full))
+    output = tmp_path / "resumed"
+    step_3 = tmp_path / "full" / "checkpoints" / "step_3"
+    shutil.copytree(step_3, output / "checkpoints" / "step_3")
+    run(make_config(model_dir, output, *full, "resume_from_checkpoint=True"))
+    expected = {step: loss for step, loss in logged(tmp_path / "full").items() if step > 3}
+    assert logged(output) == pytest.approx(expected, rel=1e-3)
 
 
 def test_sensitivity_spreads_the_temperatures(model_dir, tmp_path):
