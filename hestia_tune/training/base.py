@@ -8,9 +8,20 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 import torchtune
 
 _MODULE = "torchtune_full_finetune_distributed"
+
+
+def _init_once(backend: str) -> None:
+    """A second recipe in the same processes goes on in the group of the first.
+
+    Ending a gloo group and forming another under torchrun hangs now and then. The module that this
+    goes into is the private copy loaded below.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(backend)
 
 
 def load_base_recipe() -> type:
@@ -21,6 +32,7 @@ def load_base_recipe() -> type:
         module = importlib.util.module_from_spec(spec)
         sys.modules[_MODULE] = module
         spec.loader.exec_module(module)
+        module.init_process_group = _init_once
     return sys.modules[_MODULE].FullFinetuneRecipeDistributed
 
 

@@ -53,7 +53,7 @@ def run_qat(cfg: DictConfig) -> int:
     from hestia_tune.training.recipe import HARD, STRAIGHT_THROUGH, HestiaQATRecipe
     from hestia_tune.training.setup import preflight
 
-    def run(cfg: DictConfig, extra: dict[str, float]) -> bool:
+    def run(cfg: DictConfig, extra: dict[str, float], is_twin: bool = False) -> bool:
         recipe = HestiaQATRecipe(cfg)
         recipe.setup(cfg)
         recipe.validation_losses |= extra
@@ -66,7 +66,7 @@ def run_qat(cfg: DictConfig) -> int:
                 f"stopped after step {recipe.global_step}, checkpoint written; "
                 "go on with resume_from_checkpoint=True"
             )
-        recipe.cleanup()
+        recipe.cleanup(end_process_group=not (is_twin and finished))
         return finished
 
     extra: dict[str, float] = {}
@@ -81,7 +81,9 @@ def run_qat(cfg: DictConfig) -> int:
             # Stopped in the twin, the main run has nothing to resume from yet.
             cfg.resume_from_checkpoint = bool(saved_steps(cfg))
             twin.resume_from_checkpoint = bool(saved_steps(twin))
-        if not (cfg.get("resume_from_checkpoint") and results.is_file()) and not run(twin, {}):
+        if not (cfg.get("resume_from_checkpoint") and results.is_file()) and not run(
+            twin, {}, is_twin=True
+        ):
             return INTERRUPTED
         losses = json.loads(results.read_text(encoding="utf-8"))["validation_loss"]
         extra = {STRAIGHT_THROUGH: losses[HARD]} if HARD in losses else {}

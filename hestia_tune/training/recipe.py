@@ -280,8 +280,11 @@ class HestiaQATRecipe(RecipeSetup):
         order = (PRETRAINED, NAIVE, STRAIGHT_THROUGH, HARD)
         return {k: self.validation_losses[k] for k in order if k in self.validation_losses}
 
-    def cleanup(self) -> None:
+    def cleanup(self, end_process_group: bool = True) -> None:
         """Lets go of everything that holds the process group, and ends it once all are here."""
         torch.distributed.barrier()
         self._model = self._optimizer = self._mesh = None
-        super().cleanup()
+        if self._is_rank_zero:
+            self._metric_logger.close()
+        if end_process_group:
+            torch.distributed.destroy_process_group()
