@@ -26,6 +26,12 @@ from hestia_tune.quantizers.granularity import GroupSize, validate_group_size
 from hestia_tune.selection import clean_fqn, select_linears
 
 
+def full_tensor(value: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that FSDP may have sharded, detached. Collective if it has."""
+    value = value.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 class FakeQuantizer(nn.Module):
     """weight -> effective weight, at the temperature and pressure held here as 0-D buffers.
 
@@ -102,8 +108,7 @@ class QuantizedLinear(FakeQuantizedLinear):
         """A plain linear whose weight is the hard one, in the dtype of the latent weight."""
         new = self.to_linear()
         latent = self.weight.detach()
-        full = latent.full_tensor() if isinstance(latent, DTensor) else latent
-        hard = self.weight_fake_quantizer.quantizer.hard(full)
+        hard = self.weight_fake_quantizer.quantizer.hard(full_tensor(latent))
         if isinstance(latent, DTensor):
             hard = distribute_tensor(hard, latent.device_mesh, latent.placements)
         new.weight = nn.Parameter(hard, requires_grad=self.weight.requires_grad)

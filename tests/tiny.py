@@ -93,6 +93,15 @@ class SignallingLogger(DiskLogger):
             os.kill(os.getpid(), self._signal)
 
 
+def signal_at(step: int, name: str) -> tuple[str, ...]:
+    """Overrides that make a run signal itself when ``step`` is logged."""
+    return (
+        "metric_logger._component_=tiny.SignallingLogger",
+        f"metric_logger.at_step={step}",
+        f"metric_logger.signal_name={name}",
+    )
+
+
 class InfiniteTrainingLoss(torch.nn.CrossEntropyLoss):
     """Infinite as soon as a gradient is wanted of it."""
 

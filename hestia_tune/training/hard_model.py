@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.training import FullModelHFCheckpointer
 
 from hestia_tune.files import write_atomically
-from hestia_tune.qat import quantized_linears
+from hestia_tune.qat import full_tensor, quantized_linears
 
 DESCRIPTION_FILE = "hestia.json"
 
@@ -38,7 +37,7 @@ def hard_state_dict(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, t
     is_first = dist.get_rank() == 0
     state = {}
     for name, value in get_model_state_dict(model).items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
+        full = full_tensor(value)
         if not is_first:
             continue
         if name in quantizers:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torchao
 import torchtune
-from torch.distributed.tensor import DTensor
 from torchtune import training, utils
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
@@ -27,6 +26,7 @@ from tqdm import tqdm
 import hestia_tune
 from hestia_tune.files import write_atomically
 from hestia_tune.plots import plot_training_curves
+from hestia_tune.qat import full_tensor
 from hestia_tune.training import checkpoint
 from hestia_tune.training.hard_model import hard_state_dict, write_hard_model
 from hestia_tune.training.history import results_table
@@ -155,7 +155,7 @@ class HestiaQATRecipe(RecipeSetup):
         norm = torch.nn.utils.clip_grad_norm_(
             self._model.parameters(), max_norm=float(self._clip_grad_norm)
         )
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return float(full_tensor(norm))
 
     def _schedule_metrics(self, step: int) -> dict[str, float]:
         taus = list(self.driver.temperatures(step).values())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hestia_tune.qat import QuantizedLinear
+from hestia_tune.qat import QuantizedLinear, full_tensor
 from hestia_tune.selection import clean_fqn
 
 
@@ -67,12 +67,6 @@ class CodeStatistics:
             statistics = {"flip_rate": flips / total} | statistics
         self._is_first_call = False
         return statistics
-
-
-def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter that FSDP may have sharded, detached. Collective."""
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tiny import logged, make_config, make_model_dir
+from tiny import logged, make_config, make_model_dir, signal_at
 from torch import distributed
 
 from hestia_tune.training.launch import INTERRUPTED, run_qat
@@ -15,11 +15,7 @@ def model_dir(tmp_path_factory):
 
 
 def test_both_runs_and_a_resume_after_ctrl_c_in_the_twin(model_dir, tmp_path, capsys):
-    stop = (
-        "metric_logger._component_=tiny.SignallingLogger",
-        "metric_logger.at_step=2",
-        "metric_logger.signal_name=SIGINT",
-    )
+    stop = signal_at(2, "SIGINT")
     compare = "compare_straight_through=True"
     assert run_qat(make_config(model_dir, tmp_path, compare, *stop)) == INTERRUPTED
     assert not (tmp_path / "checkpoints").exists()

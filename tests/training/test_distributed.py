@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import logged, make_config, make_model_dir, run, tune_process, tune_run, write_config
+from tiny import (
+    logged,
+    make_config,
+    make_model_dir,
+    run,
+    signal_at,
+    tune_process,
+    tune_run,
+    write_config,
+)
 
 from hestia_tune.training.checkpoint import complete_checkpoints
 
@@ -58,11 +67,7 @@ def test_two_ranks_resume_after_a_kill(tmp_path):
     full = write_config(make_config(model_dir, tmp_path / "full", *options), tmp_path / "full.yaml")
     assert tune_run("--config", full, torchrun=TWO_RANKS).returncode == 0
 
-    killer = (
-        "metric_logger._component_=tiny.SignallingLogger",
-        "metric_logger.at_step=5",
-        "metric_logger.signal_name=SIGKILL",
-    )
+    killer = signal_at(5, "SIGKILL")
     output = tmp_path / "killed"
     cfg = make_config(model_dir, output, *options, *killer)
     killed = tune_run("--config", write_config(cfg, tmp_path / "k.yaml"), torchrun=TWO_RANKS)

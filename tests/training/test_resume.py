@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from tiny import logged, make_config, make_model_dir, run, tune_run, write_config
+from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 
 from hestia_tune.training.checkpoint import complete_checkpoints
 
@@ -52,11 +52,7 @@ def test_resuming_from_any_step_is_bit_exact(model_dir, uninterrupted, tmp_path,
 
 @pytest.mark.parametrize("at_step", [3, 4])
 def test_sigkill_and_resume(model_dir, uninterrupted, tmp_path, at_step):
-    logger = (
-        "metric_logger._component_=tiny.SignallingLogger",
-        f"metric_logger.at_step={at_step}",
-        "metric_logger.signal_name=SIGKILL",
-    )
+    logger = signal_at(at_step, "SIGKILL")
     output = tmp_path / "run"
     cfg = make_config(model_dir, output, *SETTINGS, *logger, "save_every_n_steps=2")
     killed = tune_run("--config", write_config(cfg, tmp_path / "killed.yaml"))
@@ -71,11 +67,7 @@ def test_sigkill_and_resume(model_dir, uninterrupted, tmp_path, at_step):
 
 
 def test_ctrl_c_stops_after_the_step_with_a_checkpoint(model_dir, uninterrupted, tmp_path):
-    logger = (
-        "metric_logger._component_=tiny.SignallingLogger",
-        "metric_logger.at_step=5",
-        "metric_logger.signal_name=SIGINT",
-    )
+    logger = signal_at(5, "SIGINT")
     output = tmp_path / "run"
     cfg = make_config(model_dir, output, *SETTINGS, *logger)
     stopped = tune_run("--config", write_config(cfg, tmp_path / "stopped.yaml"))
