@@ -1,0 +1,192 @@
+"""Block packing: exact round trips, slow references of each layout, what cannot be held."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from hestia_tune.export.gguf_blocks import (
+    BLOCK_TYPES,
+    FP16_MAX,
+    FP16_MIN_NORMAL,
+    block_scales,
+    choose_block_type,
+    split_ternary,
+    to_fp16_scales,
+)
+from hestia_tune.functional import hard_ternary, ternary_codes
+
+NAMES = tuple(BLOCK_TYPES)
+
+
+def random_blocks(name: str, seed: int, count: int = 40) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    codes = generator.integers(-1, 2, (count, BLOCK_TYPES[name].block), dtype=np.int8)
+    codes[:3] = np.array([[-1], [0], [1]])
+    scales = generator.uniform(0.001, 2, count).astype(np.float16)
+    scales[1] = 0
+    return codes, scales
+
+
+def slow_decode(name: str, block: bytes) -> list[int]:
+    """Codes of one block, weight by weight, as ggml's source describes the layout."""
+    size = BLOCK_TYPES[name].block
+    if name == "Q2_0":
+        qs = block[2:]
+        return [((qs[j // 4] >> (2 * (j % 4))) & 3) - 1 for j in range(size)]
+    if name == "Q4_0":
+        qs = block[2:]
+        return [((qs[j % 16] >> (4 * (j // 16))) & 15) - 8 for j in range(size)]
+    if name == "TQ2_0":
+        return [
+            ((block[32 * (j // 128) + j % 32] >> (2 * (j % 128 // 32))) & 3) - 1
+            for j in range(size)
+        ]
+    codes = []
+    for j in range(size):
+        if j < 160:
+            byte, trit = block[j % 32], j // 32
+        elif j < 240:
+            byte, trit = block[32 + (j - 160) % 16], (j - 160) // 16
+        else:
+            byte, trit = block[48 + (j - 240) % 4], (j - 240) // 4
+        codes.append(((byte * 3**trit % 256) * 3 >> 8) - 1)  # a multiplication and its overflow
+    return codes
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", NAMES)
+def test_packing_has_an_exact_inverse(name, seed):
+    block_type = BLOCK_TYPES[name]
+    codes, scales = random_blocks(name, seed)
+    data = block_type.pack(codes, scales)
+    assert data.dtype == np.uint8 and data.shape == (len(codes), block_type.num_bytes)
+    found_codes, found_scales = block_type.unpack(data)
+    assert found_codes.dtype == np.int8 and found_scales.dtype == np.float16
+    assert np.array_equal(found_codes, codes) and np.array_equal(found_scales, scales)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packing_is_ggmls_layout(name):
+    block_type = BLOCK_TYPES[name]
+    codes, scales = random_blocks(name, seed=7)
+    for row, block in enumerate(block_type.pack(codes, scales)):
+        assert slow_decode(name, bytes(block)) == codes[row].tolist()
+        scale = bytes(block[:2] if name.startswith("Q") else block[-2:])
+        assert np.frombuffer(scale, "<f2")[0] == scales[row]
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "TQ1_0", "TQ2_0"])
+def test_the_gguf_package_reads_the_blocks(name):
+    codes, scales = random_blocks(name, seed=11)
+    data = BLOCK_TYPES[name].pack(codes, scales)
+    quant_type = gguf.GGMLQuantizationType[name]
+    assert quant_type == BLOCK_TYPES[name].ggml_id
+    expected_size = (BLOCK_TYPES[name].block, BLOCK_TYPES[name].num_bytes)
+    assert gguf.GGML_QUANT_SIZES[quant_type] == expected_size
+    found = gguf.quants.dequantize(data, quant_type)
+    assert np.array_equal(found, codes * scales.astype(np.float32)[:, None])
+
+
+def test_types_stand_smallest_first():
+    bits = [block_type.bits_per_weight for block_type in BLOCK_TYPES.values()]
+    assert bits == sorted(bits) == [1.6875, 2.0625, 2.25, 4.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, "channel", "tensor"])
+@pytest.mark.parametrize("seed", range(2))
+def test_split_recovers_codes_and_scales(dtype, group_size, seed):
+    torch.manual_seed(seed)
+    latent = torch.randn(12, 256) * 0.03
+    hard = hard_ternary(latent, group_size=group_size).to(dtype)
+    codes, scales = split_ternary(hard, group_size)
+    expected_codes, expected_scales = ternary_codes(latent, group_size=group_size)
+    assert codes.dtype == torch.int8 and torch.equal(codes, expected_codes)
+    assert scales.dtype == torch.float32 and torch.equal(scales, expected_scales.float())
+    for block_type in BLOCK_TYPES.values():
+        if not block_type.fits(256, group_size):
+            continue
+        per_block = block_scales(scales, hard.shape, block_type.block)
+        assert per_block.shape == (12, 256 // block_type.block)
+        rebuilt = codes.unflatten(1, (-1, block_type.block)) * per_block[..., None]
+        assert torch.equal(rebuilt.flatten(1), hard.float())
+
+
+def test_one_row_has_scales_of_its_own():
+    hard = hard_ternary(torch.randn(1, 128), group_size=32)
+    _, scales = split_ternary(hard, 32)
+    assert torch.equal(block_scales(scales, hard.shape, 32), scales)
+
+
+def test_a_group_of_zeros_has_scale_zero():
+    hard = hard_ternary(torch.randn(4, 64), group_size=32)
+    hard[2, 32:] = 0
+    codes, scales = split_ternary(hard, 32)
+    assert scales[2, 1] == 0 and not codes[2, 32:].any()
+    assert torch.equal(to_fp16_scales(scales, "layer").float(), scales)
+
+
+def test_split_refuses_what_is_not_ternary():
+    hard = hard_ternary(torch.randn(6, 128), group_size=64)
+    with pytest.raises(ValueError, match="some_layer has the magnitudes .* group 0 of row 0"):
+        split_ternary(hard, 128, "some_layer")
+    hard[3, 70] *= 1.5
+    with pytest.raises(ValueError, match="group 1 of row 3 .*group_size 64"):
+        split_ternary(hard, 64, "some_layer")
+    for value in (float("nan"), float("inf")):
+        broken = hard_ternary(torch.randn(6, 128), group_size=64)
+        broken[5, 1] = value
+        with pytest.raises(ValueError, match="group 0 of row 5"):
+            split_ternary(broken, 64)
+
+
+def test_scales_are_exact_in_float16_or_refused():
+    exact = torch.tensor([[0.0, FP16_MIN_NORMAL, 0.0123], [1.0, 100.5, FP16_MAX]]).bfloat16()
+    exact[1, 2] = 65280.0  # the largest bfloat16 below float16's largest value
+    assert torch.equal(to_fp16_scales(exact.float(), "layer").float(), exact.float())
+    for value in (FP16_MIN_NORMAL / 2, 2.0**-30, 65536.0, 1 + 2.0**-12):
+        scales = torch.ones(3, 4)
+        scales[2, 1] = value
+        with pytest.raises(ValueError, match="group 1 of row 2 of blk.7 has the scale"):
+            to_fp16_scales(scales, "blk.7")
+
+
+def test_every_normal_bfloat16_scale_survives():
+    bits = torch.arange(1, 2**15 - 1, dtype=torch.int16)
+    values = bits.view(torch.bfloat16).float()
+    values = values[(values >= FP16_MIN_NORMAL) & (values <= FP16_MAX)]
+    assert len(values) > 3000
+    assert torch.equal(to_fp16_scales(values[:, None], "all").float()[:, 0], values)
+
+
+@pytest.mark.parametrize(
+    ("in_features", "group_size", "expected"),
+    [
+        (512, 128, "Q2_0"),
+        (576, 64, "Q2_0"),
+        (576, 192, "Q2_0"),
+        (576, 96, "Q4_0"),
+        (576, 32, "Q4_0"),
+        (512, 256, "TQ1_0"),
+        (1536, "channel", "TQ1_0"),
+        (1536, "tensor", "TQ1_0"),
+        (576, "channel", "Q2_0"),
+        (96, "tensor", "Q4_0"),
+    ],
+)
+def test_the_smallest_exact_type_is_chosen(in_features, group_size, expected):
+    chosen = choose_block_type(NAMES, in_features, group_size, "layer")
+    assert chosen.name == expected
+    smaller = NAMES[: NAMES.index(expected)]
+    assert not any(BLOCK_TYPES[name].fits(in_features, group_size) for name in smaller)
+    assert choose_block_type(("Q4_0",), in_features, group_size, "layer").name == "Q4_0"
+
+
+def test_a_group_that_does_not_fit_names_the_types_that_do():
+    with pytest.raises(ValueError, match=r"blk.0 .* Q2_0 multiples of 64.*; use block_type Q4_0"):
+        choose_block_type(("TQ2_0", "Q2_0"), 576, 96, "blk.0")
+    with pytest.raises(ValueError, match="no GGUF block type holds it"):
+        choose_block_type(NAMES, 172, "channel", "blk.0")
+    with pytest.raises(ValueError, match="group_size 16 .* no GGUF block type holds it"):
+        choose_block_type(NAMES, 576, 16, "blk.0")

@@ -1,0 +1,206 @@
+"""GGUF files in a real llama.cpp (xllamacpp), against transformers on the hard model.
+
+The client rounds the activations of every ternary matrix to 8 bits, so logits differ by a percent
+or so; files with dense types show that everything else (row order, rotary embedding, tokenizer) is
+as transformers has it.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_models import DEMO, edit_json, pre_tokenizer, random_qwen2, ternarize
+from safetensors.torch import load_file, save_file
+
+from hestia_tune.export.gguf import write_gguf
+
+xllamacpp = pytest.importorskip("xllamacpp")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+
+STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
+TEXTS = [
+    "The built-in function returns a list of",
+    "def main():\n    for i in range(10):\n        print(f'{i:>3}  items')\n",
+    "It's 1234567 o'clock; we'll see: naïve café — “quoted” £5\t\ttabs  and   spaces.\n\n\nEnd",
+]
+
+
+class Client:
+    """One file loaded by llama.cpp."""
+
+    def __init__(self, path: Path, vocab_size: int):
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx, params.n_parallel, params.n_gpu_layers = 256, 1, 0
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        params.warmup = params.fit_params = False
+        params.verbosity = -1
+        self.server, self.vocab_size = xllamacpp.Server(params), vocab_size
+
+    def _complete(self, prompt: str | list[int], **options: object) -> list[dict]:
+        request = {"prompt": prompt, "temperature": 0, "cache_prompt": False}
+        answer = self.server.handle_completions(request | options)
+        self.prompt_tokens = answer["usage"]["prompt_tokens"]
+        return answer["choices"][0]["logprobs"]["content"]
+
+    def logits(self, prompt: str | list[int]) -> torch.Tensor:
+        """Of the token after the prompt, centred: (vocab_size,).
+
+        The client reports the probabilities that the model gives, whatever it samples, but none
+        for a token that ends the text or a part of a character: so it is made to sample "!".
+        """
+        out = torch.full((self.vocab_size,), float("nan"))
+        options = {"max_tokens": 1, "logprobs": self.vocab_size, "logit_bias": {"!": 1000}}
+        for entry in self._complete(prompt, **options)[0]["top_logprobs"]:
+            out[entry["id"]] = entry["logprob"]
+        assert out.isfinite().all()
+        return out - out.mean()
+
+    def greedy(self, prompt: list[int], length: int) -> list[int]:
+        options = {"max_tokens": length, "logprobs": 1, "ignore_eos": True}
+        return [token["id"] for token in self._complete(prompt, **options)]
+
+
+class Reference:
+    """The hard model in transformers, float32."""
+
+    def __init__(self, folder: Path):
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load(folder, dtype=torch.float32)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        out = self.model(torch.tensor([ids])).logits[0, -1]
+        return out - out.mean()
+
+    @torch.no_grad()
+    def shortfall(self, ids: list[int], continuation: list[int]) -> float:
+        """By how much a token of a greedy continuation falls short of the best one, at most.
+
+        In units of the standard deviation of the logits; 0 if each is the best one.
+        """
+        logits = self.model(torch.tensor([ids + continuation])).logits[0, len(ids) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(continuation)[:, None])[:, 0]
+        return ((logits.amax(1) - chosen) / logits.std(1)).max().item()
+
+
+def largest_error(client: Client, reference: Reference) -> float:
+    """Largest relative error of logits over `TEXTS`, given as text: the ids must agree too."""
+    errors = []
+    for text in TEXTS:
+        ids = reference.tokenizer(text)["input_ids"]
+        expected = reference.logits(ids)
+        found = client.logits(text)
+        assert client.prompt_tokens == len(ids)
+        assert torch.equal(found, client.logits(ids)), text
+        errors.append(((found - expected).norm() / expected.norm()).item())
+    return max(errors)
+
+
+def compare(folder: Path, quantized: dict, tolerance: float, **options) -> dict:
+    """Writes the file and holds the client's logits against the reference's."""
+    path = folder.with_suffix(".gguf")
+    summary = write_gguf(folder, path, quantized=quantized, overwrite=True, **options)
+    reference = Reference(folder)
+    client = Client(path, reference.model.config.vocab_size)
+    error = largest_error(client, reference)
+    print(f"{options}, {summary['types']}: relative error of logits {error:.5f}")
+    assert error < tolerance
+    return {"client": client, "reference": reference, "types": summary["types"]}
+
+
+@pytest.mark.parametrize("block_type", ["Q2_0", "Q4_0"])
+def test_ternary_llama(tmp_path, block_type):
+    quantized = ternarize(DEMO, tmp_path / "model", 128)
+    both = compare(tmp_path / "model", quantized, 0.03, block_type=block_type)
+    assert both["types"][block_type] == 28
+    ids = both["reference"].tokenizer("The mean of a set of")["input_ids"]
+    continuation = both["client"].greedy(ids, 40)
+    assert len(continuation) == 40 and len(set(continuation)) > 5
+    assert both["reference"].shortfall(ids, continuation) < 0.1
+
+
+@pytest.mark.parametrize("block_type", ["TQ1_0", "TQ2_0", "Q2_0", "Q4_0"])
+@pytest.mark.parametrize("group_size", [256, "channel", "tensor"])
+def test_ternary_qwen2(tmp_path, group_size, block_type):
+    quantized = random_qwen2(tmp_path / "model", group_size)
+    both = compare(tmp_path / "model", quantized, 0.03, block_type=block_type)
+    assert both["types"][block_type] == 14
+
+
+@pytest.mark.parametrize("dense_type", ["F16", "BF16", "F32"])
+def test_dense_llama(tmp_path, dense_type):
+    ternarize(DEMO, tmp_path / "model", 128)
+    tolerance = 0.02 if dense_type == "BF16" else 0.002
+    compare(tmp_path / "model", {}, tolerance, dense_type=dense_type)
+
+
+def test_dense_qwen2(tmp_path):
+    random_qwen2(tmp_path / "model", 128)
+    compare(tmp_path / "model", {}, 0.005)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+        {"rope_type": "linear", "factor": 4.0},
+    ],
+)
+def test_rotary_scaling(tmp_path, scaling):
+    folder = tmp_path / "model"
+    ternarize(DEMO, folder, 128)
+    unscaled = Reference(folder)
+    edit_json(folder / "config.json", rope_scaling=scaling)
+    both = compare(folder, {}, 0.002, dense_type="F32")
+    ids = both["reference"].tokenizer(TEXTS[2])["input_ids"]
+    scaled = both["client"].logits(ids)  # the scaling matters at all:
+    assert (scaled - unscaled.logits(ids)).norm() > 0.02 * scaled.norm()
+
+
+def test_biases_of_llama(tmp_path):
+    folder = tmp_path / "model"
+    ternarize(DEMO, folder, 128)
+    edit_json(folder / "config.json", attention_bias=True)
+    state = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    for name in [n for n in state if "self_attn" in n]:
+        bias = 0.3 * torch.randn(state[name].shape[0])
+        state[name.replace(".weight", ".bias")] = bias.bfloat16()
+    save_file(state, folder / "model.safetensors")
+    compare(folder, {}, 0.005, dense_type="F32")
+
+
+@pytest.mark.parametrize("digits", [r"\p{N}", r"\p{N}{1,3}", "individual"])
+def test_pre_tokenizers(tmp_path, digits):
+    """The demo's vocabulary cut by the rules of Qwen2, Llama 3 and SmolLM."""
+    folder = tmp_path / "model"
+    ternarize(DEMO, folder, 128)
+    edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer(digits))
+    compare(folder, {}, 0.002, dense_type="F32")
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="needs ../shared/models/stories260K")
+def test_sentencepiece_story(tmp_path):
+    folder = tmp_path / "model"
+    ternarize(STORIES, folder, "channel")
+    compare(folder, {}, 0.005, dense_type="F32")
+    state = load_file(STORIES / "model.safetensors")
+    save_file(state, folder / "model.safetensors")
+    both = compare(folder, {}, 0.005)
+    ids = both["reference"].tokenizer("Once upon a time, there was a little girl")["input_ids"]
+    story = both["client"].greedy(ids, 22)
+    assert both["reference"].shortfall(ids, story) == 0
+    expected = "named Lily. She loved to play outside in the park."
+    assert both["reference"].tokenizer.decode(story).strip().startswith(expected)
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 512

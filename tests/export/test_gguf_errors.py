@@ -1,0 +1,146 @@
+"""What the GGUF export refuses, and that it leaves nothing behind.
+
+Every case must leave the folder of the target as it was.
+"""
+
+import resource
+import shutil
+import sys
+
+import pytest
+from gguf_models import edit_json
+from safetensors.torch import load_file, save_file
+
+from hestia_tune.export import gguf as gguf_export
+from hestia_tune.export.gguf import write_gguf
+from hestia_tune.export.gguf_tensors import Entry
+
+
+def refuse(folder, tmp_path, quantized, error, match, **options):
+    target = tmp_path / "out" / "m.gguf"
+    target.parent.mkdir(exist_ok=True)
+    with pytest.raises(error, match=match):
+        write_gguf(folder, target, quantized=quantized, **options)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_an_existing_target_is_kept(demo, tmp_path):
+    folder, quantized = demo
+    target = tmp_path / "m.gguf"
+    target.write_text("mine")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        write_gguf(folder, target, quantized=quantized)
+    assert target.read_text() == "mine"
+    write_gguf(folder, target, quantized=quantized, overwrite=True)
+    assert target.read_bytes()[:4] == b"GGUF"
+
+
+def test_a_failed_overwrite_keeps_the_old_file(demo, tmp_path):
+    folder, quantized = demo
+    target = tmp_path / "m.gguf"
+    target.write_text("mine")
+    wrong = dict.fromkeys(quantized, "channel")
+    with pytest.raises(ValueError, match="scale \\* {-1, 0, 1}"):
+        write_gguf(folder, target, quantized=wrong, overwrite=True)
+    assert target.read_text() == "mine" and not (tmp_path / "m.gguf.tmp").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "LlamaForCausalLM, Qwen2.*MambaForCausalLM"),
+        ({"architectures": None}, "LlamaForCausalLM, Qwen2"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"num_hidden_layers": 3}, "unknown: .*layers.3"),
+        ({"num_hidden_layers": 5}, "missing: .*layers.4"),
+        ({"tie_word_embeddings": False}, "missing: .*lm_head"),
+        ({"vocab_size": 1000}, "one up to 1023"),
+    ],
+)
+def test_unsupported_configs(demo, tmp_path, changes, match):
+    folder, quantized = demo
+    edit_json(folder / "config.json", **changes)
+    refuse(folder, tmp_path, quantized, ValueError, match)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_missing_files(demo, tmp_path, file):
+    folder, quantized = demo
+    (folder / file).unlink()
+    refuse(folder, tmp_path, quantized, FileNotFoundError, file)
+
+
+def test_wrong_options(demo, tmp_path):
+    folder, quantized = demo
+    name = next(iter(quantized))
+    refuse(folder, tmp_path, quantized, ValueError, "TQ1_0, TQ2_0.*Q8_0", block_type="Q8_0")
+    refuse(folder, tmp_path, quantized, ValueError, "F16, BF16, F32.*F64", dense_type="F64")
+    refuse(folder, tmp_path, quantized, ValueError, "use block_type Q2_0", block_type="TQ2_0")
+    refuse(folder, tmp_path, {"nothing": 128}, ValueError, "nothing")
+    refuse(folder, tmp_path, {name: 100}, ValueError, f"100 does not divide .*{name}")
+    refuse(folder, tmp_path, {name: 16}, ValueError, "no GGUF block type holds it")
+    refuse(folder, tmp_path, {name: 0}, ValueError, "positive int")
+    embedding = "model.embed_tokens.weight"
+    refuse(folder, tmp_path, {embedding: 128}, ValueError, "only weights of linear layers")
+
+
+@pytest.mark.parametrize("value", [2.0**-15, 131072.0])
+def test_a_scale_outside_float16_names_the_layer(demo, tmp_path, value):
+    folder, quantized = demo
+    name = "model.layers.2.mlp.up_proj.weight"
+    state = load_file(folder / "model.safetensors")
+    state[name][9, :128] = state[name][9, :128].sign() * value
+    save_file(state, folder / "model.safetensors")
+    refuse(folder, tmp_path, quantized, ValueError, f"group 0 of row 9 of {name} has the scale")
+
+
+def test_weights_that_are_not_finite_name_the_tensor(demo, tmp_path):
+    folder, quantized = demo
+    state = load_file(folder / "model.safetensors")
+    state["model.embed_tokens.weight"][3, 3] = float("nan")
+    save_file(state, folder / "model.safetensors")
+    refuse(folder, tmp_path, quantized, ValueError, "finite; model.embed_tokens.weight")
+
+
+def test_weights_with_more_digits_than_float32(demo, tmp_path):
+    folder, quantized = demo
+    state = load_file(folder / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    state[name] = state[name].double()
+    state[name][0, 0] = 1 / 3
+    save_file(state, folder / "model.safetensors")
+    refuse(folder, tmp_path, quantized, ValueError, f"{name} has more digits")
+
+
+@pytest.mark.parametrize("tensor", ["blk.1.ffn_up.weight", "token_embd.weight"])
+def test_a_difference_in_the_file_is_found(demo, tmp_path, monkeypatch, tensor):
+    folder, quantized = demo
+    encode = Entry.encode
+
+    def flip_a_bit(self, model, source):
+        data = encode(self, model, source)
+        data[101] ^= self.name == tensor
+        return data
+
+    monkeypatch.setattr(Entry, "encode", flip_a_bit)
+    refuse(folder, tmp_path, quantized, RuntimeError, f"{tensor} .* differs")
+
+
+def test_a_full_disk_leaves_nothing(demo, tmp_path, monkeypatch):
+    folder, quantized = demo
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:  # writing past the limit fails as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+        refuse(folder, tmp_path, quantized, OSError, "written|too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(gguf_export.shutil, "disk_usage", lambda path: usage)
+    refuse(folder, tmp_path, quantized, OSError, "has 1,000 free")
+
+
+def test_without_the_package_the_remedy_is_named(demo, tmp_path, monkeypatch):
+    folder, quantized = demo
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refuse(folder, tmp_path, quantized, ImportError, r"pip install 'hestia-tune\[gguf\]'")

@@ -1,0 +1,265 @@
+"""Whole GGUF files: what is in them, read by the stock package."""
+
+import json
+import logging
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_models import (
+    DEMO,
+    assert_same,
+    edit_json,
+    expected_tensors,
+    is_linear,
+    random_qwen2,
+    read_stock,
+    ternarize,
+)
+from safetensors.torch import load_file, save_file
+
+from hestia_tune.export.gguf import gguf_summary, write_gguf
+from hestia_tune.export.gguf_model import ROPE_FACTORS, LlamaModel
+from hestia_tune.export.gguf_tensors import read_tensor_infos
+from hestia_tune.functional import hard_ternary
+
+
+def fields(path) -> dict[str, object]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+@pytest.mark.parametrize(
+    ("group_size", "block_type"),
+    [(128, "Q4_0"), (32, "auto"), ("channel", "TQ1_0,Q4_0"), ("tensor", "TQ2_0,Q4_0")],
+)
+def test_llama_comes_back_through_the_stock_reader(tmp_path, group_size, block_type):
+    quantized = ternarize(DEMO, tmp_path / "model", group_size)
+    path = tmp_path / "model.gguf"
+    choice = block_type.split(",") if "," in block_type else block_type
+    write_gguf(tmp_path / "model", path, quantized=quantized, block_type=choice)
+    assert_same(read_stock(path), expected_tensors(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("group_size", [256, "channel", "tensor"])
+@pytest.mark.parametrize("block_type", ["TQ1_0", "TQ2_0"])
+def test_qwen2_comes_back_through_the_stock_reader(tmp_path, group_size, block_type):
+    quantized = random_qwen2(tmp_path / "model", group_size)
+    path = tmp_path / "model.gguf"
+    summary = write_gguf(tmp_path / "model", path, quantized=quantized, block_type=block_type)
+    assert_same(read_stock(path), expected_tensors(tmp_path / "model"))
+    assert summary["types"][block_type] == len(quantized) == 14
+
+
+@pytest.mark.parametrize(
+    ("group_size", "block_type", "expected"),
+    [
+        ("channel", "auto", "Q2_0"),
+        (256, "auto", "Q2_0"),
+        (32, "auto", "Q4_0"),
+        ("channel", "smallest", "TQ1_0"),
+        (128, "smallest", "Q2_0"),
+        (128, ("TQ2_0", "Q4_0"), "Q4_0"),
+    ],
+)
+def test_choices_of_block_types(tmp_path, group_size, block_type, expected):
+    quantized = random_qwen2(tmp_path / "model", group_size)
+    path = tmp_path / "m.gguf"
+    summary = write_gguf(tmp_path / "model", path, quantized=quantized, block_type=block_type)
+    assert summary["types"] == {"BF16": 2, "F32": 11, expected: 14}
+
+
+def test_q2_0_needs_no_entry_in_the_packages_enum(demo, tmp_path):
+    folder, quantized = demo
+    members = list(gguf.GGMLQuantizationType)
+    path = tmp_path / "model.gguf"
+    summary = write_gguf(folder, path, quantized=quantized)
+    assert list(gguf.GGMLQuantizationType) == members
+    assert summary["types"] == {"F16": 1, "F32": 9, "Q2_0": 28}
+    expected, data = expected_tensors(folder), path.read_bytes()
+    for name, (type_id, shape, position) in read_tensor_infos(path).items():
+        assert shape == expected[name].shape
+        if type_id != 42:
+            continue
+        blocks = np.frombuffer(data, np.uint8, shape.numel() // 64 * 18, position).reshape(-1, 18)
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        codes = np.stack([(blocks[:, 2 + j // 4] >> (j % 4 * 2)) & 3 for j in range(64)], 1)
+        found = torch.from_numpy((codes.astype(np.float32) - 1) * scales).view(shape)
+        assert torch.equal(found, expected[name]), name
+
+
+def test_metadata(demo, tmp_path):
+    folder, quantized = demo
+    edit_json(folder / "tokenizer_config.json", chat_template="{{ messages }}")
+    path = tmp_path / "model.gguf"
+    write_gguf(folder, path, quantized=quantized, block_type="Q4_0")
+    found = fields(path)
+    vocab = json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]
+    assert found["tokenizer.ggml.tokens"] == sorted(vocab, key=vocab.get)
+    assert found["tokenizer.ggml.token_type"] == [3] + [1] * 1023
+    assert len(found["tokenizer.ggml.merges"]) == 767
+    expected = {
+        "general.architecture": "llama",
+        "general.file_type": 2,
+        "llama.block_count": 4,
+        "llama.context_length": 256,
+        "llama.embedding_length": 128,
+        "llama.feed_forward_length": 384,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.rope.dimension_count": 32,
+        "llama.rope.freq_base": 10000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_ids_without_a_token_are_filled_up(tmp_path):
+    quantized = random_qwen2(tmp_path / "model", "channel")
+    write_gguf(tmp_path / "model", tmp_path / "m.gguf", quantized=quantized, block_type="TQ2_0")
+    found = fields(tmp_path / "m.gguf")
+    assert found["general.architecture"] == "qwen2"
+    assert found["tokenizer.ggml.tokens"][1024:] == [f"[PAD{i}]" for i in range(1024, 1100)]
+    assert found["tokenizer.ggml.token_type"][1024:] == [5] * 76
+
+
+def test_summary_counts_bits(demo, tmp_path):
+    folder, quantized = demo
+    path = tmp_path / "model.gguf"
+    summary = write_gguf(folder, path, quantized=quantized)
+    assert summary == gguf_summary(path)
+    shapes = {k: v.shape for k, v in load_file(folder / "model.safetensors").items()}
+    total = sum(shape.numel() for shape in shapes.values())
+    assert summary["bytes"] == path.stat().st_size
+    assert summary["parameters"] == total
+    assert summary["quantized_parameters"] == sum(shapes[name].numel() for name in quantized)
+    assert summary["quantized_bits_per_weight"] == 2.25
+    assert summary["whole_bits_per_weight"] == 8 * path.stat().st_size / total
+    dense = write_gguf(folder, tmp_path / "dense.gguf", quantized={})
+    assert dense["quantized_bits_per_weight"] is None and dense["types"] == {"F16": 29, "F32": 9}
+
+
+@pytest.mark.parametrize(("wanted", "given"), [("F16", "BF16"), ("BF16", "BF16"), ("F32", "F32")])
+def test_dense_matrices_keep_every_value(demo, tmp_path, wanted, given, caplog):
+    folder, quantized = demo
+    state = load_file(folder / "model.safetensors")
+    state["model.embed_tokens.weight"][5, 7] = 1.0078125 * 2.0**-20  # too fine for float16
+    save_file(state, folder / "model.safetensors")
+    with caplog.at_level(logging.INFO):
+        summary = write_gguf(
+            folder,
+            tmp_path / "m.gguf",
+            quantized=quantized,
+            block_type="Q4_0",
+            dense_type=wanted,
+        )
+    assert summary["types"].get("F16") is None and given in summary["types"]
+    assert ("BF16 instead of F16" in caplog.text) == (wanted == "F16")
+    assert_same(read_stock(tmp_path / "m.gguf"), expected_tensors(folder))
+
+
+def test_a_float32_folder_and_shards_with_an_index(demo, tmp_path):
+    folder, quantized = demo
+    state = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+    state["model.embed_tokens.weight"][0, 0] = 1 / 3
+    save_file(state, folder / "model.safetensors")
+    expected = expected_tensors(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(state)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in halves.items():
+        save_file({name: state[name] for name in members}, folder / file)
+    weight_map = {name: file for file, members in halves.items() for name in members}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    summary = write_gguf(folder, tmp_path / "m.gguf", quantized=quantized, block_type="Q4_0")
+    assert summary["types"] == {"F32": 10, "Q4_0": 28}
+    assert_same(read_stock(tmp_path / "m.gguf"), expected)
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="b.safetensors"):
+        write_gguf(folder, tmp_path / "other.gguf", quantized=quantized)
+
+
+def test_a_copy_of_tied_embeddings_is_left_out(demo, tmp_path):
+    folder, quantized = demo
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, folder / "model.safetensors")
+    write_gguf(folder, tmp_path / "m.gguf", quantized=quantized)
+    assert "output.weight" not in read_tensor_infos(tmp_path / "m.gguf")
+
+
+def test_llama3_rope_factors():
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = json.loads((DEMO / "config.json").read_text())
+    config |= {"head_dim": 64, "rope_theta": 500000.0, "rope_scaling": scaling}
+    factors = LlamaModel(config).rope_factors()
+    expected = []
+    for i in range(32):
+        wavelength = 2 * np.pi * 500000.0 ** (i / 32)
+        if wavelength < 8192 / 4:
+            expected.append(1.0)
+        elif wavelength > 8192 / 1:
+            expected.append(32.0)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            expected.append(1 / ((1 - smooth) / 32 + smooth))
+    torch.testing.assert_close(factors, torch.tensor(expected))
+    assert sum(1 < f < 32 for f in expected) > 1
+    newer = config | {"rope_scaling": None, "rope_parameters": scaling | {"rope_theta": 500000.0}}
+    assert torch.equal(LlamaModel(newer).rope_factors(), factors)
+    assert LlamaModel(config | {"rope_scaling": None}).rope_factors() is None
+
+
+def test_rope_factors_are_in_the_file(demo, tmp_path):
+    folder, quantized = demo
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    edit_json(folder / "config.json", rope_scaling=scaling)
+    write_gguf(folder, tmp_path / "m.gguf", quantized=quantized, block_type="Q4_0")
+    found = read_stock(tmp_path / "m.gguf")
+    assert found.pop(ROPE_FACTORS).shape == (16,)
+    assert_same(found, expected_tensors(folder))
+
+
+def test_biases_of_queries_are_reordered_like_their_rows(demo, tmp_path):
+    folder, quantized = demo
+    edit_json(folder / "config.json", attention_bias=True)
+    state = load_file(folder / "model.safetensors")
+    for name in [n for n in state if "self_attn" in n]:
+        bias = torch.randn(state[name].shape[0])
+        state[name.replace(".weight", ".bias")] = bias.bfloat16()
+    save_file(state, folder / "model.safetensors")
+    write_gguf(folder, tmp_path / "m.gguf", quantized=quantized, block_type="Q4_0")
+    assert_same(read_stock(tmp_path / "m.gguf"), expected_tensors(folder))
+
+
+def test_a_group_of_zeros_and_a_part_of_the_linears(demo, tmp_path):
+    folder, quantized = demo
+    state = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    state[name][0, :128] = 0
+    other = "model.layers.1.mlp.down_proj.weight"
+    state[other] = hard_ternary(torch.randn(128, 384), group_size=96).bfloat16()
+    save_file(state, folder / "model.safetensors")
+    summary = write_gguf(
+        folder,
+        tmp_path / "m.gguf",
+        quantized={name: 128, other: 96},
+        block_type=("TQ2_0", "Q4_0"),
+    )
+    assert summary["types"]["Q4_0"] == 2
+    assert sum(map(is_linear, state)) - 2 + 1 == summary["types"]["F16"]
+    assert_same(read_stock(tmp_path / "m.gguf"), expected_tensors(folder))

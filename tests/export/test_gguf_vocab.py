@@ -1,0 +1,138 @@
+"""Tokenizers as GGUF metadata: which family, which name, which special tokens."""
+
+import json
+
+import pytest
+from gguf_models import DEMO, edit_json, pre_tokenizer
+
+from hestia_tune.export.gguf_vocab import read_vocabulary
+
+CONFIG = {"vocab_size": 1024, "bos_token_id": 7, "eos_token_id": [8, 9]}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((DEMO / name).read_bytes())
+    return tmp_path
+
+
+def template(*parts: str) -> dict:
+    """A post-processor that makes a sequence of special tokens and the text ("A")."""
+    single = [
+        {"Sequence": {"id": "A", "type_id": 0}}
+        if part == "A"
+        else {"SpecialToken": {"id": part, "type_id": 0}}
+        for part in parts
+    ]
+    return {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    ("digits", "name"),
+    [(r"\p{N}", "qwen2"), (r"\p{N}{1,3}", "llama-bpe"), ("individual", "smollm")],
+)
+def test_names_of_pre_tokenizers(folder, digits, name):
+    edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer(digits))
+    vocabulary = read_vocabulary(folder, CONFIG)
+    assert (vocabulary.model, vocabulary.pre) == ("gpt2", name)
+    assert not vocabulary.scores and len(vocabulary.merges) == 767
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        pre_tokenizer(r"\p{N}{1,2}"),
+        {"type": "Whitespace"},
+        {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        None,
+    ],
+)
+def test_unknown_pre_tokenizers_are_refused(folder, unknown):
+    edit_json(folder / "tokenizer.json", pre_tokenizer=unknown)
+    with pytest.raises(ValueError, match="tokenizer.json .* is none of those known here"):
+        read_vocabulary(folder, CONFIG)
+
+
+def test_unigram_is_refused(folder):
+    edit_json(folder / "tokenizer.json", model={"type": "Unigram", "vocab": []})
+    with pytest.raises(ValueError, match="'Unigram'"):
+        read_vocabulary(folder, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("processor", "flags", "expected"),
+    [
+        (template("<|endoftext|>", "A"), {}, (True, False)),
+        (template("A", "<|endoftext|>"), {"add_bos_token": True}, (False, True)),
+        ({"type": "Sequence", "processors": [template("x", "A", "x")]}, {}, (True, True)),
+        (None, {"add_bos_token": True}, (True, False)),
+        (None, {}, (False, False)),
+        ({"type": "ByteLevel", "trim_offsets": True}, {}, (False, False)),
+    ],
+)
+def test_what_is_added_to_a_text(folder, processor, flags, expected):
+    edit_json(folder / "tokenizer.json", post_processor=processor)
+    edit_json(folder / "tokenizer_config.json", **flags)
+    vocabulary = read_vocabulary(folder, CONFIG)
+    assert (vocabulary.add_bos, vocabulary.add_eos) == expected
+
+
+def test_special_ids_come_from_the_tokenizer_then_from_the_config(folder):
+    assert read_vocabulary(folder, CONFIG).special == {"bos": 0, "eos": 0, "pad": 0}
+    edit_json(folder / "tokenizer_config.json", eos_token={"content": "!"}, pad_token=None)
+    assert read_vocabulary(folder, CONFIG).special == {"bos": 0, "eos": 1}
+    (folder / "tokenizer_config.json").unlink()
+    assert read_vocabulary(folder, CONFIG).special == {"bos": 7, "eos": 8}
+
+
+def test_added_tokens_beyond_the_vocabulary(folder):
+    added = [
+        {"id": 1024, "content": "<|turn|>", "special": True},
+        {"id": 1026, "content": "<tool>", "special": False},
+    ]
+    edit_json(folder / "tokenizer.json", added_tokens=added)
+    vocabulary = read_vocabulary(folder, CONFIG | {"vocab_size": 1028})
+    assert vocabulary.tokens[1024:] == ["<|turn|>", "[PAD1025]", "<tool>", "[PAD1027]"]
+    assert vocabulary.types[1024:] == [3, 5, 4, 5]
+    with pytest.raises(ValueError, match="1024 token ids, .* one up to 1026"):
+        read_vocabulary(folder, CONFIG)
+
+
+def test_chat_templates(folder):
+    assert read_vocabulary(folder, CONFIG).chat_template is None
+    several = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
+    edit_json(folder / "tokenizer_config.json", chat_template=several)
+    assert read_vocabulary(folder, CONFIG).chat_template == "d"
+    edit_json(folder / "tokenizer_config.json", chat_template="c")
+    assert read_vocabulary(folder, CONFIG).chat_template == "c"
+    (folder / "chat_template.jinja").write_text("j")
+    assert read_vocabulary(folder, CONFIG).chat_template == "j"
+
+
+@pytest.mark.parametrize("space", ["Prepend", "Metaspace", "none"])
+def test_sentencepiece(folder, space, caplog):
+    pieces = ["<unk>", "<s>", "</s>", "<0x00>", "▁", "a", "b", "ab", "▁ab", "aa"]
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"] |= {
+        "vocab": {piece: index for index, piece in enumerate(pieces)},
+        "merges": [["a", "b"], ["▁", "ab"], ["▁a", "b"]],
+        "byte_fallback": True,
+        "unk_token": "<unk>",
+    }
+    tokenizer["added_tokens"] = [
+        {"id": index, "content": pieces[index], "special": True} for index in range(3)
+    ]
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    prepend = [{"type": "Prepend", "prepend": "▁"}] if space == "Prepend" else []
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [*prepend, replace]}
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"}
+    tokenizer["pre_tokenizer"] = metaspace if space == "Metaspace" else None
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    vocabulary = read_vocabulary(folder, {"vocab_size": 10})
+    assert (vocabulary.model, vocabulary.tokens) == ("llama", pieces)
+    assert vocabulary.types == [2, 3, 3, 6, 1, 1, 1, 1, 1, 1]
+    assert vocabulary.scores == [0, 0, 0, 0, 0, 0, 0, 0, -1, 0]
+    assert vocabulary.add_space_prefix == (space != "none")
+    assert "1 pieces are the result of no merge (aa, ...)" in caplog.text
