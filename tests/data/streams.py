@@ -1,0 +1,84 @@
+"""What the tests of streams share: a byte tokenizer, files in every format, the slow reference."""
+
+import bz2
+import gzip
+import json
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hestia_tune.data.documents import chunk_tokens
+from hestia_tune.data.streaming import streaming_text_dataset
+
+KINDS = ["parquet", "json", "json.gz", "json.zst", "text", "text.bz2"]
+
+
+class Bytes:
+    """A tokenizer with one id per byte; 0 ends a document."""
+
+    eos_id = 0
+    vocab_size = 256
+
+    def encode(self, text, add_bos, add_eos):
+        assert not add_bos and not add_eos
+        return list(text.encode())
+
+
+def make_texts(count, seed=0, longest=60):
+    """Documents of 0 to ``longest`` letters that are told apart by their number at the start."""
+    rng = random.Random(seed)
+    return [f"{n}:" + "ä" * rng.randrange(longest // 2) for n in range(count)]
+
+
+def write(path, texts, kind, column="text", row_group_size=7):
+    """Writes one file; returns the arguments of a stream that read it (and its like)."""
+    form, _, compression = kind.partition(".")
+    if form == "parquet":
+        table = pa.table({column: texts, "n": list(range(len(texts)))})
+        pq.write_table(table, path, row_group_size=row_group_size)
+        return
+    lines = texts if form == "text" else [json.dumps({column: t, "n": 1}) for t in texts]
+    data = "".join(line + "\n" for line in lines).encode()
+    if compression == "zst":
+        half = len(data) // 2  # two frames, as parallel compressors write
+        parts = [pa.compress(data[:half], "zstd"), pa.compress(data[half:], "zstd")]
+        data = b"".join(part.to_pybytes() for part in parts)
+    elif compression == "gz":
+        data = gzip.compress(data)
+    elif compression == "bz2":
+        data = bz2.compress(data)
+    path.write_bytes(data)
+
+
+def write_files(folder, files, kind):
+    """``files``: a list of lists of texts. Returns stream arguments."""
+    folder.mkdir(exist_ok=True)
+    form, _, compression = kind.partition(".")
+    paths = []
+    for number, texts in enumerate(files):
+        end = {"json": "jsonl", "text": "txt"}.get(form, form)
+        path = folder / f"f{number:02d}.{end}{'.' + compression if compression else ''}"
+        write(path, texts, kind)
+        paths.append(str(path))
+    return {"source": form, "data_files": paths}
+
+
+def stream(arguments, **more):
+    return streaming_text_dataset(Bytes(), **({"seq_len": 16, "epochs": 1} | arguments | more))
+
+
+def tokens_of(items):
+    return [list(map(int, item["tokens"])) for item in items]
+
+
+def reference(texts, seq_len):
+    """Sequences of the texts in order, and the tokens left over."""
+    sequences, dropped = chunk_tokens(texts, lambda t: list(t.encode()), 0, seq_len)
+    return sequences.tolist(), dropped
+
+
+def documents_in(sequences):
+    """The numbers of the documents that end in a run of whole sequences, in order."""
+    flat = bytes(t for sequence in sequences for t in sequence)
+    return [int(d.split(b":")[0]) for d in flat.split(b"\0")[:-1] if b":" in d and d[:1].isdigit()]
