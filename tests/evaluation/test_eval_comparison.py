@@ -1,0 +1,206 @@
+"""The table, its tests of significance, and what is written to disk."""
+
+import json
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from hestia_tune.evaluation import ModelResult, PerplexityResult, compare
+from hestia_tune.evaluation.significance import compare_samples, mcnemar, z_test
+
+NORM = 1.959963984540054
+
+
+def task_result(documents="same", **scores):
+    """What evaluate_tasks returns for tasks with these per-document accuracies."""
+    tasks = {}
+    for name, values in scores.items():
+        n = len(values)
+        mean = sum(values) / n
+        stderr = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
+        tasks[name] = {
+            "version": 1.0,
+            "num_fewshot": 0,
+            "num_documents": n,
+            "metrics": {"acc": {"value": mean, "stderr": stderr}},
+        }
+    return {
+        "tasks": tasks,
+        "groups": {},
+        "samples": {
+            name: {"documents": documents, "metrics": {"acc": [float(v) for v in values]}}
+            for name, values in scores.items()
+        },
+        "truncated_requests": 0,
+        "settings": {"limit": None, "num_fewshot": None, "seed": 1234, "add_bos": None},
+        "versions": {"torch": "x"},
+    }
+
+
+def random_scores(seed, n, p=0.5):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(n, generator=generator) < p).double().tolist()
+
+
+def test_mcnemar_is_the_binomial_tail():
+    for wins in range(12):
+        for losses in range(12):
+            n = wins + losses
+            tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1))
+            expected = min(Fraction(1), Fraction(2 * tail, 2**n))
+            assert mcnemar(wins, losses) == pytest.approx(float(expected), rel=1e-12)
+    assert mcnemar(3000, 3000) == 1.0
+    assert 0 < mcnemar(2800, 3200) < 1e-6
+
+
+def test_z_test_has_the_usual_quantiles():
+    assert z_test(NORM * 0.1, 0.1, "").p_value == pytest.approx(0.05)
+    assert z_test(-NORM * 0.1, 0.1, "").p_value == pytest.approx(0.05)
+    assert z_test(0.0, 0.0, "").p_value == 1 and z_test(0.1, 0.0, "").p_value == 0
+    assert z_test(0.1, None, "").p_value is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_paired_error_is_that_of_the_mean_difference(seed):
+    a, b = random_scores(seed, 50), random_scores(seed + 100, 50)
+    found = compare_samples(a, b)
+    d = torch.tensor(a).double() - torch.tensor(b).double()
+    assert found.value == pytest.approx(d.mean().item())
+    assert found.stderr == pytest.approx((d.std() / 50**0.5).item())
+    assert found.test == "mcnemar"
+    back = compare_samples(b, a)
+    assert back.value == -found.value and back.p_value == found.p_value
+    c = [value + 0.25 for value in a]
+    paired = compare_samples(c, b)
+    assert paired.test == "paired z"
+    assert paired.p_value == pytest.approx(math.erfc(abs(paired.value / paired.stderr) / 2**0.5))
+    with pytest.raises(ValueError, match="same documents"):
+        compare_samples(a, b[1:])
+
+
+def test_false_alarms_come_at_the_stated_rate():
+    """No model is better: p < 0.05 in at most about one comparison of twenty."""
+    alarms = {"mcnemar": 0, "average": 0}
+    for seed in range(400):
+        rows = [
+            task_result(x=random_scores(4 * seed + i, 100), y=random_scores(4 * seed + i + 2, 100))
+            for i in range(2)
+        ]
+        table = compare([ModelResult(name=n, tasks=t) for n, t in zip("ab", rows, strict=True)])
+        row = table.tables["acc"]["b"]
+        alarms["mcnemar"] += row["x"].difference.p_value < 0.05
+        alarms["average"] += row["average"].difference.p_value < 0.05
+    assert alarms["mcnemar"] <= 30  # exact tests are cautious
+    assert 8 <= alarms["average"] <= 36
+
+
+def test_table_holds_averages_and_differences():
+    first = task_result(x=[1, 1, 1, 1, 0, 1, 1, 1], y=[1, 0, 1, 0])
+    second = task_result(x=[0, 0, 0, 0, 0, 0, 0, 1], y=[1, 0, 1, 0])
+    other = task_result(documents="others", x=[0, 0, 0, 0, 0, 0, 0, 1], y=[1, 0, 1, 0])
+    rows = [
+        ModelResult(name=name, tasks=tasks)
+        for name, tasks in (("full", first), ("hard", second), ("else", other))
+    ]
+    table = compare(rows).tables["acc"]
+    assert list(table) == ["full", "hard", "else"] and list(table["full"]) == ["x", "y", "average"]
+    assert all(cell.difference is None for cell in table["full"].values())
+    hard = table["hard"]
+    assert hard["x"].difference.value == -0.75
+    assert hard["x"].difference.p_value == pytest.approx(2 / 2**6)
+    assert hard["average"].value == (0.125 + 0.5) / 2
+    errors = [hard[task].stderr for task in "xy"]
+    assert hard["average"].stderr == pytest.approx(math.hypot(*errors) / 2)
+    assert hard["average"].difference.value == -0.375
+    assert hard["average"].difference.stderr == pytest.approx(hard["x"].difference.stderr / 2)
+    assert hard["average"].difference.test == "paired z"
+    unpaired = table["else"]["x"].difference
+    assert unpaired.test == "unpaired z" and unpaired.value == -0.75
+    assert unpaired.stderr == pytest.approx(math.hypot(table["full"]["x"].stderr, hard["x"].stderr))
+    assert table["else"]["average"].difference.test == "unpaired z"
+
+
+def test_markdown_shows_stars_and_all_columns():
+    good, bad = task_result(x=[1.0] * 19 + [0.0], y=[0, 1]), task_result(x=[0.0] * 20, y=[0, 1])
+    wiki = PerplexityResult(
+        nll=200.0, tokens=100, words=50, bytes=400, documents=1, window=8, stride=4
+    )
+    table = compare(
+        [
+            ModelResult(name="full", tasks=good, perplexity={"wiki|text": wiki}),
+            ModelResult(name="hard", tasks=bad),
+        ]
+    )
+    lines = table.markdown().splitlines()
+    header = next(line for line in lines if line.startswith("| model"))
+    assert [c.strip() for c in header.strip("|").split("|")] == ["model", "x", "y", "average"]
+    hard = next(line for line in lines if line.startswith("| hard"))
+    assert "0.0 ± 0.0 (-95.0\\*\\*\\*)" in hard and "50.0 ± 50.0 (+0.0)" in hard
+    assert len({line.count("|") for line in lines[2:6]}) == 1
+    assert "wiki\\|text" in table.markdown() and "7.389" in table.markdown()
+    assert "8/4" in table.markdown()
+
+
+def test_tasks_without_accuracy_and_groups_have_tables_of_their_own():
+    result = task_result(x=[0, 1], part=[0, 1])
+    result["tasks"]["roll"] = {"version": 2.0, "metrics": {"bits": {"value": 1.5, "stderr": None}}}
+    result["groups"]["whole"] = {
+        "metrics": {"acc": {"value": 0.5, "stderr": 0.1}},
+        "tasks": ["part"],
+    }
+    table = compare([ModelResult(name=n, tasks=result) for n in ("a", "b")])
+    assert list(table.tables["acc"]["a"]) == ["whole", "x", "average"]
+    assert list(table.tables["bits"]["a"]) == ["roll"]
+    assert table.tables["bits"]["b"]["roll"].difference.p_value is None
+    assert "1.5000 (+0.0000?)" in table.markdown()
+
+
+def test_notes_tell_what_is_not_like_for_like():
+    first, second = task_result(x=[0, 1]), task_result(x=[0, 1])
+    second["settings"]["limit"] = 2
+    second["tasks"]["x"]["version"] = 2.0
+    second["truncated_requests"] = 3
+    text = compare([ModelResult(name=n, tasks=t) for n, t in (("a", first), ("b", second))])
+    text = text.markdown()
+    assert "b was run with limit 2, a with None" in text
+    assert "b was run on version 2.0 of x, a on 1.0" in text
+    assert "3 requests to b were longer" in text
+
+
+def test_json_on_disk_holds_everything(tmp_path):
+    result = task_result(x=random_scores(0, 30), y=random_scores(1, 30))
+    result["tasks"]["x"]["metrics"]["odd"] = {"value": float("nan"), "stderr": float("inf")}
+    wiki = PerplexityResult(
+        nll=9e9, tokens=100, words=50, bytes=400, documents=1, window=8, stride=4
+    )
+    settings = {"path": tmp_path, "tau": 0.1}
+    table = compare(
+        [ModelResult(name="a", tasks=result, settings=settings, perplexity={"wiki": wiki})]
+    )
+    path = tmp_path / "results.json"
+    table.save(path)
+    text = path.read_text()
+    found = json.loads(text)
+    assert "NaN" not in text and "Infinity" not in text
+    model = found["models"]["a"]
+    assert model["settings"] == {"path": str(tmp_path), "tau": 0.1}
+    assert model["tasks"]["samples"] == result["samples"]
+    assert model["tasks"]["versions"] == {"torch": "x"}
+    assert model["tasks"]["tasks"]["x"]["metrics"]["odd"] == {"value": None, "stderr": None}
+    assert model["perplexity"]["wiki"]["nll"] == 9e9
+    assert model["perplexity"]["wiki"]["word_perplexity"] is None
+    assert (
+        found["tables"]["acc"]["a"]["x"]["value"] == result["tasks"]["x"]["metrics"]["acc"]["value"]
+    )
+    assert len(text.splitlines()) < 150  # scores of documents stand on one line
+
+
+def test_names_must_differ():
+    with pytest.raises(ValueError, match="name of its own"):
+        compare([])
+    with pytest.raises(ValueError, match="name of its own"):
+        compare([ModelResult(name="a"), ModelResult(name="a")])
+    only_text = compare([ModelResult(name="a")])
+    assert only_text.tables == {} and only_text.markdown() == ""

@@ -1,0 +1,105 @@
+"""Our scores are those of lm-eval's own hf backend on the packaged model, and of its rolling."""
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="evaluation on tasks needs lm-eval")
+transformers = pytest.importorskip("transformers", reason="the hf backend is the reference")
+pytest.importorskip("accelerate", reason="lm-eval's hf backend imports it")
+
+from eval_tiny import request  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from torchtune import config  # noqa: E402
+from torchtune.models.convert_weights import hf_to_tune  # noqa: E402
+
+from hestia_tune.data.documents import demo_documents  # noqa: E402
+from hestia_tune.evaluation import perplexity  # noqa: E402
+from hestia_tune.evaluation.adapter import DecoderLM  # noqa: E402
+from hestia_tune.training.configs import asset_path, config_path  # noqa: E402
+from hestia_tune.training.tokenizers import HuggingFaceTokenizer  # noqa: E402
+
+WINDOW = 128
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """(ours, lm-eval's) on the packaged demo model in float32."""
+    folder = asset_path("demo")
+    model = config.instantiate(OmegaConf.load(config_path("demo")).model)
+    state = hf_to_tune(
+        load_file(f"{folder}/model.safetensors"), num_heads=4, num_kv_heads=2, dim=128
+    )
+    model.load_state_dict({name: value.float() for name, value in state.items()})
+    ours = DecoderLM(model, HuggingFaceTokenizer(folder), window=WINDOW, progress=False)
+    reference = HFLM(
+        pretrained=transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        max_length=WINDOW,
+        batch_size=8,
+        device="cpu",
+    )
+    return ours, reference
+
+
+def requests_from_text():
+    """200 requests: shared, empty, one-token, spaced, long and marked contexts."""
+    words = " ".join(demo_documents("validation")).split()
+    generator = torch.Generator().manual_seed(0)
+    requests = []
+    for prompt, answer in (("The import statement", " is executed"), ("An object is", " a")):
+        requests.append(request("loglikelihood", prompt, answer))
+    while len(requests) < 200:
+        start, size = (
+            int(torch.randint(high, (1,), generator=generator)) for high in (len(words) - 300, 90)
+        )
+        context = " ".join(words[start : start + size])
+        kind = len(requests) % 10
+        if kind == 3 and context:
+            context += "  "
+        if kind == 5:
+            context = "<|endoftext|>" + context
+        for end in (1, 2, 7, 7):
+            at = start + size + end
+            answer = " of" if kind == 7 else " " + " ".join(words[at : at + end])
+            requests.append(request("loglikelihood", context, answer, doc_id=len(requests)))
+    return requests[:200]
+
+
+def test_loglikelihoods_equal_the_hf_backend(pair):
+    ours, reference = pair
+    requests = requests_from_text()
+    assert len(requests) == 200 and any(not one.args[0] for one in requests)
+    expected = reference.loglikelihood(requests, disable_tqdm=True)
+    found = ours.loglikelihood(requests)
+    assert ours.truncated > 0
+    worst = max(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True))
+    assert worst < 1e-3
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert any(greedy for _, greedy in found)
+
+
+def test_rolling_equals_the_hf_backend_and_our_perplexity(pair):
+    ours, reference = pair
+    texts = sorted(demo_documents("validation"), key=len)[:12] + ["x"]
+    requests = [request("loglikelihood_rolling", text) for text in texts]
+    found = ours.loglikelihood_rolling(requests)
+    assert found == pytest.approx(reference.loglikelihood_rolling(requests, True), abs=2e-2)
+    result = perplexity(
+        ours.forward.model,
+        ours.codec._tokenizer,
+        texts,
+        window=WINDOW,
+        progress=False,
+    )
+    assert -result.nll == pytest.approx(sum(found), abs=1e-3)
+    assert result.tokens > 10 * WINDOW
+
+
+def test_generations_equal_the_hf_backend(pair):
+    ours, reference = pair
+    prompts = ["The import statement", "An object is", "If a class defines", "x"]
+    settings = [{"until": ["\n\n"], "max_gen_toks": 30}, {"until": [" the"], "max_gen_toks": 12}]
+    requests = [request("generate_until", p, s) for s in settings for p in prompts]
+    assert ours.generate_until(requests) == reference.generate_until(requests, True)

@@ -1,0 +1,218 @@
+"""Perplexity against one token at a time, its windows, and the sources of text."""
+
+import math
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from torch import nn
+
+from hestia_tune.evaluation import PerplexityResult, perplexity, read_documents
+from hestia_tune.evaluation.perplexity import windows
+from hestia_tune.training.models import llama
+
+
+class Bytes:
+    """One id per byte; 256 is EOS and there is no BOS."""
+
+    eos_id, vocab_size = 256, 257
+
+    def encode(self, text, add_bos=True, add_eos=True):
+        assert not add_bos and not add_eos
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i < 256).decode()
+
+
+def make_model(seed, dtype=torch.float32):
+    torch.manual_seed(seed)
+    model = llama(
+        vocab_size=257,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        embed_dim=16,
+        intermediate_dim=24,
+        max_seq_len=64,
+    )
+    nn.init.normal_(model.tok_embeddings.weight, std=0.5)
+    return model.to(dtype)
+
+
+def make_texts(seed, lengths):
+    generator = torch.Generator().manual_seed(seed)
+    letters = "abcdef gh\n"
+    return [
+        "".join(letters[int(i)] for i in torch.randint(0, 10, (n,), generator=generator))
+        for n in lengths
+    ]
+
+
+@torch.no_grad()
+def one_token_at_a_time(model, text, window, stride, prefix=256):
+    """Summed negative log-likelihood; each token after all that its window lets it see."""
+    inputs = [prefix, *text.encode()]
+    total = 0.0
+    for i in range(len(text.encode())):
+        steps = max(math.ceil((i + 1 - window) / stride), 0)
+        end = min(window + steps * stride, len(inputs) - 1)
+        seen = inputs[max(end - window, 0) : i + 1]
+        logp = model(torch.tensor([seen]))[0, -1].double().log_softmax(0)
+        total -= logp[inputs[i + 1]].item()
+    return total
+
+
+@pytest.mark.parametrize(("window", "stride"), [(8, 8), (8, 3), (8, 1), (1, 1), (64, 10)])
+@pytest.mark.parametrize("batch_size", ["auto", 1, 4])
+def test_equals_one_token_at_a_time(window, stride, batch_size):
+    for seed in range(2):
+        model = make_model(seed)
+        texts = make_texts(seed, [1, 7, 8, 9, 16, 30, 0])
+        result = perplexity(
+            model,
+            Bytes(),
+            texts,
+            window=window,
+            stride=stride,
+            batch_size=batch_size,
+            progress=False,
+        )
+        expected = sum(one_token_at_a_time(model, text, window, stride) for text in texts)
+        assert result.nll == pytest.approx(expected, rel=1e-5)
+        assert (result.tokens, result.documents, result.bytes) == (71, 6, 71)
+        assert result.words == sum(len(re.split(r"\s+", text)) for text in texts if text)
+        assert (result.window, result.stride) == (window, stride)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 8])
+def test_windows_score_every_token_once_with_enough_context(window):
+    for stride in range(1, window + 1):
+        for size in range(40):
+            scored = []
+            for start, first, end in windows(size, window, stride):
+                assert 0 <= start <= first < end <= size and end - start <= window
+                scored += range(first, end)
+                if first:  # the input that predicts `first` is one of its context
+                    assert first + 1 - start >= window - stride + 1
+            assert scored == list(range(size))
+
+
+def test_default_stride_and_measures():
+    model, texts = make_model(0), make_texts(0, [40])
+    result = perplexity(model, Bytes(), texts, window=8, progress=False)
+    assert result == perplexity(model, Bytes(), texts, window=8, stride=8, progress=False)
+    values = PerplexityResult(
+        nll=80 * math.log(2), tokens=40, words=8, bytes=160, documents=1, window=8, stride=8
+    ).to_dict()
+    assert values["token_perplexity"] == pytest.approx(4)
+    assert values["word_perplexity"] == pytest.approx(1024)
+    assert values["byte_perplexity"] == pytest.approx(2**0.5)
+    assert values["bits_per_byte"] == pytest.approx(0.5)
+
+
+def test_more_context_is_what_a_smaller_stride_gives():
+    """A model that only knows the window's first letter: right where the context reaches."""
+
+    class Counter(nn.Module):
+        def forward(self, tokens):
+            places = torch.arange(tokens.shape[1]).expand_as(tokens)
+            return nn.functional.one_hot(places.clamp(max=256), 257).float()
+
+    text = bytes(range(1, 31)).decode()
+    for stride in (1, 2, 5):
+        found = perplexity(Counter(), Bytes(), [text], window=5, stride=stride, progress=False)
+        expected = one_token_at_a_time(Counter(), text, 5, stride)
+        assert found.nll == pytest.approx(expected, rel=1e-6)
+
+
+def test_max_tokens_scores_the_beginning():
+    model, texts = make_model(1), make_texts(1, [10, 20, 30])
+    cut = perplexity(model, Bytes(), texts, window=8, max_tokens=17, progress=False)
+    short = perplexity(model, Bytes(), [texts[0], texts[1][:7]], window=8, progress=False)
+    assert cut == short
+    assert perplexity(model, Bytes(), texts, window=8, max_tokens=99, progress=False).tokens == 60
+
+
+def test_prefix_token_is_what_the_first_token_follows():
+    model, text = make_model(2), "abc"
+    found = perplexity(model, Bytes(), [text], window=8, prefix_token=97, progress=False)
+    assert found.nll == pytest.approx(one_token_at_a_time(model, text, 8, 8, prefix=97), rel=1e-5)
+    assert found.nll != pytest.approx(one_token_at_a_time(model, text, 8, 8), rel=1e-3)
+
+
+def test_wrong_values_are_refused():
+    model = make_model(0)
+    for window, stride in ((8, 9), (8, 0), (0, None)):
+        with pytest.raises(ValueError, match="stride must be"):
+            perplexity(model, Bytes(), ["a"], window=window, stride=stride)
+    for options, message in (
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prefix_token": 257}, "prefix_token"),
+        ({"batch_size": 0}, "batch_size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            perplexity(model, Bytes(), ["a"], window=8, **options)
+    with pytest.raises(ValueError, match="no tokens"):
+        perplexity(model, Bytes(), ["", ""], window=8)
+    with torch.no_grad():
+        model.tok_embeddings.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="tokens 0 to 3 of document 0"):
+        perplexity(model, Bytes(), ["abc"], window=8, progress=False)
+
+
+def test_text_file_is_one_document(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes("one\r\ntwo é\n".encode())
+    assert read_documents(file) == ["one\r\ntwo é\n"]
+    file.write_bytes(b"good \xff bad")
+    with pytest.raises(ValueError, match="text.txt is not UTF-8 .byte 5"):
+        read_documents(file)
+    file.write_bytes(b"")
+    with pytest.raises(ValueError, match="holds no text"):
+        read_documents(file)
+    for missing in (tmp_path / "other", "other.txt", "other.parquet"):
+        with pytest.raises(FileNotFoundError, match="other"):
+            read_documents(missing)
+
+
+def test_parquet_column(tmp_path):
+    file = tmp_path / "rows.parquet"
+    table = pyarrow.table({"text": ["a", "", "b"], "n": [1, 2, 3], "holes": ["x", None, "y"]})
+    pyarrow.parquet.write_table(table, file)
+    assert read_documents(file) == ["a", "", "b"]
+    assert read_documents(str(file), limit=2, join="\n\n") == ["a\n\n"]
+    with pytest.raises(ValueError, match="no column 'txt'; did you mean text.; columns: text, n"):
+        read_documents(file, column="txt")
+    with pytest.raises(ValueError, match="row 0 of column 'n' .* is 1, not text"):
+        read_documents(file, column="n")
+    with pytest.raises(ValueError, match="row 1 of column 'holes' .* is None"):
+        read_documents(file, column="holes")
+    with pytest.raises(ValueError, match="limit"):
+        read_documents(file, limit=0)
+    file.write_bytes(b"not parquet")
+    with pytest.raises(ValueError, match="cannot be read as parquet"):
+        read_documents(file)
+
+
+def test_dataset(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "test.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert read_documents(folder) == ["a", "b"]
+    with pytest.raises(ValueError, match="no column 'body'; columns: text"):
+        read_documents(folder, column="body")
+    with pytest.raises(ValueError, match="split 'nowhere'.*check name and split"):
+        read_documents(folder, split="nowhere")
+
+
+def test_a_hub_out_of_reach_is_explained(monkeypatch):
+    def refuse(*arguments, **options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    with pytest.raises(ConnectionError, match="dataset some/set .*cannot be reached .no route."):
+        read_documents("some/set")

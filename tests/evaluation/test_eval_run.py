@@ -1,0 +1,190 @@
+"""lm-eval's evaluator on our model: form of results, resuming, ranks, and the random state."""
+
+import json
+import os
+import random
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+pytest.importorskip("lm_eval", reason="evaluation on tasks needs lm-eval")
+
+from eval_tasks_local import make_manager, make_task_folder  # noqa: E402
+from eval_tiny import WINDOW, ByteTokenizer, WholeModel, random_text, tiny_model  # noqa: E402
+
+from hestia_tune.evaluation import evaluate_tasks, perplexity  # noqa: E402
+
+TASKS = ["tiny_choice", "tiny_rolling"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_task_folder(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(autouse=True)
+def datasets_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds
+
+
+def evaluate(model, folder, tasks=TASKS, **options):
+    options = {"window": WINDOW, "num_fewshot": 1, "progress": False, "batch_size": 4} | options
+    return evaluate_tasks(
+        model, ByteTokenizer(), tasks, task_manager=make_manager(folder), **options
+    )
+
+
+def test_results_hold_values_samples_settings_and_versions(folder):
+    model = tiny_model()
+    random.seed(5)
+    torch.manual_seed(5)
+    state = random.getstate(), torch.get_rng_state()
+    result = evaluate(model, folder)
+    assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
+    assert list(result["tasks"]) == TASKS
+    choice, samples = result["tasks"]["tiny_choice"], result["samples"]["tiny_choice"]
+    assert (choice["version"], choice["num_fewshot"], choice["num_documents"]) == (3.0, 1, 13)
+    for metric in ("acc", "acc_norm"):
+        scores = samples["metrics"][metric]
+        assert len(scores) == 13
+        assert choice["metrics"][metric]["value"] == pytest.approx(sum(scores) / 13)
+        assert choice["metrics"][metric]["stderr"] > 0
+    assert result["tasks"]["tiny_rolling"]["metrics"]["word_perplexity"]["value"] > 1
+    settings = result["settings"]
+    assert settings["max_length"] == WINDOW
+    assert settings["seed"] == 1234 and settings["limit"] is None
+    assert result["versions"]["lm-eval"] and result["versions"]["torch"] == torch.__version__
+    assert json.loads(json.dumps(result)) == result
+    assert evaluate(model, folder)["samples"] == result["samples"]
+
+
+def test_limit_takes_the_first_documents(folder):
+    model = tiny_model()
+    whole = evaluate(model, folder, ["tiny_choice"])["samples"]["tiny_choice"]["metrics"]["acc"]
+    some = evaluate(model, folder, ["tiny_choice"], limit=5)
+    assert some["tasks"]["tiny_choice"]["num_documents"] == 5
+    assert some["samples"]["tiny_choice"]["metrics"]["acc"] == whole[:5]
+    for bad in (0, -1, 2.5, True, "all"):
+        with pytest.raises(ValueError, match="limit must be"):
+            evaluate(model, folder, limit=bad)
+
+
+class Killed(WholeModel):
+    """Stops the run after some forwards."""
+
+    def __init__(self, model, after):
+        super().__init__(model)
+        self.after = after
+
+    def forward(self, tokens):
+        if self.calls >= self.after:
+            raise KeyboardInterrupt
+        return super().forward(tokens)
+
+
+def test_a_killed_run_resumes_from_its_cache(folder, tmp_path):
+    expected = evaluate(WholeModel(tiny_model()), folder, ["tiny_choice"], batch_size=1)
+    cache = tmp_path / "sub" / "answers"
+    options = {"cache": cache, "batch_size": 1}
+    killed = Killed(tiny_model(), after=20)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(killed, folder, ["tiny_choice"], **options)
+    whole = WholeModel(tiny_model())
+    evaluate(whole, folder, ["tiny_choice"], batch_size=1)
+    resumed = WholeModel(tiny_model())
+    result = evaluate(resumed, folder, ["tiny_choice"], **options)
+    assert result["samples"] == expected["samples"]
+    # Three calls learn about the model, one makes the cache's name.
+    assert whole.calls - 20 <= resumed.calls <= whole.calls - 12
+    other = evaluate(WholeModel(tiny_model(seed=1)), folder, ["tiny_choice"], **options)
+    assert (
+        other["samples"]
+        == (evaluate(tiny_model(seed=1), folder, ["tiny_choice"], batch_size=1)["samples"])
+    )
+    again = WholeModel(tiny_model())
+    assert evaluate(again, folder, ["tiny_choice"], **options)["samples"] == result["samples"]
+    assert again.calls <= 4
+
+
+def in_process(rank, folder, output, port):
+    """One of two ranks: results of tasks and perplexity, and an error on one rank only."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    result = evaluate(tiny_model(), folder, cache=f"{output}/answers")
+    again = evaluate(tiny_model(), folder, cache=f"{output}/answers")
+    assert again["samples"] == result["samples"]
+    measured = perplexity(
+        tiny_model(), ByteTokenizer(), texts(), window=16, stride=5, progress=False
+    )
+    try:
+        evaluate(tiny_model() if rank == 0 else Failing(tiny_model()), folder)
+        failure = "none"
+    except (RuntimeError, FloatingPointError) as error:
+        failure = str(error)
+    sharded = tiny_model(tie=False)
+    for layer in sharded.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    found = evaluate(sharded, folder)
+    everything = {
+        "sharded": found["samples"],
+        "result": result,
+        "perplexity": measured.to_dict(),
+        "failure": failure,
+    }
+    with open(f"{output}/rank{rank}.json", "w") as file:
+        json.dump(everything, file)
+    dist.destroy_process_group()
+
+
+class Failing(WholeModel):
+    """Right while it is looked at, NaN in the run."""
+
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return logits * float("nan") if self.calls > 3 else logits
+
+
+def texts():
+    generator = torch.Generator().manual_seed(1)
+    return [random_text(generator, 1, 90) for _ in range(7)]
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(folder, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(in_process, (str(folder), str(tmp_path), port), nprocs=2)
+    one = evaluate(tiny_model(), folder)
+    sharded = evaluate(tiny_model(tie=False), folder)
+    measured = perplexity(
+        tiny_model(), ByteTokenizer(), texts(), window=16, stride=5, progress=False
+    )
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["result"]["settings"].pop("world_size") == 2
+        for part in ("tasks", "truncated_requests"):
+            assert_close(found["result"][part], one[part])
+        for task in TASKS:
+            assert found["result"]["samples"][task] == one["samples"][task]
+        assert_close(found["perplexity"], measured.to_dict())
+        assert found["sharded"] == sharded["samples"]
+        assert "NaN in the logits of tiny_choice document" in found["failure"]
+
+
+def assert_close(found, expected):
+    """Equal, floats up to the rounding of differently filled batches."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_close(found[key], value)
+    else:
+        assert found == (
+            pytest.approx(expected, rel=1e-5) if isinstance(expected, float) else expected
+        )
