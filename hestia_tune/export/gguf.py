@@ -20,11 +20,9 @@ Q2_0 needs llama.cpp b9916 (July 2026) or later; TQ1_0 and TQ2_0 load since Sept
 on the CPU; Q4_0 runs everywhere. Forks that read type 42 as blocks of 128 refuse or garble Q2_0.
 """
 
-import errno
 import json
 import logging
 import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,8 +32,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from hestia_tune.export.folder import require_space
 from hestia_tune.export.gguf_blocks import BLOCK_TYPES, choose_block_type
-from hestia_tune.export.gguf_model import ROPE_FACTORS, LlamaModel, SafetensorsFolder, row_chunks
+from hestia_tune.export.gguf_model import ROPE_FACTORS, LlamaModel
 from hestia_tune.export.gguf_tensors import (
     DENSE_TYPES,
     Entry,
@@ -44,6 +43,7 @@ from hestia_tune.export.gguf_tensors import (
     read_tensor_infos,
 )
 from hestia_tune.export.gguf_vocab import Vocabulary, read_vocabulary
+from hestia_tune.export.source import SafetensorsFolder, row_chunks
 from hestia_tune.quantizers.granularity import GroupSize, check_divides, validate_group_size
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def write_gguf(
     vocabulary = read_vocabulary(folder, model.config)
     source = SafetensorsFolder(folder)
     entries = _plan(model, source, quantized, preferences, dense_type)
-    _require_space(path, sum(entry.num_bytes for entry in entries))
+    require_space(path, sum(entry.num_bytes for entry in entries))
 
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -217,16 +217,6 @@ def _dense_type(source: SafetensorsFolder, name: str, shape: torch.Size, wanted:
     if type_name != wanted:
         log.info("%s: %s instead of %s, which would round some values", name, type_name, wanted)
     return type_name
-
-
-def _require_space(path: Path, needed: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(path.parent).free
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"the file needs {needed:,} bytes, {path.parent} has {free:,} free; make room",
-        )
 
 
 def _write(

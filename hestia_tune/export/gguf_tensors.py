@@ -12,7 +12,8 @@ from hestia_tune.export.gguf_blocks import (
     split_ternary,
     to_fp16_scales,
 )
-from hestia_tune.export.gguf_model import CHUNK, LlamaModel, SafetensorsFolder, row_chunks
+from hestia_tune.export.gguf_model import LlamaModel
+from hestia_tune.export.source import CHUNK, SafetensorsFolder, row_chunks
 from hestia_tune.quantizers.granularity import GroupSize
 
 

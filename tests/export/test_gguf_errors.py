@@ -11,7 +11,6 @@ import pytest
 from gguf_models import edit_json
 from safetensors.torch import load_file, save_file
 
-from hestia_tune.export import gguf as gguf_export
 from hestia_tune.export.gguf import write_gguf
 from hestia_tune.export.gguf_tensors import Entry
 
@@ -136,7 +135,7 @@ def test_a_full_disk_leaves_nothing(demo, tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(gguf_export.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     refuse(folder, tmp_path, quantized, OSError, "has 1,000 free")
 
 
