@@ -1,5 +1,7 @@
 """hestia_tune: quantization-aware training of pretrained LLMs to ternary weights."""
 
+from typing import TYPE_CHECKING
+
 from hestia_tune.qat import (
     HestiaConfig,
     HestiaQATQuantizer,
@@ -7,16 +9,32 @@ from hestia_tune.qat import (
 )
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.selection import is_transformer_linear
-from hestia_tune.sensitivity import SensitivityArtifact
+from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
+from hestia_tune.tensors import TernaryTensor
+
+if TYPE_CHECKING:
+    from hestia_tune.training.packed import load_quantized
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AnnealingSchedule",
+    "EstimationConfig",
     "HestiaConfig",
     "HestiaQATQuantizer",
     "ScheduleDriver",
     "SensitivityArtifact",
+    "TernaryTensor",
+    "estimate_sensitivity",
     "is_transformer_linear",
+    "load_quantized",
     "quantized_linears",
 ]
+
+
+def __getattr__(name: str):
+    if name == "load_quantized":  # the one that needs torchtune, which takes seconds to import
+        from hestia_tune.training.packed import load_quantized
+
+        return load_quantized
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

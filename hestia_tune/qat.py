@@ -6,7 +6,7 @@ which linears to take and names them in its errors. Nothing here copies a weight
 the parameter (also on the meta device), convert replaces it by the hard weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,7 @@ from hestia_tune.quantizers import Quantizer, TernaryQuantizer, quantized_linear
 from hestia_tune.quantizers.base import effective_weight
 from hestia_tune.quantizers.granularity import GroupSize, validate_group_size
 from hestia_tune.selection import clean_fqn, select_linears
+from hestia_tune.tensors import TernaryTensor, to_intx
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -104,14 +105,24 @@ class QuantizedLinear(FakeQuantizedLinear):
         new.weight, new.bias = self.weight, self.bias
         return new.train(self.training)
 
-    def to_hard_linear(self) -> nn.Linear:
-        """A plain linear whose weight is the hard one, in the dtype of the latent weight."""
+    def to_hard_linear(
+        self,
+        pack: Callable[[torch.Tensor, Quantizer], torch.Tensor] = lambda w, quantizer: (
+            quantizer.hard(w)
+        ),
+    ) -> nn.Linear:
+        """A plain linear whose weight is the hard one, in the dtype of the latent weight.
+
+        Args:
+            pack: latent weight and its quantizer -> what stands for it, dense or packed.
+        """
         new = self.to_linear()
         latent = self.weight.detach()
-        hard = self.weight_fake_quantizer.quantizer.hard(full_tensor(latent))
+        hard = pack(full_tensor(latent), self.weight_fake_quantizer.quantizer)
         if isinstance(latent, DTensor):
             hard = distribute_tensor(hard, latent.device_mesh, latent.placements)
-        new.weight = nn.Parameter(hard, requires_grad=self.weight.requires_grad)
+        dense = type(hard) in (torch.Tensor, DTensor)
+        new.weight = nn.Parameter(hard, requires_grad=dense and self.weight.requires_grad)
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +154,12 @@ class QATConfigBase(AOBaseConfig):
         require_number("pressure", self.pressure, 0, 1, "1 is fully quantized")
 
     def quantizer(self) -> Quantizer:
+        """The method."""
         raise NotImplementedError
+
+    def pack(self, latent: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+        """What stands for a latent weight after "convert"; ``quantizer`` is its layer's own."""
+        return quantizer.hard(latent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +169,8 @@ class HestiaConfig(QATConfigBase):
     Args:
         group_size: weights that share a scale: an int that divides in_features (128 in the
             paper), "channel" or "tensor".
+        target: what "convert" makes of a weight: "dense" (gamma times code in its own dtype),
+            "ternary" (a packed `hestia_tune.TernaryTensor`) or "intx" (torchao's int2 tensor).
         step, tau, pressure: see `QATConfigBase`.
 
     Raises:
@@ -164,19 +182,29 @@ class HestiaConfig(QATConfigBase):
     """
 
     group_size: GroupSize = 128
+    target: Literal["dense", "ternary", "intx"] = "dense"
 
     def __post_init__(self):
         super().__post_init__()
         validate_group_size(self.group_size)
+        if self.target not in ("dense", "ternary", "intx"):
+            raise ValueError(f'target must be "dense", "ternary" or "intx"; got {self.target!r}')
 
     def quantizer(self) -> TernaryQuantizer:
         return TernaryQuantizer(group_size=self.group_size)
+
+    def pack(self, latent: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+        if self.target == "dense":
+            return super().pack(latent, quantizer)
+        codes, scale = quantizer.codes(latent)
+        make = to_intx if self.target == "intx" else TernaryTensor.from_codes
+        return make(codes, scale, dtype=latent.dtype)
 
 
 @register_quantize_module_handler(HestiaConfig)
 def _transform(module: nn.Module, config: QATConfigBase) -> nn.Module:
     if config.step == "convert":
-        return module.to_hard_linear() if isinstance(module, QuantizedLinear) else module
+        return module.to_hard_linear(config.pack) if isinstance(module, QuantizedLinear) else module
     if isinstance(module, QuantizedLinear):
         return module
     quantizer = config.quantizer()

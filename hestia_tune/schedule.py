@@ -109,10 +109,14 @@ class ScheduleDriver:
 
     def set_step(self, step: int) -> None:
         """Call before the forward of training step ``step``, and never between it and backward."""
-        self._write(list(self.temperatures(step).values()), self.schedule.pressure(step))
+        self.write(self.temperatures(step), self.schedule.pressure(step))
 
-    def _write(self, taus: list[float], pressure: float) -> None:
-        """One copy to the device and one fused kernel, however many layers there are."""
+    def write(self, temperatures: Mapping[str, float], pressure: float) -> None:
+        """Sets the temperature of every layer, by name, and the pressure of all.
+
+        One copy to the device and one fused kernel, however many layers there are.
+        """
+        taus = [temperatures[name] for name in self._layers]
         quantizers = [layer.weight_fake_quantizer for layer in self._layers.values()]
         buffers = [q.tau for q in quantizers] + [q.pressure for q in quantizers]
         values = torch.tensor(taus + [pressure] * len(taus), dtype=torch.float32)
@@ -124,7 +128,7 @@ class ScheduleDriver:
     def _temporarily(self, tau: float, pressure: float) -> Iterator[None]:
         quantizers = [layer.weight_fake_quantizer for layer in self._layers.values()]
         before = [(q.tau.clone(), q.pressure.clone()) for q in quantizers]
-        self._write([tau] * len(quantizers), pressure)
+        self.write(dict.fromkeys(self._layers, tau), pressure)
         try:
             yield
         finally:

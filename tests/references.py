@@ -80,3 +80,14 @@ def eq11_scores(h: list[float], kappa: float = 1.0, eps: float = 1e-8) -> list[f
     logs = torch.tensor(h, dtype=torch.float64).log()
     z = (logs - logs.mean()) / (logs.std(correction=0) + eps)
     return torch.sigmoid(kappa * z).tolist()
+
+
+def eq10_hutchpp(h: torch.Tensor, sketch: torch.Tensor, probes: torch.Tensor) -> float:
+    """Tr(Q^T H Q) + Tr(G^T (I - QQ^T) H (I - QQ^T) G)/m, Q an orthonormal basis of H·sketch.
+
+    h: (d, d); sketch: (d, r); probes G: (d, m).
+    """
+    q = torch.linalg.qr(h @ sketch)[0]
+    rest = torch.eye(len(h), dtype=h.dtype) - q @ q.t()
+    deflated = probes.t() @ rest @ h @ rest @ probes
+    return float((q.t() @ h @ q).trace() + deflated.trace() / probes.shape[1])

@@ -183,12 +183,14 @@ def run(
     return recipe
 
 
-def tune_process(*arguments: str, torchrun: Sequence[str] = ()) -> subprocess.Popen:
-    """Starts ``tune run [torchrun] hestia_qat ARGUMENTS`` with one thread a rank."""
+def tune_process(
+    *arguments: str, torchrun: Sequence[str] = (), recipe: str = "hestia_qat"
+) -> subprocess.Popen:
+    """Starts ``tune run [torchrun] RECIPE ARGUMENTS`` with one thread a rank."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     tune = str(Path(sys.executable).with_name("tune"))
     return subprocess.Popen(
-        [tune, "run", *torchrun, "hestia_qat", *arguments],
+        [tune, "run", *torchrun, recipe, *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -196,9 +198,11 @@ def tune_process(*arguments: str, torchrun: Sequence[str] = ()) -> subprocess.Po
     )
 
 
-def tune_run(*arguments: str, torchrun: Sequence[str] = ()) -> subprocess.CompletedProcess:
+def tune_run(
+    *arguments: str, torchrun: Sequence[str] = (), recipe: str = "hestia_qat"
+) -> subprocess.CompletedProcess:
     """Runs what `tune_process` starts to its end."""
-    process = tune_process(*arguments, torchrun=torchrun)
+    process = tune_process(*arguments, torchrun=torchrun, recipe=recipe)
     out, err = process.communicate(timeout=600)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

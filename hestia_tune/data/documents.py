@@ -12,6 +12,7 @@ follows the Python version, so losses on it compare only within one version.
 """
 
 import ast
+import functools
 import inspect
 import sys
 import sysconfig
@@ -73,10 +74,11 @@ def without_quotes(documents: Iterable[str], held_out: Iterable[str]) -> list[st
     return [document for document in kept if document.strip()]
 
 
-def stdlib_docstrings() -> list[str]:
+@functools.cache
+def stdlib_docstrings() -> tuple[str, ...]:
     """The docstrings of each module of the standard library, one document per module.
 
-    Reading and parsing the library takes some ten seconds.
+    Reading and parsing the library takes some ten seconds, once per process.
     """
     stdlib = Path(sysconfig.get_path("stdlib"))
     documents = []
@@ -87,7 +89,7 @@ def stdlib_docstrings() -> list[str]:
         docstrings = list(dict.fromkeys(_docstrings(path)))
         if docstrings:
             documents.append("\n\n".join(docstrings) + "\n")
-    return documents
+    return tuple(documents)
 
 
 def _docstrings(path: Path) -> Iterator[str]:

@@ -5,10 +5,12 @@ A sketch of rank r catches the large eigenvalues, whose part of the trace is the
 (dim, rank).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+Vector = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +21,10 @@ class TraceEstimate:
     standard_error: float
 
 
-def _rademacher(dim: int, generator: torch.Generator, like: torch.Tensor) -> torch.Tensor:
-    bits = torch.randint(0, 2, (dim,), generator=generator, device=generator.device)
-    return (2 * bits - 1).to(like)
+def rademacher(dim: int, generator: torch.Generator, like: torch.Tensor) -> torch.Tensor:
+    """A (dim,) vector of random signs on the generator's device, in the dtype of ``like``."""
+    signs = torch.empty(dim, dtype=like.dtype, device=generator.device)
+    return signs.bernoulli_(0.5, generator=generator).mul_(2).sub_(1).to(like.device)
 
 
 def hutchpp(
@@ -49,19 +52,51 @@ def hutchpp(
     Raises:
         ValueError: if ``rank`` is negative or ``num_probes`` is below 2.
     """
+    return hutchpp_by_forms(
+        lambda vectors: (matvec(vector()) for vector in vectors),
+        lambda vectors: [float(v @ matvec(v)) for v in (vector() for vector in vectors)],
+        dim,
+        rank=rank,
+        num_probes=num_probes,
+        generator=generator,
+        like=torch.empty(0, dtype=dtype, device=device),
+    )
+
+
+def hutchpp_by_forms(
+    products: Callable[[Sequence[Vector]], Iterable[torch.Tensor]],
+    quadratic_forms: Callable[[Sequence[Vector]], list[float]],
+    dim: int,
+    *,
+    rank: int,
+    num_probes: int,
+    generator: torch.Generator,
+    like: torch.Tensor,
+) -> TraceEstimate:
+    """`hutchpp` for a matrix whose quadratic forms v^T H v are cheaper than its products.
+
+    Args:
+        products: functions that make vectors (dim,) -> H v of each, in order.
+        quadratic_forms: functions that make vectors (dim,) -> v^T H v of each.
+        like: a tensor with the dtype and the device of the vectors.
+    """
     if rank < 0 or num_probes < 2:
         raise ValueError(f"rank must be >= 0 and num_probes >= 2; got {rank} and {num_probes}")
-    like = torch.empty(0, dtype=dtype, device=device)
-    columns = [matvec(_rademacher(dim, generator, like)) for _ in range(min(rank, dim))]
-    basis = torch.linalg.qr(torch.stack(columns, 1))[0] if columns else like.new_zeros(dim, 0)
-    exact = sum(float(q @ matvec(q)) for q in basis.unbind(1))
-    rest = []
-    for _ in range(num_probes):
-        g = _rademacher(dim, generator, like)
-        g = g - basis @ (basis.t() @ g)
-        rest.append(float(g @ matvec(g)))
-    values = torch.tensor(rest, dtype=torch.float64)
+    rank = min(rank, dim)
+    basis = like.new_empty(dim, rank)
+    random: list[Vector] = [lambda: rademacher(dim, generator, like)] * rank
+    if rank:
+        for k, product in enumerate(products(random)):
+            basis[:, k] = product.flatten()
+        basis = torch.linalg.qr(basis)[0]
+    exact = sum(quadratic_forms([lambda k=k: basis[:, k] for k in range(rank)]) if rank else [])
+
+    def deflated() -> torch.Tensor:
+        probe = rademacher(dim, generator, like)
+        return probe - basis @ (basis.t() @ probe)
+
+    rest = torch.tensor(quadratic_forms([deflated] * num_probes), dtype=torch.float64)
     return TraceEstimate(
-        trace=exact + values.mean().item(),
-        standard_error=values.std().item() / num_probes**0.5,
+        trace=exact + rest.mean().item(),
+        standard_error=rest.std().item() / num_probes**0.5,
     )

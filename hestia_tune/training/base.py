@@ -14,8 +14,8 @@ import torchtune
 _MODULE = "torchtune_full_finetune_distributed"
 
 
-def _init_once(backend: str) -> None:
-    """A second recipe in the same processes goes on in the group of the first.
+def init_process_group(backend: str) -> None:
+    """Forms the process group; a second recipe in the same processes goes on in the first's.
 
     Ending a gloo group and forming another under torchrun hangs now and then. The module that this
     goes into is the private copy loaded below.
@@ -32,7 +32,7 @@ def load_base_recipe() -> type:
         module = importlib.util.module_from_spec(spec)
         sys.modules[_MODULE] = module
         spec.loader.exec_module(module)
-        module.init_process_group = _init_once
+        module.init_process_group = init_process_group
     return sys.modules[_MODULE].FullFinetuneRecipeDistributed
 
 

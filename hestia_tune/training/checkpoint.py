@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
-_META = "meta.json"
+META_FILE = "meta.json"
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -40,7 +40,7 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     found = []
     for path in folder.iterdir():
         match = _STEP_FOLDER.fullmatch(path.name)
-        if match and (path / _META).is_file():
+        if match and (path / META_FILE).is_file():
             found.append((int(match.group(1)), path))
     return sorted(found)
 
@@ -101,7 +101,7 @@ def save_checkpoint(
                 "all nodes share"
             )
         text = json.dumps({**meta, "step": step, "world_size": dist.get_world_size()}, indent=1)
-        (temporary / _META).write_text(text, encoding="utf-8")
+        (temporary / META_FILE).write_text(text, encoding="utf-8")
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
@@ -117,7 +117,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: if the run had another number of ranks, whose data positions cannot be mapped.
     """
-    meta = json.loads((path / _META).read_text(encoding="utf-8"))
+    meta = json.loads((path / META_FILE).read_text(encoding="utf-8"))
     if meta["world_size"] != dist.get_world_size():
         raise ValueError(
             f"checkpoint {path} was written by {meta['world_size']} ranks, this run has "

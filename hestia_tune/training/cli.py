@@ -11,7 +11,7 @@ from torchtune._recipe_registry import Config, Recipe, get_all_recipes
 
 from hestia_tune.training.configs import packaged_configs
 
-RECIPES = ("hestia_qat",)
+RECIPES = ("hestia_qat", "hestia_sensitivity", "hestia_convert", "hestia_eval")
 
 
 def main() -> None:

@@ -3,15 +3,17 @@
 from functools import partial
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, ListConfig
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
-from torchtune.data import padded_collate_packed
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from hestia_tune.config import one_line
+from hestia_tune.sensitivity import CalibrationBatch
 
 
 def build_dataset(cfg_dataset: DictConfig | ListConfig, tokenizer: Any, key: str):
@@ -59,3 +61,15 @@ def build_dataloader(
     return StatefulDataLoader(
         dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last
     )
+
+
+def shifted_labels(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Position t predicts token t + 1; the last position predicts nothing."""
+    return torch.hstack((labels[:, 1:], torch.full_like(labels[:, :1], ignore_index)))
+
+
+def calibration_batch(batch: dict[str, torch.Tensor]) -> CalibrationBatch:
+    """A collated batch as the sensitivity estimation takes it."""
+    inputs = {k: v for k, v in batch.items() if k not in ("tokens", "labels")}
+    labels = shifted_labels(batch["labels"], CROSS_ENTROPY_IGNORE_IDX)
+    return CalibrationBatch(tokens=batch["tokens"], labels=labels, model_inputs=inputs)

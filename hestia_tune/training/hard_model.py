@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune import training
 from torchtune.training import FullModelHFCheckpointer
 
+from hestia_tune.export.folder import DESCRIPTION_FILE
 from hestia_tune.files import write_atomically
 from hestia_tune.qat import full_tensor, quantized_linears
-
-DESCRIPTION_FILE = "hestia.json"
 
 
 def hard_state_dict(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -48,12 +48,26 @@ def main(run: Callable[[DictConfig], int], name: str) -> int:
         return 1
 
 
+# What a twin run changes, by the key that asks for it.
+_TWINS = {
+    "compare_straight_through": (
+        "straight_through",
+        {"sensitivity": None, "schedule": {"rho": 0.0, "tau_init": 0.0, "alpha": 0.0}},
+    ),
+    "compare_uniform": ("uniform", {"sensitivity": None}),
+}
+
+
 def run_qat(cfg: DictConfig) -> int:
-    """The QAT job, preceded by its straight-through twin if ``compare_straight_through`` asks."""
-    from hestia_tune.training.recipe import HARD, STRAIGHT_THROUGH, HestiaQATRecipe
+    """The QAT job, preceded by the twin runs that the config asks for.
+
+    ``compare_straight_through`` asks for straight-through AbsMean QAT, ``compare_uniform`` for one
+    temperature for all layers. Their results are rows of the main run's table.
+    """
+    from hestia_tune.training.recipe import HARD, TWIN_ROWS, HestiaQATRecipe
     from hestia_tune.training.setup import preflight
 
-    def run(cfg: DictConfig, extra: dict[str, float], is_twin: bool = False) -> bool:
+    def run(cfg: DictConfig, extra: dict[str, float], is_last: bool) -> bool:
         recipe = HestiaQATRecipe(cfg)
         recipe.setup(cfg)
         recipe.validation_losses |= extra
@@ -66,28 +80,46 @@ def run_qat(cfg: DictConfig) -> int:
                 f"stopped after step {recipe.global_step}, checkpoint written; "
                 "go on with resume_from_checkpoint=True"
             )
-        recipe.cleanup(end_process_group=not (is_twin and finished))
+        recipe.cleanup(end_process_group=is_last or not finished)
         return finished
 
+    cfg = OmegaConf.merge(cfg)
+    twins = [key for key in _TWINS if cfg.get(key)]
+    if twins or cfg.get("sensitivity") == "auto":
+        preflight(cfg)  # so that no error waits until something is computed
+    resuming = bool(cfg.get("resume_from_checkpoint"))
     extra: dict[str, float] = {}
-    if cfg.get("compare_straight_through"):
-        preflight(cfg)  # so that no error waits until the twin is trained
-        cfg, twin = OmegaConf.merge(cfg), OmegaConf.merge(cfg)
-        twin.compare_straight_through, twin.sensitivity = False, None
-        twin.schedule = {"rho": 0.0, "tau_init": 0.0, "alpha": 0.0}
-        twin.output_dir = f"{cfg.output_dir}/straight_through"
+    for key in twins:
+        folder, changes = _TWINS[key]
+        twin = OmegaConf.merge(cfg, dict.fromkeys(_TWINS, False))
+        for name, value in changes.items():
+            twin[name] = value
+        twin.output_dir = f"{cfg.output_dir}/{folder}"
         results = Path(twin.output_dir) / "results.json"
-        if cfg.get("resume_from_checkpoint"):
-            # Stopped in the twin, the main run has nothing to resume from yet.
-            cfg.resume_from_checkpoint = bool(saved_steps(cfg))
+        if resuming:  # stopped in a twin, what comes after it has nothing to resume from yet
             twin.resume_from_checkpoint = bool(saved_steps(twin))
-        if not (cfg.get("resume_from_checkpoint") and results.is_file()) and not run(
-            twin, {}, is_twin=True
-        ):
+        done = resuming and results.is_file()
+        if not done and not run(twin, {}, is_last=False):
             return INTERRUPTED
         losses = json.loads(results.read_text(encoding="utf-8"))["validation_loss"]
-        extra = {STRAIGHT_THROUGH: losses[HARD]} if HARD in losses else {}
-    return 0 if run(cfg, extra) else INTERRUPTED
+        extra |= {TWIN_ROWS[key]: losses[HARD]} if HARD in losses else {}
+    if resuming and twins:
+        cfg.resume_from_checkpoint = bool(saved_steps(cfg))
+    if cfg.get("sensitivity") == "auto":
+        cfg.sensitivity = _computed_sensitivity(cfg)
+    return 0 if run(cfg, extra, is_last=True) else INTERRUPTED
+
+
+def _computed_sensitivity(cfg: DictConfig) -> str | None:
+    """``sensitivity: auto``: the path of the artifact, computed if it is not there yet."""
+    from hestia_tune.config import ScheduleConfig
+    from hestia_tune.training.sensitivity import SensitivityRecipe
+
+    if cfg.get("schedule", {}).get("alpha", ScheduleConfig().alpha) == 0:
+        return None  # nothing would read it
+    recipe = SensitivityRecipe(cfg)
+    recipe.run()
+    return str(recipe.path)
 
 
 def saved_steps(cfg: DictConfig) -> list[int]:

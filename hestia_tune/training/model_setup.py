@@ -7,7 +7,7 @@ does the mixed precision (float32 latent weights, bfloat16 compute), and one cod
 keep exact than two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torchtune import config, modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from hestia_tune.config import one_line
 from hestia_tune.qat import QATQuantizerBase, quantized_linears
+from hestia_tune.temperature import optimal_temperature
 
 
 def build_on_meta(cfg_model: DictConfig, quantizer: QATQuantizerBase) -> nn.Module:
@@ -31,6 +33,45 @@ def build_on_meta(cfg_model: DictConfig, quantizer: QATQuantizerBase) -> nn.Modu
     with training.set_default_dtype(torch.float32), torch.device("meta"):
         model = config.instantiate(cfg_model)
     return quantizer.prepare(model)
+
+
+def read_checkpoint(
+    load: Callable[[], dict[str, Any]], model: nn.Module, cfg_checkpointer: DictConfig
+) -> dict[str, torch.Tensor]:
+    """The state dict that ``load`` reads, checked against ``model`` (on the meta device).
+
+    Args:
+        load: reads the checkpoint, as torchtune's checkpointers do.
+        model: names and shapes; prepared or not.
+        cfg_checkpointer: the YAML's section, for messages.
+
+    Raises:
+        ValueError: if it cannot be read, is of another model, or holds NaN or infinity.
+    """
+    source = cfg_checkpointer.checkpoint_dir
+    try:
+        loaded = load()[training.MODEL_KEY]
+    except Exception as error:  # torchtune's converters raise errors of many unrelated types
+        raise ValueError(
+            f"the checkpoint in {source} could not be read as "
+            f"{cfg_checkpointer.get('model_type')}: {one_line(error)}"
+        ) from error
+    check_state_dict(model, loaded, source)
+    bad = [name for name, value in loaded.items() if not torch.isfinite(value).all()]
+    if bad:
+        raise ValueError(f"NaN or infinity in the pretrained weights: {', '.join(bad[:3])}")
+    return loaded
+
+
+def fit_temperature(
+    state: Mapping[str, torch.Tensor],
+    names: Iterable[str],
+    quantizer: QATQuantizerBase,
+    compute_dtype: torch.dtype,
+) -> float:
+    """``tau_init: auto``: the temperature that fits the pretrained weights best."""
+    weights = (state[f"{name}.weight"].to(compute_dtype) for name in names)
+    return optimal_temperature(weights, group_size=quantizer.quantizer.group_size)
 
 
 def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
@@ -91,6 +132,14 @@ def shard(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh, compute_dtype: to
     fully_shard(model, **options)
 
 
+def build_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Makes the RoPE tables of a model that was built on the meta device."""
+    with torch.device(device):
+        for module in model.modules():
+            if hasattr(module, "rope_init"):
+                module.rope_init()
+
+
 def materialize(
     model: nn.Module,
     state: Mapping[str, torch.Tensor],
@@ -102,10 +151,7 @@ def materialize(
     Args:
         state: the full state dict on the first process, an empty one on the others.
     """
-    with device:
-        for module in model.modules():
-            if hasattr(module, "rope_init"):
-                module.rope_init()
+    build_buffers(model, device)
     for layer in quantized_linears(model).values():
         layer.weight_fake_quantizer.reset_buffers(device)
     options = StateDictOptions(

@@ -4,12 +4,16 @@ Everything here can be checked without touching a model, a file or a process gro
 checked first.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from hestia_tune.config import ScheduleConfig, from_mapping, nearest, require_number
+from hestia_tune.evaluation.settings import EvalConfig
+from hestia_tune.export.settings import ConvertConfig
+from hestia_tune.sensitivity import EstimationConfig
 
 # torchtune's keys with their defaults; ... marks a key without one.
 _TORCHTUNE_KEYS: dict[str, Any] = {
@@ -59,6 +63,9 @@ _OWN_KEYS: dict[str, Any] = {
     "quantizer": ...,
     "schedule": {},
     "sensitivity": None,
+    "sensitivity_estimation": {},
+    "convert": {},
+    "eval": {},
     "dataset_val": None,
     "batch_size_val": None,
     "run_val_every_n_steps": None,
@@ -68,6 +75,7 @@ _OWN_KEYS: dict[str, Any] = {
     "overwrite_output": False,
     "code_statistics": True,
     "compare_straight_through": False,
+    "compare_uniform": False,
 }
 
 _UNSUPPORTED = {
@@ -89,6 +97,7 @@ _BOOLS = (
     "overwrite_output",
     "code_statistics",
     "compare_straight_through",
+    "compare_uniform",
 )
 _POSITIVE_INTS = (
     "batch_size",
@@ -136,7 +145,11 @@ class RunOptions:
 
     Args:
         schedule: see `hestia_tune.config.ScheduleConfig`.
-        sensitivity: path of a sensitivity artifact, or None for the uniform schedule.
+        sensitivity: path of a sensitivity artifact, "auto" to compute it if there is none, or
+            None for the uniform schedule.
+        estimation: how it is computed.
+        convert: what hestia_convert writes.
+        eval: what hestia_eval measures, and hestia_qat if asked to.
         run_val_every_n_steps: validate so often (None: only before and after training).
         max_val_batches: batches per validation and rank (None: all).
         save_every_n_steps: write a resumable checkpoint so often (None: only at the end).
@@ -147,6 +160,9 @@ class RunOptions:
 
     schedule: ScheduleConfig
     sensitivity: str | None
+    estimation: EstimationConfig
+    convert: ConvertConfig
+    eval: EvalConfig
     run_val_every_n_steps: int | None
     max_val_batches: int | None
     save_every_n_steps: int | None
@@ -176,11 +192,42 @@ class RunOptions:
             raise ValueError(f"fsdp_cpu_offload needs device cuda; got {cfg.device}; leave it out")
         if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
             raise ValueError("run_val_every_n_steps needs dataset_val; add one, or leave it out")
-        own = {name: cfg[name] for name in cls.__dataclass_fields__ if name != "schedule"}
-        section = cfg.schedule
-        if OmegaConf.is_config(section):
-            section = OmegaConf.to_container(section, resolve=True)
-        return cls(schedule=from_mapping(ScheduleConfig, section, "schedule"), **own)
+        sections = {
+            "schedule": from_mapping(ScheduleConfig, _section(cfg, "schedule"), "schedule"),
+            "estimation": _estimation(cfg),
+            "convert": _convert(cfg),
+            "eval": _eval(cfg),
+        }
+        own = {name: cfg[name] for name in cls.__dataclass_fields__ if name not in sections}
+        return cls(**sections, **own)
+
+
+def _section(cfg: DictConfig, key: str) -> Any:
+    section = cfg[key]
+    return (
+        OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
+    )
+
+
+def _estimation(cfg: DictConfig) -> EstimationConfig:
+    """The section with the run's own seed and output folder where it names none."""
+    key = "sensitivity_estimation"
+    checked = from_mapping(EstimationConfig, _section(cfg, key), key)
+    seed = checked.seed if checked.seed is not None else cfg.seed or 0
+    output = checked.output or f"{cfg.output_dir}/sensitivity.json"
+    return dataclasses.replace(checked, seed=seed, output=output)
+
+
+def _convert(cfg: DictConfig) -> ConvertConfig:
+    checked = from_mapping(ConvertConfig, _section(cfg, "convert"), "convert")
+    return dataclasses.replace(checked, output=checked.output or f"{cfg.output_dir}/converted")
+
+
+def _eval(cfg: DictConfig) -> EvalConfig:
+    checked = from_mapping(EvalConfig, _section(cfg, "eval"), "eval")
+    return dataclasses.replace(
+        checked, output=checked.output or f"{cfg.output_dir}/evaluation.json"
+    )
 
 
 def _check_types(cfg: DictConfig) -> None:
@@ -207,4 +254,6 @@ def _check_types(cfg: DictConfig) -> None:
         require_number("clip_grad_norm", cfg.clip_grad_norm, 0, 1e30, "null switches it off")
     sensitivity = cfg.sensitivity
     if sensitivity is not None and not isinstance(sensitivity, str):
-        raise TypeError(f"sensitivity must be null or the path of a file; got {sensitivity!r}")
+        raise TypeError(
+            f"sensitivity must be null, auto or the path of a file; got {sensitivity!r}"
+        )

@@ -28,6 +28,8 @@ from hestia_tune.files import write_atomically
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.qat import full_tensor
 from hestia_tune.training import checkpoint
+from hestia_tune.training.data_setup import shifted_labels
+from hestia_tune.training.evaluation import metrics_of, plain_outputs
 from hestia_tune.training.hard_model import hard_state_dict, write_hard_model
 from hestia_tune.training.history import results_table
 from hestia_tune.training.processes import StopRequest, on_first_rank, sum_over_ranks
@@ -37,7 +39,10 @@ from hestia_tune.training.statistics import check_finite
 log = utils.get_logger("DEBUG")
 
 PRETRAINED, NAIVE, HARD = "pretrained", "naive ternary", "trained, hard"
-STRAIGHT_THROUGH = "straight-through, hard"
+TWIN_ROWS = {
+    "compare_straight_through": "straight-through, hard",
+    "compare_uniform": "uniform temperature, hard",
+}
 
 
 class HestiaQATRecipe(RecipeSetup):
@@ -76,6 +81,7 @@ class HestiaQATRecipe(RecipeSetup):
                         self._save()
                         return False
                     self._validate_if_due(at_end)
+                    self._evaluate_tasks_if_due(at_end)
                     every = self.options.save_every_n_steps
                     if at_end or (every and self.global_step % every == 0):
                         self._save()
@@ -138,9 +144,7 @@ class HestiaQATRecipe(RecipeSetup):
         """(sum of the loss over predicted tokens, number of predicted tokens) of one batch."""
         utils.batch_to_device(batch, self._device)
         ignore = self._loss_fn.ignore_index
-        labels = batch.pop("labels")
-        # Position t predicts token t + 1; the last position predicts nothing.
-        labels = torch.hstack((labels[:, 1:], torch.full_like(labels[:, :1], ignore)))
+        labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
         with self.activations_handling_ctx:
             logits = self._model(**batch)
@@ -228,6 +232,16 @@ class HestiaQATRecipe(RecipeSetup):
         self._log({"val_loss_relaxed": relaxed, "val_loss_hard": hard})
         self.validation_losses[HARD] = hard
 
+    def _evaluate_tasks_if_due(self, at_end: bool) -> None:
+        """The ``eval`` section's tasks and texts on the hard model, into the metric logger."""
+        every = self.options.eval.every_n_steps
+        due = self.options.eval.at_end if at_end else every and self.global_step % every == 0
+        if self._evaluator is None or not due:
+            return
+        with self.driver.hard(), plain_outputs(self._model):
+            result = self._evaluator.evaluate("hard", self._model, {}, self._device)
+        self._log(metrics_of(result))
+
     def _save(self) -> None:
         check_finite(self._model, self._device, self.global_step)
         epoch_done = self.global_step == (self._epoch + 1) * self._steps_per_epoch
@@ -277,7 +291,7 @@ class HestiaQATRecipe(RecipeSetup):
         return results_table(self._ordered_losses().items(), reference=PRETRAINED, worst=NAIVE)
 
     def _ordered_losses(self) -> dict[str, float]:
-        order = (PRETRAINED, NAIVE, STRAIGHT_THROUGH, HARD)
+        order = (PRETRAINED, NAIVE, *TWIN_ROWS.values(), HARD)
         return {k: self.validation_losses[k] for k in order if k in self.validation_losses}
 
     def cleanup(self, end_process_group: bool = True) -> None:

@@ -16,14 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import config, training, utils
 
-from hestia_tune.config import one_line
 from hestia_tune.files import require_writable_dir
 from hestia_tune.qat import QATQuantizerBase, quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
-from hestia_tune.temperature import optimal_temperature
 from hestia_tune.training import checkpoint, data_setup, model_setup
 from hestia_tune.training.base import FullFinetuneRecipeDistributed
+from hestia_tune.training.evaluation import Evaluator
 from hestia_tune.training.history import History
 from hestia_tune.training.options import RunOptions, with_defaults
 from hestia_tune.training.processes import ensure_process_environment, on_first_rank
@@ -40,7 +39,7 @@ def preflight(cfg: DictConfig) -> None:
     """
     cfg = with_defaults(cfg)
     options = RunOptions.from_config(cfg)
-    if options.sensitivity is not None:
+    if options.sensitivity not in (None, "auto"):
         SensitivityArtifact.load(options.sensitivity)
     folder = require_writable_dir(cfg.output_dir) / "checkpoints"
     refuse_overwriting(folder, cfg.resume_from_checkpoint or options.overwrite_output)
@@ -96,6 +95,11 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             artifact.check_model(layers)
         self.quantizer_key = quantizer.quantizer.key()
         self._tokenizer = config.instantiate(cfg.tokenizer)
+        self._evaluator = None
+        if self.options.eval.every_n_steps or self.options.eval.at_end:
+            self._evaluator = Evaluator(
+                self.options.eval, self._tokenizer, self._model.max_seq_len, cache=None
+            )
         self._loss_fn = config.instantiate(cfg.loss)
         self._setup_dataloaders()
 
@@ -143,18 +147,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
     def _read_pretrained(self, artifact: SensitivityArtifact | None) -> dict[str, torch.Tensor]:
         """The pretrained state dict, checked against the model and the sensitivity file."""
-        source = self.cfg.checkpointer.checkpoint_dir
-        try:
-            loaded = self._checkpoint_client.load_base_checkpoint()[training.MODEL_KEY]
-        except Exception as error:  # torchtune's converters raise errors of many unrelated types
-            raise ValueError(
-                f"the checkpoint in {source} could not be read as "
-                f"{self.cfg.checkpointer.get('model_type')}: {one_line(error)}"
-            ) from error
-        model_setup.check_state_dict(self._model, loaded, source)
-        bad = [name for name, value in loaded.items() if not torch.isfinite(value).all()]
-        if bad:
-            raise ValueError(f"NaN or infinity in the pretrained weights: {', '.join(bad[:3])}")
+        load = self._checkpoint_client.load_base_checkpoint
+        loaded = model_setup.read_checkpoint(load, self._model, self.cfg.checkpointer)
         if artifact is not None:
             weights = {name: loaded[f"{name}.weight"] for name in artifact.scores}
             artifact.check_model(artifact.scores, model_fingerprint(weights))
@@ -172,12 +166,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if tau_init == "auto" and resume_meta is not None:
             tau_init = resume_meta["identity"]["schedule.tau_init"]
         elif tau_init == "auto":
-
-            def fit() -> float:
-                weights = (state[f"{name}.weight"].to(self._dtype) for name in names)
-                return optimal_temperature(weights, group_size=quantizer.quantizer.group_size)
-
-            tau_init = on_first_rank(fit)
+            fit = model_setup.fit_temperature
+            tau_init = on_first_rank(lambda: fit(state, names, quantizer, self._dtype))
             utils.log_rank_zero(log, f"tau_init auto: {tau_init:.4f}")
         return AnnealingSchedule(
             self.total_steps, rho=options.rho, tau_init=tau_init, alpha=options.alpha

@@ -1,8 +1,11 @@
 """A tokenizer component for models that come with a ``tokenizer.json``."""
 
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from torchtune.data import Message
 from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
 
@@ -16,7 +19,11 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         max_seq_len: longest sequence that torchtune's datasets make of one document; None is
             unlimited.
 
+    Called with messages, as torchtune's generate recipe does, it renders the folder's chat template
+    if there is one, and otherwise joins their texts, which is what a base model continues.
+
     Attributes:
+        stop_tokens: ids that end a generation.
         pad_id: id of the configured padding token, or of EOS if there is none.
         vocab_size: number of token ids, special ones included.
 
@@ -39,9 +46,47 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
             self.eos_id = self.tokenizer.token_to_id(eos_token)
             if self.eos_id is None:
                 raise ValueError(f"tokenizer.eos_token {eos_token!r} is not in {files[0]}")
-        pad = json.loads(files[1].read_text(encoding="utf-8")).get("pad_token")
-        pad = pad["content"] if isinstance(pad, dict) else pad
+        pad = self._special_token("pad_token")
         self.pad_id = self.eos_id if pad is None else self.tokenizer.token_to_id(pad)
+        turn_end = self._special_token("eos_token")
+        ends = {self.eos_id, turn_end and self.tokenizer.token_to_id(turn_end)}
+        self.stop_tokens = sorted(ends - {None})
+        template = folder / "chat_template.jinja"
+        self.chat_template: str | None = self.config.get("chat_template")
+        if template.is_file():
+            self.chat_template = template.read_text(encoding="utf-8")
+
+    def _special_token(self, key: str) -> str | None:
+        token = self.config.get(key)
+        return token["content"] if isinstance(token, dict) else token
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """torchtune's transform: ``{"messages": [...]}`` to ``{"tokens": [...]}``.
+
+        Args:
+            sample: with a list of torchtune Messages under "messages".
+            inference: the last message is empty and to be generated; without this, all are text.
+        """
+        messages: Sequence[Message] = sample["messages"]
+        if inference and messages and not messages[-1].text_content:
+            messages = messages[:-1]
+        if self.chat_template is None:
+            text = "".join(message.text_content for message in messages)
+            tokens = self.encode(text, add_bos=self._starts_with_bos(), add_eos=not inference)
+        else:
+            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+            text = environment.from_string(self.chat_template).render(
+                messages=[{"role": m.role, "content": m.text_content} for m in messages],
+                add_generation_prompt=inference,
+                bos_token=self._special_token("bos_token") or "",
+                eos_token=self._special_token("eos_token") or "",
+            )
+            tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return {**sample, "tokens": tokens}
+
+    def _starts_with_bos(self) -> bool:
+        """Whether the model saw a BOS of its own at the start of texts."""
+        return self.config.get("add_bos_token") is True
 
     def _get_token_from_config(self, config, key):
         """Models without a BOS token (Qwen2.5) have EOS in its place."""

@@ -1,11 +1,10 @@
-"""The sensitivity file: Eq. 11, a strict round trip, and errors that name what is wrong."""
+"""The sensitivity artifact: a strict round trip, its columns and its summary."""
 
 import json
 import math
 import os
 
 import pytest
-import references
 import torch
 
 from hestia_tune import AnnealingSchedule, SensitivityArtifact
@@ -20,46 +19,15 @@ def make_artifact(**changes) -> SensitivityArtifact:
         "standard_errors": {name: h / 10 for name, h in TRACES.items()},
         "scores": sensitivity_scores(TRACES),
         "model_fingerprint": "sha256:0123",
-        "estimator": {"rank": 10, "seed": 7, "mode": "joint"},
+        "probes": {name: 10 + k for k, name in enumerate(TRACES)},
+        "resolved": dict.fromkeys(TRACES, True),
+        "estimator": {"method": "hutchinson", "seed": 7, "kappa": 1.0, "epsilon": 1e-8},
+        "dataset": {"num_batches": 4},
+        "tokens_seen": 1234,
+        "wall_time_seconds": 5.25,
+        "alpha": 0.3,
     }
     return SensitivityArtifact(**(fields | changes))
-
-
-@pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0, 5.0])
-@pytest.mark.parametrize("seed", range(4))
-def test_scores_equal_eq11(seed, kappa):
-    generator = torch.Generator().manual_seed(seed)
-    values = (6 * torch.randn(30, generator=generator, dtype=torch.float64)).exp().tolist()
-    traces = {f"layers.{i}": h for i, h in enumerate(values)}
-    scores = sensitivity_scores(traces, kappa=kappa)
-    assert list(scores) == list(traces)
-    assert list(scores.values()) == pytest.approx(references.eq11_scores(values, kappa), rel=1e-9)
-
-
-def test_scores_follow_the_order_of_the_traces_and_not_their_unit():
-    scores = sensitivity_scores(TRACES)
-    assert sorted(scores, key=scores.get) == sorted(TRACES, key=TRACES.get)
-    assert all(0 < s < 1 for s in scores.values())
-    scaled = sensitivity_scores({name: 1e5 * h for name, h in TRACES.items()})
-    assert scaled == pytest.approx(scores)
-
-
-@pytest.mark.parametrize("traces", [{"a": 3.0}, {"a": 0.1, "b": 0.1, "c": 0.1}])
-def test_layers_that_do_not_differ_score_one_half(traces):
-    assert sensitivity_scores(traces) == pytest.approx(dict.fromkeys(traces, 0.5), abs=1e-6)
-
-
-def test_a_large_gain_saturates():
-    scores = sensitivity_scores(TRACES, kappa=1e4)
-    assert scores["layers.0.w1"] == pytest.approx(0) and scores["layers.1.q_proj"] == 1
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-def test_traces_without_a_logarithm_are_named(bad):
-    with pytest.raises(ValueError, match=r"positive and finite; not so: \['layers.1.w1'\]"):
-        sensitivity_scores(TRACES | {"layers.1.w1": bad})
-    with pytest.raises(ValueError, match="none given"):
-        sensitivity_scores({})
 
 
 def test_round_trip(tmp_path):
@@ -68,8 +36,76 @@ def test_round_trip(tmp_path):
     assert SensitivityArtifact.load(path) == artifact  # exactly, floats included
     assert SensitivityArtifact.load(str(path)) == artifact
     document = json.loads(path.read_text())
-    assert document["schema_version"] == 1 and list(document["layers"]) == list(TRACES)
-    assert document["layers"]["layers.0.w1"].keys() == {"trace", "standard_error", "score"}
+    assert document["schema_version"] == 2 and list(document["layers"]) == list(TRACES)
+    assert document["tokens_seen"] == 1234 and document["dataset"] == {"num_batches": 4}
+    fields = {"trace", "standard_error", "probes", "resolved", "score", "tau_scale"}
+    assert all(entry.keys() == fields for entry in document["layers"].values())
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, -1.0])
+def test_tau_scale_is_that_of_the_configs_alpha(tmp_path, alpha):
+    path, artifact = tmp_path / "sensitivity.json", make_artifact(alpha=alpha)
+    artifact.save(path)
+    for name, entry in json.loads(path.read_text())["layers"].items():
+        assert entry["tau_scale"] == pytest.approx(math.exp(alpha * artifact.scores[name]))
+
+
+def unresolved_artifact(**changes) -> SensitivityArtifact:
+    """Two of five layers are not known to be positive; the smallest other trace is 0.3."""
+    traces = {"a": 2.5, "b": -4.0, "c": 0.3, "d": 0.1, "e": 60.0}
+    errors = {"a": 0.1, "b": 0.5, "c": 0.01, "d": 0.2, "e": 1.0} | changes.pop("errors", {})
+    resolved = {name: name not in "bd" for name in traces}
+    return SensitivityArtifact.from_traces(
+        traces, errors, resolved, model_fingerprint="sha256:0", **changes
+    )
+
+
+@pytest.mark.parametrize("kappa", [0.5, 1.0, 4.0])
+def test_unresolved_layers_score_as_the_smallest_resolved_one(tmp_path, kappa):
+    artifact = unresolved_artifact(kappa=kappa, estimator={"method": "hutchinson"})
+    usable = artifact.traces | {"b": 0.3, "d": 0.3}
+    assert artifact.scores == sensitivity_scores(usable, kappa=kappa)
+    assert artifact.unresolved == ["b", "d"]
+    assert artifact.traces["b"] == -4.0  # as measured
+    assert artifact.estimator == {"method": "hutchinson", "kappa": kappa, "epsilon": 1e-8}
+    artifact.save(tmp_path / "s.json")
+    assert SensitivityArtifact.load(tmp_path / "s.json") == artifact
+    with pytest.raises(ValueError, match="no layer's trace is known to be positive"):
+        SensitivityArtifact.from_traces(
+            {"a": 1.0}, {"a": 2.0}, {"a": False}, model_fingerprint="sha256:0"
+        )
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("kappa", [0.0, 0.5, 3.0])
+def test_rescored_for_another_gain(tmp_path, loaded, kappa):
+    artifact = unresolved_artifact(epsilon=0.1)
+    if loaded:
+        artifact.save(tmp_path / "s.json")
+        artifact = SensitivityArtifact.load(tmp_path / "s.json")
+    other = artifact.rescored(kappa)
+    assert other == unresolved_artifact(kappa=kappa, epsilon=0.1)
+    assert other.rescored(1.0) == artifact
+
+
+def test_the_summary(tmp_path):
+    path, artifact = tmp_path / "s.json", unresolved_artifact()
+    artifact.save(path)
+    summary = json.loads(path.read_text())["summary"]
+    logs = torch.tensor([2.5, 0.3, 0.3, 0.3, 60.0], dtype=torch.float64).log()
+    assert summary["mean_log_trace"] == pytest.approx(logs.mean().item())
+    assert summary["std_log_trace"] == pytest.approx(logs.std(correction=0).item())
+    assert summary["unresolved"] == ["b", "d"]
+    errors = artifact.score_standard_errors
+    assert summary["max_score_standard_error"] == max(errors.values())
+
+
+def test_the_error_of_a_trace_that_is_not_used_moves_no_score():
+    """An unresolved layer's score is made of another trace; its own error says nothing."""
+    expected = unresolved_artifact().score_standard_errors
+    noisier = unresolved_artifact(errors={"b": 5.0, "d": 40.0}).score_standard_errors
+    assert noisier == pytest.approx(expected)
+    assert unresolved_artifact(errors={"c": 0.1}).score_standard_errors["a"] > expected["a"]
 
 
 def test_saving_replaces_the_file_whole(tmp_path):
@@ -98,83 +134,6 @@ def test_a_failing_save_keeps_the_old_file(tmp_path, monkeypatch, failing):
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ["sensitivity.json"]
     assert SensitivityArtifact.load(path) == make_artifact()
-
-
-def write(path, change) -> None:
-    """A valid file after ``change(document)``."""
-    make_artifact().save(path)
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
-
-
-def set_field(**fields):
-    return lambda document: document.update(fields)
-
-
-def set_entry(field, value):
-    return lambda document: document["layers"]["layers.0.w1"].update({field: value})
-
-
-BAD_DOCUMENTS = {
-    "version 2": (set_field(schema_version=2), "schema_version must be 1; got 2"),
-    "version as text": (set_field(schema_version="1"), "schema_version must be 1; got 1"),
-    "no version": (lambda d: d.pop("schema_version"), "lacks the field 'schema_version'"),
-    "no layers": (lambda d: d.pop("layers"), "lacks the field 'layers'"),
-    "no fingerprint": (lambda d: d.pop("model_fingerprint"), "lacks .* 'model_fingerprint'"),
-    "no estimator": (lambda d: d.pop("estimator"), "lacks the field 'estimator'"),
-    "no score": (lambda d: d["layers"]["layers.0.w1"].pop("score"), "lacks the field 'score'"),
-    "no trace": (lambda d: d["layers"]["layers.0.w1"].pop("trace"), "lacks the field 'trace'"),
-    "empty": (set_field(layers={}), "at least one"),
-    "layers as a list": (set_field(layers=[1, 2]), "is not valid"),
-    "entry as a number": (lambda d: d["layers"].update({"layers.0.w1": 0.5}), "is not valid"),
-    "score above 1": (set_entry("score", 1.5), r"score of layers.0.w1 must be in \[0, 1\]"),
-    "score below 0": (set_entry("score", -0.1), r"score of layers.0.w1 must be in \[0, 1\]"),
-    "score as text": (set_entry("score", "0.5"), "layers.0.w1 must be finite numbers"),
-    "score null": (set_entry("score", None), "layers.0.w1 must be finite numbers"),
-    "score true": (set_entry("score", True), "layers.0.w1 must be finite numbers"),
-    "trace NaN": (set_entry("trace", float("nan")), "NaN is not a number"),
-    "trace infinite": (set_entry("trace", float("inf")), "Infinity is not a number"),
-    "trace too large": (set_entry("trace", 10**400), "layers.0.w1 must be finite numbers"),
-    "error NaN": (set_entry("standard_error", float("nan")), "NaN is not a number"),
-    "fingerprint as a number": (set_field(model_fingerprint=5), "model_fingerprint"),
-    "estimator as a list": (set_field(estimator=[10]), "estimator"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_DOCUMENTS)
-def test_bad_documents_are_refused(tmp_path, name):
-    change, message = BAD_DOCUMENTS[name]
-    path = tmp_path / "sensitivity.json"
-    write(path, change)
-    with pytest.raises(ValueError, match=message) as caught:
-        SensitivityArtifact.load(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"not JSON", b'{"schema_version": 1,', b"[]", b'"text"', b"null", b"\x80\x04\x95pickle"],
-)
-def test_files_that_are_no_such_document_are_refused(tmp_path, content):
-    path = tmp_path / "sensitivity.json"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="is not valid"):
-        SensitivityArtifact.load(path)
-
-
-def test_numbers_that_overflow_are_refused(tmp_path):
-    """1e999 is well-formed JSON and would be read as infinity."""
-    path = tmp_path / "sensitivity.json"
-    make_artifact().save(path)
-    path.write_text(path.read_text().replace('"trace": 40.0', '"trace": 1e999'))
-    with pytest.raises(ValueError, match="layers.1.q_proj must be finite numbers"):
-        SensitivityArtifact.load(path)
-
-
-def test_a_missing_file_says_what_to_do(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere.json does not exist; compute it first"):
-        SensitivityArtifact.load(tmp_path / "nowhere.json")
 
 
 def test_columns_must_name_the_same_layers():

@@ -1,0 +1,174 @@
+"""Sensitivity three ways: as the paper's authors do it, adaptively, and by Fisher traces.
+
+    python benchmarks/sensitivity.py --config smollm2_135m --layers 12 \
+        --settings num_samples=8 --overrides device=cpu checkpointer.checkpoint_dir=DIR \
+        dataset.source=parquet dataset.data_files=train.parquet dataset.split=train \
+        dataset.column=text dataset.seq_len=128 dataset.max_tokens=40000
+
+The authors' way: for every layer and batch a new forward and backward, then Hutch++ with the fixed
+counts (rank 10, 20 probes, hence 40 products). All three see the same weights and samples. Prints
+seconds (wall clock, and of all cores, which other work on the machine disturbs less), the scores of
+each way, and how they differ. Scores are over the chosen layers.
+"""
+
+import argparse
+import json
+import logging
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torchtune import config
+from tqdm import tqdm
+
+from hestia_tune.config import from_mapping
+from hestia_tune.qat import quantized_linears
+from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
+from hestia_tune.sensitivity.hutchpp import hutchpp
+from hestia_tune.sensitivity.hvp import double_backward_attention
+from hestia_tune.sensitivity.scores import is_resolved
+from hestia_tune.sensitivity.segments import logits_of, mean_loss
+from hestia_tune.training import model_setup
+from hestia_tune.training.configs import config_path
+from hestia_tune.training.sensitivity import SensitivityRecipe
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
+
+
+def spread(names: list[str], count: int) -> list[str]:
+    """``count`` layers, evenly over the blocks, each of the next projection (0: all)."""
+    blocks = sorted({int(name.split(".")[1]) for name in names})
+    if not 0 < count < len(names):
+        return names
+    chosen = []
+    for k in range(count):
+        block = blocks[round(k * (len(blocks) - 1) / max(1, count - 1))]
+        ending = PROJECTIONS[k % len(PROJECTIONS)]
+        chosen += [n for n in names if n.startswith(f"layers.{block}.") and n.endswith(ending)]
+    return list(dict.fromkeys(chosen))
+
+
+def authors_way(model, weights, batches, settings) -> SensitivityArtifact:
+    """Per layer and batch: forward, backward with a graph, Hutch++ with fixed counts."""
+    tokens = [batch.num_predicted for batch in batches]
+    generator = torch.Generator().manual_seed(settings.seed or 0)
+    traces, errors = {}, {}
+    for name, weight in tqdm(weights.items(), desc="the authors' way"):
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter is weight)
+        trace, variance = 0.0, 0.0
+        for batch, count in zip(batches, tokens, strict=True):
+            with double_backward_attention():
+                loss = mean_loss(logits_of(model, batch), batch.labels)
+                (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+
+            def matvec(v, gradient=gradient, weight=weight):
+                (product,) = torch.autograd.grad(
+                    gradient, weight, v.view_as(weight), retain_graph=True
+                )
+                return product.flatten()
+
+            estimate = hutchpp(
+                matvec,
+                weight.numel(),
+                rank=settings.rank,
+                num_probes=settings.num_probes,
+                generator=generator,
+            )
+            trace += count / sum(tokens) * estimate.trace
+            variance += (count / sum(tokens) * estimate.standard_error) ** 2
+        traces[name], errors[name] = trace, variance**0.5
+    resolved = {name: is_resolved(traces[name], errors[name]) for name in traces}
+    products = (2 * settings.rank + settings.num_probes) * len(batches)
+    return SensitivityArtifact.from_traces(
+        traces,
+        errors,
+        resolved,
+        model_fingerprint="",
+        probes=dict.fromkeys(traces, products),
+    )
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """Rank correlation (no ties)."""
+    ranks = [torch.tensor(v, dtype=torch.float64).argsort().argsort().double() for v in (a, b)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="demo")
+    parser.add_argument("--layers", type=int, default=12, help="0 takes all")
+    parser.add_argument("--settings", nargs="*", default=[], help="of sensitivity_estimation")
+    parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
+    parser.add_argument("--output-dir", default="runs/benchmark_sensitivity")
+    parser.add_argument("--skip-authors", action="store_true")
+    options = parser.parse_args()
+    logging.disable(logging.INFO)
+
+    settings = OmegaConf.to_container(OmegaConf.from_dotlist(options.settings))
+    cfg = OmegaConf.merge(
+        OmegaConf.load(config_path(options.config)),
+        OmegaConf.from_dotlist([*options.overrides, f"output_dir={options.output_dir}"]),
+        {"sensitivity_estimation": settings, "sensitivity": None},
+    )
+    recipe = SensitivityRecipe(cfg)
+    meta = model_setup.build_on_meta(cfg.model, config.instantiate(cfg.quantizer))
+    batches = [batch.to(recipe.device) for batch in recipe._calibration_batches()]
+    model = recipe._load(recipe._read_pretrained(meta))
+    names = spread(list(quantized_linears(meta)), options.layers)
+    weights = {name: model.get_submodule(name).weight for name in names}
+
+    def run(**changes) -> SensitivityArtifact:
+        chosen = from_mapping(EstimationConfig, settings | changes, "settings")
+        return estimate_sensitivity(model, weights, batches, chosen)
+
+    ways = {"fisher": lambda: run(curvature="fisher"), "adaptive": lambda: run()}
+    if not options.skip_authors:
+        ways["authors"] = lambda: authors_way(
+            model, weights, batches, from_mapping(EstimationConfig, settings, "settings")
+        )
+    results, wall, cores = {}, {}, {}
+    for label, way in ways.items():
+        started, busy = time.perf_counter(), time.process_time()
+        results[label] = way()
+        wall[label] = time.perf_counter() - started
+        cores[label] = time.process_time() - busy
+
+    predicted = sum(batch.num_predicted for batch in batches)
+    print(f"\n{cfg.model}\n{len(names)} layers, {len(batches)} batches, {predicted} tokens\n")
+    print(f"| layer | {' | '.join(f'{label}: score (probes)' for label in results)} |")
+    print(f"|---|{'---|' * len(results)}")
+    for name in names:
+        cells = [f"{r.scores[name]:.3f} ({r.probes[name]})" for r in results.values()]
+        print(f"| {name} | {' | '.join(cells)} |")
+    for label, found in results.items():
+        worst = max(found.score_standard_errors.values())
+        print(
+            f"\n{label}: {wall[label]:.1f} s ({cores[label]:.1f} core seconds), scores known to "
+            f"+-{worst:.4f}, unresolved: {found.unresolved or 'none'}"
+        )
+    for other, reference in (
+        ("adaptive", "authors"),
+        ("fisher", "adaptive"),
+        ("fisher", "authors"),
+    ):
+        if reference not in results:
+            continue
+        a, b = (list(results[label].scores.values()) for label in (other, reference))
+        differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
+        print(
+            f"{other} against {reference}: {wall[reference] / wall[other]:.1f} times fewer seconds "
+            f"({cores[reference] / cores[other]:.1f} of core seconds), scores differ by "
+            f"{sum(differences) / len(differences):.4f} on average and {max(differences):.4f} at "
+            f"most, Spearman {spearman(a, b):.3f}"
+        )
+    record = {label: {"seconds": wall[label], "scores": r.scores} for label, r in results.items()}
+    Path(options.output_dir, "benchmark.json").write_text(json.dumps(record, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""The sensitivity recipe: the YAML's model and data in, the artifact and two pictures out.
+
+Every rank holds the whole model in float32 and measures its share of the calibration batches.
+
+output_dir/
+    sensitivity.json       the artifact (`hestia_tune.sensitivity.artifact`)
+    sensitivity.png        traces, layers by projections
+    temperatures.png       the fan of temperatures that the config's schedule makes of them
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torchtune import config, training, utils
+from torchtune.config._utils import _get_component_from_path
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_packed
+
+from hestia_tune.files import require_writable_dir
+from hestia_tune.plots import plot_sensitivity, plot_temperatures
+from hestia_tune.qat import quantized_linears
+from hestia_tune.schedule import AnnealingSchedule
+from hestia_tune.sensitivity import (
+    CalibrationBatch,
+    SensitivityArtifact,
+    estimate_sensitivity,
+    model_fingerprint,
+)
+from hestia_tune.sensitivity.estimate import estimator_description
+from hestia_tune.sensitivity.fingerprint import samples_digest
+from hestia_tune.sensitivity.journal import Journal
+from hestia_tune.sensitivity.memory import estimation_memory
+from hestia_tune.training import data_setup, model_setup
+from hestia_tune.training.base import init_process_group
+from hestia_tune.training.options import RunOptions, with_defaults
+from hestia_tune.training.processes import ensure_process_environment, on_first_rank
+
+log = utils.get_logger("DEBUG")
+
+_PICTURE_STEPS = 400
+
+
+class SensitivityRecipe:
+    """Computes the sensitivity artifact of a config.
+
+    Args:
+        cfg: the run's YAML, checked here.
+
+    Raises:
+        TypeError, ValueError, FileNotFoundError: naming what is wrong with the config.
+    """
+
+    def __init__(self, cfg: DictConfig):
+        self.cfg = with_defaults(cfg)
+        self.options = RunOptions.from_config(self.cfg)
+        self.settings = self.options.estimation
+        self.output_dir = require_writable_dir(self.cfg.output_dir)
+        self.path = Path(self.settings.output)
+        require_writable_dir(self.path.parent)
+        ensure_process_environment()
+        self.device = utils.get_device(self.cfg.device)
+        init_process_group("gloo" if self.device.type == "cpu" else "cuda:nccl,cpu:gloo")
+
+    def run(self) -> SensitivityArtifact:
+        """The artifact: the one found at ``path`` if it is this one, else a new one, saved there.
+
+        Raises:
+            ValueError: if an artifact of another model or of other settings is in the way.
+        """
+        cfg = self.cfg
+        self.quantizer = config.instantiate(cfg.quantizer)
+        meta = model_setup.build_on_meta(cfg.model, self.quantizer)
+        names = list(quantized_linears(meta))
+        batches = self._calibration_batches()
+        state = on_first_rank(lambda: self._read_pretrained(meta), share=False) or {}
+        wanted = on_first_rank(lambda: self._describe(state, names, batches))
+        found = on_first_rank(lambda: self._find(wanted))
+        if found is not None:
+            return found
+        on_first_rank(lambda: self._announce(names, batches), share=False)
+        model = self._load(state)
+        weights = {name: model.get_submodule(name).weight for name in names}
+        journal = Journal(
+            self.path.with_name(f"{self.path.name}.{_short(wanted)}"), dist.get_rank()
+        )
+        artifact = estimate_sensitivity(model, weights, batches, self.settings, journal=journal)
+        artifact = dataclasses.replace(
+            artifact,
+            alpha=self.options.schedule.alpha,
+            dataset=artifact.dataset | self._describe_dataset(batches),
+        )
+        dist.barrier()  # every rank has what it needs of the journal
+        on_first_rank(lambda: self._write(artifact, state, names, journal), share=False)
+        return artifact
+
+    def _read_pretrained(self, meta: nn.Module) -> dict[str, torch.Tensor]:
+        load = lambda: config.instantiate(self.cfg.checkpointer).load_checkpoint()  # noqa: E731
+        return model_setup.read_checkpoint(load, meta, self.cfg.checkpointer)
+
+    def _describe(
+        self,
+        state: Mapping[str, torch.Tensor],
+        names: Sequence[str],
+        batches: Sequence[CalibrationBatch],
+    ) -> dict[str, Any]:
+        """What the result depends on."""
+        return {
+            "model_fingerprint": model_fingerprint({n: state[f"{n}.weight"] for n in names}),
+            "estimator": estimator_description(self.settings),
+            "samples": samples_digest(batches),
+        }
+
+    def _find(self, wanted: Mapping[str, Any]) -> SensitivityArtifact | None:
+        """The artifact that is already there, if it is the one wanted."""
+        if not self.path.exists() or self.settings.overwrite:
+            return None
+        remedy = (
+            "set sensitivity_estimation.overwrite=True to replace it, or "
+            "sensitivity_estimation.output to another path"
+        )
+        try:
+            found = SensitivityArtifact.load(self.path)
+        except ValueError as error:
+            raise ValueError(f"{error}; {remedy}") from None
+        differing = [k for k, v in wanted["estimator"].items() if found.estimator.get(k) != v]
+        if found.model_fingerprint != wanted["model_fingerprint"]:
+            differing = ["the model's weights"]
+        elif not differing and found.dataset.get("digest") != wanted["samples"]:
+            differing = ["the calibration samples"]
+        if differing:
+            raise ValueError(
+                f"{self.path} is an artifact of another estimation; it differs in "
+                f"{', '.join(differing)}; {remedy}"
+            )
+        log.info(f"sensitivity: {self.path} is there already")
+        return found
+
+    def _announce(self, names: list[str], batches: Sequence[CalibrationBatch]) -> None:
+        """Says in advance what the estimation will need."""
+        with torch.device("meta"), training.set_default_dtype(torch.float32):
+            meta = config.instantiate(self.cfg.model)
+        model_setup.build_buffers(meta, "cpu")  # some refuse to be made on the meta device
+        meta.to("meta")
+        largest = max(batches, key=lambda batch: batch.tokens.numel())
+        parts = estimation_memory(meta, names, largest, self.settings)
+        need = sum(parts.values())
+        free = psutil.virtual_memory().available
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+        listed = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items() if size)
+        log.info(
+            f"sensitivity of {len(names)} layers on {len(batches)} batches; memory needed per "
+            f"rank: about {need / 2**30:.2f} GiB ({listed}); free: {free / 2**30:.2f} GiB"
+        )
+        if need > free:
+            log.warning(
+                "the estimation may run out of memory; take a smaller "
+                "sensitivity_estimation.batch_size, shorter sequences, or curvature: fisher"
+            )
+
+    def _load(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
+        """The pretrained model in float32 on the device of every rank."""
+        with training.set_default_dtype(torch.float32), self.device:
+            model = config.instantiate(self.cfg.model)
+        if dist.get_rank() == 0:
+            model.load_state_dict(state)
+        if dist.get_world_size() > 1:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.data, src=0)
+        return model
+
+    def _calibration_batches(self) -> list[CalibrationBatch]:
+        """The samples that the seed draws, in batches; the same on every rank."""
+        cfg, settings = self.cfg, self.settings
+        tokenizer = config.instantiate(cfg.tokenizer)
+        dataset, packed = data_setup.build_dataset(cfg.dataset, tokenizer, "dataset")
+        generator = torch.Generator().manual_seed(settings.seed)
+        chosen = torch.randperm(len(dataset), generator=generator)[: settings.num_samples]
+        if len(chosen) < settings.num_samples:
+            utils.log_rank_zero(
+                log, f"the dataset has {len(chosen)} samples, fewer than num_samples; all are taken"
+            )
+        collate = padded_collate_packed
+        if not packed:
+            collate = partial(
+                _get_component_from_path(cfg.collate_fn),
+                padding_idx=tokenizer.pad_id,
+                ignore_idx=CROSS_ENTROPY_IGNORE_IDX,
+            )
+        samples = [dataset[int(index)] for index in chosen]
+        size = settings.batch_size
+        batches = [collate(samples[k : k + size]) for k in range(0, len(samples), size)]
+        return [data_setup.calibration_batch(batch) for batch in batches]
+
+    def _describe_dataset(self, batches: Sequence[CalibrationBatch]) -> dict[str, Any]:
+        section = OmegaConf.to_container(self.cfg.dataset, resolve=True)
+        return {"dataset": section, "num_samples": sum(len(batch.tokens) for batch in batches)}
+
+    def _write(
+        self,
+        artifact: SensitivityArtifact,
+        state: Mapping[str, torch.Tensor],
+        names: Sequence[str],
+        journal: Journal,
+    ) -> None:
+        artifact.save(self.path)
+        journal.remove()
+        heatmap = self.path.with_name(f"{self.path.stem}.png")
+        plot_sensitivity(artifact.traces, heatmap, self.settings.curvature)
+        fan = self.path.with_name("temperatures.png")
+        options = self.options.schedule
+        tau_init = options.tau_init
+        if tau_init == "auto":
+            dtype = training.get_dtype(self.cfg.dtype, self.device)
+            tau_init = model_setup.fit_temperature(state, names, self.quantizer, dtype)
+        schedule = AnnealingSchedule(
+            _PICTURE_STEPS, rho=options.rho, tau_init=tau_init, alpha=options.alpha
+        )
+        steps = range(_PICTURE_STEPS + 1)
+        curves = {
+            name: [schedule.temperature(step, score) for step in steps]
+            for name, score in artifact.scores.items()
+        }
+        plot_temperatures([step / _PICTURE_STEPS for step in steps], curves, fan)
+        worst = max(artifact.score_standard_errors.values())
+        log.info(
+            f"sensitivity: {self.path} (scores known to +-{worst:.4f} or better, "
+            f"{artifact.wall_time_seconds:.1f} s), {heatmap}, {fan}"
+        )
+
+
+def _short(wanted: Mapping[str, Any]) -> str:
+    from hestia_tune.training.setup import digest
+
+    return digest(dict(wanted))
+
+
+def run_sensitivity(cfg: DictConfig) -> int:
+    """The recipe as a command; returns its exit code."""
+    SensitivityRecipe(cfg).run()
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0

@@ -1,0 +1,9 @@
+"""``tune run hestia_sensitivity --config NAME``: Hessian traces of the layers to be quantized."""
+
+import sys
+
+from hestia_tune.training.launch import main
+from hestia_tune.training.sensitivity import run_sensitivity
+
+if __name__ == "__main__":
+    sys.exit(main(run_sensitivity, "hestia_sensitivity"))

@@ -1,0 +1,111 @@
+"""Two processes on CPU share the batches out and get what one process gets."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from small_nets import decoder, fitted_batches, weights_of
+
+from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
+from hestia_tune.sensitivity.journal import Journal
+
+# Name -> (number of batches, settings). One batch leaves the second rank without work.
+CASES = {
+    "adaptive": (3, {"num_probes": 12, "target_standard_error": 0.03}),
+    "one batch": (1, {"num_probes": 12}),
+    "fixed": (3, {"fixed": True, "rank": 2, "num_probes": 3}),
+    "fisher": (3, {"curvature": "fisher", "num_probes": 30, "target_standard_error": 0.03}),
+}
+
+
+class CountingJournal(Journal):
+    """Notes what this process measured."""
+
+    def __init__(self, stem=None, rank=0):
+        super().__init__(stem, rank)
+        self.added = []
+
+    def add(self, measured):
+        self.added += measured
+        super().add(measured)
+
+
+def run(case: str, journal: Journal | None = None) -> SensitivityArtifact:
+    num_batches, settings = CASES[case]
+    model = decoder(1)
+    return estimate_sensitivity(
+        model,
+        weights_of(model),
+        fitted_batches(model, num_batches),
+        EstimationConfig(**settings),
+        journal=journal,
+        progress=False,
+    )
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    folder = Path(folder)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    try:
+        for case in CASES:
+            journal = CountingJournal(folder / case, rank)
+            run(case, journal).save(folder / f"{case}-{rank}.json")
+            torch.save(journal.added, folder / f"{case}-{rank}.added")
+            dist.barrier()
+            # The same again: every rank finds what all have measured.
+            again = CountingJournal(folder / case, rank)
+            run(case, again).save(folder / f"{case}-{rank}-again.json")
+            assert not again.added
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """What two ranks made of all cases."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, args=(str(folder),), nprocs=2)
+    return folder
+
+
+def load(path: Path) -> SensitivityArtifact:
+    return dataclasses.replace(SensitivityArtifact.load(path), wall_time_seconds=0.0)
+
+
+cases = pytest.mark.parametrize("case", CASES)
+
+
+@cases
+def test_two_ranks_equal_one_process(folder, case):
+    one = dataclasses.replace(run(case), wall_time_seconds=0.0)
+    first, second = (load(folder / f"{case}-{rank}.json") for rank in range(2))
+    assert first == second
+    for column in ("traces", "standard_errors", "scores"):
+        assert getattr(first, column) == pytest.approx(getattr(one, column), rel=1e-6)
+    for key in ("probes", "resolved", "estimator", "dataset", "tokens_seen", "model_fingerprint"):
+        assert getattr(first, key) == getattr(one, key)
+
+
+@cases
+def test_ranks_share_the_batches_out(folder, case):
+    measured = [set(torch.load(folder / f"{case}-{rank}.added")) for rank in range(2)]
+    assert not measured[0] & measured[1]
+    num_batches = CASES[case][0]
+    assert {batch for _, batch, _ in measured[0]} == set(range(0, num_batches, 2))
+    assert {batch for _, batch, _ in measured[1]} == set(range(1, num_batches, 2))
+
+
+@cases
+def test_one_process_goes_on_from_the_journals_of_two(folder, case):
+    first = load(folder / f"{case}-0.json")
+    journal = CountingJournal(folder / case)
+    assert dataclasses.replace(run(case, journal), wall_time_seconds=0.0) == first
+    assert not journal.added
+    for rank in range(2):
+        assert load(folder / f"{case}-{rank}-again.json") == first

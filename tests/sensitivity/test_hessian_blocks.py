@@ -1,0 +1,213 @@
+"""Products with Hessian blocks, segment by segment, against the dense Hessians."""
+
+import pytest
+import torch
+from small_nets import (
+    VOCAB,
+    Wrapped,
+    batch,
+    decoder,
+    dense_hessian,
+    exact_traces,
+    fitted_batches,
+    weights_of,
+)
+
+from hestia_tune.sensitivity import CalibrationBatch, EstimationConfig, estimate_sensitivity
+from hestia_tune.sensitivity.hvp import HessianBatch
+from hestia_tune.sensitivity.segments import cut
+from hestia_tune.training.models import llama
+
+
+def hessian_batch(model, weights, data, **options) -> HessianBatch:
+    for parameter in model.parameters():
+        parameter.requires_grad_(any(parameter is w for w in weights.values()))
+    return HessianBatch(*cut(model, weights, data), **options)
+
+
+def check(model, weights, data, *, vectors=2, rtol=1e-10, reference=None, **options):
+    """Forms (all layers in one walk) and products of every weight against dense Hessians."""
+    hessian = hessian_batch(model, weights, data, **options)
+    generator = torch.Generator().manual_seed(0)
+    directions = {
+        name: [torch.randn(w.shape, generator=generator, dtype=w.dtype) for _ in range(vectors)]
+        for name, w in weights.items()
+    }
+    # Mixed up, so that the layers of one walk are in no order.
+    pairs = [(name, k) for k in range(vectors) for name in reversed(weights)]
+    walk = [(name, lambda v=directions[name][k]: v) for name, k in pairs]
+    forms = dict(zip(pairs, hessian.quadratic_forms(walk), strict=True))
+    scales = {}
+    for name, vs in directions.items():
+        dense = (reference or dense_hessian)(model, name, data)
+        scales[name] = dense.abs().max().item()
+        atol = rtol * max(dense.norm().item(), 1e-3)
+        found = list(hessian.products(name, [lambda v=v: v.flatten() for v in vs]))
+        assert len(found) == vectors
+        for k, (v, product) in enumerate(zip(vs, found, strict=True)):
+            assert product.shape == v.shape
+            flat = v.flatten().to(dense.dtype)
+            expected = (dense @ flat).view_as(v)
+            torch.testing.assert_close(product.to(dense.dtype), expected, rtol=0, atol=5 * atol)
+            assert forms[name, k] == pytest.approx(float(flat @ expected.flatten()), abs=30 * atol)
+    assert max(scales.values()) > 1e-3  # there was something to find
+    return hessian
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("vectors_at_once", [1, 3])
+def test_decoder(seed, vectors_at_once):
+    """Three segments, every linear, both by forms and by products."""
+    model = decoder(seed)
+    assert len(cut(model, weights_of(model), batch(seed))[1]) == 3
+    check(model, weights_of(model), batch(seed), vectors=4, vectors_at_once=vectors_at_once)
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_depth(num_layers):
+    model = decoder(num_layers, num_layers=num_layers)
+    check(model, weights_of(model), batch())
+
+
+def test_float32_is_enough():
+    model, exact = decoder(dtype=torch.float32), decoder()
+
+    def reference(_, name, data):
+        return dense_hessian(exact, name, data)
+
+    check(model, weights_of(model), batch(), rtol=1e-5, reference=reference)
+
+
+@pytest.mark.parametrize("kind", ["one sample", "one label", "one token"])
+def test_shapes_of_batches(kind):
+    data = {
+        "one sample": batch(size=1, ignored=0),
+        "one label": batch(size=2, seq_len=3, ignored=5),
+        "one token": batch(size=2, seq_len=1, ignored=0),
+    }[kind]
+    model = decoder(5)
+    check(model, weights_of(model), data)
+
+
+def packed_batch() -> CalibrationBatch:
+    """Two documents a row: a mask that keeps them apart, positions that begin anew."""
+    plain, length = batch(1, seq_len=6), 6
+    document = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]])
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    position = torch.tensor([[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1]])
+    mask = causal & (document.unsqueeze(1) == document.unsqueeze(2))
+    return CalibrationBatch(
+        tokens=plain.tokens,
+        labels=plain.labels,
+        model_inputs={"mask": mask, "input_pos": position},
+    )
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_masks_and_positions_reach_the_blocks(wrapped):
+    model, data = decoder(2), packed_batch()
+    model = Wrapped(model) if wrapped else model
+    check(model, weights_of(model), data)
+    plain = CalibrationBatch(tokens=data.tokens, labels=data.labels)
+    name = next(iter(weights_of(model)))
+    assert not torch.allclose(dense_hessian(model, name, data), dense_hessian(model, name, plain))
+
+
+def test_a_model_that_is_no_chain_is_one_segment_with_the_same_result():
+    chain, data = decoder(3), batch(3)
+    whole = Wrapped(chain)
+    weights = weights_of(whole)
+    hidden, segments = cut(whole, weights, data)
+    assert len(segments) == 1 and hidden is data.tokens
+    check(whole, weights, data, vectors_at_once=3)
+    ones = [(name, lambda w=w: torch.ones_like(w)) for name, w in weights.items()]
+    forms = hessian_batch(whole, weights, data).quadratic_forms(ones)
+    ones = [(name.removeprefix("inner."), direction) for name, direction in ones]
+    assert hessian_batch(chain, weights_of(chain), data).quadratic_forms(ones) == pytest.approx(
+        forms, rel=1e-10
+    )
+
+
+def test_a_weight_that_blocks_share_is_measured_whole():
+    model, data = decoder(4), batch(4)
+    model.layers[1].v_proj.weight = model.layers[0].v_proj.weight
+    weights = {name: w for name, w in weights_of(model).items() if name != "layers.1.v_proj"}
+    assert len(cut(model, weights, data)[1]) == 1
+    check(model, weights, data)
+    del weights["layers.0.v_proj"]  # what is shared is not measured: a chain again
+    assert len(cut(model, weights, data)[1]) == 3
+    check(model, weights, data)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_output_head(tied):
+    """Alone in the last segment, or, tied to the embeddings, only right as a whole."""
+    model, data = decoder(6), batch(6)
+    if tied:
+        model.output.weight = model.tok_embeddings.weight
+    weights = {**weights_of(model), "output": model.output.weight}
+    segments = cut(model, weights, data)[1]
+    assert [list(s.weights)[-1:] for s in segments][-1] == ["output"]
+    assert len(segments) == (1 if tied else 3)
+    check(model, weights, data, vectors_at_once=3)
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_torchtune_llama(double, tied):
+    """Norms and rotary positions are float32 inside, so equal to some 6 digits."""
+    torch.manual_seed(1)
+    shape = {"num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "intermediate_dim": 6}
+    model = llama(vocab_size=VOCAB, num_layers=2, max_seq_len=8, tie_word_embeddings=tied, **shape)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    weights, data = weights_of(model), batch(2)
+    keep = ["k_proj", "v_proj", "w1"] if tied else ["q_proj", "output_proj", "w2", "w3"]
+    weights = {name: w for name, w in weights.items() if name.split(".")[-1] in keep}
+    assert len(weights) == 2 * len(keep) and len(cut(model, weights, data)[1]) == 3
+    check(model, weights, data, rtol=1e-5, vectors_at_once=1 if tied else 3)
+
+
+def test_a_walk_runs_every_segment_once_and_only_from_the_lowest_direction_up():
+    model, data = decoder(num_layers=3), batch()
+    weights, runs, steps = weights_of(model), [], []
+    hessian = hessian_batch(model, weights, data, on_progress=steps.append)
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, index=index: runs.append(index))
+    directions = [
+        (name, lambda w=w: torch.ones_like(w))
+        for name, w in weights.items()
+        if not name.startswith("layers.0.")
+    ]
+    hessian.quadratic_forms(directions)
+    assert runs == [1, 2]
+    # Each direction goes through its own segment and all above, head included.
+    assert sum(steps) == 7 * 3 + 7 * 2
+
+
+class WithPositions(type(decoder())):
+    """Looks like a chain, but its forward does more than its parts in order."""
+
+    def forward(self, tokens, **model_inputs):
+        hidden = self.tok_embeddings(tokens)
+        hidden = hidden + torch.arange(tokens.shape[1], dtype=hidden.dtype).view(1, -1, 1) / 5
+        for layer in self.layers:
+            hidden = layer(hidden, **model_inputs)
+        return self.output(self.norm(hidden))
+
+
+def test_a_model_that_only_looks_like_a_chain_is_measured_whole():
+    model = decoder(seed=3)
+    batches = fitted_batches(model)
+    model.__class__ = WithPositions
+    settings = EstimationConfig(fixed=True, rank=200, num_probes=2)  # exact: rank covers all
+    found = estimate_sensitivity(model, weights_of(model), batches, settings, progress=False)
+    exact = exact_traces(model, list(found.traces), batches)
+    assert found.traces == pytest.approx(exact, rel=1e-6)

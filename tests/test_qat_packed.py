@@ -1,0 +1,27 @@
+"""``convert`` to packed weights in place, without any trainer."""
+
+import copy
+
+import pytest
+import torch
+from test_qat import TOKENS, make_model
+from torchao.quantization import IntxUnpackedToInt8Tensor, quantize_
+
+from hestia_tune import HestiaConfig, HestiaQATQuantizer, TernaryTensor
+
+
+@pytest.mark.parametrize("target", ["ternary", "intx"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convert_packs_in_place(target, dtype):
+    """The layers' own groups, the same outputs as dense hard weights, to the last bit."""
+    model = make_model().to(dtype)
+    HestiaQATQuantizer(group_size=32).prepare(model)
+    dense = copy.deepcopy(model)
+    quantize_(dense, HestiaConfig(step="convert"))
+    quantize_(model, HestiaConfig(step="convert", target=target))
+    kind = {"ternary": TernaryTensor, "intx": IntxUnpackedToInt8Tensor}[target]
+    packed = [m for m in model.modules() if isinstance(getattr(m, "weight", None), kind)]
+    assert packed and all(tuple(m.weight.block_size) == (1, 32) for m in packed)
+    assert torch.equal(model(TOKENS), dense(TOKENS))
+    with pytest.raises(ValueError, match='target must be "dense", "ternary" or "intx"; got'):
+        HestiaConfig(target="int4")

@@ -1,0 +1,279 @@
+"""``hestia_convert``: every format from a trained model, naive conversion, errors, torchtune's own
+generate."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from tiny import NUM_QUANTIZED, SHAPE, make_config, make_model_dir, run, tune_run, write_config
+from torchao.quantization import IntxUnpackedToInt8Tensor
+from torchtune import training
+from torchtune.data import Message
+from torchtune.models.convert_weights import hf_to_tune
+
+import hestia_tune
+from hestia_tune import TernaryTensor
+from hestia_tune.functional import hard_ternary
+from hestia_tune.tensors import load_safetensors
+from hestia_tune.training import packed
+from hestia_tune.training.convert import ConvertRecipe, run_convert
+from hestia_tune.training.models import llama
+from hestia_tune.training.naming import HuggingFaceNames
+from hestia_tune.training.tokenizers import HuggingFaceTokenizer
+
+TOKENS = torch.tensor([[5, 9, 200, 13, 42], [1, 2, 3, 4, 5]])
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def trained(model_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    run(make_config(model_dir, folder, "dataset_val=null", "max_steps_per_epoch=2"))
+    return folder
+
+
+@pytest.fixture
+def output_dir(trained, tmp_path):
+    """An output folder with the trained hard model in it."""
+    shutil.copytree(trained / "hard_model", tmp_path / "run" / "hard_model")
+    return tmp_path / "run"
+
+
+def weights_file(folder):
+    (file,) = folder.glob("*.safetensors")
+    return file
+
+
+def torchtune_state(folder) -> dict[str, torch.Tensor]:
+    state = load_file(weights_file(folder))
+    heads = {k: SHAPE[k] for k in ("num_heads", "num_kv_heads")}
+    return hf_to_tune(state, dim=SHAPE["embed_dim"], **heads)
+
+
+def dense_model(folder, dtype):
+    with training.set_default_dtype(dtype):
+        model = llama(**SHAPE).eval()
+    model.load_state_dict(torchtune_state(folder))
+    return model
+
+
+def convert(model_dir, output_dir, *overrides):
+    recipe = ConvertRecipe(make_config(model_dir, output_dir, *overrides))
+    return recipe.output, recipe.run()
+
+
+def packed_layers(model, kind):
+    return [name for name, p in model.named_parameters() if isinstance(p, kind)]
+
+
+def test_all_formats_and_the_table(model_dir, output_dir, capsys):
+    formats = "convert.formats=[torchao,huggingface,compressed_tensors,gguf]"
+    assert run_convert(make_config(model_dir, output_dir, formats)) == 0
+    converted = output_dir / "converted"
+    assert sorted(p.name for p in converted.iterdir()) == [
+        "compressed_tensors",
+        "huggingface",
+        "model.gguf",
+        "sizes.json",
+        "torchao",
+    ]
+    sizes = json.loads((converted / "sizes.json").read_text())
+    assert sizes["torchao"]["quantized_bits_per_weight"] == 2 + 16 / 32
+    assert sizes["huggingface"]["quantized_bits_per_weight"] == 16
+    weights = torchtune_state(output_dir / "hard_model").items()
+    quantized = sum(w.numel() for name, w in weights if "proj" in name or ".mlp.w" in name)
+    assert {s["quantized_parameters"] for s in sizes.values()} == {quantized}
+    table = capsys.readouterr().out
+    assert all(f"| {name} |" in table for name in sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        ((), TernaryTensor),
+        (("convert.target=intx",), IntxUnpackedToInt8Tensor),
+        (("convert.container=safetensors",), TernaryTensor),
+        (("convert.container=safetensors", "convert.packing=base3"), TernaryTensor),
+    ],
+)
+def test_the_packed_model_is_the_hard_model(model_dir, output_dir, overrides, kind, dtype):
+    converted, _ = convert(model_dir, output_dir, *overrides)
+    model = hestia_tune.load_quantized(converted / "torchao", dtype=dtype)
+    assert len(packed_layers(model, kind)) == NUM_QUANTIZED
+    with torch.no_grad():
+        expected = dense_model(output_dir / "hard_model", dtype)(TOKENS)
+        assert torch.equal(model(TOKENS), expected)
+    has_generate = (converted / "torchao" / "generate.yaml").exists()
+    assert has_generate == ("convert.container=safetensors" not in overrides)
+
+
+def test_base3_is_smaller_on_disk(model_dir, output_dir):
+    sizes = []
+    for packing in ("2bit", "base3"):
+        _, found = convert(
+            model_dir,
+            output_dir,
+            "convert.container=safetensors",
+            f"convert.packing={packing}",
+            "convert.overwrite=True",
+        )
+        sizes.append(found["torchao"]["bytes"])
+    assert sizes[1] < sizes[0]
+    state, _ = load_safetensors(output_dir / "converted" / "torchao" / "model.safetensors")
+    assert isinstance(state["layers.0.mlp.w1.weight"], TernaryTensor)
+
+
+def test_naive_conversion_of_the_pretrained_model(model_dir, tmp_path):
+    converted, _ = convert(
+        model_dir, tmp_path, "convert.source=pretrained", "convert.formats=[torchao,huggingface]"
+    )
+    found = torchtune_state(converted / "huggingface")
+    for name, weight in torchtune_state(model_dir).items():
+        expected = weight.to(torch.bfloat16)
+        if "proj" in name or ".mlp." in name:
+            expected = hard_ternary(weight.float(), group_size=32).to(torch.bfloat16)
+        assert torch.equal(found[name], expected), name
+    assert not list(converted.glob(".hard_*"))
+    # A folder that it wrote is a hard model for the next conversion.
+    source = f"convert.source={converted / 'huggingface'}"
+    again, _ = convert(model_dir, tmp_path / "again", source)
+    model = hestia_tune.load_quantized(again / "torchao", dtype=torch.float32)
+    with torch.no_grad():
+        expected = dense_model(converted / "huggingface", torch.float32)(TOKENS)
+        assert torch.equal(model(TOKENS), expected)
+
+
+def test_what_is_there_is_not_overwritten_without_being_told(model_dir, output_dir):
+    converted, _ = convert(model_dir, output_dir, "convert.formats=[gguf]")
+    before = (converted / "model.gguf").read_bytes()
+    with pytest.raises(FileExistsError, match=r"model.gguf exists; set convert.overwrite=True"):
+        convert(model_dir, output_dir, "convert.formats=[torchao,gguf]")
+    assert not (converted / "torchao").exists()
+    assert (converted / "model.gguf").read_bytes() == before
+    convert(model_dir, output_dir, "convert.formats=[gguf]", "convert.overwrite=True")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["quantizer.group_size=16"], "was trained with quantizer ternary, group_size=32"),
+        (["quantizer.include=['layers.*.mlp.*']"], "on 14 layers, the config has"),
+        (["convert.source=/nowhere"], "there is no model in /nowhere"),
+        (["convert.formats=[guf]"], "got guf; did you mean gguf"),
+        (["convert.formats=[]"], "must name at least one of"),
+        (["convert.formats=gguf"], "convert.formats must be a list"),
+        (["convert.target=int4"], "convert.target must be one of ternary, intx"),
+        (["convert.packing=base3"], "base3 is for storage in convert.container safetensors"),
+        (["convert.container=safetensors", "convert.target=intx"], "holds ternary tensors only"),
+        (["convert.overwite=True"], "did you mean overwrite"),
+        (["checkpointer.model_type=GEMMA"], "model_type GEMMA is not supported"),
+    ],
+)
+def test_errors_come_before_anything_is_written(model_dir, output_dir, overrides, message):
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+        convert(model_dir, output_dir, *overrides)
+    assert not any((output_dir / "converted").glob("*"))
+
+
+def test_without_training_it_says_what_to_do(model_dir, tmp_path):
+    with pytest.raises(FileNotFoundError, match="train first, or convert.source=pretrained"):
+        convert(model_dir, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["torchao", "huggingface", "compressed_tensors", "gguf"])
+def test_a_weight_that_is_not_ternary_stops_it(model_dir, output_dir, name):
+    file = weights_file(output_dir / "hard_model")
+    state = load_file(file)
+    state["model.layers.1.mlp.up_proj.weight"][3, 40] = 0.123
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.(up_proj|w3)"):
+        convert(model_dir, output_dir, f"convert.formats=[{name}]")
+    assert not any((output_dir / "converted").iterdir())
+
+
+def test_what_reads_back_different_is_not_kept(model_dir, output_dir, monkeypatch):
+    read = packed.read_state
+
+    def damaged(path):
+        state = read(path)
+        state["layers.1.mlp.w2.weight"].qdata[0, 0] ^= 1
+        return state
+
+    monkeypatch.setattr(packed, "read_state", damaged)
+    with pytest.raises(RuntimeError, match=r"layers.1.mlp.w2.weight read back differs"):
+        convert(model_dir, output_dir)
+    assert not any((output_dir / "converted").iterdir())
+
+
+def test_load_quantized_names_what_is_missing(model_dir, output_dir, tmp_path):
+    with pytest.raises(FileNotFoundError, match="give a folder that `tune run hestia_convert`"):
+        hestia_tune.load_quantized(tmp_path)
+    with pytest.raises(ValueError, match="holds no packed model"):
+        hestia_tune.load_quantized(output_dir / "hard_model")
+    converted, _ = convert(model_dir, output_dir)
+    folder = converted / "torchao"
+    about = json.loads((folder / "hestia.json").read_text())
+    (folder / "hestia.json").write_text(json.dumps(about | {"format_version": 99}))
+    with pytest.raises(ValueError, match="format_version 99"):
+        hestia_tune.load_quantized(folder)
+    (folder / "hestia.json").write_text(json.dumps(about))
+    (folder / "model.pt").unlink()
+    with pytest.raises(FileNotFoundError, match="model.pt does not exist"):
+        hestia_tune.load_quantized(folder)
+
+
+@pytest.mark.parametrize("model_type", ["LLAMA3_2", "QWEN2"])
+def test_names_map_back(model_dir, model_type):
+    config = json.loads((model_dir / "config.json").read_text())
+    names = HuggingFaceNames(model_type, config)
+    for name in load_file(model_dir / "model.safetensors"):
+        shape = (64, 64) if "q_proj" in name else (32, 64)
+        mine = next(iter(names.to_torchtune({name: torch.empty(shape, device="meta")})))
+        assert names.hugging_face_name(mine) == name
+
+
+def test_the_tokenizer_takes_messages(model_dir, tmp_path):
+    messages = [Message(role="user", content="ab"), Message(role="assistant", content="")]
+    plain = HuggingFaceTokenizer(str(model_dir))
+    expected = plain.encode("ab", add_bos=False, add_eos=False)
+    assert plain({"messages": messages}, inference=True)["tokens"] == expected
+    assert plain.stop_tokens == [0]
+
+    folder = tmp_path / "chat"
+    shutil.copytree(model_dir, folder)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    chat = HuggingFaceTokenizer(str(folder))
+    tokens = chat({"messages": messages}, inference=True)["tokens"]
+    assert chat.decode(tokens) == "<user>ab<assistant>"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["ternary", "intx"])
+def test_torchtunes_own_generate_runs_it(model_dir, output_dir, tmp_path, target):
+    path = write_config(make_config(model_dir, output_dir), tmp_path / "config.yaml")
+    done = tune_run("--config", path, f"convert.target={target}", recipe="hestia_convert")
+    assert done.returncode == 0, done.stderr
+    yaml = output_dir / "converted" / "torchao" / "generate.yaml"
+    assert OmegaConf.load(yaml).dtype == "bf16"
+    arguments = ("prompt.user=abc", "top_k=1", "max_new_tokens=8")
+    done = tune_run("--config", str(yaml), *arguments, recipe="generate")
+    assert done.returncode == 0, done.stderr
+    tokenizer = HuggingFaceTokenizer(str(model_dir))
+    tokens = tokenizer.encode("abc", add_bos=False, add_eos=False)
+    model = dense_model(output_dir / "hard_model", torch.bfloat16)
+    with torch.inference_mode():
+        for _ in range(8):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+            if tokens[-1] in tokenizer.stop_tokens:
+                break
+    assert tokenizer.decode(tokens).strip() in done.stderr + done.stdout

@@ -1,0 +1,187 @@
+"""``hestia_eval``: every kind of model in one table, two ranks, errors; and tasks in training."""
+
+import json
+
+import pytest
+import torch
+from eval_tasks_local import make_manager, make_task_folder
+from omegaconf import OmegaConf
+from tiny import logged, make_config, make_model_dir, run, tune_run, write_config
+from torch import distributed
+
+from hestia_tune.training import evaluation
+from hestia_tune.training.convert import run_convert
+from hestia_tune.training.evaluation import EvaluationRecipe, run_evaluation
+
+pytest.importorskip("lm_eval")
+
+ALL = "[pretrained,naive,trained,packed,checkpoint,checkpoint_hard]"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    return make_task_folder(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "held_out.txt"
+    file.write_text(
+        "A held-out text, of some ninety bytes, which the models are to find likely. " * 2
+    )
+    return file
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def trained(model_dir, tmp_path_factory):
+    """An output folder after 4 of 6 steps' checkpoint was kept, then the end, then packing."""
+    folder = tmp_path_factory.mktemp("trained")
+    cfg = make_config(model_dir, folder, "dataset_val=null", "save_every_n_steps=2")
+    run(cfg)
+    run_convert(cfg)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def fast_manager(tasks, monkeypatch):
+    monkeypatch.setattr(evaluation, "make_task_manager", lambda path: make_manager(tasks))
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def config(model_dir, output_dir, tasks, *overrides):
+    section = {"tasks": ["tiny_choice"], "include_path": str(tasks), "cache": False}
+    base = make_config(model_dir, output_dir, *overrides)
+    return OmegaConf.merge(base, {"eval": OmegaConf.merge(section, base.get("eval", {}))})
+
+
+def test_every_kind_of_model_in_one_table(model_dir, trained, tasks, text, capsys):
+    cfg = config(
+        model_dir, trained, tasks, f"eval.models={ALL}", f"eval.perplexity.held_out.source={text}"
+    )
+    assert run_evaluation(cfg) == 0
+    told = capsys.readouterr().out
+    found = json.loads((trained / "evaluation.json").read_text())
+    names = ALL.strip("[]").split(",")
+    assert list(found["models"]) == names and all(f"| {name} " in told for name in names)
+    samples = {n: m["tasks"]["samples"]["tiny_choice"] for n, m in found["models"].items()}
+    losses = {n: m["perplexity"]["held_out"]["nll"] for n, m in found["models"].items()}
+    # Packed equals hard to the last prediction, and to the last bit of the loss.
+    assert samples["packed"] == samples["trained"] and losses["packed"] == losses["trained"]
+    # The last checkpoint is fully annealed; only embeddings and norms are still float32 in it.
+    assert losses["checkpoint"] == pytest.approx(losses["checkpoint_hard"], abs=1e-6)
+    assert losses["checkpoint_hard"] == pytest.approx(losses["trained"], rel=1e-3)
+    assert len({losses[n] for n in ("pretrained", "naive", "trained")}) == 3
+    settings = {n: m["settings"] for n, m in found["models"].items()}
+    assert settings["checkpoint"]["step"] == 6 and settings["checkpoint"]["pressure"] == 1
+    assert settings["naive"]["quantizer"] == "ternary, group_size=32"
+    assert found["models"]["naive"]["tasks"]["versions"]["torch"] == torch.__version__
+
+
+def test_a_checkpoint_in_the_middle_is_relaxed_at_its_own_temperature(model_dir, trained, tasks):
+    step = trained / "checkpoints" / "step_4"
+    cfg = config(model_dir, trained, tasks, f"eval.models=['{step}',checkpoint_hard]")
+    recipe = EvaluationRecipe(cfg)
+    model, about = evaluation.load_model(
+        str(step), recipe.cfg, device=torch.device("cpu"), dtype=torch.float32
+    )
+    assert about["step"] == 4 and 0 < about["tau"][0] < 0.3
+    quantizer = model.layers[0].mlp.w1.weight_fake_quantizer
+    assert float(quantizer.tau) == pytest.approx(about["tau"][0])
+    assert float(quantizer.pressure) == 1.0
+
+
+def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
+    cfg = config(
+        model_dir,
+        trained,
+        tasks,
+        "eval.tasks=[]",
+        f"eval.models=[trained,'{trained / 'hard_model'}','{trained / 'converted' / 'torchao'}']",
+        f"eval.perplexity.held_out={{source: {text}, stride: 16}}",
+        f"eval.output={trained / 'paths.json'}",
+    )
+    assert run_evaluation(cfg) == 0
+    models = json.loads((trained / "paths.json").read_text())["models"]
+    assert len({m["perplexity"]["held_out"]["nll"] for m in models.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("eval.models=[trained]", "hard_model does not exist; train first"),
+        ("eval.models=[packed]", "write it first with `tune run hestia_convert`"),
+        ("eval.models=[checkpoint]", "no complete checkpoint in"),
+        ("eval.models=[pretraned]", "give a folder, or one of pretrained"),
+        ("eval.models=[]", "must name at least one model"),
+        ("eval.models=pretrained", "eval.models must be a list of strings"),
+        ("eval.models=[naive,naive]", "names something twice"),
+        ("eval.tasks=[]", "eval needs tasks or perplexity"),
+        ("eval.tasks=[tiny_choise]", "tiny_choice"),
+        ("eval.window=1000", "eval.window 1000 is longer than the model's 64"),
+        ("eval.perplexity.x=3", "eval.perplexity.x must be a mapping with a source"),
+        ("eval.perplexity.x={sorce: y}", "did you mean source"),
+        ("eval.perplexity.x={source: /nowhere.txt}", "/nowhere.txt does not exist"),
+        ("eval.batch_size=0", "eval.batch_size must be a positive int"),
+        ("eval.at_end=3", "eval.at_end must be True or False"),
+    ],
+)
+def test_errors_come_before_any_model_is_loaded(
+    model_dir, tmp_path, tasks, override, message, monkeypatch
+):
+    def fail(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(evaluation, "load_model", fail)
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+        run_evaluation(config(model_dir, tmp_path, tasks, "eval.models=[pretrained]", override))
+    assert not (tmp_path / "evaluation.json").exists()
+
+
+def test_another_quantizer_or_artifact_than_the_checkpoints(model_dir, trained, tasks):
+    cfg = config(model_dir, trained, tasks, "eval.models=[checkpoint]", "quantizer.group_size=16")
+    with pytest.raises(ValueError, match="was trained with quantizer ternary, group_size=32"):
+        run_evaluation(cfg)
+
+
+def test_tasks_during_training_go_to_the_metric_logger(model_dir, tmp_path, tasks, text):
+    options = ("eval.every_n_steps=2", "eval.at_end=True", f"eval.perplexity.t.source={text}")
+    recipe = run(config(model_dir, tmp_path, tasks, *options))
+    assert recipe.finished
+    measured = logged(tmp_path, "eval/t/loss")
+    assert list(measured) == [2, 4, 6]
+    assert list(logged(tmp_path, "eval/tiny_choice/acc")) == [2, 4, 6]
+    # It leaves the run as it would be without.
+    plain = tmp_path / "plain"
+    run(make_config(model_dir, plain))
+    assert logged(plain) == logged(tmp_path)
+    # The last of them is the deployed model's.
+    cfg = config(model_dir, tmp_path, tasks, "eval.models=[checkpoint_hard]", *options)
+    assert run_evaluation(cfg) == 0
+    found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["checkpoint_hard"]
+    result = found["perplexity"]["t"]
+    assert result["nll"] / result["tokens"] == pytest.approx(measured[6], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_what_one_gives(model_dir, trained, tasks, text, tmp_path):
+    options = ("eval.models=[pretrained,trained]", f"eval.perplexity.t.source={text}")
+    one = config(model_dir, trained, tasks, *options, f"eval.output={tmp_path / 'one.json'}")
+    assert run_evaluation(one) == 0
+    two = config(model_dir, trained, tasks, *options, f"eval.output={tmp_path / 'two.json'}")
+    path = write_config(two, tmp_path / "two.yaml")
+    done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"), recipe="hestia_eval")
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        json.loads((tmp_path / f"{name}.json").read_text())["models"] for name in ("one", "two")
+    )
+    for name in ("pretrained", "trained"):
+        assert first[name]["tasks"]["samples"] == second[name]["tasks"]["samples"]
+        losses = [found[name]["perplexity"]["t"]["nll"] for found in (first, second)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -1,0 +1,225 @@
+"""``hestia_sensitivity``: artifact, reuse, resuming, two ranks; and ``sensitivity: auto``."""
+
+import json
+import logging
+import math
+
+import pytest
+from tiny import NUM_QUANTIZED, make_config, make_model_dir, run, tune_run, write_config
+from torch import distributed
+
+from hestia_tune import SensitivityArtifact
+from hestia_tune.sensitivity import hvp
+from hestia_tune.training.launch import run_qat
+from hestia_tune.training.sensitivity import SensitivityRecipe, run_sensitivity
+
+FEW = (
+    "sensitivity_estimation.num_samples=5",
+    "sensitivity_estimation.num_probes=4",
+    "seed=3",
+)
+
+# Of a random model, the Hessian blocks may all be negative; these never are.
+FISHER = ("sensitivity_estimation.curvature=fisher",)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def end_process_group():
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def estimate(model_dir, tmp_path, *overrides) -> SensitivityArtifact:
+    assert run_sensitivity(make_config(model_dir, tmp_path, *FEW, *overrides)) == 0
+    return SensitivityArtifact.load(tmp_path / "sensitivity.json")
+
+
+def test_what_it_writes(model_dir, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    artifact = estimate(model_dir, tmp_path, "schedule.alpha=0.3")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "sensitivity.json",
+        "sensitivity.png",
+        "temperatures.png",
+    ]
+    assert len(artifact.traces) == NUM_QUANTIZED and "layers.1.mlp.w2" in artifact.traces
+    assert artifact.estimator["curvature"] == "hessian" and artifact.estimator["seed"] == 3
+    assert artifact.dataset["num_samples"] == 5
+    assert artifact.dataset["dataset"]["_component_"] == "tiny.random_dataset"
+    assert artifact.tokens_seen == 5 * 15
+    document = json.loads((tmp_path / "sensitivity.json").read_text())
+    for name, entry in document["layers"].items():
+        assert entry["tau_scale"] == pytest.approx(math.exp(0.3 * artifact.scores[name]))
+        assert 10 <= entry["probes"] <= 20  # the floor of 2 a batch, up to the cap of 4
+    told = caplog.text
+    for part in ("memory needed per rank", "sensitivity.json", "sensitivity.png", "temperatures"):
+        assert part in told
+
+
+def test_the_same_seed_gives_the_same_artifact(model_dir, tmp_path):
+    first = estimate(model_dir, tmp_path / "a")
+    second = estimate(model_dir, tmp_path / "b")
+    other = estimate(model_dir, tmp_path / "c", "sensitivity_estimation.seed=4")
+    assert first.traces == second.traces and first.scores == second.scores
+    assert first.dataset["digest"] != other.dataset["digest"]
+
+
+def test_an_artifact_of_this_estimation_is_reused(model_dir, tmp_path, monkeypatch):
+    first = estimate(model_dir, tmp_path)
+
+    def fail(*args, **kwargs):
+        raise AssertionError("estimated again")
+
+    monkeypatch.setattr("hestia_tune.training.sensitivity.estimate_sensitivity", fail)
+    assert estimate(model_dir, tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("sensitivity_estimation.num_probes=3", "num_probes"),
+        ("sensitivity_estimation.kappa=2", "kappa"),
+        ("dataset.seed=5", "the calibration samples"),
+    ],
+)
+def test_another_is_not_overwritten_without_being_told(model_dir, tmp_path, override, difference):
+    first = estimate(model_dir, tmp_path)
+    with pytest.raises(ValueError, match=f"differs in {difference}; set .*overwrite=True"):
+        estimate(model_dir, tmp_path, override)
+    assert SensitivityArtifact.load(tmp_path / "sensitivity.json") == first
+    replaced = estimate(model_dir, tmp_path, override, "sensitivity_estimation.overwrite=True")
+    assert replaced != first
+
+
+def test_another_models_artifact_and_a_damaged_one_stay(model_dir, tmp_path):
+    estimate(model_dir, tmp_path)
+    other = make_model_dir(tmp_path / "other_model", seed=1)
+    with pytest.raises(ValueError, match="differs in the model's weights"):
+        estimate(other, tmp_path)
+    path = tmp_path / "sensitivity.json"
+    path.write_text(path.read_text()[:200])
+    with pytest.raises(ValueError, match="is not valid.*overwrite=True"):
+        estimate(model_dir, tmp_path)
+
+
+def test_killed_in_the_middle_it_goes_on(model_dir, tmp_path, monkeypatch):
+    expected = estimate(model_dir, tmp_path / "whole")
+    original = hvp.HessianBatch.quadratic_forms
+    calls = []
+
+    def interrupted(self, directions):
+        calls.append(len(directions))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(self, directions)
+
+    monkeypatch.setattr(hvp.HessianBatch, "quadratic_forms", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        estimate(model_dir, tmp_path / "run")
+    assert not (tmp_path / "run" / "sensitivity.json").exists()
+    assert list((tmp_path / "run").glob("sensitivity.json.*-rank0.jsonl"))
+    done = sum(calls[:2])
+    distributed.destroy_process_group()
+    resumed = estimate(model_dir, tmp_path / "run")
+    assert resumed.traces == expected.traces
+    assert resumed.standard_errors == expected.standard_errors
+    assert sum(calls[3:]) == sum(resumed.probes.values()) - done
+    assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+def test_fisher(model_dir, tmp_path):
+    artifact = estimate(model_dir, tmp_path, *FISHER)
+    assert artifact.estimator["method"] == "gauss-newton"
+    assert all(trace > 0 for trace in artifact.traces.values())
+
+
+def test_only_the_layers_that_the_quantizer_takes(model_dir, tmp_path):
+    artifact = estimate(model_dir, tmp_path, "quantizer.include=['layers.*.mlp.*']", *FISHER)
+    assert set(artifact.traces) == {f"layers.{k}.mlp.w{i}" for k in (0, 1) for i in (1, 2, 3)}
+
+
+def test_a_short_dataset_gives_all_it_has(model_dir, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    artifact = estimate(model_dir, tmp_path, "dataset.num=2", *FISHER)
+    assert artifact.dataset["num_samples"] == 2
+    assert "fewer than num_samples" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sensitivity_estimation.curvature=exact", "curvature must be one of hessian, fisher"),
+        ("sensitivity_estimation.num_prob=3", "did you mean num_probes"),
+        ("sensitivity_estimation.min_probes=1", "min_probes must be at least 2"),
+        ("sensitivity_estimation=3", "must be a mapping"),
+        ("dataset.num=0", "dataset could not be loaded: it has no samples"),
+        ("checkpointer.checkpoint_files=[nothing.safetensors]", "could not be read"),
+    ],
+)
+def test_errors_come_before_any_work(model_dir, tmp_path, override, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        estimate(model_dir, tmp_path, override)
+    assert not list(tmp_path.glob("sensitivity*"))
+
+
+def test_two_ranks_and_the_command(model_dir, tmp_path):
+    expected = estimate(model_dir, tmp_path / "one")
+    cfg = make_config(model_dir, tmp_path / "two", *FEW)
+    path = write_config(cfg, tmp_path / "config.yaml")
+    done = tune_run(
+        "--config", path, torchrun=("--nproc_per_node", "2"), recipe="hestia_sensitivity"
+    )
+    assert done.returncode == 0, done.stderr
+    found = SensitivityArtifact.load(tmp_path / "two" / "sensitivity.json")
+    assert found.traces == pytest.approx(expected.traces, rel=1e-5)
+    assert found.probes == expected.probes and found.scores.keys() == expected.scores.keys()
+    assert found.dataset["digest"] == expected.dataset["digest"]
+
+
+def test_auto_computes_what_is_missing_and_training_follows_the_scores(model_dir, tmp_path):
+    cfg = make_config(
+        model_dir,
+        tmp_path,
+        *FEW,
+        "sensitivity=auto",
+        "compare_uniform=True",
+        "save_every_n_steps=3",
+    )
+    assert run_qat(cfg) == 0
+    artifact = SensitivityArtifact.load(tmp_path / "sensitivity.json")
+    results = json.loads((tmp_path / "results.json").read_text())["validation_loss"]
+    assert list(results)[2:] == ["uniform temperature, hard", "trained, hard"]
+    twin = json.loads((tmp_path / "uniform" / "results.json").read_text())
+    assert results["uniform temperature, hard"] == twin["validation_loss"]["trained, hard"]
+    assert results["uniform temperature, hard"] != results["trained, hard"]
+
+    path = str(tmp_path / "sensitivity.json")
+    again = make_config(model_dir, tmp_path / "again", *FEW, f"sensitivity={path}")
+    seen = {}
+    run(again, lambda recipe: seen.update(recipe.driver.temperatures(1)))
+    in_order = sorted(artifact.scores, key=artifact.scores.get)
+    assert sorted(seen, key=seen.get) == in_order
+    low, high = in_order[0], in_order[-1]
+    ratio = math.exp(0.4 * (artifact.scores[high] - artifact.scores[low]))
+    assert seen[high] / seen[low] == pytest.approx(ratio)
+    alone = json.loads((tmp_path / "again" / "results.json").read_text())["validation_loss"]
+    assert alone["trained, hard"] == pytest.approx(results["trained, hard"], rel=1e-6)
+
+
+def test_auto_without_alpha_computes_nothing(model_dir, tmp_path):
+    cfg = make_config(model_dir, tmp_path, *FEW, "sensitivity=auto", "schedule.alpha=0")
+    assert run_qat(cfg) == 0
+    assert not (tmp_path / "sensitivity.json").exists()
+
+
+def test_the_recipe_leaves_no_journal_of_others(model_dir, tmp_path):
+    foreign = tmp_path / "sensitivity.json.0000-rank0.jsonl"
+    foreign.write_text("[1]\n")
+    SensitivityRecipe(make_config(model_dir, tmp_path, *FEW)).run()
+    assert foreign.exists()
