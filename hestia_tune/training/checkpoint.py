@@ -112,22 +112,17 @@ def save_checkpoint(
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint.
-
-    Raises:
-        ValueError: if the run had another number of ranks, whose data positions cannot be mapped.
-    """
-    meta = json.loads((path / META_FILE).read_text(encoding="utf-8"))
-    if meta["world_size"] != dist.get_world_size():
-        raise ValueError(
-            f"checkpoint {path} was written by {meta['world_size']} ranks, this run has "
-            f"{dist.get_world_size()}; resume with the same number of ranks"
-        )
-    return meta
+    """The JSON part of a checkpoint."""
+    return json.loads((path / META_FILE).read_text(encoding="utf-8"))
 
 
-def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Restores model and optimizer in place; returns this rank's ``rank_state``. Collective."""
+def load_rank_state(path: Path, rank: int) -> dict[str, Any]:
+    """The ``rank_state`` that a rank saved."""
+    return torch.load(path / f"rank_{rank}.pt", weights_only=True)
+
+
+def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
+    """Restores model and optimizer in place, on any number of ranks. Collective."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=str(path))
@@ -138,4 +133,3 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> di
         optim_state_dict=state["optimizer"],
         options=StateDictOptions(strict=True),
     )
-    return torch.load(path / f"rank_{dist.get_rank()}.pt", weights_only=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune import config
@@ -13,11 +14,26 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from hestia_tune.config import one_line
+from hestia_tune.data import StreamingTextDataset
 from hestia_tune.sensitivity import CalibrationBatch
 
 
-def build_dataset(cfg_dataset: DictConfig | ListConfig, tokenizer: Any, key: str):
+def build_dataset(
+    cfg_dataset: DictConfig | ListConfig,
+    tokenizer: Any,
+    key: str,
+    *,
+    batch_size: int,
+    alone: bool = False,
+):
     """(dataset, whether it is packed) of a ``dataset`` section, one component or a list.
+
+    Args:
+        cfg_dataset: the section.
+        tokenizer: the config's.
+        key: its name, for errors.
+        batch_size: of the loader, which a stream must know.
+        alone: give this process all of a stream, not its rank's share.
 
     Raises:
         ValueError: if it cannot be loaded or is empty; the error names the section.
@@ -25,12 +41,34 @@ def build_dataset(cfg_dataset: DictConfig | ListConfig, tokenizer: Any, key: str
     sections = list(cfg_dataset) if isinstance(cfg_dataset, ListConfig) else [cfg_dataset]
     try:
         parts = [config.instantiate(section, tokenizer) for section in sections]
+        streams = [part for part in parts if isinstance(part, StreamingTextDataset)]
+        if streams and len(parts) > 1:
+            raise ValueError("a stream cannot be joined with other datasets; list its data_files")
+        if streams:
+            return _adapted(streams[0], batch_size, alone), streams[0].document_masks
         if not all(len(part) for part in parts):
             raise ValueError("it has no samples")
     except Exception as error:  # components and file readers raise errors of many unrelated types
         raise ValueError(f"{key} could not be loaded: {one_line(error)}") from error
     packed = any(section.get("packed", False) for section in sections)
     return (parts[0] if len(parts) == 1 else ConcatDataset(datasets=parts)), packed
+
+
+def _adapted(stream: StreamingTextDataset, batch_size: int, alone: bool) -> StreamingTextDataset:
+    stream.batch_size = batch_size
+    if alone:
+        stream.rank, stream.world_size = 0, 1
+    if stream.num_sequences == 0:
+        raise ValueError(
+            f"max_tokens {stream.max_tokens} is less than one sequence of {stream.seq_len} for "
+            "each rank; raise it"
+        )
+    if stream.epochs is not None and stream.max_tokens is None and stream.world_size > 1:
+        raise ValueError(
+            "the length of a stream in epochs is not known beforehand, and differs between ranks; "
+            "give max_tokens, or token shards (`tune run hestia_tokenize`)"
+        )
+    return stream
 
 
 def build_dataloader(
@@ -46,6 +84,8 @@ def build_dataloader(
     num_replicas: int,
     rank: int,
     drop_last: bool,
+    num_workers: int = 0,
+    prefetch_factor: int | None = None,
 ) -> StatefulDataLoader:
     """A loader of this rank's share, whose ``state_dict`` is an exact position."""
     if "left_pad_sequence" in collate_fn:
@@ -55,11 +95,23 @@ def build_dataloader(
         collate = partial(
             _get_component_from_path(collate_fn), padding_idx=pad_id, ignore_idx=ignore_index
         )
+    workers = {"num_workers": num_workers}
+    if num_workers:
+        workers["prefetch_factor"] = prefetch_factor
+    if isinstance(dataset, IterableDataset):  # it has its own shares and shuffling
+        return StatefulDataLoader(
+            dataset, batch_size=batch_size, collate_fn=collate, drop_last=drop_last, **workers
+        )
     sampler = StatefulDistributedSampler(
         dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed
     )
     return StatefulDataLoader(
-        dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate,
+        drop_last=drop_last,
+        **workers,
     )
 
 

@@ -70,6 +70,9 @@ _OWN_KEYS: dict[str, Any] = {
     "batch_size_val": None,
     "run_val_every_n_steps": None,
     "max_val_batches": None,
+    "max_steps": None,
+    "num_workers": 0,
+    "prefetch_factor": None,
     "save_every_n_steps": None,
     "keep_last_checkpoints": 2,
     "overwrite_output": False,
@@ -112,6 +115,8 @@ _POSITIVE_INTS_OR_NULL = (
     "run_val_every_n_steps",
     "max_val_batches",
     "save_every_n_steps",
+    "max_steps",
+    "prefetch_factor",
 )
 _COMPONENTS = ("model", "tokenizer", "checkpointer", "optimizer", "quantizer", "loss")
 _CHECKPOINTER = "torchtune.training.FullModelHFCheckpointer"
@@ -234,14 +239,15 @@ def _check_types(cfg: DictConfig) -> None:
     for key in _BOOLS:
         if not isinstance(cfg[key], bool):
             raise TypeError(f"{key} must be True or False; got {cfg[key]!r}")
-    for key in _POSITIVE_INTS + _POSITIVE_INTS_OR_NULL:
+    for key in _POSITIVE_INTS + _POSITIVE_INTS_OR_NULL + ("num_workers",):
         value = cfg[key]
         if value is None and key in _POSITIVE_INTS_OR_NULL:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{key} must be an int; got {value!r}")
-        if value < 1:
-            raise ValueError(f"{key} must be at least 1; got {value}")
+        lowest = 0 if key == "num_workers" else 1
+        if value < lowest:
+            raise ValueError(f"{key} must be at least {lowest}; got {value}")
     for key in _COMPONENTS:
         if not OmegaConf.is_dict(cfg[key]) or "_component_" not in cfg[key]:
             raise TypeError(f"{key} must be a section with a _component_; got {cfg[key]!r}")

@@ -11,7 +11,6 @@ output_dir/
 
 import json
 import math
-import resource
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
 import hestia_tune
+from hestia_tune.data import DataStreamError
 from hestia_tune.files import write_atomically
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.qat import full_tensor
@@ -32,6 +32,7 @@ from hestia_tune.training.data_setup import shifted_labels
 from hestia_tune.training.evaluation import metrics_of, plain_outputs
 from hestia_tune.training.hard_model import hard_state_dict, write_hard_model
 from hestia_tune.training.history import results_table
+from hestia_tune.training.memory import memory_metrics, record_memory_history
 from hestia_tune.training.processes import StopRequest, on_first_rank, sum_over_ranks
 from hestia_tune.training.setup import RecipeSetup
 from hestia_tune.training.statistics import check_finite
@@ -52,7 +53,7 @@ class HestiaQATRecipe(RecipeSetup):
         """Trains to the end, or to the first Ctrl-C; returns whether the end was reached."""
         if self._device.type == "cuda":
             training.cleanup_before_training()
-        if self.global_step == 0 and self._val_dataloader is not None:
+        if self.global_step == 0 and self.data.val_loader is not None:
             self._evaluate_baselines()
         if self._statistics is not None and self.global_step < self.total_steps:
             self._statistics.update()
@@ -72,9 +73,9 @@ class HestiaQATRecipe(RecipeSetup):
         )
         with progress:
             while self.global_step < self.total_steps:
-                self._dataloader.sampler.set_epoch(self._epoch)
-                batches = iter(self._dataloader)
-                while self.global_step < (self._epoch + 1) * self._steps_per_epoch:
+                batches = self.data.begin(self._epoch)
+                end = min((self._epoch + 1) * self.data.steps_per_epoch, self.total_steps)
+                while self.global_step < end:
                     stopping = self._train_step(batches, stop, progress)
                     at_end = self.global_step == self.total_steps
                     if stopping and not at_end:  # at once: torchrun's patience is 30 seconds
@@ -93,10 +94,11 @@ class HestiaQATRecipe(RecipeSetup):
         started = time.perf_counter()
         step = self.global_step
         self.driver.set_step(step)
-        self._record_memory(step)
+        if self._is_rank_zero:
+            record_memory_history(self, step)
         losses, counts = [], []
-        for _ in range(self._gradient_accumulation_steps):
-            loss, count = self._loss_sum(next(batches))
+        for batch in self._fetch(batches):
+            loss, count = self._loss_sum(batch)
             loss.backward()
             losses.append(loss.detach())
             counts.append(count)
@@ -116,17 +118,37 @@ class HestiaQATRecipe(RecipeSetup):
         self._profiler.step()
         loss = loss_sum / num_tokens
         progress.update(1)
-        progress.set_postfix_str(f"epoch {self._epoch + 1}, loss {loss:.4f}")
+        self.tokens_seen += int(num_tokens)
+        progress.set_postfix_str(f"{self.tokens_seen / 1e6:.2f}M tokens, loss {loss:.4f}")
         if self.global_step % self._log_every_n_steps == 0 or self.global_step == self.total_steps:
-            rate = num_tokens / (time.perf_counter() - started) / self.world_size
+            seconds = time.perf_counter() - started
             self._log(
-                {"loss": loss, "lr": learning_rate, "tokens_per_second_per_gpu": rate}
+                {
+                    "loss": loss,
+                    "lr": learning_rate,
+                    "tokens_per_second_per_gpu": num_tokens / seconds / self.world_size,
+                    "tokens_seen": self.tokens_seen,
+                    "data_wait": self.data.seconds_waited / seconds,
+                }
                 | ({} if grad_norm is None else {"grad_norm": grad_norm})
                 | self._schedule_metrics(step)
                 | ({} if self._statistics is None else self._statistics.update())
-                | self._memory_metrics()
+                | memory_metrics(self._device, self._log_peak_memory_stats)
             )
         return stopping > 0
+
+    def _fetch(self, batches: Iterator) -> list[dict[str, Any]]:
+        """The batches of one step; if the data fail, what was trained is saved first."""
+        position = self.data.position() if self.data.is_stream else None
+        try:
+            return self.data.fetch(batches)
+        except DataStreamError:
+            if (
+                self.global_step
+                and not (self.checkpoint_folder / f"step_{self.global_step}").exists()
+            ):
+                self._save(position)
+            raise
 
     def _check_loss(self, loss_sum: float, num_tokens: float) -> None:
         """Stops before a bad gradient reaches the weights."""
@@ -170,22 +192,6 @@ class HestiaQATRecipe(RecipeSetup):
             "tau_max": max(taus),
         }
 
-    def _memory_metrics(self) -> dict[str, float]:
-        if self._log_peak_memory_stats:
-            return training.get_memory_stats(device=self._device)
-        return {"peak_memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-
-    def _record_memory(self, step: int) -> None:
-        """Starts and ends CUDA's memory history around the profiler's active steps."""
-        if not (self._is_rank_zero and getattr(self, "profiler_profile_memory", False)):
-            return
-        if self._device.type == "cuda" and hasattr(self, "profiler_wait_steps"):
-            first = self.profiler_wait_steps + self.profiler_warmup_steps
-            if step == first:
-                torch.cuda.memory._record_memory_history()
-            elif step == first + self.profiler_active_steps:
-                torch.cuda.memory._record_memory_history(enabled=None)
-
     def _log(self, metrics: dict[str, float]) -> None:
         if self._is_rank_zero:
             self._metric_logger.log_dict(metrics, step=self.global_step)
@@ -195,15 +201,14 @@ class HestiaQATRecipe(RecipeSetup):
     def evaluate(self) -> float:
         """Mean loss over the validation tokens of all ranks, with the model as it stands."""
         self._model.eval()
-        world, rank = self.dp_size, self.dp_rank
-        # The sampler fills up uneven shares by repeating samples; those must not count.
-        own_samples = len(range(rank, len(self._val_dataloader.dataset), world))
+        own_samples = self.data.own_validation_samples()
         seen, total, count = 0, 0.0, 0
-        for index, batch in enumerate(self._val_dataloader):
+        for index, batch in enumerate(self.data.val_loader):
             if index == self.options.max_val_batches:
                 break
             labels = batch["labels"]
-            labels[max(0, own_samples - seen) :] = self._loss_fn.ignore_index
+            if own_samples is not None:
+                labels[max(0, own_samples - seen) :] = self._loss_fn.ignore_index
             seen += len(labels)
             loss, tokens = self._loss_sum(batch)
             total = total + torch.where(tokens > 0, loss, torch.zeros_like(loss)).double()
@@ -223,7 +228,7 @@ class HestiaQATRecipe(RecipeSetup):
     def _validate_if_due(self, at_end: bool) -> None:
         every = self.options.run_val_every_n_steps
         due = at_end or (every is not None and self.global_step % every == 0)
-        if self._val_dataloader is None or not due:
+        if self.data.val_loader is None or not due:
             return
         self.driver.set_step(self.global_step)
         relaxed = self.evaluate()
@@ -242,9 +247,10 @@ class HestiaQATRecipe(RecipeSetup):
             result = self._evaluator.evaluate("hard", self._model, {}, self._device)
         self._log(metrics_of(result))
 
-    def _save(self) -> None:
+    def _save(self, position: Any = None) -> None:
+        """Writes a checkpoint; ``position`` is that of the data if it is not the present one."""
         check_finite(self._model, self._device, self.global_step)
-        epoch_done = self.global_step == (self._epoch + 1) * self._steps_per_epoch
+        epoch_done = self.global_step == (self._epoch + 1) * self.data.steps_per_epoch
         scheduler = self._lr_scheduler
         checkpoint.save_checkpoint(
             self.checkpoint_folder,
@@ -253,11 +259,16 @@ class HestiaQATRecipe(RecipeSetup):
             optimizer=self._optimizer,
             rank_state={
                 "epoch": self._epoch + epoch_done,
-                "dataloader": None if epoch_done else self._dataloader.state_dict(),
+                "dataloader": None if epoch_done else position or self.data.position(),
                 "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
                 "random": checkpoint.random_state(self._device),
             },
-            meta={"identity": self._identity, "validation_losses": self.validation_losses},
+            meta={
+                "identity": self._identity,
+                "validation_losses": self.validation_losses,
+                "tokens_seen": self.tokens_seen,
+                "num_workers": self.cfg.num_workers,
+            },
             keep_last=self.options.keep_last_checkpoints,
         )
 

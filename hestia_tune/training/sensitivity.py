@@ -9,6 +9,7 @@ output_dir/
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from torchtune import config, training, utils
 from torchtune.config._utils import _get_component_from_path
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_packed
 
+from hestia_tune.data import StreamingTextDataset
 from hestia_tune.files import require_writable_dir
 from hestia_tune.plots import plot_sensitivity, plot_temperatures
 from hestia_tune.qat import quantized_linears
@@ -180,12 +182,20 @@ class SensitivityRecipe:
         """The samples that the seed draws, in batches; the same on every rank."""
         cfg, settings = self.cfg, self.settings
         tokenizer = config.instantiate(cfg.tokenizer)
-        dataset, packed = data_setup.build_dataset(cfg.dataset, tokenizer, "dataset")
-        generator = torch.Generator().manual_seed(settings.seed)
-        chosen = torch.randperm(len(dataset), generator=generator)[: settings.num_samples]
-        if len(chosen) < settings.num_samples:
+        dataset, packed = data_setup.build_dataset(
+            cfg.dataset, tokenizer, "dataset", batch_size=1, alone=True
+        )
+        if isinstance(dataset, StreamingTextDataset):  # its seed shuffles blocks of documents
+            dataset.seed = settings.seed
+            samples = list(itertools.islice(dataset, settings.num_samples))
+        else:
+            generator = torch.Generator().manual_seed(settings.seed)
+            chosen = torch.randperm(len(dataset), generator=generator)[: settings.num_samples]
+            samples = [dataset[int(index)] for index in chosen]
+        if len(samples) < settings.num_samples:
             utils.log_rank_zero(
-                log, f"the dataset has {len(chosen)} samples, fewer than num_samples; all are taken"
+                log,
+                f"the dataset has {len(samples)} samples, fewer than num_samples; all are taken",
             )
         collate = padded_collate_packed
         if not packed:
@@ -194,7 +204,6 @@ class SensitivityRecipe:
                 padding_idx=tokenizer.pad_id,
                 ignore_idx=CROSS_ENTROPY_IGNORE_IDX,
             )
-        samples = [dataset[int(index)] for index in chosen]
         size = settings.batch_size
         batches = [collate(samples[k : k + size]) for k in range(0, len(samples), size)]
         return [data_setup.calibration_batch(batch) for batch in batches]

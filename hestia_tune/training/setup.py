@@ -20,13 +20,14 @@ from hestia_tune.files import require_writable_dir
 from hestia_tune.qat import QATQuantizerBase, quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
-from hestia_tune.training import checkpoint, data_setup, model_setup
+from hestia_tune.training import checkpoint, model_setup
 from hestia_tune.training.base import FullFinetuneRecipeDistributed
 from hestia_tune.training.evaluation import Evaluator
 from hestia_tune.training.history import History
 from hestia_tune.training.options import RunOptions, with_defaults
 from hestia_tune.training.processes import ensure_process_environment, on_first_rank
 from hestia_tune.training.statistics import CodeStatistics
+from hestia_tune.training.training_data import TrainingData
 
 log = utils.get_logger("DEBUG")
 
@@ -74,6 +75,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.checkpoint_folder = self.output_dir / "checkpoints"
         self.validation_losses: dict[str, float] = {}
         self._epoch = 0
+        self.tokens_seen = 0
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything up to the first step; ``cfg`` is the one given to ``__init__``."""
@@ -101,7 +103,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
                 self.options.eval, self._tokenizer, self._model.max_seq_len, cache=None
             )
         self._loss_fn = config.instantiate(cfg.loss)
-        self._setup_dataloaders()
+        self._setup_data(cfg)
+        self._reshard = resume_meta is not None and self.data.check_ranks(resume_meta)
+        self.total_steps = self.data.total_steps
 
         scores = None if artifact is None else artifact.scores
         state = on_first_rank(lambda: self._read_pretrained(artifact), share=False) or {}
@@ -187,12 +191,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             "sensitivity": digest(scores),
             "optimizer": OmegaConf.to_container(self.cfg.optimizer, resolve=True),
             "shuffle": self.cfg.shuffle,
-            "total_steps": self.total_steps,
-            "steps_per_epoch": self._steps_per_epoch,
-            "batch_size": self.cfg.batch_size,
-            "gradient_accumulation_steps": self._gradient_accumulation_steps,
             "seed": self.seed,
             "dtype": self.cfg.dtype,
+            **self.data.identity(),
         }
 
     def _check_identity(self, meta: dict[str, Any]) -> None:
@@ -204,53 +205,21 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
                     "use the same, or start anew with resume_from_checkpoint=False"
                 )
 
-    def _setup_dataloaders(self) -> None:
-        cfg = self.cfg
+    def _setup_data(self, cfg: DictConfig) -> None:
         mesh_shape = (self.data_parallel_dim, self.tensor_parallel_dim)
         self._mesh = init_device_mesh(
             self._device.type, mesh_shape=mesh_shape, mesh_dim_names=("dp", "tp")
         )
         self.dp_size, self.dp_rank = self.world_size, self.rank
-        shared = {
-            "collate_fn": cfg.collate_fn,
-            "pad_id": self._tokenizer.pad_id,
-            "ignore_index": self._loss_fn.ignore_index,
-            "num_replicas": self.dp_size,
-            "rank": self.dp_rank,
-            "seed": self.seed,
-        }
-        dataset, packed = data_setup.build_dataset(cfg.dataset, self._tokenizer, "dataset")
-        self._dataloader = data_setup.build_dataloader(
-            dataset,
-            packed=packed,
-            batch_size=cfg.batch_size,
-            shuffle=cfg.shuffle,
-            drop_last=True,
-            **shared,
+        self.data = TrainingData(
+            cfg,
+            self._tokenizer,
+            ignore_index=self._loss_fn.ignore_index,
+            rank=self.dp_rank,
+            world_size=self.dp_size,
+            seed=self.seed,
         )
-        self._val_dataloader = None
-        if cfg.dataset_val is not None:
-            dataset_val, packed = data_setup.build_dataset(
-                cfg.dataset_val, self._tokenizer, "dataset_val"
-            )
-            self._val_dataloader = data_setup.build_dataloader(
-                dataset_val,
-                packed=packed,
-                batch_size=cfg.batch_size_val or cfg.batch_size,
-                shuffle=False,
-                drop_last=False,
-                **shared,
-            )
-        self._steps_per_epoch = len(self._dataloader) // self._gradient_accumulation_steps
-        if self._steps_per_epoch == 0:
-            needed = cfg.batch_size * self._gradient_accumulation_steps * self.dp_size
-            raise ValueError(
-                f"dataset has {len(dataset)} samples, one step takes {needed} (batch_size x "
-                "gradient_accumulation_steps x ranks); give it more data or smaller batches"
-            )
-        if self.max_steps_per_epoch is not None:
-            self._steps_per_epoch = min(self._steps_per_epoch, self.max_steps_per_epoch)
-        self.total_steps = self.total_epochs * self._steps_per_epoch
+        self.total_steps = self.data.total_steps
 
     def _setup_model(self, state: dict[str, torch.Tensor]) -> None:
         """Compile, activation checkpointing, FSDP2 and weights, in this order."""
@@ -277,12 +246,19 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         return config.instantiate(cfg_optimizer, groups)
 
     def _resume(self, path: Path, meta: dict[str, Any]) -> None:
-        rank_state = checkpoint.load_checkpoint(path, model=self._model, optimizer=self._optimizer)
+        checkpoint.load_checkpoint(path, model=self._model, optimizer=self._optimizer)
+        rank = 0 if self._reshard else self.rank
+        rank_state = checkpoint.load_rank_state(path, rank)
         self.global_step, self._epoch = meta["step"], rank_state["epoch"]
+        self.tokens_seen = meta.get("tokens_seen", 0)
         self.validation_losses = dict(meta["validation_losses"])
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(rank_state["lr_scheduler"])
-        if rank_state["dataloader"] is not None:
-            self._dataloader.load_state_dict(rank_state["dataloader"])
-        self._resumed_random_state = rank_state["random"]
+        if self._reshard:
+            ranks = range(meta["world_size"])
+            states = [checkpoint.load_rank_state(path, r)["dataloader"] for r in ranks]
+            self.data.restore_shares(states)
+        else:
+            self.data.restore(rank_state["dataloader"])
+            self._resumed_random_state = rank_state["random"]
         utils.log_rank_zero(log, f"Resumed from {path} at step {self.global_step}")
