@@ -11,7 +11,13 @@ from torchtune._recipe_registry import Config, Recipe, get_all_recipes
 
 from hestia_tune.training.configs import packaged_configs
 
-RECIPES = ("hestia_qat", "hestia_sensitivity", "hestia_convert", "hestia_eval")
+RECIPES = (
+    "hestia_qat",
+    "hestia_sensitivity",
+    "hestia_convert",
+    "hestia_eval",
+    "hestia_tokenize",
+)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hestia_tune.config import ScheduleConfig, from_mapping, nearest, require_number
+from hestia_tune.data.settings import TokenizeConfig
 from hestia_tune.evaluation.settings import EvalConfig
 from hestia_tune.export.settings import ConvertConfig
 from hestia_tune.sensitivity import EstimationConfig
@@ -66,6 +67,7 @@ _OWN_KEYS: dict[str, Any] = {
     "sensitivity_estimation": {},
     "convert": {},
     "eval": {},
+    "tokenize": {},
     "dataset_val": None,
     "batch_size_val": None,
     "run_val_every_n_steps": None,
@@ -155,6 +157,7 @@ class RunOptions:
         estimation: how it is computed.
         convert: what hestia_convert writes.
         eval: what hestia_eval measures, and hestia_qat if asked to.
+        tokenize: what hestia_tokenize writes.
         run_val_every_n_steps: validate so often (None: only before and after training).
         max_val_batches: batches per validation and rank (None: all).
         save_every_n_steps: write a resumable checkpoint so often (None: only at the end).
@@ -168,6 +171,7 @@ class RunOptions:
     estimation: EstimationConfig
     convert: ConvertConfig
     eval: EvalConfig
+    tokenize: TokenizeConfig
     run_val_every_n_steps: int | None
     max_val_batches: int | None
     save_every_n_steps: int | None
@@ -202,6 +206,7 @@ class RunOptions:
             "estimation": _estimation(cfg),
             "convert": _convert(cfg),
             "eval": _eval(cfg),
+            "tokenize": _tokenize(cfg),
         }
         own = {name: cfg[name] for name in cls.__dataclass_fields__ if name not in sections}
         return cls(**sections, **own)
@@ -233,6 +238,11 @@ def _eval(cfg: DictConfig) -> EvalConfig:
     return dataclasses.replace(
         checked, output=checked.output or f"{cfg.output_dir}/evaluation.json"
     )
+
+
+def _tokenize(cfg: DictConfig) -> TokenizeConfig:
+    checked = from_mapping(TokenizeConfig, _section(cfg, "tokenize"), "tokenize")
+    return dataclasses.replace(checked, output=checked.output or f"{cfg.output_dir}/tokens")
 
 
 def _check_types(cfg: DictConfig) -> None:

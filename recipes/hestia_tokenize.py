@@ -1,0 +1,9 @@
+"""``tune run hestia_tokenize --config NAME``: token shards, for those who train many times."""
+
+import sys
+
+from hestia_tune.training.launch import main
+from hestia_tune.training.tokenize import run_tokenize
+
+if __name__ == "__main__":
+    sys.exit(main(run_tokenize, "hestia_tokenize"))
