@@ -2,11 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from hestia_tune.qat import (
-    HestiaConfig,
-    HestiaQATQuantizer,
-    quantized_linears,
-)
+from hestia_tune.components import Fairy2iConfig, Fairy2iQATQuantizer, HestiaQATQuantizer
+from hestia_tune.qat import HestiaConfig, quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.selection import is_transformer_linear
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
@@ -20,6 +17,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AnnealingSchedule",
     "EstimationConfig",
+    "Fairy2iConfig",
+    "Fairy2iQATQuantizer",
     "HestiaConfig",
     "HestiaQATQuantizer",
     "ScheduleDriver",

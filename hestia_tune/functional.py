@@ -8,11 +8,20 @@ float64, everything else in float32; results have the dtype of the weight.
 import torch
 
 from hestia_tune.quantizers.base import Scalar, effective_weight, require_float
+from hestia_tune.quantizers.fairy2i import Fairy2iQuantizer, Granularity
 from hestia_tune.quantizers.granularity import GroupSize
 from hestia_tune.quantizers.ternary import TernaryQuantizer
 from hestia_tune.temperature import optimal_temperature
 
-__all__ = ["hard_ternary", "optimal_temperature", "relaxed_ternary", "ternary_codes"]
+__all__ = [
+    "fairy2i_codes",
+    "hard_fairy2i",
+    "hard_ternary",
+    "optimal_temperature",
+    "relaxed_fairy2i",
+    "relaxed_ternary",
+    "ternary_codes",
+]
 
 
 def relaxed_ternary(
@@ -63,3 +72,54 @@ def ternary_codes(
     """
     require_float(weight)
     return TernaryQuantizer(group_size=group_size).codes(weight)
+
+
+def relaxed_fairy2i(
+    weight: torch.Tensor,
+    tau: Scalar,
+    pressure: Scalar = 1.0,
+    *,
+    num_stages: int = 2,
+    granularity: Granularity = "tensor",
+) -> torch.Tensor:
+    """Effective weight (1 - p)·W + p·H(W; tau) of Fairy2i-H, differentiable in ``weight``.
+
+    Args:
+        weight: (out_features, in_features), both even.
+        tau: temperature in squared radians, >= 0; 0 is the hard quantizer with a straight-through
+            gradient.
+        pressure: in [0, 1].
+        num_stages: residual stages, 1 to 4.
+        granularity: "tensor", or the complex columns that share scales.
+
+    Returns:
+        A tensor of the shape and dtype of ``weight``. Its gradient is a closed form (scales
+        detached) that saves only ``weight``.
+
+    Raises:
+        TypeError, ValueError: as `relaxed_ternary`; on an odd dimension.
+    """
+    quantizer = Fairy2iQuantizer(num_stages=num_stages, granularity=granularity)
+    return effective_weight(weight, tau, pressure, quantizer)
+
+
+def hard_fairy2i(
+    weight: torch.Tensor, *, num_stages: int = 2, granularity: Granularity = "tensor"
+) -> torch.Tensor:
+    """The sum of the hard stages as a real weight, of the shape and dtype of ``weight``; no
+    gradient flows."""
+    require_float(weight)
+    return Fairy2iQuantizer(num_stages=num_stages, granularity=granularity).hard(weight)
+
+
+def fairy2i_codes(
+    weight: torch.Tensor, *, num_stages: int = 2, granularity: Granularity = "tensor"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scales of which `hard_fairy2i` is made.
+
+    Returns:
+        codes: int8 powers of i in 0..3, (num_stages, 2, n, m) for a weight (2n, 2m); U, then W.
+        scales: bfloat16, see `hestia_tune.quantizers.fairy2i.Fairy2iQuantizer.codes`.
+    """
+    require_float(weight)
+    return Fairy2iQuantizer(num_stages=num_stages, granularity=granularity).codes(weight)

@@ -1,12 +1,11 @@
 """Prepare and convert: swapping quantized linears in and out of any model, the torchao way.
 
 `HestiaConfig` is registered with torchao, so `quantize_(model, HestiaConfig(step="prepare"))` works
-like torchao's own configs; `HestiaQATQuantizer` wraps it as a two-step component that also knows
-which linears to take and names them in its errors. Nothing here copies a weight: prepare shares
-the parameter (also on the meta device), convert replaces it by the hard weight.
+like torchao's own configs; `hestia_tune.components` wraps it. Nothing here copies a weight: prepare
+shares the parameter (also on the meta device), convert replaces it by the hard weight.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.core.config import AOBaseConfig
-from torchao.quantization import quantize_
 from torchao.quantization.qat.linear import FakeQuantizedLinear
 from torchao.quantization.transform_module import register_quantize_module_handler
 
@@ -23,7 +21,7 @@ from hestia_tune.config import require_number
 from hestia_tune.quantizers import Quantizer, TernaryQuantizer, quantized_linear
 from hestia_tune.quantizers.base import effective_weight
 from hestia_tune.quantizers.granularity import GroupSize, validate_group_size
-from hestia_tune.selection import clean_fqn, select_linears
+from hestia_tune.selection import clean_fqn
 from hestia_tune.tensors import TernaryTensor, to_intx
 
 
@@ -202,7 +200,8 @@ class HestiaConfig(QATConfigBase):
 
 
 @register_quantize_module_handler(HestiaConfig)
-def _transform(module: nn.Module, config: QATConfigBase) -> nn.Module:
+def transform(module: nn.Module, config: QATConfigBase) -> nn.Module:
+    """What ``quantize_`` does to a linear: the same for every method."""
     if config.step == "convert":
         return module.to_hard_linear(config.pack) if isinstance(module, QuantizedLinear) else module
     if isinstance(module, QuantizedLinear):
@@ -219,94 +218,3 @@ def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
         for fqn, module in model.named_modules()
         if isinstance(module, QuantizedLinear)
     }
-
-
-class QATQuantizerBase:
-    """Two-step quantizer component: ``prepare(model)`` before training, ``convert(model)`` after.
-
-    Args:
-        config: the method and its options.
-        include, exclude: which linears; see `select_linears`.
-    """
-
-    def __init__(
-        self,
-        config: QATConfigBase,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-    ):
-        for option, patterns in (("include", include), ("exclude", exclude)):
-            if isinstance(patterns, str):
-                raise TypeError(f"{option} must be a list of patterns; got the string {patterns!r}")
-        self.config = config
-        self.quantizer = config.quantizer()
-        self._include = None if include is None else list(include)
-        self._exclude = list(exclude or ())
-
-    def _step(self, step: str) -> QATConfigBase:
-        options = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
-        return type(self.config)(**(options | {"step": step}))
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """Swaps the selected linears for quantized ones, in place; returns ``model``.
-
-        Raises:
-            ValueError: if a pattern matches nothing, or a layer cannot be quantized; the error
-                names the layer, and the model is as it was.
-        """
-        chosen = select_linears(model, self._include, self._exclude)
-        for fqn, linear in chosen.items():
-            self.quantizer.check_layer(linear.in_features, linear.out_features, fqn)
-        quantize_(
-            model, self._step("prepare"), filter_fn=lambda module, fqn: clean_fqn(fqn) in chosen
-        )
-        # A module that stands in one parent under two names has been swapped under the first only.
-        by_weight = {id(layer.weight): layer for layer in quantized_linears(model).values()}
-        for fqn, module in list(model.named_modules(remove_duplicate=False)):
-            if clean_fqn(fqn) in chosen and not isinstance(module, QuantizedLinear):
-                parent, _, name = fqn.rpartition(".")
-                setattr(model.get_submodule(parent), name, by_weight[id(module.weight)])
-        return model
-
-    def convert(self, model: nn.Module) -> nn.Module:
-        """Swaps every quantized linear for a plain one with its hard weight, in place.
-
-        Linears that shared a latent weight share the hard one; a weight shared with something that
-        is not quantized, such as an embedding, is shared no longer.
-        """
-        latents = {
-            fqn: module.weight
-            for fqn, module in model.named_modules()
-            if isinstance(module, QuantizedLinear)
-        }
-        quantize_(model, self._step("convert"), filter_fn=lambda module, fqn: fqn in latents)
-        hard: dict[int, nn.Parameter] = {}
-        for fqn, latent in latents.items():
-            linear = model.get_submodule(fqn)
-            linear.weight = hard.setdefault(id(latent), linear.weight)
-        return model
-
-
-class HestiaQATQuantizer(QATQuantizerBase):
-    """Ternary QAT as a component (``_component_: hestia_tune.HestiaQATQuantizer``).
-
-    Args:
-        group_size: weights that share a scale: an int that divides in_features (128 in the
-            paper), "channel" or "tensor".
-        include: shell patterns of the linears to quantize; None takes every linear of the
-            transformer blocks (attention q, k, v, output; MLP gate, up, down).
-        exclude: shell patterns of linears to leave out.
-
-    Example:
-        >>> quantizer = HestiaQATQuantizer(group_size=128)
-        >>> model = quantizer.prepare(model)      # train, a ScheduleDriver sets tau and pressure
-        >>> model = quantizer.convert(model)      # plain linears, every weight gamma·{-1, 0, 1}
-    """
-
-    def __init__(
-        self,
-        group_size: GroupSize = 128,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-    ):
-        super().__init__(HestiaConfig(group_size=group_size), include, exclude)

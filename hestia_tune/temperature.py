@@ -7,10 +7,12 @@ weighted by gamma^2, and the search over tau then works on the histogram alone: 
 read once, layer by layer, and histograms of several processes simply add up.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from hestia_tune.quantizers.base import Quantizer
 from hestia_tune.quantizers.granularity import GroupSize
 from hestia_tune.quantizers.ternary import TernaryQuantizer
 
@@ -84,3 +86,36 @@ def optimal_temperature(
     if histogram is None:
         raise ValueError("optimal_temperature needs at least one weight; got none")
     return temperature_from_histogram(histogram)
+
+
+def fitted_temperature(weights: Sequence[torch.Tensor], quantizer: Quantizer) -> float:
+    """`optimal_temperature` for any quantizer, by evaluating it: some 40 passes over the weights.
+
+    Args:
+        weights: latent weights (out_features, in_features) of all layers.
+        quantizer: the method.
+
+    Raises:
+        ValueError: if the weights are not finite, or all zero.
+    """
+
+    def error(tau: float) -> float:
+        total = 0.0
+        for weight in weights:
+            values = weight.detach()
+            scalars = (torch.tensor(v, device=values.device) for v in (tau, 1.0))
+            difference = values - quantizer.effective_weight(values, *scalars)
+            total += float(difference.square().sum(dtype=torch.float64))
+        return total
+
+    low, high = (math.log(bound) for bound in SEARCH_RANGE)
+    for _ in range(4):  # each round narrows the bracket around the best of 11 points 5-fold
+        grid = [low + (high - low) * k / 10 for k in range(11)]
+        errors = [error(math.exp(value)) for value in grid]
+        if not all(math.isfinite(e) for e in errors) or max(errors) == 0:
+            raise ValueError(
+                "tau_init auto needs finite weights that are not all zero; give tau_init a number"
+            )
+        best = errors.index(min(errors))
+        low, high = grid[max(best - 1, 0)], grid[min(best + 1, 10)]
+    return math.exp((low + high) / 2)

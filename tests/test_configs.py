@@ -21,6 +21,8 @@ EXPECTED = {
     "llama3_2_1b": (16, 1_235_814_400, 128),
     "llama3_2_3b": (28, 3_212_749_824, 128),
     "qwen2_5_0_5b": (24, 494_032_768, 128),
+    "demo_fairy2i": (4, None, None),
+    "qwen2_5_0_5b_fairy2i": (24, 494_032_768, None),
 }
 
 
@@ -34,7 +36,10 @@ def test_config_builds_at_its_real_size(name):
     cfg = with_defaults(OmegaConf.load(config_path(name)))
     options = RunOptions.from_config(cfg)
     quantizer = config.instantiate(cfg.quantizer)
-    assert quantizer.quantizer.group_size == group_size
+    if group_size is None:
+        assert quantizer.quantizer.key() == "fairy2i, num_stages=2, granularity=tensor"
+    else:
+        assert quantizer.quantizer.group_size == group_size
     model = build_on_meta(cfg.model, quantizer)
     layers = quantized_linears(model)
     assert len(layers) == 7 * blocks
@@ -68,7 +73,7 @@ def test_names_and_paths_are_resolved(tmp_path):
     demo = str(packaged_configs()["demo"])
     assert resolve_argv(["x", "--config", "demo"]) == ["x", "--config", demo]
     assert resolve_argv(["x", "--config=demo"]) == ["x", f"--config={demo}"]
-    with pytest.raises(ValueError, match="packaged configs: demo, llama3_2_1b"):
+    with pytest.raises(ValueError, match="packaged configs: demo, demo_fairy2i, llama3_2_1b"):
         resolve_argv(["x", "--config", str(tmp_path / "none.yaml")])
 
 

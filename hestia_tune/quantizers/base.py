@@ -6,6 +6,7 @@ sees a step, a module or a schedule. The closed form is what keeps memory flat: 
 save about ten tensors of the weight's size, `effective_weight` saves the weight alone.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -22,6 +23,11 @@ class Quantizer(ABC):
     """
 
     method: ClassVar[str]
+    # Whether `effective_weight` is one operator to torch.compile. A compiler that sees inside may
+    # save what is meant to be recomputed: cheap for formulas whose intermediates are few.
+    opaque: ClassVar[bool] = False
+    # Whether code 0 is the weight 0 (and not, as for powers of i, the weight 1).
+    has_zero: ClassVar[bool] = True
     _by_method: ClassVar[dict[str, type["Quantizer"]]] = {}
 
     def __init_subclass__(cls, **kwargs):
@@ -104,11 +110,47 @@ def require_float(weight: torch.Tensor) -> None:
         raise TypeError(f"weight must be a floating-point tensor; got {kind}")
 
 
+@functools.cache
+def fused(key: str, method: str):
+    """The quantizer's method as fused kernels, one set for weights of every shape."""
+    return torch.compile(getattr(Quantizer.from_key(key), method), dynamic=True)
+
+
+@torch.library.custom_op("hestia::effective_weight", mutates_args=())
+def _effective_weight_op(
+    weight: torch.Tensor, tau: torch.Tensor, pressure: torch.Tensor, key: str
+) -> torch.Tensor:
+    return fused(key, "effective_weight")(weight, tau, pressure)
+
+
+@_effective_weight_op.register_fake
+def _(weight, tau, pressure, key):
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hestia::weight_grad", mutates_args=())
+def weight_grad_op(
+    grad_eff: torch.Tensor,
+    weight: torch.Tensor,
+    tau: torch.Tensor,
+    pressure: torch.Tensor,
+    key: str,
+) -> torch.Tensor:
+    return fused(key, "vjp")(grad_eff, weight, tau, pressure)
+
+
+@weight_grad_op.register_fake
+def _(grad_eff, weight, tau, pressure, key):
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
 class _EffectiveWeight(torch.autograd.Function):
     """weight, tau, pressure -> effective weight; saves ``weight`` and two scalars."""
 
     @staticmethod
     def forward(weight, tau, pressure, quantizer):
+        if quantizer.opaque and torch.compiler.is_compiling():
+            return _effective_weight_op(weight, tau, pressure, quantizer.key())
         return quantizer.effective_weight(weight, tau, pressure)
 
     @staticmethod
@@ -119,6 +161,9 @@ class _EffectiveWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         weight, tau, pressure = ctx.saved_tensors
+        if ctx.quantizer.opaque and torch.compiler.is_compiling():
+            grad = weight_grad_op(grad, weight, tau, pressure, ctx.quantizer.key())
+            return grad, None, None, None
         return ctx.quantizer.vjp(grad, weight, tau, pressure), None, None, None
 
 

@@ -12,18 +12,10 @@ kernels. Operators take no Python objects, so a quantizer travels as its key. Ea
 formulas directly.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
-from hestia_tune.quantizers.base import Quantizer
-
-
-@functools.cache
-def _fused(key: str, method: str):
-    """The quantizer's method as fused kernels, one set for weights of every shape."""
-    return torch.compile(getattr(Quantizer.from_key(key), method), dynamic=True)
+from hestia_tune.quantizers.base import Quantizer, fused, weight_grad_op
 
 
 def _linear(x, weight, bias, tau, pressure, effective_weight):
@@ -43,7 +35,7 @@ def _linear_op(
     pressure: torch.Tensor,
     key: str,
 ) -> torch.Tensor:
-    return _linear(x, weight, bias, tau, pressure, _fused(key, "effective_weight"))
+    return _linear(x, weight, bias, tau, pressure, fused(key, "effective_weight"))
 
 
 @_linear_op.register_fake
@@ -55,28 +47,12 @@ def _(x, weight, bias, tau, pressure, key):
 def _input_grad_op(
     grad: torch.Tensor, weight: torch.Tensor, tau: torch.Tensor, pressure: torch.Tensor, key: str
 ) -> torch.Tensor:
-    return _input_grad(grad, weight, tau, pressure, _fused(key, "effective_weight"))
+    return _input_grad(grad, weight, tau, pressure, fused(key, "effective_weight"))
 
 
 @_input_grad_op.register_fake
 def _(grad, weight, tau, pressure, key):
     return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
-
-
-@torch.library.custom_op("hestia::weight_grad", mutates_args=())
-def _weight_grad_op(
-    grad_eff: torch.Tensor,
-    weight: torch.Tensor,
-    tau: torch.Tensor,
-    pressure: torch.Tensor,
-    key: str,
-) -> torch.Tensor:
-    return _fused(key, "vjp")(grad_eff, weight, tau, pressure)
-
-
-@_weight_grad_op.register_fake
-def _(grad_eff, weight, tau, pressure, key):
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -110,7 +86,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if needs_weight:
             grad_eff = grad_NO.t() @ x.reshape(-1, x.shape[-1])
             if compiling:
-                grad_weight = _weight_grad_op(grad_eff, weight, *scalars, quantizer.key())
+                grad_weight = weight_grad_op(grad_eff, weight, *scalars, quantizer.key())
             else:
                 grad_weight = quantizer.vjp(grad_eff, weight, *scalars)
         if ctx.has_bias and needs_bias:

@@ -47,6 +47,11 @@ class ConvertRecipe:
         self.hf_config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
         self.names = HuggingFaceNames(self.cfg.checkpointer.model_type, self.hf_config)
         self.about = self._describe()
+        if Quantizer.from_key(self.about["quantizer"]).method != "ternary":
+            raise ValueError(
+                f"hestia_convert writes ternary models; {self.source} has quantizer "
+                f"{self.about['quantizer']}; its hard_model folder is what transformers loads"
+            )
         if not self.settings.overwrite:
             for name in self.settings.formats:
                 if self.target(name).exists():

@@ -19,9 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torchtune import config, modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from hestia_tune.components import QATQuantizerBase
 from hestia_tune.config import one_line
-from hestia_tune.qat import QATQuantizerBase, quantized_linears
-from hestia_tune.temperature import optimal_temperature
+from hestia_tune.qat import quantized_linears
+from hestia_tune.quantizers import TernaryQuantizer
+from hestia_tune.temperature import fitted_temperature, optimal_temperature
 
 
 def build_on_meta(cfg_model: DictConfig, quantizer: QATQuantizerBase) -> nn.Module:
@@ -71,7 +73,9 @@ def fit_temperature(
 ) -> float:
     """``tau_init: auto``: the temperature that fits the pretrained weights best."""
     weights = (state[f"{name}.weight"].to(compute_dtype) for name in names)
-    return optimal_temperature(weights, group_size=quantizer.quantizer.group_size)
+    if isinstance(quantizer.quantizer, TernaryQuantizer):
+        return optimal_temperature(weights, group_size=quantizer.quantizer.group_size)
+    return fitted_temperature(list(weights), quantizer.quantizer)
 
 
 def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:

@@ -39,7 +39,7 @@ from hestia_tune.training.statistics import check_finite
 
 log = utils.get_logger("DEBUG")
 
-PRETRAINED, NAIVE, HARD = "pretrained", "naive ternary", "trained, hard"
+PRETRAINED, HARD = "pretrained", "trained, hard"
 TWIN_ROWS = {
     "compare_straight_through": "straight-through, hard",
     "compare_uniform": "uniform temperature, hard",
@@ -217,11 +217,16 @@ class HestiaQATRecipe(RecipeSetup):
         total, count = sum_over_ranks([total, count], self._device)
         return total / count
 
+    @property
+    def _naive(self) -> str:
+        """Label of the pretrained model quantized as it is: "naive ternary"."""
+        return f"naive {self.quantizer_key.partition(',')[0]}"
+
     def _evaluate_baselines(self) -> None:
         with self.driver.latent():
             self.validation_losses[PRETRAINED] = self.evaluate()
         with self.driver.hard():
-            self.validation_losses[NAIVE] = self.evaluate()
+            self.validation_losses[self._naive] = self.evaluate()
         for label, loss in self.validation_losses.items():
             utils.log_rank_zero(log, f"validation loss, {label}: {loss:.4f}")
 
@@ -299,10 +304,12 @@ class HestiaQATRecipe(RecipeSetup):
         """The results as Markdown; empty without validation data."""
         if not self.validation_losses:
             return ""
-        return results_table(self._ordered_losses().items(), reference=PRETRAINED, worst=NAIVE)
+        return results_table(
+            self._ordered_losses().items(), reference=PRETRAINED, worst=self._naive
+        )
 
     def _ordered_losses(self) -> dict[str, float]:
-        order = (PRETRAINED, NAIVE, *TWIN_ROWS.values(), HARD)
+        order = (PRETRAINED, self._naive, *TWIN_ROWS.values(), HARD)
         return {k: self.validation_losses[k] for k in order if k in self.validation_losses}
 
     def cleanup(self, end_process_group: bool = True) -> None:

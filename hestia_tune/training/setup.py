@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import config, training, utils
 
+from hestia_tune.components import QATQuantizerBase
 from hestia_tune.files import require_writable_dir
-from hestia_tune.qat import QATQuantizerBase, quantized_linears
+from hestia_tune.qat import quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 from hestia_tune.training import checkpoint, model_setup

@@ -34,10 +34,13 @@ class CodeStatistics:
         self._device = device
         self._previous: dict[str, torch.Tensor] = {}
         self._is_first_call = True
+        methods = [layer.weight_fake_quantizer.quantizer for layer in layers.values()]
+        self._has_zero = all(quantizer.has_zero for quantizer in methods)
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
-        """``flip_rate`` since the last call, ``zero_fraction``, ``quantization_error``.
+        """``flip_rate`` since the last call, ``zero_fraction`` (if the codes have a zero),
+        ``quantization_error``.
 
         The error is ||W - Q(W)||^2 / ||W||^2 over all layers. The first call, having nothing to
         compare with, returns no flip rate. Collective.
@@ -59,10 +62,9 @@ class CodeStatistics:
             self._previous[name] = codes
         dist.all_reduce(counts)
         flips, zeros, total, error, norm = counts.tolist()
-        statistics = {
-            "zero_fraction": zeros / total,
-            "quantization_error": error / max(norm, 1e-300),
-        }
+        statistics = {"quantization_error": error / max(norm, 1e-300)}
+        if self._has_zero:
+            statistics["zero_fraction"] = zeros / total
         if not self._is_first_call:
             statistics = {"flip_rate": flips / total} | statistics
         self._is_first_call = False

@@ -1,0 +1,303 @@
+"""Fairy2i: complex weights in {1, i, -1, -i}, in residual stages, hard and relaxed (Sec. 4.3).
+
+A real (2n, 2m) weight is seen as the complex pair (U, W) of `widely_linear`. One stage replaces an
+entry z by the nearest axis in angle, times one of two scales: s_re, the mean of |Re z| over the
+entries whose axis is real, and s_im likewise. Stage t quantizes what stage t-1 left,
+R_t = R_{t-1} - Q(R_{t-1}), and the weight is the sum of the stages: T bits per real number.
+
+The relaxation is a softmax over the axes with logits -delta^2/tau, delta the wrapped angle to
+each. Folding z by its symmetries leaves one angle phi in [0, pi/4] to the nearest axis; the others
+are at pi/2 - phi, pi/2 + phi and pi - phi. With k = pi/tau and g = pi/4 - phi, relative to the
+nearest,
+
+    eb = exp(-k·g)    ec = exp(-k·(pi/2 - g))    ed = exp(-k·(pi/2 + 2g)) = eb^2·exp(-k·pi/2)
+    near = (1 - ed)/D      far = (eb - ec)/D     D = 1 + eb + ec + ed
+
+are the components along the nearest axis and along the other one: no exponent is positive, so they
+are stable for every tau > 0. Their slopes in phi, with all cancellation removed,
+
+    near' = -k·(eb - ec + ed·(eb + 3·ec + 4))/D^2
+    far'  =  k·(eb·(1 - ed) + ec·(1 + 3·ed) + 4·eb·ec)/D^2
+
+The angle enters as g = atan((hi - lo)/(hi + lo)), hi and lo the larger and smaller of |Re z| and
+|Im z|: exactly 0 at a boundary, so ties stay ties however cold it is.
+
+Stages compose by putting the relaxation H in the place of Q, in the residual too:
+R_t = R_{t-1} - H(R_{t-1}; tau). The sum is then smooth wherever one stage is (the residual of the
+hard code would jump at every boundary, at every temperature), and for tau -> 0 it is the hard one.
+Scales are detached; the Jacobians chain, so with J_t that of stage t and G the gradient of the sum,
+a_t = a_{t+1} + J_t^T·(G - a_{t+1}), a_{T+1} = 0, and a_1 is the gradient of z.
+
+Decided once:
+
+    boundaries   an axis owns its clockwise boundary, [-pi/4, pi/4) for 1, as in the original
+                 Fairy2i: ties, frequent in weights stored in few bits, fall on both axes alike.
+                 |Re z| and |Im z| are compared, with no rounding.
+    zero         has angle 0: code 1. It counts, with |Re| 0, in s_re.
+    empty sets   have the smallest scale, 1e-8.
+    the kink     of the wrapped angle to the opposite axis: the slope is the mean of both sides.
+    modulus 0    the derivative of an angle is 1/|z|: exact down to 2^-20 of the larger scale, from
+                 there linearly down to 0, so that gradients are finite.
+    not finite   one NaN or infinity makes all that shares its scales NaN.
+
+Scales are float64 sums rounded to bfloat16, as the ternary quantizer's. Sums of them need not be
+bfloat16 numbers: stages are added in order in float32, `merge` adds U and W, and the result is
+rounded once to the weight's dtype; `dequantize_codes` does the same, to the last bit.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hestia_tune.quantizers.base import Quantizer, compute_dtype
+from hestia_tune.quantizers.ternary import _MIN_TAU, SCALE_EPS, _round_to_bfloat16
+from hestia_tune.quantizers.widely_linear import (
+    Complex,
+    add,
+    check_even,
+    from_blocks,
+    merge,
+    merged_blocks,
+    split,
+    subtract,
+    to_blocks,
+)
+
+Granularity = int | str
+
+MAX_STAGES = 4
+# The smallest modulus, in scales, at which the derivative of the angle is exact.
+_MIN_MODULUS = 2.0**-20
+
+
+def validate_num_stages(num_stages: int) -> None:
+    """Raises TypeError or ValueError unless ``num_stages`` is an int from 1 to 4."""
+    rule = f"num_stages must be an int from 1 to {MAX_STAGES}"
+    if isinstance(num_stages, bool) or not isinstance(num_stages, int):
+        raise TypeError(f"{rule}; got {num_stages!r} of type {type(num_stages).__name__}")
+    if not 1 <= num_stages <= MAX_STAGES:
+        raise ValueError(f"{rule}; got {num_stages}; 2 is the paper's, T stages cost T bits")
+
+
+def validate_granularity(granularity: Granularity) -> None:
+    """Raises TypeError or ValueError unless ``granularity`` is "tensor" or a positive int."""
+    rule = 'granularity must be "tensor" or a positive int, the complex columns that share scales'
+    if isinstance(granularity, bool) or not isinstance(granularity, int | str):
+        raise TypeError(f"{rule}; got {granularity!r} of type {type(granularity).__name__}")
+    if granularity != "tensor" and (isinstance(granularity, str) or granularity <= 0):
+        raise ValueError(f'{rule}; got {granularity!r}; "tensor" is the paper\'s')
+
+
+def _nearest(z: Complex):
+    """(whether the nearest axis is the real one, larger, smaller) of |Re z| and |Im z|."""
+    abs_re, abs_im = z[0].abs(), z[1].abs()
+    tie_is_real = (z[0] > 0) != (z[1] >= 0)  # also at zero
+    real = (abs_re > abs_im) | ((abs_re == abs_im) & tie_is_real)
+    return real, torch.maximum(abs_re, abs_im), torch.minimum(abs_re, abs_im)
+
+
+def _scales(z: Complex, over_rows: bool) -> Complex:
+    """(s_re, s_im) of (2, n, groups, group), bfloat16-rounded: (2, n or 1, groups, 1)."""
+    real, hi, _ = _nearest(z)
+    totals = [
+        torch.where(members, hi, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+        for members in (real, ~real)
+    ]
+    count = torch.where(real, 1.0, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    size = hi.shape[-1]
+    if over_rows:
+        totals = [total.sum(1, keepdim=True) for total in totals]
+        count, size = count.sum(1, keepdim=True), size * hi.shape[1]
+    means = totals[0] / count.clamp(min=1.0), totals[1] / (size - count).clamp(min=1.0)
+    poison = (means[0] + means[1]) * 0.0  # not finite on one axis: NaN on both
+    return tuple(
+        _round_to_bfloat16((mean.clamp(min=SCALE_EPS) + poison).to(torch.float32)).to(hi.dtype)
+        for mean in means
+    )
+
+
+def _digits(z: Complex) -> Complex:
+    """The hard code as its real and imaginary part, in {-1, 0, 1}."""
+    real, hi, _ = _nearest(z)
+    one = torch.ones_like(hi)
+    signs = (torch.where(part < 0, -one, one) for part in z)
+    return torch.where(real, next(signs), 0.0), torch.where(real, 0.0, next(signs))
+
+
+def _signs(z: Complex, hi: torch.Tensor) -> Complex:
+    """Signs of the parts; zero has angle 0, so its real part counts as positive."""
+    return torch.where(hi == 0, torch.ones_like(hi), torch.sign(z[0])), torch.sign(z[1])
+
+
+def _kernel(hi: torch.Tensor, lo: torch.Tensor, tau: torch.Tensor):
+    """(k, eb, ec, ed, 1/D) of the module docstring."""
+    gap = torch.atan(torch.where(hi == 0, torch.ones_like(hi), (hi - lo) / (hi + lo)))
+    k = math.pi / tau
+    eb = torch.exp(-k * gap)
+    ec = torch.exp(-k * (math.pi / 2 - gap))
+    ed = eb * eb * torch.exp(-k * (math.pi / 2))
+    return k, eb, ec, ed, 1.0 / (1.0 + eb + ec + ed)
+
+
+def _relax(z: Complex, tau: torch.Tensor) -> Complex:
+    """pi_0 - pi_2 and pi_1 - pi_3: the relaxed code."""
+    real, hi, lo = _nearest(z)
+    _, eb, ec, ed, inv_d = _kernel(hi, lo, tau)
+    near, far = (1.0 - ed) * inv_d, (eb - ec) * inv_d
+    sign_re, sign_im = _signs(z, hi)
+    return sign_re * torch.where(real, near, far), sign_im * torch.where(real, far, near)
+
+
+def _relax_vjp(grad: Complex, z: Complex, scales: Complex, tau: torch.Tensor) -> Complex:
+    """J^T·grad of one relaxed stage; J has rank 1 per entry, along the derivative of the angle."""
+    grad_re, grad_im = grad[0] * scales[0], grad[1] * scales[1]
+    real, hi, lo = _nearest(z)
+    k, eb, ec, ed, inv_d = _kernel(hi, lo, tau)
+    near_slope = -(eb - ec + ed * (eb + 3.0 * ec + 4.0))
+    far_slope = eb * (1.0 - ed) + ec * (1.0 + 3.0 * ed) + 4.0 * eb * ec
+    grad_near = torch.where(real, grad_re, grad_im)
+    grad_far = torch.where(real, grad_im, grad_re)
+    sign_re, sign_im = _signs(z, hi)
+    slope = sign_re * sign_im * near_slope * grad_near + far_slope * grad_far
+    floor = _MIN_MODULUS * torch.maximum(*scales)
+    slope = k * (inv_d * inv_d) * slope / torch.maximum(hi * hi + lo * lo, floor * floor)
+    # The angle to the nearest axis grows with |smaller part|: the sign is that of the larger one.
+    slope = slope * torch.where(real, sign_re, -sign_im)
+    return -z[1] * slope, z[0] * slope
+
+
+def _total(stages: list[Complex]) -> Complex:
+    """The stages added in order, (2, n, m)."""
+    re, im = functools.reduce(add, stages)
+    return re.flatten(2), im.flatten(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fairy2iQuantizer(Quantizer):
+    """Complex codes {1, i, -1, -i} in residual stages, for weights with even dimensions.
+
+    Args:
+        num_stages: residual stages, 1 to 4, each one bit per real weight; the paper uses 2.
+        granularity: "tensor" for one pair of scales for U and one for W (the paper's), or the
+            number of complex columns, a divisor of in_features / 2, that share a pair per row.
+
+    Raises:
+        TypeError, ValueError: on a wrong option.
+    """
+
+    method: ClassVar[str] = "fairy2i"
+    opaque: ClassVar[bool] = True
+    has_zero: ClassVar[bool] = False
+    num_stages: int = 2
+    granularity: Granularity = "tensor"
+
+    def __post_init__(self):
+        validate_num_stages(self.num_stages)
+        validate_granularity(self.granularity)
+
+    def check_layer(self, in_features: int, out_features: int, name: str) -> None:
+        check_even(in_features, out_features, name)
+        columns = in_features // 2
+        if self.granularity != "tensor" and columns % self.granularity:
+            usable = [g for g in range(16, columns + 1, 16) if columns % g == 0]
+            sizes = "".join(f"{g}, " for g in [*usable, *([columns] if columns % 16 else [])])
+            raise ValueError(
+                f"granularity {self.granularity} does not divide the {columns} complex columns "
+                f'(in_features {in_features} / 2) of {name}; use one of {sizes}or "tensor"'
+            )
+
+    def key(self) -> str:
+        return f"fairy2i, num_stages={self.num_stages}, granularity={self.granularity}"
+
+    def _split(self, weight: torch.Tensor) -> Complex:
+        """Parts of U and W, (2, n, groups, group) in the compute dtype."""
+        self.check_layer(weight.shape[-1], weight.shape[0], "the weight")
+        re, im = split(weight.to(compute_dtype(weight)))
+        group = re.shape[-1] if self.granularity == "tensor" else self.granularity
+        return re.unflatten(-1, (-1, group)), im.unflatten(-1, (-1, group))
+
+    def _stages(self, z: Complex, quantize: Callable[[Complex], Complex]):
+        """(inputs, scales, outputs) of the stages; ``quantize`` maps a residual to its code."""
+        inputs, scales, outputs = [z], [], []
+        for _ in range(self.num_stages):
+            scales.append(_scales(inputs[-1], self.granularity == "tensor"))
+            code = quantize(inputs[-1])
+            outputs.append((scales[-1][0] * code[0], scales[-1][1] * code[1]))
+            inputs.append(subtract(inputs[-1], outputs[-1]))
+        return inputs, scales, outputs
+
+    def effective_weight(self, weight, tau, pressure):
+        z = self._split(weight)
+        tau, pressure = tau.to(z[0].dtype), pressure.to(z[0].dtype)
+        safe_tau = tau.clamp(min=_MIN_TAU)
+
+        def quantize(z):
+            soft, hard = _relax(z, safe_tau), _digits(z)
+            return torch.where(tau > 0, soft[0], hard[0]), torch.where(tau > 0, soft[1], hard[1])
+
+        quantized = merged_blocks(*_total(self._stages(z, quantize)[2]))
+        blocks = (
+            ((1.0 - pressure) * a.to(q.dtype) + pressure * q).to(weight.dtype)
+            for a, q in zip(to_blocks(weight), quantized, strict=True)
+        )
+        return from_blocks(tuple(blocks))
+
+    def vjp(self, grad, weight, tau, pressure):
+        z = self._split(weight)
+        tau, pressure = tau.to(z[0].dtype), pressure.to(z[0].dtype)
+        safe_tau = tau.clamp(min=_MIN_TAU)
+        grad = grad.to(z[0].dtype)
+        grad_total = tuple(part.view_as(z[0]) for part in split(grad))
+        inputs, scales, _ = self._stages(z, lambda z: _relax(z, safe_tau))
+        grad_z = torch.zeros_like(z[0]), torch.zeros_like(z[1])
+        for i in reversed(range(self.num_stages)):
+            rest = subtract(grad_total, grad_z)
+            grad_z = add(grad_z, _relax_vjp(rest, inputs[i], scales[i], safe_tau))
+        blocks = (
+            torch.where(tau > 0, (1.0 - pressure) * g + pressure * j, g).to(weight.dtype)
+            for g, j in zip(to_blocks(grad), merged_blocks(*_total([grad_z])), strict=True)
+        )
+        return from_blocks(tuple(blocks))
+
+    def hard(self, weight):
+        outputs = self._stages(self._split(weight.detach()), _digits)[2]
+        return merge(*_total(outputs)).to(weight.dtype)
+
+    def codes(self, weight):
+        """The powers of i and the scales of every stage; `dequantize_codes` gives `hard` back.
+
+        Returns:
+            codes: int8 in {0, 1, 2, 3}, (num_stages, 2, out_features / 2, in_features / 2); the
+                second axis is U, W.
+            scales: bfloat16, (num_stages, 2, 2, 1, 1) for "tensor", (num_stages, 2, 2,
+                out_features / 2, groups) for an int; the second axis is U, W, the third s_re, s_im.
+        """
+        inputs, scales, _ = self._stages(self._split(weight.detach()), _digits)
+        digits = [_digits(residual) for residual in inputs[:-1]]
+        codes = [torch.where(im == 0, 1 - re, 2 - im).flatten(2) for re, im in digits]
+        stacked = torch.stack([torch.stack(pair, 1) for pair in scales]).squeeze(-1)
+        return torch.stack(codes).to(torch.int8), stacked.to(torch.bfloat16)
+
+
+def dequantize_codes(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The hard weight of `Fairy2iQuantizer.codes`, equal to `hard` to the last bit.
+
+    Args:
+        codes, scales: as `Fairy2iQuantizer.codes` returns them.
+        dtype: of the result, and of the weight that was quantized.
+
+    Returns:
+        (out_features, in_features).
+    """
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    scales = scales.to(compute).unsqueeze(-1)
+    codes = codes.unflatten(-1, (scales.shape[-2], -1))
+    re = scales[:, :, 0] * ((codes == 0).to(compute) - (codes == 2).to(compute))
+    im = scales[:, :, 1] * ((codes == 1).to(compute) - (codes == 3).to(compute))
+    return merge(*_total(list(zip(re, im, strict=True)))).to(dtype)
