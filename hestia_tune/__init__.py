@@ -7,7 +7,7 @@ from hestia_tune.qat import HestiaConfig, quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.selection import is_transformer_linear
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
-from hestia_tune.tensors import TernaryTensor
+from hestia_tune.tensors import Fairy2iTensor, TernaryTensor
 
 if TYPE_CHECKING:
     from hestia_tune.training.packed import load_quantized
@@ -19,6 +19,7 @@ __all__ = [
     "EstimationConfig",
     "Fairy2iConfig",
     "Fairy2iQATQuantizer",
+    "Fairy2iTensor",
     "HestiaConfig",
     "HestiaQATQuantizer",
     "ScheduleDriver",

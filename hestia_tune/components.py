@@ -29,6 +29,7 @@ from hestia_tune.quantizers.fairy2i import (
 )
 from hestia_tune.quantizers.granularity import GroupSize
 from hestia_tune.selection import clean_fqn, select_linears
+from hestia_tune.tensors import Fairy2iTensor
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +182,6 @@ class Fairy2iConfig(QATConfigBase):
     def pack(self, latent: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
         if self.target == "dense":
             return super().pack(latent, quantizer)
-        from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
-
         codes, scales = quantizer.codes(latent)
         return Fairy2iTensor.from_codes(codes, scales, dtype=latent.dtype)
 

@@ -7,7 +7,14 @@ import torch
 from test_qat import TOKENS, make_model
 from torchao.quantization import IntxUnpackedToInt8Tensor, quantize_
 
-from hestia_tune import HestiaConfig, HestiaQATQuantizer, TernaryTensor
+from hestia_tune import (
+    Fairy2iConfig,
+    Fairy2iQATQuantizer,
+    Fairy2iTensor,
+    HestiaConfig,
+    HestiaQATQuantizer,
+    TernaryTensor,
+)
 
 
 @pytest.mark.parametrize("target", ["ternary", "intx"])
@@ -25,3 +32,18 @@ def test_convert_packs_in_place(target, dtype):
     assert torch.equal(model(TOKENS), dense(TOKENS))
     with pytest.raises(ValueError, match='target must be "dense", "ternary" or "intx"; got'):
         HestiaConfig(target="int4")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_convert_packs_complex_codes_in_place(num_stages, dtype):
+    model = make_model().to(dtype)
+    Fairy2iQATQuantizer(num_stages=num_stages).prepare(model)
+    dense = copy.deepcopy(model)
+    quantize_(dense, Fairy2iConfig(step="convert"))
+    quantize_(model, Fairy2iConfig(step="convert", target="fairy2i"))
+    packed = [m for m in model.modules() if isinstance(getattr(m, "weight", None), Fairy2iTensor)]
+    assert len(packed) == 4 and all(m.weight.num_stages == num_stages for m in packed)
+    assert torch.equal(model(TOKENS), dense(TOKENS))
+    with pytest.raises(ValueError, match='target must be "dense" or "fairy2i"; got'):
+        Fairy2iConfig(target="ternary")

@@ -45,7 +45,7 @@ class Source:
 
     Attributes:
         parts: the number of units of each file; units are numbered file by file.
-        fingerprint: changes when the units or what they hold change.
+        fingerprint: changes with the files' names, their sizes (of local ones) and the units.
     """
 
     parts: Sequence[int]
@@ -115,7 +115,8 @@ class TextSource(Source):
         ]
         common = os.path.commonprefix([os.path.dirname(file) for file in self.files])
         names = [file[len(common) :] for file in self.files]
-        described = repr((kind, column, names, self.parts)).encode()
+        sizes = [os.path.getsize(file) if os.path.isfile(file) else None for file in self.files]
+        described = repr((kind, column, names, sizes, self.parts)).encode()
         self.fingerprint = hashlib.sha256(described).hexdigest()[:16]
         self._reader, self._reader_file = None, -1
 

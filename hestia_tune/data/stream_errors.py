@@ -43,6 +43,9 @@ def is_transient(error: BaseException) -> bool:
     status = getattr(error, "status", None) if status is None else status
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
         return False
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        # What fsspec makes of a server that cannot be connected to.
+        return is_transient(error.__cause__)
     if isinstance(error, FileNotFoundError | PermissionError):
         return False
     return isinstance(error, ConnectionError | TimeoutError) or (

@@ -4,7 +4,9 @@ A folder of ``tokens_NNNNN.bin`` (the ids of one document after another, without
 if the vocabulary allows, else 4), ``tokens_NNNNN.idx`` (per document int64 [end in the .bin, in
 tokens; length of its text in characters]) and ``index.json``. The index keeps which unit of the
 source each document came from: so the shards are a source with the same units in the same order,
-and streams from the two give the same batches for any shuffle, ranks and workers.
+and streams from the two give the same batches for any shuffle, ranks and workers. If ``max_tokens``
+left a part of the source out, its units would be few and uneven: then the shards have units of
+their own, ranges of documents, shuffled among each other, and batches are not the stream's.
 
 Files are written under temporary names and renamed when whole, the index last; a run that is killed
 goes on behind the last whole shard. Reading maps one shard at a time into memory.
@@ -27,6 +29,8 @@ from hestia_tune.data.stream_errors import DataStreamError
 from hestia_tune.files import require_writable_dir, write_atomically
 
 FORMAT = "hestia_tune.data.token_shards/1"
+# Of shards that hold a part of a source only; more ranks x workers than these cannot share them.
+_UNITS_OF_A_PART = 1024
 INDEX = "index.json"
 
 
@@ -58,14 +62,33 @@ class TokenShards(Source):
         sums = [shard["sha256"] for shard in self.shards]
         self.fingerprint = hashlib.sha256(repr((self.parts, sums)).encode()).hexdigest()[:16]
         self._segments: dict[int, list[tuple[int, int, int]]] = {}
+        is_part = index.get("truncated", False)
+        if is_part:
+            self._cut_into_units()
         for number, shard in enumerate(self.shards):
-            for unit, first, count in shard["segments"]:
+            for unit, first, count in [] if is_part else shard["segments"]:
                 self._segments.setdefault(unit, []).append((number, first, count))
             sizes = (shard["tokens"] * self.dtype.itemsize, shard["documents"] * 16)
             for path, size in zip(_paths(self.folder, number), sizes, strict=True):
                 if not path.is_file() or path.stat().st_size != size:
                     raise ValueError(f"{path} does not have its {size} bytes; tokenize anew")
         self._mapped: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def _cut_into_units(self) -> None:
+        """Units of like numbers of documents, instead of the source's."""
+        total = sum(shard["documents"] for shard in self.shards)
+        units = max(1, min(_UNITS_OF_A_PART, total))
+        self.parts = [1] * units
+        bounds = [total * k // units for k in range(units + 1)]
+        start = 0
+        for number, shard in enumerate(self.shards):
+            end = start + shard["documents"]
+            for unit in range(units):
+                first, last = max(bounds[unit], start), min(bounds[unit + 1], end)
+                if first < last:
+                    segment = (number, first - start, last - first)
+                    self._segments.setdefault(unit, []).append(segment)
+            start = end
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_mapped": None}
@@ -207,6 +230,7 @@ def _write_all(
             shard.add(unit, ids, characters, place)
             progress.update(len(ids) + 1)
             if limit is not None and index["num_tokens"] + shard.tokens + shard.documents >= limit:
+                index["truncated"] = True
                 break
         index["complete"] = True
         shard.finish()

@@ -9,7 +9,7 @@ FSDP does all requests on all ranks, in step, since its forward is collective.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,9 @@ class DecoderLM(TemplateLM):
         self.window = window
         self.truncated = 0
         self._device = self.forward.device
-        self._batcher = Batcher(batch_size, self._device, not self.forward.is_sharded)
+        self._batcher = Batcher(
+            batch_size, self._device, not self.forward.is_sharded, self.forward.most_tokens
+        )
         self._shares_contexts = share_contexts and self.forward.takes_positions
         self._is_shared = not self.forward.is_sharded
         self._shows_progress = progress and rank_and_world_size()[0] == 0
@@ -216,6 +218,26 @@ class DecoderLM(TemplateLM):
         )
         for key, text in continued:
             yield key, postprocess_generated_text(text, stops, None)
+
+    def count_truncated(self, requests: Iterable) -> int:
+        """How many distinct requests lose tokens to the window, answered before or not.
+
+        Args:
+            requests: lm-eval's instances of any kind.
+        """
+        seen, count = set(), 0
+        for request in requests:
+            key = (request.request_type, str(request.args))
+            if key in seen:
+                continue
+            seen.add(key)
+            if request.request_type == "loglikelihood":
+                context, continuation = self._encode(request.args, request_name(request))
+                count += len(context) + len(continuation) > self.window + 1
+            elif request.request_type == "generate_until":
+                most = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
+                count += len(self.tok_encode(request.args[0])) > self.window - most
+        return count
 
     def _encode(self, pair: tuple[str, str], name: str) -> tuple[list[int], list[int]]:
         context, continuation = pair

@@ -25,17 +25,26 @@ class Batcher:
             out, and stays so.
         device: on which the batches are worked on.
         may_retry: False if a forward is collective, so that a rank cannot repeat it alone.
+        most_tokens: the largest budget of "auto"; None is the device's.
 
     Raises:
         ValueError: if ``batch_size`` is neither "auto" nor a positive int.
     """
 
-    def __init__(self, batch_size: int | str, device: torch.device, may_retry: bool = True):
+    def __init__(
+        self,
+        batch_size: int | str,
+        device: torch.device,
+        may_retry: bool = True,
+        most_tokens: int | None = None,
+    ):
         is_count = isinstance(batch_size, int) and not isinstance(batch_size, bool)
         if batch_size != "auto" and not (is_count and batch_size > 0):
             raise ValueError(f'batch_size must be "auto" or a positive int; got {batch_size!r}')
         self.batch_size = batch_size
         self.token_budget = _CPU_TOKENS if device.type == "cpu" else _DEVICE_TOKENS
+        if most_tokens is not None:
+            self.token_budget = min(self.token_budget, most_tokens)
         self._may_retry = may_retry and batch_size == "auto"
 
     def run(

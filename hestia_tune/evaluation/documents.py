@@ -37,6 +37,11 @@ def read_documents(
         raise ValueError(f"limit must be at least 1 document; got {limit}; use null for all")
     path = Path(source)
     if path.is_file():
+        if path.suffix in (".json", ".jsonl", ".csv", ".gz", ".zst"):
+            raise ValueError(
+                f"{source} would be scored with its markup; use a text file, parquet, or a folder "
+                "that datasets reads"
+            )
         texts = _parquet(path, column) if path.suffix == ".parquet" else [_text(path)]
     elif path.suffix in (".txt", ".md", ".parquet", ".json", ".jsonl") or path.is_absolute():
         if not path.is_dir():

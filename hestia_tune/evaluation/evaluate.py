@@ -122,6 +122,10 @@ def evaluate_tasks(
         )
     result = None
     if raw is not None:
+        # Counted anew: answers that came out of the cache were not seen by the model.
+        truncated = lm.truncated
+        if cache is not None:
+            truncated = lm.count_truncated(_instances(loaded))
         settings = {
             "tasks": list(tasks),
             "limit": limit,
@@ -135,7 +139,7 @@ def evaluate_tasks(
             "device": str(lm.device),
         } | lm.get_model_info()
         result = _digested(raw, leaves) | {
-            "truncated_requests": lm.truncated,
+            "truncated_requests": truncated,
             "settings": settings,
             "versions": versions(),
         }
@@ -173,6 +177,13 @@ def _check_limit(limit: int | float | None) -> None:
         f"limit must be a whole number of documents, a fraction between 0 and 1, or null for all; "
         f"got {limit!r}"
     )
+
+
+def _instances(loaded: Sequence[Any]) -> Iterator[Any]:
+    """The requests of all tasks, those of groups included."""
+    for one in loaded:
+        for task in one.get_all_tasks() if hasattr(one, "get_all_tasks") else [one]:
+            yield from task.instances
 
 
 def _leaves(loaded: Sequence[Any]) -> list[str]:

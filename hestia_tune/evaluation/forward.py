@@ -10,6 +10,7 @@ all logits are computed and the wanted ones picked.
 
 import hashlib
 import inspect
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 
 from hestia_tune.evaluation.sharing import is_sharded
 from hestia_tune.evaluation.tokenization import TextCodec
+
+log = logging.getLogger(__name__)
 
 # Entries of logits held at once: 256 MB in float32.
 _LOGIT_ENTRIES = 1 << 26
@@ -186,13 +189,31 @@ class ModelForward:
         if error > 1e-2 * expected.abs().nan_to_num().max():
             self._norm = None
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens per forward whose logits fit into memory; None where rows are taken in pieces."""
+        return max(_LOGIT_ENTRIES // self.vocab_size, 1) if self.is_sharded else None
+
     def _probe_tokens(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.arange(length, device=self.device)
         return (rows * 7919 % self.vocab_size)[None], rows
 
 
+# A tokenizer this much smaller than the vocabulary is no padding any more.
+_LIKELY_SHARE = 0.9
+
+
 def check_vocabulary(codec: TextCodec, forward: ModelForward) -> None:
-    """Raises ValueError if the tokenizer has ids that the model has no logits for."""
+    """Raises ValueError if the tokenizer has ids that the model has no logits for.
+
+    A vocabulary that is much larger than the tokenizer is only a warning: it may be padding.
+    """
+    if codec.vocab_size is not None and codec.vocab_size < _LIKELY_SHARE * forward.vocab_size:
+        log.warning(
+            "the tokenizer has %d ids and the model's vocabulary %d: do they belong together?",
+            codec.vocab_size,
+            forward.vocab_size,
+        )
     if codec.vocab_size is not None and codec.vocab_size > forward.vocab_size:
         raise ValueError(
             f"the tokenizer has {codec.vocab_size} ids but the model's vocabulary is "

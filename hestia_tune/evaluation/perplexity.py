@@ -137,7 +137,9 @@ def perplexity(
     is_shared = not forward.is_sharded
     rows = plan_rows(requests, window, share_contexts=False)
     mine = my_share(rows, lambda row: row.length, is_shared)
-    batcher = Batcher(batch_size, forward.device, may_retry=is_shared)
+    batcher = Batcher(
+        batch_size, forward.device, may_retry=is_shared, most_tokens=forward.most_tokens
+    )
     shows = progress and rank_and_world_size()[0] == 0
 
     def run() -> dict[int, float]:

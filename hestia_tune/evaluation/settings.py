@@ -32,6 +32,25 @@ class TextConfig:
     stride: int | None = None
     max_tokens: int | None = None
 
+    def __post_init__(self):
+        for key in ("limit", "window", "stride", "max_tokens"):
+            require_count(f"eval.perplexity: {key}", getattr(self, key))
+        if self.stride is not None and self.window is not None and self.stride > self.window:
+            raise ValueError(
+                f"eval.perplexity: stride {self.stride} must not be above window {self.window}; "
+                "tokens between windows would not be scored"
+            )
+
+
+def require_count(name: str, value: Any, least: int = 1) -> None:
+    """Raises unless ``value`` is None or an int of at least ``least``."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int; got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
@@ -91,12 +110,16 @@ class EvalConfig:
         object.__setattr__(self, "perplexity", texts)
         if not self.tasks and not self.perplexity:
             raise ValueError("eval needs tasks or perplexity; both are empty")
-        for key in ("window", "every_n_steps"):
-            value = getattr(self, key)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"eval.{key} must be an int; got {value!r}")
-            if value is not None and value < 1:
-                raise ValueError(f"eval.{key} must be at least 1; got {value}")
+        require_count("eval.window", self.window)
+        require_count("eval.every_n_steps", self.every_n_steps)
+        require_count("eval.num_fewshot", self.num_fewshot, least=0)
+        if isinstance(self.limit, float) and not 0 < self.limit < 1:
+            raise ValueError(f"eval.limit must be a count, or a share below 1; got {self.limit}")
+        if not isinstance(self.limit, float):
+            require_count("eval.limit", self.limit)
+        for key in ("include_path", "output"):
+            if getattr(self, key) is not None and not isinstance(getattr(self, key), str):
+                raise TypeError(f"eval.{key} must be a path; got {getattr(self, key)!r}")
         size = self.batch_size
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f'eval.batch_size must be a positive int or "auto"; got {size!r}')

@@ -21,6 +21,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 # Names, since these classes live in packages and versions that need not be there.
+_REFUSALS = {  # the hub answered: it does not have this, or does not give it
+    "EntryNotFoundError",
+    "GatedRepoError",
+    "RepositoryNotFoundError",
+    "RevisionNotFoundError",
+}
 _NETWORK_ERRORS = {
     "ConnectionError",
     "ConnectError",
@@ -130,7 +136,11 @@ def _network_reason(error: BaseException) -> str | None:
     todo: BaseException | None = error
     while todo is not None and id(todo) not in seen:
         seen.add(id(todo))
-        if {kind.__name__ for kind in type(todo).__mro__} & _NETWORK_ERRORS:
+        kinds = {kind.__name__ for kind in type(todo).__mro__}
+        # An offline hub raises one of both kinds.
+        if kinds & _REFUSALS and "LocalEntryNotFoundError" not in kinds:
+            return None
+        if kinds & _NETWORK_ERRORS:
             return one_line(todo, 160)
         todo = todo.__cause__ or todo.__context__
     return None

@@ -177,7 +177,7 @@ def write_folder(
             _write_index(staging, shards)
         _verify(staging, entries)
         summary = _summarize(staging, shards)
-        _replace(staging, target, scratch / "old")
+        replace_folder(staging, target, scratch / "old")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return summary
@@ -280,7 +280,7 @@ def _summarize(staging: Path, shards: Mapping[str, list[Entry]]) -> dict[str, An
     }
 
 
-def _replace(staging: Path, target: Path, old: Path) -> None:
+def replace_folder(staging: Path, target: Path, old: Path) -> None:
     """Renames; a folder of that name is set aside first and comes back if that fails."""
     try:
         if target.exists():

@@ -5,15 +5,19 @@ its prototype; joining it would mean writing into that module. The layout here i
 read without this package:
 
     a packed weight NAME is two entries:
-        NAME.qdata    uint8, its codes + 1 in {0, 1, 2}, see `bitpack` for the two packings
+        NAME.qdata    uint8, its codes in one of the two packings of `bitpack`: ternary ones
+                      plus 1, in {0, 1, 2}; powers of i as they are, in {0, 1, 2, 3}
         NAME.scale    bfloat16, multiplies the codes of a block
     any other tensor is stored under its name as it is
     the header's metadata has the key "hestia_tune", a JSON document:
         {"format_version": 1, "packed": {NAME: {"shape": [out_features, in_features],
          "block_size": [rows, columns], "dtype": "bfloat16", "packing": "2bit" or "base3"}}}
+    a complex weight has "kind": "fairy2i" there, which a ternary one lacks, and no "block_size":
+    its parts have the shapes that `fairy2i_tensor` documents
 
-Base 3 takes a fifth less (0.216 bytes a weight at group size 128) and more time to read; in memory
-a tensor has 2-bit codes either way. Files are written under a temporary name, then renamed.
+Powers of i fill 2 bits and are always stored so. For ternary codes base 3 takes a fifth less (0.216
+bytes a weight at group size 128) and more time to read; in memory a tensor has 2-bit codes either
+way. Files are written under a temporary name, then renamed.
 """
 
 import json
@@ -27,12 +31,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hestia_tune.tensors.bitpack import pack2, pack_base3, unpack_base3
+from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
 from hestia_tune.tensors.ternary_tensor import TernaryTensor
 
 FORMAT_VERSION = 1
 METADATA_KEY = "hestia_tune"
 PACKINGS = ("2bit", "base3")
-_PARTS = TernaryTensor.tensor_data_names
+KIND_FAIRY2I = "fairy2i"
+_PARTS = TernaryTensor.tensor_data_names  # those of a Fairy2iTensor as well
+PackedTensor = TernaryTensor | Fairy2iTensor
 
 
 def save_safetensors(
@@ -42,16 +49,16 @@ def save_safetensors(
     *,
     packing: Literal["2bit", "base3"] = "2bit",
 ) -> None:
-    """Writes plain tensors and TernaryTensors to one safetensors file.
+    """Writes plain tensors, TernaryTensors and Fairy2iTensors to one safetensors file.
 
     Args:
         state_dict: name -> tensor. Tensors that share memory are each written out.
         path: of the file; one that exists is replaced when the new one is complete.
         metadata: more entries of the header.
-        packing: of the codes in the file.
+        packing: of the ternary codes in the file.
 
     Raises:
-        TypeError: on another kind of tensor, such as a DTensor, or a TernaryTensor's transpose.
+        TypeError: on another kind of tensor, such as a DTensor, or the transpose of a packed one.
         ValueError: on another packing, two entries of one name, or a reserved key of ``metadata``.
         OSError: if the file cannot be written; nothing is left of it.
     """
@@ -63,19 +70,13 @@ def save_safetensors(
     for name, tensor in state_dict.items():
         tensor = tensor.detach()
         new = {name: tensor}
-        if isinstance(tensor, TernaryTensor) and not tensor.is_transposed:
-            packed[name] = {
-                "shape": list(tensor.shape),
-                "block_size": list(tensor.block_size),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "packing": packing,
-            }
-            qdata = tensor.qdata if packing == "2bit" else pack_base3(tensor.codes() + 1)
+        if isinstance(tensor, PackedTensor) and not tensor.is_transposed:
+            packed[name], qdata = _layout_of(tensor, packing)
             new = {f"{name}.qdata": qdata, f"{name}.scale": tensor.scale}
         elif type(tensor) is not torch.Tensor:
             raise TypeError(
-                f"{name} must be a plain tensor or a TernaryTensor that is not transposed; got "
-                f"{type(tensor).__name__}; gather or transpose it first"
+                f"{name} must be a plain tensor or a TernaryTensor or Fairy2iTensor that is not "
+                f"transposed; got {type(tensor).__name__}; gather or transpose it first"
             )
         for key, value in new.items():
             if key in entries:
@@ -84,6 +85,15 @@ def save_safetensors(
     document = {"format_version": FORMAT_VERSION, "packed": packed}
     header = {"format": "pt"} | dict(metadata or {}) | {METADATA_KEY: json.dumps(document)}
     _write(_unshared(entries), Path(path), header)
+
+
+def _layout_of(tensor: PackedTensor, packing: str) -> tuple[dict, torch.Tensor]:
+    """A packed weight's entry in the header, and its codes as they are stored."""
+    layout = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    if isinstance(tensor, Fairy2iTensor):
+        return layout | {"kind": KIND_FAIRY2I, "packing": "2bit"}, tensor.qdata
+    qdata = tensor.qdata if packing == "2bit" else pack_base3(tensor.codes() + 1)
+    return layout | {"block_size": list(tensor.block_size), "packing": packing}, qdata
 
 
 def _unshared(entries: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -116,8 +126,8 @@ def load_safetensors(
     """Reads what `save_safetensors` wrote.
 
     Returns:
-        The state dict in the file's order, packed weights as TernaryTensors; and the header's
-        other metadata.
+        The state dict in the file's order, packed weights as TernaryTensors and
+        Fairy2iTensors; and the header's other metadata.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -153,15 +163,20 @@ def _packed_of(text: str | None) -> dict[str, dict]:
     return document["packed"]
 
 
-def _restore(name: str, layout: dict, entries: dict[str, torch.Tensor]) -> TernaryTensor:
+def _restore(name: str, layout: dict, entries: dict[str, torch.Tensor]) -> PackedTensor:
     """The packed weight ``name``; takes its parts out of ``entries``."""
     if not isinstance(layout, dict):
         raise ValueError(f"{name}: its layout must be a mapping; got {layout!r}")
     try:
         qdata, scale = (entries.pop(f"{name}.{part}") for part in _PARTS)
-        shape, dtype, packing = layout["shape"], layout["dtype"], layout["packing"]
-        if packing not in PACKINGS:
+        kind, packing = layout.get("kind"), layout["packing"]
+        shape, dtype = layout["shape"], getattr(torch, layout["dtype"])
+        if kind not in (None, KIND_FAIRY2I):
+            raise ValueError(f"unknown kind {kind!r}; a later version wrote it")
+        if packing not in (PACKINGS if kind is None else PACKINGS[:1]):
             raise ValueError(f"unknown packing {packing!r}")
+        if kind == KIND_FAIRY2I:
+            return Fairy2iTensor(qdata, scale, shape, dtype)
         if packing == "base3":
             fits = qdata <= 242
             qdata = pack2(unpack_base3(qdata, shape[-1]))
@@ -170,7 +185,7 @@ def _restore(name: str, layout: dict, entries: dict[str, torch.Tensor]) -> Terna
             fits = (qdata & qdata >> 1 & 0b01010101) == 0
         if not fits.all():
             raise ValueError("no ternary codes but others are in it; the file is damaged")
-        return TernaryTensor(qdata, scale, layout["block_size"], shape, getattr(torch, dtype))
+        return TernaryTensor(qdata, scale, layout["block_size"], shape, dtype)
     except KeyError as error:
         raise ValueError(f"{name} lacks {error}") from None
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:

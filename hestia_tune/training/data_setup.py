@@ -55,6 +55,11 @@ def build_dataset(
 
 
 def _adapted(stream: StreamingTextDataset, batch_size: int, alone: bool) -> StreamingTextDataset:
+    if stream.batch_size not in (1, batch_size):
+        raise ValueError(
+            f"dataset.batch_size must be that of the loader, {batch_size}; got "
+            f"{stream.batch_size}; leave it out"
+        )
     stream.batch_size = batch_size
     if alone:
         stream.rank, stream.world_size = 0, 1

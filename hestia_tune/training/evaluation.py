@@ -1,5 +1,7 @@
 """The evaluation recipe: several models of one config, one table; and its use during training."""
 
+import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, training, utils
 
@@ -22,6 +24,7 @@ from hestia_tune.evaluation import (
     perplexity,
     read_documents,
 )
+from hestia_tune.evaluation.evaluate import versions
 from hestia_tune.evaluation.settings import EvalConfig
 from hestia_tune.files import require_writable_dir
 from hestia_tune.training.base import init_process_group
@@ -89,7 +92,7 @@ class Evaluator:
                 num_fewshot=settings.num_fewshot,
                 include_path=settings.include_path,
                 batch_size=settings.batch_size,
-                cache=self._cache,
+                cache=self._cache_of(about),
                 device=device,
                 task_manager=self._manager,
             )
@@ -106,6 +109,13 @@ class Evaluator:
                 device=device,
             )
         return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=dict(about))
+
+    def _cache_of(self, about: Mapping[str, Any]) -> str | None:
+        """Packed models have files of their own: they are to answer by themselves."""
+        if self._cache is None:
+            return None
+        kind = hashlib.sha256(f"{about.get('kind')} {about.get('source')}".encode()).hexdigest()
+        return f"{self._cache}_{kind[:8]}"
 
 
 @contextmanager
@@ -176,11 +186,22 @@ class EvaluationRecipe:
             model, about = load_model(
                 name, self.cfg, device=self.device, dtype=self.dtype, sensitivity=self.sensitivity
             )
+            about |= self._settings()
             results.append(self.evaluator.evaluate(name, model, about, self.device))
             del model
             comparison = compare(results)
             on_first_rank(lambda done=comparison: done.save(self.path), share=False)
         return comparison
+
+    def _settings(self) -> dict[str, Any]:
+        """What every row has in common, for the record."""
+        return {
+            "eval": dataclasses.asdict(self.settings),
+            "tokenizer": OmegaConf.to_container(self.cfg.tokenizer, resolve=True),
+            "device": str(self.device),
+            "world_size": dist.get_world_size(),
+            "versions": versions(),
+        }
 
 
 def run_evaluation(cfg: DictConfig) -> int:

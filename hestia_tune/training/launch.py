@@ -88,6 +88,9 @@ def run_qat(cfg: DictConfig) -> int:
     if twins or cfg.get("sensitivity") == "auto":
         preflight(cfg)  # so that no error waits until something is computed
     resuming = bool(cfg.get("resume_from_checkpoint"))
+    computed = False
+    if cfg.get("sensitivity") == "auto":
+        cfg.sensitivity, computed = _computed_sensitivity(cfg)
     extra: dict[str, float] = {}
     for key in twins:
         folder, changes = _TWINS[key]
@@ -103,23 +106,24 @@ def run_qat(cfg: DictConfig) -> int:
             return INTERRUPTED
         losses = json.loads(results.read_text(encoding="utf-8"))["validation_loss"]
         extra |= {TWIN_ROWS[key]: losses[HARD]} if HARD in losses else {}
-    if resuming and twins:
+    if resuming and (twins or computed):  # nothing to resume from, if stopped before
         cfg.resume_from_checkpoint = bool(saved_steps(cfg))
-    if cfg.get("sensitivity") == "auto":
-        cfg.sensitivity = _computed_sensitivity(cfg)
     return 0 if run(cfg, extra, is_last=True) else INTERRUPTED
 
 
-def _computed_sensitivity(cfg: DictConfig) -> str | None:
-    """``sensitivity: auto``: the path of the artifact, computed if it is not there yet."""
+def _computed_sensitivity(cfg: DictConfig) -> tuple[str | None, bool]:
+    """``sensitivity: auto``: the path of the artifact, and whether it was computed just now."""
     from hestia_tune.config import ScheduleConfig
     from hestia_tune.training.sensitivity import SensitivityRecipe
 
     if cfg.get("schedule", {}).get("alpha", ScheduleConfig().alpha) == 0:
-        return None  # nothing would read it
+        return None, False  # nothing would read it
+    if cfg.get("overwrite_output") and not cfg.get("resume_from_checkpoint"):
+        # What a run may overwrite includes the artifact that it makes by itself.
+        cfg = OmegaConf.merge(cfg, {"sensitivity_estimation": {"overwrite": True}})
     recipe = SensitivityRecipe(cfg)
     recipe.run()
-    return str(recipe.path)
+    return str(recipe.path), recipe.computed
 
 
 def saved_steps(cfg: DictConfig) -> list[int]:

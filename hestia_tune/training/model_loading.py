@@ -163,7 +163,7 @@ def _checkpoint(
     if kind == "checkpoint" and digest(scores) != identity["sensitivity"]:
         raise ValueError(
             f"{folder} was trained with other sensitivity scores than {sensitivity}; set "
-            "sensitivity to the file that it was trained with"
+            "sensitivity to the file that it was trained with (null if with none)"
         )
     schedule = AnnealingSchedule(
         identity["total_steps"],

@@ -201,6 +201,13 @@ class RunOptions:
             raise ValueError(f"fsdp_cpu_offload needs device cuda; got {cfg.device}; leave it out")
         if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
             raise ValueError("run_val_every_n_steps needs dataset_val; add one, or leave it out")
+        if cfg.prefetch_factor is not None and cfg.num_workers == 0:
+            raise ValueError("prefetch_factor needs num_workers; raise that, or leave it out")
+        if cfg.compare_uniform and cfg.sensitivity is None:
+            raise ValueError(
+                "compare_uniform compares with one temperature for all layers, which is what "
+                "sensitivity: null is; set sensitivity, or leave compare_uniform out"
+            )
         sections = {
             "schedule": from_mapping(ScheduleConfig, _section(cfg, "schedule"), "schedule"),
             "estimation": _estimation(cfg),

@@ -8,7 +8,6 @@ folder/
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,13 @@ from torch import nn
 from torchtune import config, training
 from torchtune.training import quantization
 
-from hestia_tune.export.folder import DESCRIPTION_FILE, copy_companions
+from hestia_tune.config import one_line
+from hestia_tune.export.folder import (
+    DESCRIPTION_FILE,
+    copy_companions,
+    replace_folder,
+    require_space,
+)
 from hestia_tune.export.source import SafetensorsFolder
 from hestia_tune.files import write_atomically
 from hestia_tune.quantizers.granularity import GroupSize
@@ -97,6 +102,8 @@ def write_packed(
     """
     if folder.exists() and not overwrite:
         raise FileExistsError(f"{folder} exists; choose another name or convert.overwrite=True")
+    if folder.exists() and not (folder / DESCRIPTION_FILE).is_file():
+        raise FileExistsError(f"{folder} is no packed model and is not replaced; choose another")
     source = SafetensorsFolder(hard_folder)
     staging = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
@@ -106,8 +113,12 @@ def write_packed(
         if missing := quantized.keys() - state.keys():
             raise ValueError(f"the model has no {', '.join(sorted(missing)[:3])}")
         path = staging / f"model.{container}"
+        require_space(path, sum(_stored_bytes(value) for value in state.values()))
         if container == "pt":
-            torch.save(state, path)
+            try:
+                torch.save(state, path)
+            except RuntimeError as error:  # torch's word for a write that failed
+                raise OSError(f"{path} could not be written: {one_line(error)}") from error
         else:
             save_safetensors(state, path, packing=packing)
         copy_companions(hard_folder, staging)
@@ -123,11 +134,18 @@ def write_packed(
         summary = _verified_summary(found, pack_state(source, names, quantized, target), quantized)
         summary["bytes"] = path.stat().st_size
         summary["whole_bits_per_weight"] = 8 * summary["bytes"] / summary["parameters"]
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(staging, folder)
+        old = folder.with_name(f"{folder.name}.old.tmp")
+        replace_folder(staging, folder, old)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return summary
+
+
+def _stored_bytes(value: torch.Tensor) -> int:
+    names = getattr(type(value), "tensor_data_names", None)
+    parts = [value] if names is None else [getattr(value, name) for name in names]
+    return sum(part.nbytes for part in parts)
 
 
 def _verified_summary(
@@ -144,8 +162,7 @@ def _verified_summary(
         parameters += dense.numel()
         if name in quantized:
             packed_parameters += dense.numel()
-            parts = [getattr(stored, part) for part in type(stored).tensor_data_names]
-            packed_bytes += sum(part.nbytes for part in parts)
+            packed_bytes += _stored_bytes(stored)
     return {
         "parameters": parameters,
         "quantized_parameters": packed_parameters,

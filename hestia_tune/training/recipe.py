@@ -65,6 +65,8 @@ class HestiaQATRecipe(RecipeSetup):
         self._profiler.stop()
         if finished:
             self._finish()
+            if self.options.eval.at_end:
+                self._evaluate_tasks()
         return finished
 
     def _train_epochs(self, stop: StopRequest) -> bool:
@@ -81,11 +83,17 @@ class HestiaQATRecipe(RecipeSetup):
                     if stopping and not at_end:  # at once: torchrun's patience is 30 seconds
                         self._save()
                         return False
-                    self._validate_if_due(at_end)
-                    self._evaluate_tasks_if_due(at_end)
-                    every = self.options.save_every_n_steps
-                    if at_end or (every and self.global_step % every == 0):
+                    try:
+                        self._validate_if_due(at_end)
+                    except DataStreamError:
                         self._save()
+                        raise
+                    every = self.options.save_every_n_steps
+                    tasks_due = self._tasks_due()
+                    if at_end or tasks_due or (every and self.global_step % every == 0):
+                        self._save()
+                    if tasks_due and not at_end:
+                        self._evaluate_tasks()
                 self._epoch += 1
         return True
 
@@ -119,7 +127,7 @@ class HestiaQATRecipe(RecipeSetup):
         loss = loss_sum / num_tokens
         progress.update(1)
         self.tokens_seen += int(num_tokens)
-        progress.set_postfix_str(f"{self.tokens_seen / 1e6:.2f}M tokens, loss {loss:.4f}")
+        progress.set_postfix_str(f"{self._tokens_read()}, loss {loss:.4f}")
         if self.global_step % self._log_every_n_steps == 0 or self.global_step == self.total_steps:
             seconds = time.perf_counter() - started
             self._log(
@@ -136,6 +144,13 @@ class HestiaQATRecipe(RecipeSetup):
                 | memory_metrics(self._device, self._log_peak_memory_stats)
             )
         return stopping > 0
+
+    def _tokens_read(self) -> str:
+        """Tokens so far, of those there will be where that is known."""
+        done = self.data.tokens_at(self.global_step)
+        if done is None:
+            return f"{self.tokens_seen / 1e6:.2f}M tokens"
+        return f"{done / 1e6:.2f}M of {self.data.tokens_at(self.total_steps) / 1e6:.2f}M tokens"
 
     def _fetch(self, batches: Iterator) -> list[dict[str, Any]]:
         """The batches of one step; if the data fail, what was trained is saved first."""
@@ -203,9 +218,7 @@ class HestiaQATRecipe(RecipeSetup):
         self._model.eval()
         own_samples = self.data.own_validation_samples()
         seen, total, count = 0, 0.0, 0
-        for index, batch in enumerate(self.data.val_loader):
-            if index == self.options.max_val_batches:
-                break
+        for batch in self.data.validation_batches(self.options.max_val_batches):
             labels = batch["labels"]
             if own_samples is not None:
                 labels[max(0, own_samples - seen) :] = self._loss_fn.ignore_index
@@ -242,12 +255,15 @@ class HestiaQATRecipe(RecipeSetup):
         self._log({"val_loss_relaxed": relaxed, "val_loss_hard": hard})
         self.validation_losses[HARD] = hard
 
-    def _evaluate_tasks_if_due(self, at_end: bool) -> None:
-        """The ``eval`` section's tasks and texts on the hard model, into the metric logger."""
+    def _tasks_due(self) -> bool:
         every = self.options.eval.every_n_steps
-        due = self.options.eval.at_end if at_end else every and self.global_step % every == 0
-        if self._evaluator is None or not due:
-            return
+        return every is not None and self.global_step % every == 0
+
+    def _evaluate_tasks(self) -> None:
+        """The ``eval`` section's tasks and texts on the hard model, into the metric logger.
+
+        Much can go wrong in it that has nothing to do with training: what was trained is saved.
+        """
         with self.driver.hard(), plain_outputs(self._model):
             result = self._evaluator.evaluate("hard", self._model, {}, self._device)
         self._log(metrics_of(result))
@@ -285,6 +301,9 @@ class HestiaQATRecipe(RecipeSetup):
             "step": self.global_step,
             "layers": [*self.driver.temperatures(0)],
         } | self._identity
+        if self.data.is_stream:
+            description["stream"] = self.data.counts()
+            utils.log_rank_zero(log, f"read from the stream: {description['stream']}")
         on_first_rank(lambda: self._write_outputs(state, description), share=False)
 
     def _write_outputs(self, state: dict[str, torch.Tensor], description: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ output_dir/
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,9 @@ class SensitivityRecipe:
         state = on_first_rank(lambda: self._read_pretrained(meta), share=False) or {}
         wanted = on_first_rank(lambda: self._describe(state, names, batches))
         found = on_first_rank(lambda: self._find(wanted))
+        self.computed = found is None
         if found is not None:
+            on_first_rank(lambda: self._refresh(found, state, names), share=False)
             return found
         on_first_rank(lambda: self._announce(names, batches), share=False)
         model = self._load(state)
@@ -121,7 +124,7 @@ class SensitivityRecipe:
 
     def _find(self, wanted: Mapping[str, Any]) -> SensitivityArtifact | None:
         """The artifact that is already there, if it is the one wanted."""
-        if not self.path.exists() or self.settings.overwrite:
+        if not self.path.exists():
             return None
         remedy = (
             "set sensitivity_estimation.overwrite=True to replace it, or "
@@ -130,19 +133,36 @@ class SensitivityRecipe:
         try:
             found = SensitivityArtifact.load(self.path)
         except ValueError as error:
+            if self.settings.overwrite:
+                return None
             raise ValueError(f"{error}; {remedy}") from None
         differing = [k for k, v in wanted["estimator"].items() if found.estimator.get(k) != v]
         if found.model_fingerprint != wanted["model_fingerprint"]:
             differing = ["the model's weights"]
         elif not differing and found.dataset.get("digest") != wanted["samples"]:
             differing = ["the calibration samples"]
+        if differing and self.settings.overwrite:
+            return None
+        if differing and set(differing) <= {"kappa"}:  # the same traces, other scores
+            found, differing = found.rescored(self.settings.kappa), []
         if differing:
             raise ValueError(
                 f"{self.path} is an artifact of another estimation; it differs in "
                 f"{', '.join(differing)}; {remedy}"
             )
         log.info(f"sensitivity: {self.path} is there already")
-        return found
+        return dataclasses.replace(found, alpha=self.options.schedule.alpha)
+
+    def _refresh(
+        self,
+        found: SensitivityArtifact,
+        state: Mapping[str, torch.Tensor],
+        names: Sequence[str],
+    ) -> None:
+        """Brings the file's tau_scale and scores, and the pictures, up to the config."""
+        if found != SensitivityArtifact.load(self.path):
+            found.save(self.path)
+        self._draw(found, state, names)
 
     def _announce(self, names: list[str], batches: Sequence[CalibrationBatch]) -> None:
         """Says in advance what the estimation will need."""
@@ -153,13 +173,15 @@ class SensitivityRecipe:
         largest = max(batches, key=lambda batch: batch.tokens.numel())
         parts = estimation_memory(meta, names, largest, self.settings)
         need = sum(parts.values())
+        if self.device.type == "cpu":
+            need *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         free = psutil.virtual_memory().available
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
         listed = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in parts.items() if size)
         log.info(
-            f"sensitivity of {len(names)} layers on {len(batches)} batches; memory needed per "
-            f"rank: about {need / 2**30:.2f} GiB ({listed}); free: {free / 2**30:.2f} GiB"
+            f"sensitivity of {len(names)} layers on {len(batches)} batches; memory needed: about "
+            f"{need / 2**30:.2f} GiB (per rank: {listed}); free: {free / 2**30:.2f} GiB"
         )
         if need > free:
             log.warning(
@@ -220,10 +242,20 @@ class SensitivityRecipe:
         journal: Journal,
     ) -> None:
         artifact.save(self.path)
+        self._draw(artifact, state, names)
         journal.remove()
+
+    def _draw(
+        self,
+        artifact: SensitivityArtifact,
+        state: Mapping[str, torch.Tensor],
+        names: Sequence[str],
+    ) -> None:
+        """The pictures, beside the artifact."""
         heatmap = self.path.with_name(f"{self.path.stem}.png")
         plot_sensitivity(artifact.traces, heatmap, self.settings.curvature)
-        fan = self.path.with_name("temperatures.png")
+        prefix = "" if self.path.stem == "sensitivity" else f"{self.path.stem}_"
+        fan = self.path.with_name(f"{prefix}temperatures.png")
         options = self.options.schedule
         tau_init = options.tau_init
         if tau_init == "auto":

@@ -218,6 +218,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             ignore_index=self._loss_fn.ignore_index,
             rank=self.dp_rank,
             world_size=self.dp_size,
+            device=self._device,
             seed=self.seed,
         )
         self.total_steps = self.data.total_steps

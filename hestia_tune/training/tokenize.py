@@ -44,7 +44,8 @@ def run_tokenize(cfg: DictConfig) -> int:
     if options.verify:
         verify_token_shards(folder)
     print(
-        f"{index['num_tokens']:,} tokens of {index['num_documents']:,} documents in {folder}; "
+        f"{index['num_tokens']:,} tokens of {index['num_documents']:,} documents in {folder} "
+        f"({index['skipped_rows']:,} rows skipped); "
         f"train on them with dataset.source=token_shards dataset.data_files={folder}"
     )
     return 0

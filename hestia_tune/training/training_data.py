@@ -6,6 +6,7 @@ sampler, and resume on the number of ranks that they were started with. A stream
 any number of ranks, and its data may fail days into a run, which all ranks must then learn.
 """
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from omegaconf import DictConfig
 
 from hestia_tune.data import DataStreamError, StreamingTextDataset
+from hestia_tune.data.shares import stream_counts
 from hestia_tune.training import data_setup
 from hestia_tune.training.processes import sum_over_ranks
 
@@ -26,6 +28,7 @@ class TrainingData:
         tokenizer: the config's.
         ignore_index: label of what is not predicted.
         rank, world_size: of this process.
+        device: of the collectives.
         seed: of the sampler.
 
     Attributes:
@@ -45,8 +48,10 @@ class TrainingData:
         ignore_index: int,
         rank: int,
         world_size: int,
+        device: torch.device,
         seed: int,
     ):
+        self._device = device
         self._rank, self._world_size = rank, world_size
         self._accumulation = cfg.gradient_accumulation_steps
         self._num_workers, self._batch_size = cfg.num_workers, cfg.batch_size
@@ -79,9 +84,15 @@ class TrainingData:
             dataset_val, packed = data_setup.build_dataset(
                 cfg.dataset_val, tokenizer, "dataset_val", batch_size=batch_size
             )
-            is_stream = isinstance(dataset_val, StreamingTextDataset)
-            if is_stream and dataset_val.num_sequences is None and cfg.max_val_batches is None:
-                raise ValueError("dataset_val is a stream without end; give it max_tokens")
+            if isinstance(dataset_val, StreamingTextDataset):
+                sequences = dataset_val.num_sequences
+                if sequences is None and cfg.max_val_batches is None:
+                    raise ValueError("dataset_val is a stream without end; give it max_tokens")
+                if sequences is not None and sequences < batch_size:
+                    raise ValueError(
+                        f"dataset_val has {sequences} sequences for each rank, less than one batch "
+                        f"of {batch_size}; raise its max_tokens, or lower batch_size_val"
+                    )
             self.val_loader = data_setup.build_dataloader(
                 dataset_val,
                 packed=packed,
@@ -130,6 +141,12 @@ class TrainingData:
         """Sequences of all ranks in one optimizer step."""
         return self._batch_size * self._accumulation * self._world_size
 
+    def tokens_at(self, step: int) -> int | None:
+        """Tokens of all ranks up to a step; None if sequences differ in length."""
+        if not self.is_stream:
+            return None
+        return step * self.sequences_per_step * self.dataset.seq_len
+
     def identity(self) -> dict[str, Any]:
         """What must be the same when a run is resumed."""
         if self.is_stream:
@@ -167,7 +184,8 @@ class TrainingData:
 
     def restore_shares(self, positions: Sequence[Any]) -> None:
         """Goes on from the positions of all ranks of a run with another number of them."""
-        self.dataset.load_shares(*positions)
+        if any(position is not None for position in positions):  # None at the end of a run
+            self.dataset.load_shares(*positions)
 
     def position(self) -> Any:
         """What `restore` takes."""
@@ -191,7 +209,7 @@ class TrainingData:
             for _ in range(self._accumulation):
                 found.append(next(batches))
         except DataStreamError as error:
-            failure = error
+            failure = _in_its_own_words(error)
         except StopIteration:
             if not self.is_stream:
                 raise
@@ -201,10 +219,43 @@ class TrainingData:
             )
         self.seconds_waited = time.perf_counter() - started
         if self.is_stream:
-            (failed,) = sum_over_ranks([float(failure is not None)], torch.device("cpu"))
-            if failed:
-                raise failure or DataStreamError("the data of another rank failed; see its error")
+            self._agree(failure)
         return found
+
+    def _agree(self, failure: DataStreamError | None) -> None:
+        """Raises on every rank if there is a failure on one. Collective."""
+        (failed,) = sum_over_ranks([float(failure is not None)], self._device)
+        if failed:
+            raise failure or DataStreamError("the data of another rank failed; see its error")
+
+    def validation_batches(self, limit: int | None) -> Iterator[dict[str, Any]]:
+        """The first ``limit`` validation batches of this rank, or all.
+
+        Raises:
+            DataStreamError: on every rank, if the stream of one failed.
+        """
+        batches = iter(self.val_loader)
+        for _ in itertools.count() if limit is None else range(limit):
+            failure, batch = None, None
+            try:
+                batch = next(batches, None)
+            except DataStreamError as error:
+                failure = _in_its_own_words(error)
+            if isinstance(self.val_loader.dataset, StreamingTextDataset):
+                self._agree(failure)
+            if batch is None:
+                return
+            yield batch
+
+    def counts(self) -> dict[str, int]:
+        """Of a stream, over all ranks: sequences given, rows skipped, tokens dropped.
+
+        Collective.
+        """
+        found = stream_counts(self.position())
+        keys = ("sequences", "skipped_rows", "dropped_tokens")
+        sums = sum_over_ranks([float(found[key]) for key in keys], self._device)
+        return {key: int(value) for key, value in zip(keys, sums, strict=True)}
 
     def own_validation_samples(self) -> int | None:
         """Samples of this rank that count; None if all do.
@@ -215,3 +266,12 @@ class TrainingData:
         if isinstance(dataset, StreamingTextDataset):
             return None
         return len(range(self._rank, len(dataset), self._world_size))
+
+
+def _in_its_own_words(error: DataStreamError) -> DataStreamError:
+    """A worker's error without the worker's traceback around its message."""
+    text = str(error)
+    marker = f"{type(error).__name__}: "
+    if text.startswith("Caught ") and marker in text:
+        return type(error)(text.rsplit(marker, 1)[1].strip())
+    return error

@@ -266,7 +266,7 @@ def test_remote_files_read_as_local_ones(tmp_path, kind):
     near = TextSource(local["data_files"], local["source"], "text")
     far = TextSource(urls, local["source"], "text")
     far.check()
-    assert far.fingerprint == near.fingerprint
+    assert far.num_units == near.num_units
     for unit in range(near.num_units):
         items = list(near.read(unit, None))
         assert list(far.read(unit, None)) == items

@@ -58,7 +58,7 @@ def test_what_it_writes(model_dir, tmp_path, caplog):
         assert entry["tau_scale"] == pytest.approx(math.exp(0.3 * artifact.scores[name]))
         assert 10 <= entry["probes"] <= 20  # the floor of 2 a batch, up to the cap of 4
     told = caplog.text
-    for part in ("memory needed per rank", "sensitivity.json", "sensitivity.png", "temperatures"):
+    for part in ("memory needed: about", "sensitivity.json", "sensitivity.png", "temperatures"):
         assert part in told
 
 
@@ -84,7 +84,6 @@ def test_an_artifact_of_this_estimation_is_reused(model_dir, tmp_path, monkeypat
     ("override", "difference"),
     [
         ("sensitivity_estimation.num_probes=3", "num_probes"),
-        ("sensitivity_estimation.kappa=2", "kappa"),
         ("dataset.seed=5", "the calibration samples"),
     ],
 )
@@ -95,6 +94,22 @@ def test_another_is_not_overwritten_without_being_told(model_dir, tmp_path, over
     assert SensitivityArtifact.load(tmp_path / "sensitivity.json") == first
     replaced = estimate(model_dir, tmp_path, override, "sensitivity_estimation.overwrite=True")
     assert replaced != first
+
+
+def test_another_kappa_or_alpha_needs_no_new_estimation(model_dir, tmp_path, monkeypatch):
+    first = estimate(model_dir, tmp_path)
+    (tmp_path / "sensitivity.png").unlink()  # as after a kill between the file and its pictures
+
+    def fail(*args, **kwargs):
+        raise AssertionError("estimated again")
+
+    monkeypatch.setattr("hestia_tune.training.sensitivity.estimate_sensitivity", fail)
+    options = ("sensitivity_estimation.kappa=2", "schedule.alpha=0.7")
+    found = estimate(model_dir, tmp_path, *options)
+    assert found.traces == first.traces and found.scores == first.rescored(2).scores
+    entry = json.loads((tmp_path / "sensitivity.json").read_text())["layers"]["layers.0.mlp.w1"]
+    assert entry["tau_scale"] == pytest.approx(math.exp(0.7 * found.scores["layers.0.mlp.w1"]))
+    assert (tmp_path / "sensitivity.png").exists()
 
 
 def test_another_models_artifact_and_a_damaged_one_stay(model_dir, tmp_path):
@@ -223,3 +238,40 @@ def test_the_recipe_leaves_no_journal_of_others(model_dir, tmp_path):
     foreign.write_text("[1]\n")
     SensitivityRecipe(make_config(model_dir, tmp_path, *FEW)).run()
     assert foreign.exists()
+
+
+def test_what_a_run_may_overwrite_includes_its_artifact(model_dir, tmp_path):
+    """The demo, run twice with different seeds."""
+    options = (*FEW[:2], *FISHER, "sensitivity=auto", "overwrite_output=True", "max_steps=1")
+    assert run_qat(make_config(model_dir, tmp_path, *options)) == 0
+    assert run_qat(make_config(model_dir, tmp_path, *options, "seed=7")) == 0
+    assert SensitivityArtifact.load(tmp_path / "sensitivity.json").estimator["seed"] == 7
+
+
+def test_interrupted_while_the_sensitivity_is_computed(model_dir, tmp_path, monkeypatch):
+    original = hvp.HessianBatch.quadratic_forms
+
+    def interrupted(self, directions):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hvp.HessianBatch, "quadratic_forms", interrupted)
+    options = (*FEW, "sensitivity=auto", "max_steps=1")
+    with pytest.raises(KeyboardInterrupt):
+        run_qat(make_config(model_dir, tmp_path, *options))
+    distributed.destroy_process_group()
+    monkeypatch.setattr(hvp.HessianBatch, "quadratic_forms", original)
+    assert run_qat(make_config(model_dir, tmp_path, *options, "resume_from_checkpoint=True")) == 0
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        run_qat(
+            make_config(
+                model_dir,
+                tmp_path / "other",
+                f"sensitivity={tmp_path / 'sensitivity.json'}",
+                "resume_from_checkpoint=True",
+            )
+        )
+
+
+def test_a_uniform_twin_of_a_uniform_run(model_dir, tmp_path):
+    with pytest.raises(ValueError, match="compare_uniform compares with one temperature"):
+        run_qat(make_config(model_dir, tmp_path, "compare_uniform=True"))

@@ -1,11 +1,13 @@
 """The recipe on a stream: steps, exact resume on as many ranks and on others, failing data."""
 
 import json
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 from torch import distributed
+from torchtune.training.metric_logging import DiskLogger
 
 from hestia_tune.data import DataStreamError
 from hestia_tune.training import checkpoint
@@ -106,8 +108,11 @@ def test_validation_on_a_held_out_stream(model_dir, tmp_path, files):
     losses = logged(tmp_path, "val_loss_relaxed")
     assert list(losses) == [2, 4, 6]
     assert measured[0] == measured[1] == losses[6]  # the same tokens every time
-    cfg.dataset_val.max_tokens = None
     cfg.overwrite_output = True
+    cfg.dataset_val.max_tokens = 64
+    with pytest.raises(ValueError, match="4 sequences for each rank, less than one batch of 5"):
+        run(cfg)
+    cfg.dataset_val.max_tokens = None
     with pytest.raises(ValueError, match="dataset_val is a stream without end"):
         run(cfg)
 
@@ -123,6 +128,8 @@ def test_validation_on_a_held_out_stream(model_dir, tmp_path, files):
         (["dataset.column=content"], "content"),
         (["dataset.data_files=/nowhere/*.jsonl"], "dataset could not be loaded"),
         (["num_workers=-1"], "num_workers must be at least 0"),
+        (["prefetch_factor=2"], "prefetch_factor needs num_workers"),
+        (["dataset.batch_size=3"], "dataset.batch_size must be that of the loader, 4; got 3"),
         (["max_steps=0"], "max_steps must be at least 1"),
     ],
 )
@@ -160,6 +167,56 @@ def test_bad_data_in_the_middle_save_a_checkpoint_first(model_dir, tmp_path, fil
     skipping = config(model_dir, tmp_path / "whole", folder, *options, "dataset.skip_bad_rows=True")
     run(skipping)
     assert logged(tmp_path / "run") == logged(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_workers_error_is_its_message_alone(model_dir, tmp_path, files, num_workers):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    lines = (files / "part_0.jsonl").read_text().splitlines()
+    (folder / "part_0.jsonl").write_text("\n".join([*lines[:90], "{", *lines[90:]]) + "\n")
+    options = ("dataset.shuffle_buffer=0", "dataset_val=null", "batch_size=60")
+    options += (f"dataset.max_tokens={6 * 60 * 16}", f"num_workers={num_workers}")
+    with pytest.raises(DataStreamError) as caught:
+        run(config(model_dir, tmp_path / "run", folder, *options))
+    assert "Traceback" not in str(caught.value) and "part_0.jsonl" in str(caught.value)
+
+
+def test_a_failing_validation_stream_loses_nothing(model_dir, tmp_path, files):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    held_out = folder / "held_out.jsonl"
+    held_out.write_text((files / "part_3.jsonl").read_text())
+    cfg = config(model_dir, tmp_path / "run", files, "run_val_every_n_steps=3")
+    cfg.dataset_val = {
+        "_component_": "hestia_tune.data.streaming_text_dataset",
+        "source": "json",
+        "data_files": str(held_out),
+        "seq_len": 16,
+        "max_tokens": 160,
+    }
+    cfg.metric_logger = {
+        "_component_": "test_stream_recipe.BreakingLogger",
+        "log_dir": str(tmp_path / "logs"),
+        "file": str(held_out),
+    }
+    with pytest.raises(DataStreamError, match="held_out"):
+        run(cfg)
+    saved = checkpoint.complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert [step for step, _ in saved] == [3]
+
+
+class BreakingLogger(DiskLogger):
+    """Breaks a file when step 2 is logged."""
+
+    def __init__(self, log_dir, file):
+        super().__init__(log_dir)
+        self._breaks = file
+
+    def log_dict(self, payload, step):
+        super().log_dict(payload, step)
+        if step == 2:
+            Path(self._breaks).write_text("{\n" * 50)
 
 
 def test_a_stream_that_ends_too_soon_says_so(model_dir, tmp_path, files):

@@ -1,11 +1,15 @@
 """``hestia_tokenize``: shards that train as the stream does, errors, the command."""
 
+import json
+import random
+
 import pytest
 from test_stream_recipe import config, files, model_dir  # noqa: F401 (fixtures)
 from tiny import logged, make_config, run, tune_run, write_config
 
-from hestia_tune.data import verify_token_shards
+from hestia_tune.data import streaming_text_dataset, verify_token_shards
 from hestia_tune.training.tokenize import run_tokenize
+from hestia_tune.training.tokenizers import HuggingFaceTokenizer
 
 TOKENS = 6 * 4 * 16
 
@@ -31,6 +35,37 @@ def test_training_on_shards_is_training_on_the_stream(
     shards = ("dataset.source=token_shards", f"dataset.data_files={folder}")
     run(config(model_dir, tmp_path / "shards", files, *options, *shards))
     assert logged(tmp_path / "shards") == logged(tmp_path / "stream")
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_shards_of_a_part_of_the_source_serve_many_ranks(
+    model_dir,  # noqa: F811
+    tmp_path,
+    world_size,
+):
+    """Cut by max_tokens, most of the source's units have nothing in the shards."""
+    generator = random.Random(0)
+    texts = ["".join(generator.choices("abcdefgh ", k=40)) for _ in range(400)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "part_0.jsonl").write_text("\n".join(lines) + "\n")
+    options = ("tokenize.max_tokens=3000", "tokenize.shard_tokens=900")
+    assert run_tokenize(config(model_dir, tmp_path, tmp_path, *options)) == 0
+    tokenizer = HuggingFaceTokenizer(str(model_dir))
+    seen = []
+    for rank in range(world_size):
+        stream = streaming_text_dataset(
+            tokenizer,
+            source="token_shards",
+            data_files=str(tmp_path / "tokens"),
+            seq_len=16,
+            max_tokens=2000,
+            rank=rank,
+            world_size=world_size,
+        )
+        sequences = [tuple(sample["tokens"]) for sample in stream]
+        assert len(sequences) == 2000 // 16 // world_size
+        seen += sequences
+    assert len(set(seen)) > 0.95 * len(seen)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,221 @@
+"""`Fairy2iTensor`: a weight held as complex codes of 2 bits, in residual stages, and their scales.
+
+The weight of a plain `nn.Linear` can be one, as it can be a `TernaryTensor`: it presents a dtype
+and is multiplied as its dequantized weight would be, to the last bit, in that dtype. T stages take
+T bits a real weight, plus the scales; the linear dequantizes one weight at a time, which takes time
+and, for that moment, the memory of a dense weight.
+
+Layout. A weight (2n, 2m) is ``qdata`` (T, 2, n, ceil(m / 4)), the powers of i of U and W in 2 bits,
+`bitpack.pack2`, and ``scale`` (T, 2, 2, 1, 1) or (T, 2, 2, n, groups): stage, U or W, s_re or s_im.
+An entry of U and W stands for two rows and two columns, i and n + i, j and m + j, so no part of a
+weight is one of these: there are transposes and whole copies, and neither slices nor shards.
+A transpose has the same parts and a flag. Operators are in `fairy2i_ops`.
+
+Checkpoints must carry codes. A hard weight does not tell them: each of its entries is a sum of 2·T
+scaled digits, rounded to the weight's dtype, that several sets of codes and scales can make, and
+quantizing it anew makes another weight. So `from_hard`, which the ternary tensor has, is not
+offered: save what `Fairy2iQuantizer.codes` gives for the latent weight, or the tensor itself.
+"""
+
+import contextlib
+
+import torch
+from torchao.utils import TorchAOBaseTensor
+
+from hestia_tune.quantizers.base import require_float
+from hestia_tune.quantizers.fairy2i import (
+    MAX_STAGES,
+    Fairy2iQuantizer,
+    Granularity,
+    dequantize_codes,
+)
+from hestia_tune.tensors.bitpack import pack2, packed_width, unpack2
+from hestia_tune.tensors.checks import exact_bfloat16
+from hestia_tune.tensors.ternary_tensor import PRESENTED_DTYPES, TernaryTensor
+
+
+class Fairy2iTensor(TorchAOBaseTensor):
+    """A complex weight for inference; make one with `from_codes` or `from_hp`.
+
+    Tensor Attributes:
+        qdata: uint8 (num_stages, 2, n, ceil(m / 4)), powers of i, four to a byte.
+        scale: bfloat16 (num_stages, 2, 2, 1, 1) or (num_stages, 2, 2, n, groups). Its dtype never
+            changes.
+
+    Non-Tensor Attributes:
+        shape: (2n, 2m), or (2m, 2n) of a transpose.
+        dtype: the floating-point dtype it presents; ``.to(dtype)`` changes it and nothing else.
+            Stages are added in float32 (float64 for float64), and the sum is rounded to it once.
+        is_transposed: whether this is `t()` of a weight.
+    """
+
+    tensor_data_names = ["qdata", "scale"]
+    tensor_attribute_names = ["shape", "dtype", "is_transposed"]
+
+    def __new__(cls, qdata, scale, shape, dtype, is_transposed=False):
+        shape = tuple(shape)
+        strides = (1, shape[0]) if is_transposed and len(shape) == 2 else None
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=qdata.device, requires_grad=False
+        )
+
+    def __init__(self, qdata, scale, shape, dtype, is_transposed=False):
+        super().__init__()
+        if qdata.dtype != torch.uint8 or scale.dtype != torch.bfloat16:
+            raise TypeError(
+                f"qdata must be uint8 and scale bfloat16; got {qdata.dtype} and {scale.dtype}"
+            )
+        if dtype not in PRESENTED_DTYPES:
+            raise TypeError(
+                f"a Fairy2iTensor presents float32, bfloat16, float16 or float64; got {dtype}"
+            )
+        shape = tuple(shape)[::-1] if is_transposed else tuple(shape)
+        if len(shape) != 2 or any(size % 2 or size == 0 for size in shape):
+            raise ValueError(f"shape must be two even numbers, none of them 0; got {shape}")
+        n, m = shape[0] // 2, shape[1] // 2
+        num_stages = qdata.shape[0] if qdata.dim() else 0
+        if tuple(qdata.shape) != (num_stages, 2, n, packed_width(m)) or not (
+            1 <= num_stages <= MAX_STAGES
+        ):
+            raise ValueError(
+                f"qdata must have the shape (num_stages, 2, {n}, {packed_width(m)}), 1 to "
+                f"{MAX_STAGES} stages, for a weight {shape}; got {tuple(qdata.shape)}; use "
+                "Fairy2iTensor.from_codes"
+            )
+        _check_scale_shape(scale, num_stages, n, m)
+        self.qdata = qdata
+        self.scale = scale
+        self.is_transposed = is_transposed
+
+    def __repr__(self) -> str:
+        return (
+            f"Fairy2iTensor(shape={tuple(self.shape)}, num_stages={self.num_stages}, "
+            f"granularity={self.granularity!r}, dtype={self.dtype}, device={self.device}, "
+            f"is_transposed={self.is_transposed})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """In inference mode, operators made of others arrive whole and are divided here; and a
+        view of a tensor that was made outside that mode must be made outside it too.
+
+        Raises:
+            NotImplementedError: on an operator that needs a part of the weight, or its values.
+        """
+        kwargs = kwargs or {}
+        if func not in cls._ATEN_OP_TABLE[cls]:
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            raise NotImplementedError(
+                "a Fairy2iTensor can be multiplied in a linear, transposed and copied whole, and "
+                "not cut, reshaped, joined or calculated with: rows i and n + i, and columns j and "
+                f"m + j, share codes; got {func}; call dequantize() first, or, under FSDP or "
+                "tensor parallelism, load the weight whole on every rank and leave it out of the "
+                "sharding (`ignored_params` of fully_shard)"
+            )
+        outside = func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
+        with torch.inference_mode(False) if outside else contextlib.nullcontext():
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def from_codes(
+        cls, codes: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16
+    ) -> "Fairy2iTensor":
+        """Packs codes and scales as `Fairy2iQuantizer.codes` gives them.
+
+        Args:
+            codes: (num_stages, 2, n, m), int8 in {0, 1, 2, 3}: powers of i of U and W.
+            scales: (num_stages, 2, 2, 1, 1), or (num_stages, 2, 2, n, groups) with groups that
+                divide m; bfloat16, or a float dtype whose values bfloat16 holds exactly.
+            dtype: the dtype to present.
+
+        Raises:
+            TypeError: on another dtype of codes, scales or ``dtype``.
+            ValueError: on other shapes or codes, or scales that bfloat16 would round.
+        """
+        _check_codes(codes)
+        shape = (2 * codes.shape[2], 2 * codes.shape[3])
+        return cls(pack2(codes), exact_bfloat16(scales).contiguous(), shape, dtype)
+
+    @classmethod
+    def from_hp(
+        cls,
+        weight: torch.Tensor,
+        *,
+        num_stages: int = 2,
+        granularity: Granularity = "tensor",
+        dtype: torch.dtype | None = None,
+    ) -> "Fairy2iTensor":
+        """Quantizes a high-precision weight by the training's own rule.
+
+        Args:
+            weight: (out_features, in_features), both even, floating point; the latent weight. A
+                hard weight is none: its codes are not found again.
+            num_stages, granularity: as of `Fairy2iQuantizer`.
+            dtype: the dtype to present; that of ``weight`` if None.
+
+        Raises:
+            TypeError: on a weight that is not floating point, or options of another type.
+            ValueError: on odd dimensions, or options that do not fit.
+        """
+        require_float(weight)
+        quantizer = Fairy2iQuantizer(num_stages=num_stages, granularity=granularity)
+        return cls.from_codes(*quantizer.codes(weight), dtype=dtype or weight.dtype)
+
+    @property
+    def num_stages(self) -> int:
+        """Residual stages, each one bit per real weight."""
+        return self.qdata.shape[0]
+
+    @property
+    def _complex_columns(self) -> int:
+        return self.shape[0 if self.is_transposed else 1] // 2
+
+    @property
+    def granularity(self) -> Granularity:
+        """The number of complex columns that share scales in a row, or "tensor"."""
+        if tuple(self.scale.shape[3:]) == (1, 1):
+            return "tensor"
+        return self._complex_columns // self.scale.shape[-1]
+
+    def codes(self) -> torch.Tensor:
+        """int8 in {0, 1, 2, 3}, (num_stages, 2, n, m); of a transpose, those of the weight."""
+        return unpack2(self.qdata, self._complex_columns).to(torch.int8)
+
+    def dequantize(self) -> torch.Tensor:
+        """The dense weight in the presented dtype, as `Fairy2iQuantizer.hard` makes it."""
+        dense = dequantize_codes(self.codes(), self.scale, self.dtype)
+        return dense.t() if self.is_transposed else dense
+
+    bits_per_weight = TernaryTensor.bits_per_weight
+    _stable_hash_for_caching = TernaryTensor._stable_hash_for_caching
+
+
+def _check_scale_shape(scale: torch.Tensor, num_stages: int, n: int, m: int) -> None:
+    """Raises ValueError unless scales of that shape can tile the codes."""
+    *lead, rows, groups = scale.shape if scale.dim() > 1 else (0, 0)
+    one_pair = rows == groups == 1
+    if lead != [num_stages, 2, 2] or not (one_pair or (rows == n and groups and m % groups == 0)):
+        raise ValueError(
+            f"scale must have the shape ({num_stages}, 2, 2, 1, 1), or ({num_stages}, 2, 2, {n}, "
+            f"groups) with groups that divide {m}; got {tuple(scale.shape)}"
+        )
+
+
+def _check_codes(codes: torch.Tensor) -> None:
+    """Raises unless ``codes`` are int8 powers of i, (num_stages, 2, n, m); values not on meta."""
+    if codes.dtype != torch.int8:
+        raise TypeError(f"codes must be int8; got {codes.dtype}")
+    if codes.dim() != 4:
+        raise ValueError(
+            f"codes must have the shape (num_stages, 2, n, m); got {tuple(codes.shape)}"
+        )
+    if not codes.is_meta and codes.numel():
+        low, high = codes.aminmax()
+        if low < 0 or high > 3:
+            raise ValueError(f"codes must be 0, 1, 2 or 3; got {low.item()} to {high.item()}")
+
+
+# A checkpoint that holds Fairy2iTensors loads with weights_only=True.
+torch.serialization.add_safe_globals([Fairy2iTensor])

@@ -1,0 +1,601 @@
+"""A Fairy2iTensor: exact, small, and under torch what a dense weight would be, or an error."""
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import references_fairy2i as reference
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import hestia_tune.tensors.fairy2i_ops as ops
+from hestia_tune.quantizers.fairy2i import Fairy2iQuantizer
+from hestia_tune.tensors import (
+    Fairy2iTensor,
+    TernaryTensor,
+    load_safetensors,
+    save_safetensors,
+)
+
+LAYOUTS = [(1, "tensor"), (2, "tensor"), (2, 4), (3, 16), (4, 1)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+layouts = pytest.mark.parametrize(("num_stages", "granularity"), LAYOUTS)
+few_layouts = pytest.mark.parametrize(("num_stages", "granularity"), [(2, "tensor"), (3, 4)])
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def latent(seed=0, shape=(10, 32), dtype=torch.float32, std=0.7):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * std).to(dtype)
+
+
+def packed(num_stages=2, granularity="tensor", dtype=torch.float32, shape=(10, 32), seed=0):
+    weight = latent(seed, shape, dtype)
+    return Fairy2iTensor.from_hp(weight, num_stages=num_stages, granularity=granularity)
+
+
+def packed_linear(num_stages=2, granularity="tensor", dtype=torch.float32, shape=(10, 32)):
+    linear = nn.Linear(shape[1], shape[0], dtype=dtype).requires_grad_(False)
+    weight = packed(num_stages, granularity, dtype, shape)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def inputs(dtype=torch.float32, shape=(3, 32), seed=1):
+    return latent(seed, shape, dtype, std=1.0)
+
+
+def assert_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same numbers, the sign of zero included."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    assert torch.equal(actual.contiguous().view(integer), expected.contiguous().view(integer))
+
+
+def assert_same(actual: Fairy2iTensor, expected: Fairy2iTensor) -> None:
+    assert type(actual) is Fairy2iTensor
+    for name in ("shape", "dtype", "is_transposed", "device", "granularity"):
+        assert getattr(actual, name) == getattr(expected, name), name
+    assert actual.stride() == expected.stride()
+    assert torch.equal(actual.qdata, expected.qdata)
+    assert torch.equal(actual.scale, expected.scale)
+
+
+# What it holds.
+
+
+@layouts
+@dtypes
+def test_dequantize_is_the_trained_hard_weight(num_stages, granularity, dtype):
+    quantizer = Fairy2iQuantizer(num_stages=num_stages, granularity=granularity)
+    for seed in range(3):
+        weight = latent(seed, dtype=dtype)
+        weight[seed, ::3] = 0.0  # ties and zeros
+        made = Fairy2iTensor.from_hp(weight, num_stages=num_stages, granularity=granularity)
+        assert made.dtype == dtype and made.shape == weight.shape
+        assert_bits(made.dequantize(), quantizer.hard(weight))
+        codes, scales = quantizer.codes(weight)
+        again = Fairy2iTensor.from_codes(codes, scales, dtype=dtype)
+        assert_same(again, made)
+        assert torch.equal(again.codes(), codes) and again.codes().dtype == torch.int8
+
+
+@layouts
+def test_dequantize_is_the_reference(num_stages, granularity):
+    weight = latent(4, dtype=torch.float64)
+    made = packed(num_stages, granularity, torch.float64, seed=4)
+    expected = reference.quantized(weight, 0, num_stages, granularity)
+    torch.testing.assert_close(made.dequantize(), expected, rtol=1e-13, atol=1e-13)
+
+
+@dtypes
+def test_another_presented_dtype_rounds_the_same_sum(dtype):
+    weight = latent(5)
+    made = Fairy2iTensor.from_hp(weight, num_stages=3, dtype=dtype)
+    exact = Fairy2iTensor.from_hp(weight, num_stages=3, dtype=torch.float64).dequantize()
+    assert made.dtype == dtype
+    torch.testing.assert_close(made.dequantize(), exact.to(dtype))
+    if dtype != torch.float64:
+        hard = Fairy2iQuantizer(num_stages=3).hard(weight)
+        assert_bits(made.dequantize(), hard.to(dtype))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_widths_that_fill_no_byte(columns, rows):
+    weight = latent(2, (2 * rows, 2 * columns))
+    for granularity in ("tensor", 1, columns):
+        made = Fairy2iTensor.from_hp(weight, granularity=granularity)
+        assert made.qdata.shape == (2, 2, rows, -(-columns // 4))
+        assert made.codes().shape == (2, 2, rows, columns)
+        assert_bits(made.dequantize(), Fairy2iQuantizer(granularity=granularity).hard(weight))
+        assert_bits(made.t().dequantize(), made.dequantize().t())
+        assert_same(made.t().t(), made)
+
+
+def test_layout_is_powers_of_i_little_end_first():
+    codes = torch.tensor([[0, 1, 2, 3, 3, 1], [3, 0, 0, 0, 2, 2]], dtype=torch.int8)
+    scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
+    made = Fairy2iTensor.from_codes(codes.view(1, 2, 1, 6), scales.view(1, 2, 2, 1, 1))
+    assert made.qdata.tolist() == [
+        [[[0 | 1 << 2 | 2 << 4 | 3 << 6, 3 | 1 << 2]], [[3, 2 | 2 << 2]]]
+    ]
+    # U = (1, 2i, -1, -2i, -2i, 2i), W = (-8i, 4, 4, 4, -4, -4).
+    real_of_u, imag_of_u = [1, 0, -1, 0, 0, 0], [0, 2, 0, -2, -2, 2]
+    real_of_w, imag_of_w = [0, 4, 4, 4, -4, -4], [-8, 0, 0, 0, 0, 0]
+    u = torch.complex(torch.tensor([real_of_u]).float(), torch.tensor([imag_of_u]).float())
+    w = torch.complex(torch.tensor([real_of_w]).float(), torch.tensor([imag_of_w]).float())
+    assert torch.equal(made.to(torch.float32).dequantize(), reference.merge(u, w))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_a_stage_takes_one_bit_a_weight(num_stages):
+    made = packed(num_stages, shape=(16, 64))
+    assert made.bits_per_weight == num_stages * (1 + 16 * 4 / (16 * 64))
+    made = packed(num_stages, 16, shape=(16, 64))
+    assert made.bits_per_weight == num_stages * (1 + 16 / 16)
+    assert (made.num_stages, made.granularity) == (num_stages, 16)
+    assert made.t().granularity == 16
+
+
+def test_a_hard_weight_does_not_tell_its_codes():
+    """Why there is no `from_hard`: quantizing a hard weight anew makes another one."""
+    hard = packed(seed=1).dequantize()
+    assert not torch.equal(Fairy2iTensor.from_hp(hard).dequantize(), hard)
+    assert not hasattr(Fairy2iTensor, "from_hard")
+
+
+def test_a_weight_that_is_not_finite_stays_so():
+    weight = latent()
+    weight[3, 3] = float("inf")
+    assert Fairy2iTensor.from_hp(weight).dequantize().isnan().all()
+
+
+def test_repr_and_meta_device():
+    made = packed(2, 4, torch.bfloat16)
+    assert repr(made) == (
+        "Fairy2iTensor(shape=(10, 32), num_stages=2, granularity=4, dtype=torch.bfloat16, "
+        "device=cpu, is_transposed=False)"
+    )
+    assert not made.requires_grad and made.is_floating_point()
+    meta = Fairy2iTensor.from_hp(latent().to("meta"), granularity=4)
+    assert meta.is_meta and meta.dequantize().shape == (10, 32) and meta.qdata.shape[2:] == (5, 4)
+
+
+CODES = torch.zeros(2, 2, 4, 8, dtype=torch.int8)
+SCALES = torch.ones(2, 2, 2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "dtype", "error", "message"),
+    [
+        (CODES.float(), SCALES, torch.bfloat16, TypeError, "codes must be int8"),
+        (CODES, SCALES.to(torch.int8), torch.bfloat16, TypeError, "floating-point"),
+        (CODES, SCALES, torch.int8, TypeError, "presents float32"),
+        (CODES + 4, SCALES, torch.bfloat16, ValueError, "got 4 to 4"),
+        (CODES - 1, SCALES, torch.bfloat16, ValueError, "got -1 to -1"),
+        (CODES[0], SCALES, torch.bfloat16, ValueError, r"\(num_stages, 2, n, m\); got"),
+        (CODES[:, :1], SCALES, torch.bfloat16, ValueError, "qdata must have the shape"),
+        (CODES[:0], SCALES[:0], torch.bfloat16, ValueError, "1 to 4 stages"),
+        (CODES.repeat(3, 1, 1, 1), SCALES, torch.bfloat16, ValueError, "1 to 4 stages"),
+        (CODES[:, :, :, :0], SCALES, torch.bfloat16, ValueError, "two even numbers"),
+        (CODES, SCALES[:1], torch.bfloat16, ValueError, "scale must have the shape"),
+        (CODES, SCALES[0], torch.bfloat16, ValueError, "scale must have the shape"),
+        (CODES, SCALES[..., 0, 0], torch.bfloat16, ValueError, "scale must have the shape"),
+        (CODES, torch.ones(1), torch.bfloat16, ValueError, "scale must have the shape"),
+        (CODES, torch.ones(2, 2, 2, 4, 3), torch.bfloat16, ValueError, "groups that divide 8"),
+        (CODES, torch.ones(2, 2, 2, 4, 0), torch.bfloat16, ValueError, "groups that divide 8"),
+        (CODES, torch.ones(2, 2, 2, 1, 2), torch.bfloat16, ValueError, "groups that divide 8"),
+        (CODES, SCALES * 0.1, torch.bfloat16, ValueError, "bfloat16 values.*got 0.1"),
+    ],
+)
+def test_from_codes_refuses(codes, scales, dtype, error, message):
+    with pytest.raises(error, match=message):
+        Fairy2iTensor.from_codes(codes, scales, dtype=dtype)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    qdata, scale = torch.zeros(2, 2, 4, 2, dtype=torch.uint8), SCALES.bfloat16()
+    Fairy2iTensor(qdata, scale, (8, 16), torch.float32)
+    for shape in ((8, 18), (16, 8), (10, 16)):
+        with pytest.raises(ValueError, match="qdata must have the shape"):
+            Fairy2iTensor(qdata, scale, shape, torch.float32)
+    for shape in ((7, 16), (8, 15), (8,), (2, 4, 16)):
+        with pytest.raises(ValueError, match="two even numbers"):
+            Fairy2iTensor(qdata, scale, shape, torch.float32)
+    with pytest.raises(TypeError, match="qdata must be uint8"):
+        Fairy2iTensor(qdata, scale.float(), (8, 16), torch.float32)
+
+
+def test_from_hp_refuses():
+    with pytest.raises(ValueError, match="even in_features and out_features; got in_features 7"):
+        Fairy2iTensor.from_hp(torch.ones(4, 7))
+    with pytest.raises(ValueError, match="granularity 5 does not divide the 16 complex columns"):
+        Fairy2iTensor.from_hp(latent(), granularity=5)
+    with pytest.raises(ValueError, match="num_stages must be an int from 1 to 4"):
+        Fairy2iTensor.from_hp(latent(), num_stages=5)
+    with pytest.raises(TypeError, match="floating-point"):
+        Fairy2iTensor.from_hp(torch.ones(4, 8, dtype=torch.int32))
+
+
+# What it does under torch.
+
+
+@few_layouts
+@dtypes
+@pytest.mark.parametrize("inference", [False, True])
+def test_products_are_those_of_the_dequantized_weight(num_stages, granularity, dtype, inference):
+    weight, bias = packed(num_stages, granularity, dtype), inputs(dtype, (10,))
+    dense = weight.dequantize()
+    with torch.inference_mode(inference):
+        for lead in ((3,), (2, 3), ()):
+            x = inputs(dtype, (*lead, 32))
+            for b in (None, bias):
+                expected = F.linear(x, dense, b)
+                assert expected.dtype == dtype
+                assert torch.equal(F.linear(x, weight, b), expected)
+                assert torch.equal(F.linear(input=x, weight=weight, bias=b), expected)
+                assert torch.equal(torch.ops.aten.linear.default(x, weight, b), expected)
+            assert torch.equal(x @ weight.t(), x @ dense.t())
+        x = inputs(dtype)
+        assert torch.equal(torch.mm(x, weight.t()), torch.mm(x, dense.t()))
+        assert torch.equal(torch.addmm(bias, x, weight.t()), torch.addmm(bias, x, dense.t()))
+        scaled = torch.addmm(bias, x, weight.t(), beta=0.5, alpha=2.0)
+        assert torch.equal(scaled, torch.addmm(bias, x, dense.t(), beta=0.5, alpha=2.0))
+        grad = inputs(dtype, (3, 10))
+        assert torch.equal(torch.mm(grad, weight), torch.mm(grad, dense))
+        assert torch.equal(F.linear(grad, weight.t()), F.linear(grad, dense.t()))
+        assert torch.equal(torch.mm(weight, x.t()), torch.mm(dense, x.t()))
+
+
+def test_all_products_come_from_one_function(monkeypatch):
+    weight, x, bias = packed(), inputs(), inputs(shape=(10,))
+    calls = []
+    monkeypatch.setattr(ops, "fairy2i_linear", lambda *args: calls.append(args) or x)
+    for product in (
+        lambda: F.linear(x, weight, bias),
+        lambda: torch.ops.aten.linear.default(x, weight, bias),
+        lambda: torch.mm(x, weight.t()),
+        lambda: torch.addmm(bias, x, weight.t()),
+    ):
+        product()
+    assert len(calls) == 4 and all(call[1].shape == weight.shape for call in calls)
+
+
+def test_linear_passes_the_gradient_of_its_input():
+    weight, x = packed(), inputs().requires_grad_()
+    F.linear(x, weight).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 10) @ weight.dequantize())
+
+
+def test_another_input_dtype_is_refused_but_under_autocast():
+    weight, x = packed(dtype=torch.bfloat16), inputs(torch.float32)
+    with pytest.raises(RuntimeError, match="dtype"):
+        F.linear(x, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(F.linear(x, weight), F.linear(x, weight.dequantize()))
+
+
+@few_layouts
+@pytest.mark.parametrize("shape", [(10, 32), (2, 8), (8, 8)])
+@pytest.mark.parametrize("inference", [False, True])
+def test_transpose(num_stages, granularity, shape, inference):
+    weight = packed(num_stages, granularity, shape=shape)
+    dense = weight.dequantize()
+    with torch.inference_mode(inference):
+        for transpose in (
+            lambda w: w.t(),
+            lambda w: w.T,
+            lambda w: w.mT,
+            lambda w: w.transpose(0, 1),
+            lambda w: w.transpose(-1, 0),
+            lambda w: w.permute(1, 0),
+            lambda w: w.permute(-1, -2),
+        ):
+            turned = transpose(weight)
+            assert turned.is_transposed and turned.shape == dense.t().shape
+            assert turned.stride() == dense.t().stride()
+            assert_bits(turned.dequantize(), dense.t())
+            assert torch.equal(turned.codes(), weight.codes())
+            assert turned.qdata.data_ptr() == weight.qdata.data_ptr()
+            assert_same(transpose(turned), weight)
+        for same in (weight.transpose(1, -1), weight.permute(0, 1)):
+            assert_same(same, weight)
+
+
+@few_layouts
+def test_to_dtype_changes_what_is_presented_and_never_the_parts(num_stages, granularity):
+    weight = packed(num_stages, granularity)
+    conversions = {
+        torch.bfloat16: (lambda w: w.to(torch.bfloat16), lambda w: w.bfloat16()),
+        torch.float16: (lambda w: w.to(dtype=torch.float16), lambda w: w.half()),
+        torch.float64: (lambda w: w.to("cpu", torch.float64), lambda w: w.double()),
+    }
+    for dtype, ways in conversions.items():
+        for convert in ways:
+            new = convert(weight)
+            assert new.dtype == new.dequantize().dtype == dtype
+            assert torch.equal(new.scale, weight.scale) and torch.equal(new.qdata, weight.qdata)
+            assert_same(new.to(torch.float32), weight)
+            assert_same(convert(weight.t()), new.t())
+    assert weight.to(torch.float32) is weight
+    with pytest.raises(TypeError, match="presents float32"):
+        weight.to(torch.int8)
+
+
+@few_layouts
+def test_a_module_with_packed_weights_changes_dtype_and_device(num_stages, granularity):
+    linear = packed_linear(num_stages, granularity)
+    scale = linear.weight.scale.clone()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        linear.to(dtype)
+        assert linear.weight.dtype == linear.bias.dtype == dtype
+        assert torch.equal(linear.weight.scale, scale)
+        x = inputs(dtype)
+        assert torch.equal(linear(x), F.linear(x, linear.weight.dequantize(), linear.bias))
+    linear.to("meta")
+    assert linear.weight.is_meta and linear.weight.qdata.is_meta and linear.weight.scale.is_meta
+    assert linear(inputs().to("meta")).shape == (3, 10)
+    linear.to_empty(device="cpu")
+    assert linear.weight.qdata.device.type == "cpu" and linear.weight.shape == (10, 32)
+
+
+@few_layouts
+@pytest.mark.parametrize("turn", [False, True])
+def test_copies(num_stages, granularity, turn):
+    weight = packed(num_stages, granularity, torch.bfloat16)
+    weight = weight.t() if turn else weight
+    file = io.BytesIO()
+    torch.save({"weight": weight}, file)
+    file.seek(0)
+    copies = {
+        "clone": weight.clone(),
+        "deepcopy": copy.deepcopy(weight),
+        "pickle": pickle.loads(pickle.dumps(weight)),
+        "load": torch.load(file, weights_only=True)["weight"],
+    }
+    for name, other in copies.items():
+        assert_same(other, weight)
+        assert_bits(other.dequantize(), weight.dequantize())
+        assert other.qdata.data_ptr() != weight.qdata.data_ptr(), name
+    for same in (weight.detach(), weight.cpu(), weight.contiguous(), weight.data):
+        assert_same(same, weight)
+        assert same.qdata.data_ptr() == weight.qdata.data_ptr()
+
+
+@few_layouts
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_load_state_dict_assigns_to_a_plain_linear(num_stages, granularity, device):
+    source = packed_linear(num_stages, granularity, torch.bfloat16)
+    other = copy.deepcopy(source)
+    assert isinstance(other.weight, nn.Parameter) and not other.weight.requires_grad
+    file = io.BytesIO()
+    torch.save(other.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    model = nn.Sequential(nn.Linear(32, 10, device=device).requires_grad_(False))
+    model.load_state_dict({f"0.{name}": value for name, value in state.items()}, assign=True)
+    assert isinstance(model[0].weight, nn.Parameter) and not model[0].weight.requires_grad
+    assert_same(model[0].weight.detach(), source.weight.detach())
+    x = inputs(torch.bfloat16)
+    assert torch.equal(model(x), source(x))
+
+
+def test_copying_in_place():
+    target, source = packed_linear(), packed_linear()
+    source.weight = nn.Parameter(packed(seed=9), requires_grad=False)
+    held = target.weight.qdata
+    target.load_state_dict(source.state_dict())
+    assert_same(target.weight.detach(), source.weight.detach())
+    assert target.weight.qdata is held
+    dense = nn.Linear(32, 10)
+    dense.load_state_dict(source.state_dict())
+    assert torch.equal(dense.weight, source.weight.dequantize())
+    weight = packed()
+    others = (packed(3), packed(2, 4), packed(shape=(12, 32)), packed(shape=(32, 10)).t())
+    for other in (*others, torch.zeros(10, 32)):
+        with pytest.raises(ValueError, match="same shape, stages and granularity"):
+            weight.copy_(other)
+    weight.copy_(packed(dtype=torch.bfloat16, seed=3))
+    assert weight.dtype == torch.float32 and torch.equal(
+        weight.scale, packed(dtype=torch.bfloat16, seed=3).scale
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "granularity", "dtype"),
+    [(2, "tensor", torch.bfloat16), (3, 4, torch.float32)],
+)
+def test_compiled_is_eager(num_stages, granularity, dtype):
+    torch._dynamo.reset()
+    linear = packed_linear(num_stages, granularity, dtype)
+    compiled = torch.compile(linear, fullgraph=True)
+    for x in (inputs(dtype), inputs(dtype, (2, 5, 32))):
+        assert torch.equal(compiled(x), linear(x))
+        with torch.inference_mode():
+            assert torch.equal(compiled(x), linear(x))
+
+
+def test_compiled_function_of_weights_of_several_shapes():
+    torch._dynamo.reset()
+
+    # Without the code generator, whose time is most of the test's.
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(x, weight, bias):
+        return F.linear(x, weight, bias), x @ weight.t()
+
+    for shape in ((10, 32), (12, 32), (6, 32)):
+        weight, x, bias = packed(shape=shape), inputs(), inputs(shape=shape[:1])
+        expected = F.linear(x, weight, bias), x @ weight.t()
+        for actual, value in zip(function(x, weight, bias), expected, strict=True):
+            assert torch.equal(actual, value)
+
+
+@few_layouts
+@pytest.mark.parametrize("decompose", [False, True])
+def test_exported_is_eager(num_stages, granularity, decompose):
+    linear = packed_linear(num_stages, granularity, torch.bfloat16)
+    x = inputs(torch.bfloat16)
+    program = torch.export.export(linear, (x,))
+    program = program.run_decompositions() if decompose else program
+    assert torch.equal(program.module()(x), linear(x))
+
+
+REFUSED = {
+    "rows": lambda w: w[2:5],
+    "columns": lambda w: w[:, 16:],
+    "every other row": lambda w: w[::2],
+    "one row": lambda w: w[3],
+    "an entry": lambda w: w[3, 3],
+    "rows by index": lambda w: w[torch.tensor([0, 1])],
+    "pieces": lambda w: w.chunk(2),
+    "pieces of columns": lambda w: w.split([16, 16], dim=1),
+    "rows apart": lambda w: w.unbind(0),
+    "flat": lambda w: w.view(-1),
+    "another shape": lambda w: w.reshape(5, 64),
+    "one axis more": lambda w: w.unsqueeze(0),
+    "expanded": lambda w: w.expand(2, 10, 32),
+    "other strides": lambda w: w.as_strided((5, 32), (64, 1)),
+    "joined": lambda w: torch.cat([w, w]),
+    "stacked": lambda w: torch.stack([w, w]),
+    "padded": lambda w: F.pad(w, [0, 0, 0, 2]),
+    "zeros": lambda w: w.new_zeros(4, 32),
+    "arithmetic": lambda w: w + 1,
+    "in place": lambda w: w.mul_(2),
+    "sum": lambda w: w.sum(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_cannot_stay_packed_is_an_error(name, inference):
+    weight = packed()
+    message = "rows i and n .* share codes; got aten.*dequantize"
+    with torch.inference_mode(inference):
+        for value in (weight, weight.t()):
+            with pytest.raises(NotImplementedError, match=message):
+                REFUSED[name](value)
+
+
+@pytest.fixture
+def two_ranks():
+    """A mesh of this process and one that does not exist; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_sharding_is_refused_and_ignoring_works(two_ranks):
+    message = "share codes; .* load the weight whole on every rank"
+    for placement in (Shard(0), Shard(1), Replicate()):
+        with pytest.raises(NotImplementedError, match=message):
+            distribute_tensor(packed(), two_ranks, [placement])
+    model = nn.Sequential(packed_linear(), nn.Linear(10, 4))
+    with pytest.raises(NotImplementedError, match=message):
+        fully_shard(copy.deepcopy(model), mesh=two_ranks)
+    fully_shard(model, mesh=two_ranks, ignored_params={model[0].weight})
+    assert type(model[0].weight.data) is Fairy2iTensor
+    assert model(inputs()).shape == (3, 4)
+
+
+# Files.
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {
+        "a.weight": packed(2, "tensor", torch.bfloat16),
+        "a.bias": torch.arange(10.0),
+        "b.weight": packed(3, 7, torch.float32, (6, 14)),
+        "weight": packed(1, "tensor", torch.float16, (2, 2)),
+        "ternary": TernaryTensor.from_hp(latent(), group_size=16),
+    }
+
+
+@pytest.mark.parametrize("packing", ["2bit", "base3"])
+def test_safetensors_round_trip(tmp_path, packing):
+    path = tmp_path / "model.safetensors"
+    save_safetensors(state(), path, {"source": "a test"}, packing=packing)
+    loaded, metadata = load_safetensors(path)
+    assert loaded.keys() == state().keys() and metadata == {"source": "a test"}
+    for name, value in state().items():
+        assert type(loaded[name]) is type(value)
+        if isinstance(value, Fairy2iTensor):
+            assert_same(loaded[name], value)
+            assert torch.equal(load_file(path)[f"{name}.qdata"], value.qdata)
+            assert torch.equal(load_file(path)[f"{name}.scale"], value.scale)
+        elif isinstance(value, TernaryTensor):
+            assert torch.equal(loaded[name].dequantize(), value.dequantize())
+        else:
+            assert torch.equal(loaded[name], value)
+    with safe_open(path, "pt") as file:
+        document = json.loads(file.metadata()["hestia_tune"])
+    assert document["packed"]["b.weight"] == {
+        "kind": "fairy2i",
+        "shape": [6, 14],
+        "dtype": "float32",
+        "packing": "2bit",
+    }
+    assert "kind" not in document["packed"]["ternary"]
+
+
+def test_a_transpose_is_not_saved(tmp_path):
+    with pytest.raises(TypeError, match="w must be .* Fairy2iTensor that is not transposed"):
+        save_safetensors({"w": packed().t()}, tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+CHANGES = {
+    "w lacks 'w.scale'": lambda entries, layout: entries.pop("w.scale"),
+    "w lacks 'shape'": lambda entries, layout: layout.pop("shape"),
+    "w: no ternary codes": lambda entries, layout: layout.pop("kind"),
+    "w: unknown kind 'quaternion'": lambda entries, layout: layout.update(kind="quaternion"),
+    "w: unknown packing 'base3'": lambda entries, layout: layout.update(packing="base3"),
+    "w: qdata must have the shape": lambda entries, layout: layout.update(shape=[10, 34]),
+    "w: shape must be two even": lambda entries, layout: layout.update(shape=[10, 31]),
+    "w: a Fairy2iTensor presents": lambda entries, layout: layout.update(dtype="int8"),
+    "w: scale must have the shape": lambda entries, layout: entries.update(
+        {"w.scale": entries["w.scale"][:1].clone()}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_a_file_whose_parts_do_not_fit_is_refused(tmp_path, message):
+    path = tmp_path / "m"
+    save_safetensors({"w": packed()}, path)
+    with safe_open(path, "pt") as file:
+        document = json.loads(file.metadata()["hestia_tune"])
+    entries = load_file(path)
+    CHANGES[message](entries, document["packed"]["w"])
+    save_file(entries, path, metadata={"hestia_tune": json.dumps(document)})
+    with pytest.raises(ValueError, match=f"m cannot be read as packed weights: .*{message}"):
+        load_safetensors(path)
+
+
+@pytest.mark.gpu
+@gpu
+@few_layouts
+@dtypes
+def test_cuda(num_stages, granularity, dtype):
+    host = packed(num_stages, granularity, dtype)
+    weight = host.to("cuda")
+    assert weight.qdata.is_cuda and weight.scale.is_cuda
+    assert_bits(weight.dequantize().cpu(), host.dequantize())
+    x = inputs(dtype).cuda()
+    assert torch.equal(F.linear(x, weight), F.linear(x, weight.dequantize()))
+    assert_same(weight.cpu(), host)
+    made = Fairy2iTensor.from_hp(latent(dtype=dtype).cuda(), num_stages=num_stages)
+    assert made.qdata.is_cuda
+    compiled = torch.compile(lambda x, w: F.linear(x, w))
+    torch.testing.assert_close(compiled(x, weight), F.linear(x, weight))
