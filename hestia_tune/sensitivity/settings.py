@@ -13,7 +13,7 @@ class EstimationConfig:
 
     Args:
         curvature: "hessian" (Eq. 10, the paper's), or "fisher", the Gauss-Newton matrix by plain
-            backward passes: all layers at once, some hundred times cheaper.
+            backward passes, all layers at once.
         num_samples: calibration samples, drawn from the dataset by the seed.
         batch_size: samples that go through the model together. Every batch has probes of its own,
             so small batches give more of them at the same cost.

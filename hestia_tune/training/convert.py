@@ -7,24 +7,33 @@ the end (or is the ``huggingface`` format).
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
 
 import hestia_tune
 from hestia_tune.export import write_compressed_tensors, write_gguf, write_huggingface
 from hestia_tune.export.folder import DESCRIPTION_FILE
+from hestia_tune.export.source import SafetensorsFolder
 from hestia_tune.files import require_writable_dir, write_atomically
 from hestia_tune.qat import quantized_linears
 from hestia_tune.quantizers import Quantizer
 from hestia_tune.quantizers.granularity import GroupSize
 from hestia_tune.training import model_setup
+from hestia_tune.training.checkpoint import complete_checkpoints
+from hestia_tune.training.model_loading import read_latents
 from hestia_tune.training.naming import HuggingFaceNames
 from hestia_tune.training.options import RunOptions, with_defaults
-from hestia_tune.training.packed import write_packed
+from hestia_tune.training.packed import (
+    Entries,
+    fairy2i_entries,
+    ternary_entries,
+    write_packed,
+)
 
 log = utils.get_logger("DEBUG")
 
@@ -47,11 +56,9 @@ class ConvertRecipe:
         self.hf_config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
         self.names = HuggingFaceNames(self.cfg.checkpointer.model_type, self.hf_config)
         self.about = self._describe()
-        if Quantizer.from_key(self.about["quantizer"]).method != "ternary":
-            raise ValueError(
-                f"hestia_convert writes ternary models; {self.source} has quantizer "
-                f"{self.about['quantizer']}; its hard_model folder is what transformers loads"
-            )
+        self.quantizer = Quantizer.from_key(self.about["quantizer"])
+        if self.quantizer.method != "ternary":
+            self._check_formats()
         if not self.settings.overwrite:
             for name in self.settings.formats:
                 if self.target(name).exists():
@@ -59,6 +66,32 @@ class ConvertRecipe:
                         f"{self.target(name)} exists; set convert.overwrite=True to replace it, or "
                         "convert.output to another folder"
                     )
+
+    def _check_formats(self) -> None:
+        """Complex codes have one packed form, and follow from latent weights alone."""
+        others = [name for name in self.settings.formats if name != "torchao"]
+        if others or self.settings.target != "ternary":
+            raise ValueError(
+                f"a model of {self.about['quantizer']} is packed as torchao only; got "
+                f"{', '.join(others) or self.settings.target}; its dense form is hard_model"
+            )
+        if self.is_hard:
+            step, _ = latest = self._latest_checkpoint()
+            if step != self.about["step"]:
+                raise ValueError(
+                    f"the codes follow from the latent weights of step {self.about['step']}, and "
+                    f"the newest checkpoint is {latest[1]}"
+                )
+
+    def _latest_checkpoint(self) -> tuple[int, Path]:
+        folder = self.source.parent / "checkpoints"
+        found = complete_checkpoints(folder)
+        if not found:
+            raise FileNotFoundError(
+                f"the codes of {self.about['quantizer']} follow from latent weights, and there is "
+                f"no checkpoint in {folder}"
+            )
+        return found[-1]
 
     def target(self, name: str) -> Path:
         """Where a format goes."""
@@ -101,7 +134,11 @@ class ConvertRecipe:
         return {f"{layer}.weight": group_size for layer in self.about["layers"]}
 
     def run(self) -> dict[str, dict[str, Any]]:
-        """Writes every format; returns their summaries and prints the table."""
+        """Writes every format; returns their summaries."""
+        if self.quantizer.method != "ternary":
+            summaries = {"torchao": self._write_complex()}
+            write_atomically(self.output / "sizes.json", json.dumps(summaries, indent=1) + "\n")
+            return summaries
         by_name = self._group_sizes()
         in_files = {self.names.hugging_face_name(name): g for name, g in by_name.items()}
         overwrite = self.settings.overwrite
@@ -146,16 +183,46 @@ class ConvertRecipe:
         return summaries
 
     def _write_packed(self, hard: Path, quantized: Mapping[str, GroupSize]) -> dict[str, Any]:
+        source = SafetensorsFolder(hard)
+        return self._pack(
+            hard,
+            lambda: ternary_entries(source, self.names, quantized, self.settings.target),
+            quantized,
+        )
+
+    def _write_complex(self) -> dict[str, Any]:
+        source = SafetensorsFolder(self.source)
+        dtype = training.get_dtype(self.cfg.dtype, utils.get_device("cpu"))
+        quantized = [f"{layer}.weight" for layer in self.about["layers"]]
+
+        def in_folder() -> Iterator[tuple[str, torch.Tensor]]:
+            for hf_name in source.shapes:
+                yield from self.names.to_torchtune({hf_name: source.read(hf_name)}).items()
+
+        latents, hard = in_folder, None
+        if self.is_hard:
+            hard = dict(in_folder()).__getitem__
+            _, path = self._latest_checkpoint()
+            state = read_latents(path, self.cfg, config.instantiate(self.cfg.quantizer))
+            latents = lambda: iter(state.items())  # noqa: E731
+        return self._pack(
+            self.source,
+            lambda: fairy2i_entries(latents, hard, quantized, self.quantizer, dtype),
+            quantized,
+        )
+
+    def _pack(
+        self, companions: Path, entries: Callable[[], Entries], quantized: Collection[str]
+    ) -> dict[str, Any]:
         folder, settings = self.target("torchao"), self.settings
         generate = None
         if settings.container == "pt":
             generate = self._generate_config(folder)
         return write_packed(
-            hard,
+            companions,
             folder,
-            names=self.names,
+            entries=entries,
             quantized=quantized,
-            target=settings.target,
             container=settings.container,
             packing=settings.packing,
             description=self.about | {"hestia_tune": hestia_tune.__version__},
@@ -166,7 +233,9 @@ class ConvertRecipe:
     def _generate_config(self, folder: Path) -> dict[str, Any]:
         """What torchtune's own generate recipe needs."""
         quantizer = OmegaConf.to_container(self.cfg.quantizer, resolve=True)
-        component = {"_component_": "hestia_tune.training.packed.PackedWeights"}
+        name = "PackedWeights" if self.quantizer.method == "ternary" else "PackedFairy2iWeights"
+        component = {"_component_": f"hestia_tune.training.generation.{name}"}
+        quantizer.pop("skip_incompatible", None)
         return {
             "output_dir": str(self.cfg.output_dir),
             "model": OmegaConf.to_container(self.cfg.model, resolve=True),

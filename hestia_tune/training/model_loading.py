@@ -150,9 +150,7 @@ def _checkpoint(
             f"{quantizer.quantizer.key()}; use the config that trained it"
         )
     model = quantizer.prepare(_on_meta(cfg))
-    state = {"model": {n: torch.empty_like(p, device="cpu") for n, p in _parameters(model)}}
-    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    model.load_state_dict(state["model"], assign=True)
+    model.load_state_dict(read_latents(folder, cfg, quantizer), assign=True)
     layers = quantized_linears(model)
     for layer in layers.values():
         layer.weight_fake_quantizer.reset_buffers(device)
@@ -182,5 +180,9 @@ def _checkpoint(
     return model, about
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return list(model.state_dict().items())
+def read_latents(folder: Path, cfg: DictConfig, quantizer: Any) -> dict[str, torch.Tensor]:
+    """The latent weights of a training checkpoint, whole, in float32 on the CPU."""
+    shapes = quantizer.prepare(_on_meta(cfg)).state_dict()
+    state = {"model": {n: torch.empty_like(p, device="cpu") for n, p in shapes.items()}}
+    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    return state["model"]

@@ -1,4 +1,4 @@
-"""The packed model as torchtune sees it: a folder to load, and a component for its recipes.
+"""The packed model as torchtune sees it: a folder to write and to load.
 
 folder/
     model.pt or model.safetensors   packed weights and the rest in bfloat16, torchtune's names
@@ -9,7 +9,7 @@ folder/
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 from torchtune import config, training
-from torchtune.training import quantization
 
 from hestia_tune.config import one_line
 from hestia_tune.export.folder import (
@@ -28,22 +27,32 @@ from hestia_tune.export.folder import (
 )
 from hestia_tune.export.source import SafetensorsFolder
 from hestia_tune.files import write_atomically
+from hestia_tune.quantizers import Fairy2iQuantizer
 from hestia_tune.quantizers.granularity import GroupSize
-from hestia_tune.selection import select_linears
-from hestia_tune.tensors import TernaryTensor, load_safetensors, save_safetensors, to_intx
+from hestia_tune.tensors import (
+    Fairy2iTensor,
+    TernaryTensor,
+    load_safetensors,
+    save_safetensors,
+    to_intx,
+)
 from hestia_tune.training.model_setup import build_buffers
 from hestia_tune.training.naming import HuggingFaceNames
 
 FORMAT_VERSION = 1
 
 
-def pack_state(
+# (torchtune's name, dense bfloat16 tensor, what to store for it), one tensor at a time.
+Entries = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+
+
+def ternary_entries(
     source: SafetensorsFolder,
     names: HuggingFaceNames,
     quantized: Mapping[str, GroupSize],
     target: str,
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(torchtune's name, dense bfloat16 tensor, what to store for it), one tensor at a time.
+) -> Entries:
+    """Of a hard ternary model, whose codes follow from its weights.
 
     Args:
         source: a hard model's Hugging Face folder.
@@ -55,8 +64,8 @@ def pack_state(
         ValueError: naming the weight that is not ternary.
     """
     for hf_name in source.shapes:
-        for name, dense in names.to_torchtune({hf_name: source.read(hf_name)}).items():
-            dense = dense.to(torch.bfloat16).contiguous()
+        for name, value in names.to_torchtune({hf_name: source.read(hf_name)}).items():
+            dense = value.to(torch.bfloat16).contiguous()
             stored = dense
             if name in quantized:
                 try:
@@ -68,13 +77,41 @@ def pack_state(
             yield name, dense, stored
 
 
+def fairy2i_entries(
+    latents: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+    hard: Callable[[str], torch.Tensor] | None,
+    quantized: Collection[str],
+    quantizer: Fairy2iQuantizer,
+    compute_dtype: torch.dtype,
+) -> Entries:
+    """Of a complex-valued model, whose codes only the latent weights tell.
+
+    Args:
+        latents: gives (torchtune's name, latent weight).
+        hard: name -> the hard model's weight to compare with; None is the quantizer's own.
+        quantized: torchtune's parameter names of the quantized weights.
+        quantizer: the method.
+        compute_dtype: of the training.
+    """
+    for name, latent in latents():
+        seen = latent.to(compute_dtype) if name in quantized else latent
+        stored = seen.to(torch.bfloat16)
+        if name in quantized:
+            stored = Fairy2iTensor.from_codes(*quantizer.codes(seen), dtype=torch.bfloat16)
+        dense = stored
+        if hard is not None:
+            dense = hard(name).to(torch.bfloat16)
+        elif name in quantized:
+            dense = quantizer.hard(seen).to(torch.bfloat16)
+        yield name, dense, stored
+
+
 def write_packed(
-    hard_folder: Path,
+    companions: Path,
     folder: Path,
     *,
-    names: HuggingFaceNames,
-    quantized: Mapping[str, GroupSize],
-    target: str,
+    entries: Callable[[], Entries],
+    quantized: Collection[str],
     container: str,
     packing: str,
     description: Mapping[str, Any],
@@ -84,9 +121,10 @@ def write_packed(
     """Writes the packed folder, reads it back and compares it, tensor by tensor.
 
     Args:
-        hard_folder: Hugging Face folder of the hard model.
+        companions: Hugging Face folder whose config and tokenizer are copied.
         folder: what to write.
-        names, quantized, target: see `pack_state`.
+        entries: gives the tensors, twice; see `ternary_entries`.
+        quantized: names of those that are packed.
         container, packing: see `hestia_tune.export.settings.ConvertConfig`.
         description: goes into hestia.json; must have the model section under "model".
         generate: the content of generate.yaml; None writes none.
@@ -97,20 +135,20 @@ def write_packed(
 
     Raises:
         FileExistsError: if the folder exists.
-        ValueError: naming the weight that is not ternary.
+        ValueError: naming the weight that cannot be packed.
+        OSError: if the disk is full.
         RuntimeError: if what was read back is not the model; nothing is left behind.
     """
     if folder.exists() and not overwrite:
         raise FileExistsError(f"{folder} exists; choose another name or convert.overwrite=True")
     if folder.exists() and not (folder / DESCRIPTION_FILE).is_file():
         raise FileExistsError(f"{folder} is no packed model and is not replaced; choose another")
-    source = SafetensorsFolder(hard_folder)
     staging = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        state = {name: stored for name, _, stored in pack_state(source, names, quantized, target)}
-        if missing := quantized.keys() - state.keys():
+        state = {name: stored for name, _, stored in entries()}
+        if missing := set(quantized) - state.keys():
             raise ValueError(f"the model has no {', '.join(sorted(missing)[:3])}")
         path = staging / f"model.{container}"
         require_space(path, sum(_stored_bytes(value) for value in state.values()))
@@ -121,8 +159,8 @@ def write_packed(
                 raise OSError(f"{path} could not be written: {one_line(error)}") from error
         else:
             save_safetensors(state, path, packing=packing)
-        copy_companions(hard_folder, staging)
-        shutil.copyfile(hard_folder / "config.json", staging / "config.json")
+        copy_companions(companions, staging)
+        shutil.copyfile(companions / "config.json", staging / "config.json")
         about = {"format_version": FORMAT_VERSION, "weights": path.name, **description}
         write_atomically(staging / DESCRIPTION_FILE, json.dumps(about, indent=1) + "\n")
         if generate is not None:
@@ -131,7 +169,7 @@ def write_packed(
             )
         del state
         found = read_state(path)
-        summary = _verified_summary(found, pack_state(source, names, quantized, target), quantized)
+        summary = _verified_summary(found, entries(), quantized)
         summary["bytes"] = path.stat().st_size
         summary["whole_bits_per_weight"] = 8 * summary["bytes"] / summary["parameters"]
         old = folder.with_name(f"{folder.name}.old.tmp")
@@ -150,8 +188,8 @@ def _stored_bytes(value: torch.Tensor) -> int:
 
 def _verified_summary(
     found: Mapping[str, torch.Tensor],
-    expected: Iterator[tuple[str, torch.Tensor, torch.Tensor]],
-    quantized: Mapping[str, GroupSize],
+    expected: Entries,
+    quantized: Collection[str],
 ) -> dict[str, Any]:
     parameters = packed_parameters = packed_bytes = 0
     for name, dense, _ in expected:
@@ -226,35 +264,3 @@ def describe_packed(folder: Path) -> dict[str, Any]:
     if not (folder / about["weights"]).is_file():
         raise FileNotFoundError(f"{folder / about['weights']} does not exist; convert again")
     return about
-
-
-class PackedWeights:
-    """torchtune's ``quantizer`` for its own recipes on packed checkpoints, such as generate.
-
-    ``quantize(model)`` puts empty packed weights in place of the dense ones, which are then loaded
-    from the checkpoint.
-
-    Args:
-        group_size: of the checkpoint.
-        include, exclude: the layers, as for training; see `hestia_tune.HestiaQATQuantizer`.
-    """
-
-    def __init__(
-        self,
-        group_size: GroupSize = 128,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-    ):
-        self._group_size = group_size
-        self._include, self._exclude = include, exclude or ()
-
-    def quantize(self, model: nn.Module) -> nn.Module:
-        """Swaps the weights in place; returns ``model``."""
-        for linear in select_linears(model, self._include, self._exclude).values():
-            weight = linear.weight.detach()
-            empty = TernaryTensor.from_hp(torch.zeros_like(weight), group_size=self._group_size)
-            linear.weight = nn.Parameter(empty, requires_grad=False)
-        return model
-
-
-quantization._quantizer_to_mode[PackedWeights] = "hestia"

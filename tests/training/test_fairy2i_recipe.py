@@ -2,6 +2,7 @@
 sensitivity, evaluation, hard model, errors."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.models.convert_weights import hf_to_tune
 
-from hestia_tune import Fairy2iQATQuantizer
+from hestia_tune import Fairy2iQATQuantizer, Fairy2iTensor
 from hestia_tune.functional import hard_fairy2i
 from hestia_tune.qat import full_tensor
 from hestia_tune.training.convert import ConvertRecipe
@@ -129,8 +130,6 @@ def test_naive_and_checkpoints_load_for_evaluation(model_dir, tmp_path):
     tokens = torch.tensor([[1, 2, 3]])
     trained, _ = load_model("trained", cfg, **arguments)
     torch.testing.assert_close(hard(tokens), trained(tokens), rtol=0.05, atol=0.05)
-    with pytest.raises(ValueError, match="hestia_convert writes ternary models"):
-        ConvertRecipe(cfg)
 
 
 def test_odd_dimensions_are_named_or_skipped(caplog):
@@ -160,3 +159,50 @@ def test_bias_is_kept():
     x = torch.randn(3, 8)
     expected = torch.nn.functional.linear(x, hard_fairy2i(weight), bias)
     assert torch.equal(model["layers"][0](x), expected)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("container", ["pt", "safetensors"])
+def test_the_packed_model_is_the_hard_model(model_dir, tmp_path, dtype, container):
+    cfg = config(model_dir, tmp_path, f"convert.container={container}", f"dtype={dtype}")
+    run(cfg)
+    found = ConvertRecipe(cfg).run()["torchao"]
+    assert found["quantized_bits_per_weight"] == pytest.approx(2, abs=0.1)
+    arguments = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    packed, about = load_model("packed", with_defaults(cfg), **arguments)
+    assert about["kind"] == "packed"
+    assert isinstance(packed.layers[1].mlp.w2.weight, Fairy2iTensor)
+    dense, _ = load_model("trained", with_defaults(cfg), **arguments)
+    tokens = torch.tensor([[1, 2, 3, 200]])
+    assert torch.equal(packed(tokens), dense(tokens))
+
+
+def test_packing_the_naive_model_and_what_cannot_be(model_dir, tmp_path):
+    cfg = config(model_dir, tmp_path, "convert.source=pretrained")
+    ConvertRecipe(cfg).run()
+    arguments = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    packed, _ = load_model("packed", with_defaults(cfg), **arguments)
+    pretrained, _ = load_model(
+        "pretrained", with_defaults(cfg), **arguments | {"dtype": torch.float32}
+    )
+    for block, latent in zip(packed.layers, pretrained.layers, strict=True):
+        expected = hard_fairy2i(latent.mlp.w1.weight).to(torch.bfloat16)
+        assert torch.equal(block.mlp.w1.weight.dequantize(), expected)
+    for options in (["convert.formats=[gguf]"], ["convert.target=intx"]):
+        with pytest.raises(ValueError, match="is packed as torchao only; got (gguf|intx)"):
+            ConvertRecipe(config(model_dir, tmp_path, "convert.source=pretrained", *options))
+    run(config(model_dir, tmp_path / "b", "max_steps=1"))
+    shutil.rmtree(tmp_path / "b" / "checkpoints")
+    with pytest.raises(FileNotFoundError, match="follow from latent weights, and there is no"):
+        ConvertRecipe(config(model_dir, tmp_path / "b"))
+
+
+@pytest.mark.slow
+def test_torchtunes_own_generate_runs_it(model_dir, tmp_path):
+    cfg = config(model_dir, tmp_path)
+    run(cfg)
+    ConvertRecipe(cfg).run()
+    yaml = tmp_path / "converted" / "torchao" / "generate.yaml"
+    arguments = ("prompt.user=abc", "top_k=1", "max_new_tokens=4")
+    done = tune_run("--config", str(yaml), *arguments, recipe="generate")
+    assert done.returncode == 0, done.stderr
