@@ -78,7 +78,7 @@ def test_two_ranks_resume_after_a_kill(tmp_path):
     config = write_config(cfg, tmp_path / "resumed.yaml")
     other_size = tune_run("--config", config)
     assert other_size.returncode == 1
-    assert "was written by 2 ranks, this run has 1" in other_size.stderr
+    assert "was written by 2 ranks" in other_size.stderr
     resumed = tune_run("--config", config, torchrun=TWO_RANKS)
     assert resumed.returncode == 0, resumed.stderr
     for key in ("loss", "grad_norm", "val_loss_hard"):
