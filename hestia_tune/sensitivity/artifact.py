@@ -62,7 +62,7 @@ class SensitivityArtifact:
         estimator: method, settings and seed of the estimation.
         dataset: what the calibration samples were.
         tokens_seen: tokens that were predicted in the calibration samples.
-        wall_time_seconds: of the estimation's last session.
+        wall_time_seconds: of the estimation, since it was last started.
         alpha: of the config (Eq. 13), for the column tau_scale.
 
     Raises:
