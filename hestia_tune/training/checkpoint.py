@@ -9,6 +9,7 @@ A run that is killed while writing leaves only a folder with a temporary name, w
 removes. On several nodes the folder must be on a shared file system.
 """
 
+import hashlib
 import json
 import random
 import re
@@ -31,6 +32,11 @@ from torch.optim import Optimizer
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"
+
+
+def digest(value: Any) -> str:
+    """A short digest of anything JSON holds."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:

@@ -53,8 +53,9 @@ class ConvertRecipe:
         self.settings = RunOptions.from_config(self.cfg).convert
         self.output = require_writable_dir(self.settings.output)
         self.source, self.is_hard = self._choose_source()
-        self.hf_config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
-        self.names = HuggingFaceNames(self.cfg.checkpointer.model_type, self.hf_config)
+        self.names = HuggingFaceNames.of_folder(self.cfg.checkpointer.model_type, self.source)
+        # In which the training saw, or would see, the latent weights.
+        self.dtype = training.get_dtype(self.cfg.dtype, utils.get_device("cpu"))
         self.about = self._describe()
         self.quantizer = Quantizer.from_key(self.about["quantizer"])
         if self.quantizer.method != "ternary":
@@ -130,15 +131,16 @@ class ConvertRecipe:
 
     def _group_sizes(self) -> dict[str, GroupSize]:
         """torchtune's parameter name -> group size."""
-        group_size = Quantizer.from_key(self.about["quantizer"]).group_size
-        return {f"{layer}.weight": group_size for layer in self.about["layers"]}
+        return {f"{layer}.weight": self.quantizer.group_size for layer in self.about["layers"]}
 
     def run(self) -> dict[str, dict[str, Any]]:
         """Writes every format; returns their summaries."""
-        if self.quantizer.method != "ternary":
-            summaries = {"torchao": self._write_complex()}
-            write_atomically(self.output / "sizes.json", json.dumps(summaries, indent=1) + "\n")
-            return summaries
+        is_ternary = self.quantizer.method == "ternary"
+        summaries = self._write_ternary() if is_ternary else {"torchao": self._write_complex()}
+        write_atomically(self.output / "sizes.json", json.dumps(summaries, indent=1) + "\n")
+        return summaries
+
+    def _write_ternary(self) -> dict[str, dict[str, Any]]:
         by_name = self._group_sizes()
         in_files = {self.names.hugging_face_name(name): g for name, g in by_name.items()}
         overwrite = self.settings.overwrite
@@ -148,9 +150,8 @@ class ConvertRecipe:
             if not self.is_hard:
                 log.info(f"{self.source} was not trained: quantized as it is (naive)")
                 hard = Path(temporary) / "hard"
-                dtype = training.get_dtype(self.cfg.dtype, utils.get_device("cpu"))
                 write_huggingface(
-                    self.source, hard, quantized=in_files, quantize=True, compute_dtype=dtype
+                    self.source, hard, quantized=in_files, quantize=True, compute_dtype=self.dtype
                 )
                 write_atomically(hard / DESCRIPTION_FILE, json.dumps(self.about, indent=1) + "\n")
             for name in self.settings.formats:
@@ -179,7 +180,6 @@ class ConvertRecipe:
                         overwrite=overwrite,
                     )
                 summaries[name] = summary
-        write_atomically(self.output / "sizes.json", json.dumps(summaries, indent=1) + "\n")
         return summaries
 
     def _write_packed(self, hard: Path, quantized: Mapping[str, GroupSize]) -> dict[str, Any]:
@@ -192,22 +192,21 @@ class ConvertRecipe:
 
     def _write_complex(self) -> dict[str, Any]:
         source = SafetensorsFolder(self.source)
-        dtype = training.get_dtype(self.cfg.dtype, utils.get_device("cpu"))
         quantized = [f"{layer}.weight" for layer in self.about["layers"]]
 
         def in_folder() -> Iterator[tuple[str, torch.Tensor]]:
-            for hf_name in source.shapes:
-                yield from self.names.to_torchtune({hf_name: source.read(hf_name)}).items()
+            return self.names.read(source)
 
         latents, hard = in_folder, None
         if self.is_hard:
             hard = dict(in_folder()).__getitem__
             _, path = self._latest_checkpoint()
-            state = read_latents(path, self.cfg, config.instantiate(self.cfg.quantizer))
+            own = config.instantiate(self.cfg.quantizer)
+            state = read_latents(path, model_setup.build_on_meta(self.cfg.model, own))
             latents = lambda: iter(state.items())  # noqa: E731
         return self._pack(
             self.source,
-            lambda: fairy2i_entries(latents, hard, quantized, self.quantizer, dtype),
+            lambda: fairy2i_entries(latents, hard, quantized, self.quantizer, self.dtype),
             quantized,
         )
 

@@ -27,6 +27,7 @@ from hestia_tune.evaluation import (
 from hestia_tune.evaluation.evaluate import versions
 from hestia_tune.evaluation.settings import EvalConfig
 from hestia_tune.files import require_writable_dir
+from hestia_tune.training import model_setup
 from hestia_tune.training.base import init_process_group
 from hestia_tune.training.model_loading import load_model, locate
 from hestia_tune.training.options import RunOptions, with_defaults
@@ -171,12 +172,11 @@ class EvaluationRecipe:
         if self.sensitivity == "auto":
             self.sensitivity = options.estimation.output if options.schedule.alpha else None
         for name in self.settings.models:
-            locate(name, self.cfg, self.sensitivity)
-        with torch.device("meta"):
-            meta = config.instantiate(self.cfg.model)
+            locate(name, self.cfg)
+        max_seq_len = model_setup.plain_on_meta(self.cfg.model).max_seq_len
         cache = self.output_dir / "eval_cache" / "answers" if self.settings.cache else None
         tokenizer = config.instantiate(self.cfg.tokenizer)
-        self.evaluator = Evaluator(self.settings, tokenizer, meta.max_seq_len, cache)
+        self.evaluator = Evaluator(self.settings, tokenizer, max_seq_len, cache)
 
     def run(self) -> Comparison:
         """Evaluates one model after the other; what is finished is on disk."""

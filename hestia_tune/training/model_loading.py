@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from omegaconf import DictConfig
 from torch import nn
-from torchtune import config, training
+from torchtune import config
 
 from hestia_tune.export.folder import DESCRIPTION_FILE
 from hestia_tune.export.source import SafetensorsFolder
@@ -26,14 +26,19 @@ from hestia_tune.qat import quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact
 from hestia_tune.training import model_setup
-from hestia_tune.training.checkpoint import META_FILE, complete_checkpoints
+from hestia_tune.training.checkpoint import (
+    META_FILE,
+    complete_checkpoints,
+    digest,
+    read_meta,
+)
 from hestia_tune.training.naming import HuggingFaceNames
 from hestia_tune.training.packed import load_quantized
 
 NAMES = ("pretrained", "naive", "trained", "packed", "checkpoint", "checkpoint_hard")
 
 
-def locate(name: str, cfg: DictConfig, sensitivity: str | None) -> tuple[str, Path]:
+def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
     """(kind, folder) of a model; kind is "pretrained", "naive", "folder", "packed", "checkpoint"
     or "checkpoint_hard".
 
@@ -89,7 +94,7 @@ def load_model(
     Raises:
         FileNotFoundError, ValueError: if it is not there, of another model, or not finite.
     """
-    kind, folder = locate(name, cfg, sensitivity)
+    kind, folder = locate(name, cfg)
     about: dict[str, Any] = {"source": str(folder), "kind": kind, "dtype": str(dtype)}
     if kind == "packed":
         return load_quantized(folder, device=device, dtype=dtype), about
@@ -105,21 +110,12 @@ def load_model(
 
 def _dense(folder: Path, cfg: DictConfig) -> nn.Module:
     """The config's model on the CPU with the weights of a Hugging Face folder."""
-    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    names = HuggingFaceNames(cfg.checkpointer.model_type, hf_config)
-    source = SafetensorsFolder(folder)
-    state: dict[str, torch.Tensor] = {}
-    for hf_name in source.shapes:
-        state |= names.to_torchtune({hf_name: source.read(hf_name)})
-    model = _on_meta(cfg)
+    names = HuggingFaceNames.of_folder(cfg.checkpointer.model_type, folder)
+    state = dict(names.read(SafetensorsFolder(folder)))
+    model = model_setup.plain_on_meta(cfg.model)
     model_setup.check_state_dict(model, state, str(folder))
     model.load_state_dict(state, assign=True)
     return model
-
-
-def _on_meta(cfg: DictConfig) -> nn.Module:
-    with torch.device("meta"), training.set_default_dtype(torch.float32):
-        return config.instantiate(cfg.model)
 
 
 def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -140,17 +136,15 @@ def _checkpoint(
     sensitivity: str | None,
     about: Mapping[str, Any],
 ) -> tuple[nn.Module, dict[str, Any]]:
-    from hestia_tune.training.setup import digest
-
-    meta = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+    meta = read_meta(folder)
     identity, step = meta["identity"], meta["step"]
     if identity["quantizer"] != quantizer.quantizer.key():
         raise ValueError(
             f"{folder} was trained with quantizer {identity['quantizer']}, the config has "
             f"{quantizer.quantizer.key()}; use the config that trained it"
         )
-    model = quantizer.prepare(_on_meta(cfg))
-    model.load_state_dict(read_latents(folder, cfg, quantizer), assign=True)
+    model = model_setup.build_on_meta(cfg.model, quantizer)
+    model.load_state_dict(read_latents(folder, model), assign=True)
     layers = quantized_linears(model)
     for layer in layers.values():
         layer.weight_fake_quantizer.reset_buffers(device)
@@ -180,9 +174,14 @@ def _checkpoint(
     return model, about
 
 
-def read_latents(folder: Path, cfg: DictConfig, quantizer: Any) -> dict[str, torch.Tensor]:
-    """The latent weights of a training checkpoint, whole, in float32 on the CPU."""
-    shapes = quantizer.prepare(_on_meta(cfg)).state_dict()
-    state = {"model": {n: torch.empty_like(p, device="cpu") for n, p in shapes.items()}}
+def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The latent weights of a training checkpoint, whole, in float32 on the CPU.
+
+    Args:
+        folder: the checkpoint.
+        model: prepared, on the meta device; names and shapes.
+    """
+    shapes = model.state_dict().items()
+    state = {"model": {name: torch.empty_like(p, device="cpu") for name, p in shapes}}
     dcp.load(state, checkpoint_id=str(folder), no_dist=True)
     return state["model"]

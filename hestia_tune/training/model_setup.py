@@ -26,15 +26,19 @@ from hestia_tune.quantizers import TernaryQuantizer
 from hestia_tune.temperature import fitted_temperature, optimal_temperature
 
 
+def plain_on_meta(cfg_model: DictConfig) -> nn.Module:
+    """The model in float32 on the meta device, not prepared."""
+    with training.set_default_dtype(torch.float32), torch.device("meta"):
+        return config.instantiate(cfg_model)
+
+
 def build_on_meta(cfg_model: DictConfig, quantizer: QATQuantizerBase) -> nn.Module:
     """The prepared model in float32 on the meta device.
 
     Raises:
         ValueError: if the quantizer cannot take the model's layers; the error names the layer.
     """
-    with training.set_default_dtype(torch.float32), torch.device("meta"):
-        model = config.instantiate(cfg_model)
-    return quantizer.prepare(model)
+    return quantizer.prepare(plain_on_meta(cfg_model))
 
 
 def read_checkpoint(

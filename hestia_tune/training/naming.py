@@ -1,11 +1,15 @@
 """Hugging Face names and row orders to torchtune's and back, one tensor at a time."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torchtune.models import convert_weights
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+
+from hestia_tune.export.source import SafetensorsFolder
 
 _LLAMA_LIKE = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL")
 _QWEN = ("QWEN2",)
@@ -39,6 +43,16 @@ class HuggingFaceNames:
             self._arguments["tie_word_embeddings"] = hf_config.get("tie_word_embeddings", False)
         else:
             self._arguments["head_dim"] = hf_config.get("head_dim")
+
+    @classmethod
+    def of_folder(cls, model_type: str, folder: Path) -> "HuggingFaceNames":
+        """Of the model in a Hugging Face folder."""
+        return cls(model_type, json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+    def read(self, source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of a folder under torchtune's name, one at a time."""
+        for name in source.shapes:
+            yield from self.to_torchtune({name: source.read(name)}).items()
 
     def to_torchtune(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Any part of a Hugging Face state dict under torchtune's names and in its row order."""

@@ -63,18 +63,17 @@ def ternary_entries(
     Raises:
         ValueError: naming the weight that is not ternary.
     """
-    for hf_name in source.shapes:
-        for name, value in names.to_torchtune({hf_name: source.read(hf_name)}).items():
-            dense = value.to(torch.bfloat16).contiguous()
-            stored = dense
-            if name in quantized:
-                try:
-                    stored = TernaryTensor.from_hard(dense, group_size=quantized[name])
-                except ValueError as error:
-                    raise ValueError(f"{name} is not a hard weight: {error}") from None
-                if target == "intx":
-                    stored = to_intx(stored.codes(), stored.scale)
-            yield name, dense, stored
+    for name, value in names.read(source):
+        dense = value.to(torch.bfloat16).contiguous()
+        stored = dense
+        if name in quantized:
+            try:
+                stored = TernaryTensor.from_hard(dense, group_size=quantized[name])
+            except ValueError as error:
+                raise ValueError(f"{name} is not a hard weight: {error}") from None
+            if target == "intx":
+                stored = to_intx(stored.codes(), stored.scale)
+        yield name, dense, stored
 
 
 def fairy2i_entries(

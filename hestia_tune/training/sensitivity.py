@@ -42,6 +42,7 @@ from hestia_tune.sensitivity.journal import Journal
 from hestia_tune.sensitivity.memory import estimation_memory
 from hestia_tune.training import data_setup, model_setup
 from hestia_tune.training.base import init_process_group
+from hestia_tune.training.checkpoint import digest
 from hestia_tune.training.options import RunOptions, with_defaults
 from hestia_tune.training.processes import ensure_process_environment, on_first_rank
 
@@ -93,7 +94,7 @@ class SensitivityRecipe:
         model = self._load(state)
         weights = {name: model.get_submodule(name).weight for name in names}
         journal = Journal(
-            self.path.with_name(f"{self.path.name}.{_short(wanted)}"), dist.get_rank()
+            self.path.with_name(f"{self.path.name}.{digest(wanted)}"), dist.get_rank()
         )
         artifact = estimate_sensitivity(model, weights, batches, self.settings, journal=journal)
         artifact = dataclasses.replace(
@@ -166,8 +167,7 @@ class SensitivityRecipe:
 
     def _announce(self, names: list[str], batches: Sequence[CalibrationBatch]) -> None:
         """Says in advance what the estimation will need."""
-        with torch.device("meta"), training.set_default_dtype(torch.float32):
-            meta = config.instantiate(self.cfg.model)
+        meta = model_setup.plain_on_meta(self.cfg.model)
         model_setup.build_buffers(meta, "cpu")  # some refuse to be made on the meta device
         meta.to("meta")
         largest = max(batches, key=lambda batch: batch.tokens.numel())
@@ -275,12 +275,6 @@ class SensitivityRecipe:
             f"sensitivity: {self.path} (scores known to +-{worst:.4f} or better, "
             f"{artifact.wall_time_seconds:.1f} s), {heatmap}, {fan}"
         )
-
-
-def _short(wanted: Mapping[str, Any]) -> str:
-    from hestia_tune.training.setup import digest
-
-    return digest(dict(wanted))
 
 
 def run_sensitivity(cfg: DictConfig) -> int:

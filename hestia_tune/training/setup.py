@@ -5,8 +5,6 @@ the meta device, then the checkpoint, the data, and only then sharding and optim
 rank alone reads the checkpoint; its errors are raised on every rank.
 """
 
-import hashlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -45,11 +43,6 @@ def preflight(cfg: DictConfig) -> None:
         SensitivityArtifact.load(options.sensitivity)
     folder = require_writable_dir(cfg.output_dir) / "checkpoints"
     refuse_overwriting(folder, cfg.resume_from_checkpoint or options.overwrite_output)
-
-
-def digest(value: Any) -> str:
-    """A short digest of anything JSON holds."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def refuse_overwriting(folder: Path, allowed: bool) -> None:
@@ -189,7 +182,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             "schedule.rho": self.schedule.rho,
             "schedule.tau_init": self.schedule.tau_init,
             "schedule.alpha": self.schedule.alpha,
-            "sensitivity": digest(scores),
+            "sensitivity": checkpoint.digest(scores),
             "optimizer": OmegaConf.to_container(self.cfg.optimizer, resolve=True),
             "shuffle": self.cfg.shuffle,
             "seed": self.seed,
