@@ -17,10 +17,7 @@ quantizing it anew makes another weight. So `from_hard`, which the ternary tenso
 offered: save what `Fairy2iQuantizer.codes` gives for the latent weight, or the tensor itself.
 """
 
-import contextlib
-
 import torch
-from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.quantizers.base import require_float
 from hestia_tune.quantizers.fairy2i import (
@@ -31,10 +28,10 @@ from hestia_tune.quantizers.fairy2i import (
 )
 from hestia_tune.tensors.bitpack import pack2, packed_width, unpack2
 from hestia_tune.tensors.checks import exact_bfloat16
-from hestia_tune.tensors.ternary_tensor import PRESENTED_DTYPES, TernaryTensor
+from hestia_tune.tensors.packed_tensor import PackedTensor
 
 
-class Fairy2iTensor(TorchAOBaseTensor):
+class Fairy2iTensor(PackedTensor):
     """A complex weight for inference; make one with `from_codes` or `from_hp`.
 
     Tensor Attributes:
@@ -61,14 +58,7 @@ class Fairy2iTensor(TorchAOBaseTensor):
 
     def __init__(self, qdata, scale, shape, dtype, is_transposed=False):
         super().__init__()
-        if qdata.dtype != torch.uint8 or scale.dtype != torch.bfloat16:
-            raise TypeError(
-                f"qdata must be uint8 and scale bfloat16; got {qdata.dtype} and {scale.dtype}"
-            )
-        if dtype not in PRESENTED_DTYPES:
-            raise TypeError(
-                f"a Fairy2iTensor presents float32, bfloat16, float16 or float64; got {dtype}"
-            )
+        self._check_dtypes(qdata, scale, dtype)
         shape = tuple(shape)[::-1] if is_transposed else tuple(shape)
         if len(shape) != 2 or any(size % 2 or size == 0 for size in shape):
             raise ValueError(f"shape must be two even numbers, none of them 0; got {shape}")
@@ -95,28 +85,14 @@ class Fairy2iTensor(TorchAOBaseTensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        """In inference mode, operators made of others arrive whole and are divided here; and a
-        view of a tensor that was made outside that mode must be made outside it too.
-
-        Raises:
-            NotImplementedError: on an operator that needs a part of the weight, or its values.
-        """
-        kwargs = kwargs or {}
-        if func not in cls._ATEN_OP_TABLE[cls]:
-            result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-            raise NotImplementedError(
-                "a Fairy2iTensor can be multiplied in a linear, transposed and copied whole, and "
-                "not cut, reshaped, joined or calculated with: rows i and n + i, and columns j and "
-                f"m + j, share codes; got {func}; call dequantize() first, or, under FSDP or "
-                "tensor parallelism, load the weight whole on every rank and leave it out of the "
-                "sharding (`ignored_params` of fully_shard)"
-            )
-        outside = func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
-        with torch.inference_mode(False) if outside else contextlib.nullcontext():
-            return super().__torch_dispatch__(func, types, args, kwargs)
+    def _refuse(cls, func):
+        raise NotImplementedError(
+            "a Fairy2iTensor can be multiplied in a linear, transposed and copied whole, and "
+            "not cut, reshaped, joined or calculated with: rows i and n + i, and columns j and "
+            f"m + j, share codes; got {func}; call dequantize() first, or, under FSDP or "
+            "tensor parallelism, load the weight whole on every rank and leave it out of the "
+            "sharding (`ignored_params` of fully_shard)"
+        )
 
     @classmethod
     def from_codes(
@@ -187,9 +163,6 @@ class Fairy2iTensor(TorchAOBaseTensor):
         """The dense weight in the presented dtype, as `Fairy2iQuantizer.hard` makes it."""
         dense = dequantize_codes(self.codes(), self.scale, self.dtype)
         return dense.t() if self.is_transposed else dense
-
-    bits_per_weight = TernaryTensor.bits_per_weight
-    _stable_hash_for_caching = TernaryTensor._stable_hash_for_caching
 
 
 def _check_scale_shape(scale: torch.Tensor, num_stages: int, n: int, m: int) -> None:

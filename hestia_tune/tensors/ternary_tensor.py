@@ -15,10 +15,7 @@ both parts; which axis is packed follows from the shapes, so it takes no attribu
 Operators are in `ternary_ops`, views in `ternary_views`, collectives in `ternary_collectives`.
 """
 
-import contextlib
-
 import torch
-from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.quantizers import TernaryQuantizer
 from hestia_tune.quantizers.base import require_float
@@ -31,11 +28,10 @@ from hestia_tune.tensors.checks import (
     not_ternary,
     packed_dim,
 )
+from hestia_tune.tensors.packed_tensor import PackedTensor
 
-PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-
-class TernaryTensor(TorchAOBaseTensor):
+class TernaryTensor(PackedTensor):
     """A ternary weight for inference; make one with `from_codes`, `from_hp` or `from_hard`.
 
     Tensor Attributes:
@@ -66,14 +62,7 @@ class TernaryTensor(TorchAOBaseTensor):
     def __init__(self, qdata, scale, block_size, shape, dtype):
         super().__init__()
         block_size, shape = tuple(block_size), tuple(shape)
-        if qdata.dtype != torch.uint8 or scale.dtype != torch.bfloat16:
-            raise TypeError(
-                f"qdata must be uint8 and scale bfloat16; got {qdata.dtype} and {scale.dtype}"
-            )
-        if dtype not in PRESENTED_DTYPES:
-            raise TypeError(
-                f"a TernaryTensor presents float32, bfloat16, float16 or float64; got {dtype}"
-            )
+        self._check_dtypes(qdata, scale, dtype)
         covered = tuple(n * size for n, size in zip(scale.shape, block_size, strict=False))
         if not len(scale.shape) == len(block_size) == len(shape) or covered != shape:
             raise ValueError(
@@ -96,19 +85,6 @@ class TernaryTensor(TorchAOBaseTensor):
             f"TernaryTensor(shape={tuple(self.shape)}, block_size={self.block_size}, "
             f"dtype={self.dtype}, device={self.device})"
         )
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        """In inference mode, operators made of others arrive whole and are divided here; and a
-        view of a tensor that was made outside that mode must be made outside it too."""
-        kwargs = kwargs or {}
-        if func not in cls._ATEN_OP_TABLE[cls]:
-            result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        outside = func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
-        with torch.inference_mode(False) if outside else contextlib.nullcontext():
-            return super().__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
     def from_codes(
@@ -212,17 +188,6 @@ class TernaryTensor(TorchAOBaseTensor):
         blocks = self.codes().to(self.scale.dtype).unflatten(-1, groups)
         # A code times a bfloat16 scale is exact; only then comes the presented dtype.
         return (blocks * self.scale.unsqueeze(-1)).flatten(-2).to(self.dtype)
-
-    def _stable_hash_for_caching(self) -> str:
-        """What the compiler's cache may tell two of them apart by: everything but the values."""
-        parts = [(p.shape, p.stride(), p.dtype, p.device) for p in (self.qdata, self.scale)]
-        return f"{self!r} {self.requires_grad} {parts}"
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits in memory per weight, scales included."""
-        held = self.qdata.nbytes + self.scale.nbytes
-        return 8 * held / self.numel()
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """What FSDP2 gathers: the packed codes, and the scales unless one covers all rows.
