@@ -105,6 +105,9 @@ def main() -> None:
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     parser.add_argument("--output-dir", default="runs/benchmark_sensitivity")
     parser.add_argument("--skip-authors", action="store_true")
+    parser.add_argument(
+        "--targets", nargs="*", type=float, help="target_standard_error of the adaptive way, each"
+    )
     options = parser.parse_args()
     logging.disable(logging.INFO)
 
@@ -126,6 +129,8 @@ def main() -> None:
         return estimate_sensitivity(model, weights, batches, chosen)
 
     ways = {"fisher": lambda: run(curvature="fisher"), "adaptive": lambda: run()}
+    for target in options.targets or []:
+        ways[f"adaptive {target:g}"] = lambda t=target: run(target_standard_error=t)
     if not options.skip_authors:
         ways["authors"] = lambda: authors_way(
             model, weights, batches, from_mapping(EstimationConfig, settings, "settings")
@@ -136,6 +141,12 @@ def main() -> None:
         results[label] = way()
         wall[label] = time.perf_counter() - started
         cores[label] = time.process_time() - busy
+        worst = max(results[label].score_standard_errors.values())
+        print(
+            f"\n{label}: {wall[label]:.1f} s ({cores[label]:.1f} core seconds), scores known to "
+            f"+-{worst:.4f}, unresolved: {results[label].unresolved or 'none'}",
+            flush=True,
+        )
 
     predicted = sum(batch.num_predicted for batch in batches)
     print(f"\n{cfg.model}\n{len(names)} layers, {len(batches)} batches, {predicted} tokens\n")
@@ -144,19 +155,11 @@ def main() -> None:
     for name in names:
         cells = [f"{r.scores[name]:.3f} ({r.probes[name]})" for r in results.values()]
         print(f"| {name} | {' | '.join(cells)} |")
-    for label, found in results.items():
-        worst = max(found.score_standard_errors.values())
-        print(
-            f"\n{label}: {wall[label]:.1f} s ({cores[label]:.1f} core seconds), scores known to "
-            f"+-{worst:.4f}, unresolved: {found.unresolved or 'none'}"
-        )
-    for other, reference in (
-        ("adaptive", "authors"),
-        ("fisher", "adaptive"),
-        ("fisher", "authors"),
-    ):
-        if reference not in results:
-            continue
+    adaptive = [label for label in results if label.startswith("adaptive")]
+    pairs = [("fisher", "adaptive")]
+    if "authors" in results:
+        pairs += [(label, "authors") for label in (*adaptive, "fisher")]
+    for other, reference in pairs:
         a, b = (list(results[label].scores.values()) for label in (other, reference))
         differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
         print(
@@ -165,7 +168,15 @@ def main() -> None:
             f"{sum(differences) / len(differences):.4f} on average and {max(differences):.4f} at "
             f"most, Spearman {spearman(a, b):.3f}"
         )
-    record = {label: {"seconds": wall[label], "scores": r.scores} for label, r in results.items()}
+    record = {
+        label: {
+            "seconds": wall[label],
+            "core_seconds": cores[label],
+            "scores": r.scores,
+            "score_standard_errors": r.score_standard_errors,
+        }
+        for label, r in results.items()
+    }
     Path(options.output_dir, "benchmark.json").write_text(json.dumps(record, indent=1))
     dist.destroy_process_group()
 

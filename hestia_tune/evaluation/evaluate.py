@@ -105,21 +105,25 @@ def evaluate_tasks(
         gather_from_ranks(load, shared=True)
         leaves = _leaves(loaded)  # reading a task's name draws a random number
         path = None if cache is None else _open_cache(f"{cache}_{lm.fingerprint()}")
-        raw = simple_evaluate(
-            lm,
-            tasks=loaded,
-            task_manager=manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            batch_size=batch_size,
-            use_cache=path,
-            gen_kwargs=None if gen_kwargs is None else dict(gen_kwargs),
-            bootstrap_iters=bootstrap_iters,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
-        )
+        try:
+            raw = simple_evaluate(
+                lm,
+                tasks=loaded,
+                task_manager=manager,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                batch_size=batch_size,
+                use_cache=path,
+                gen_kwargs=None if gen_kwargs is None else dict(gen_kwargs),
+                bootstrap_iters=bootstrap_iters,
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+            )
+        finally:  # a cache that is left open keeps a thread of its own
+            if lm.cache_hook.dbdict is not None:
+                lm.cache_hook.dbdict.close()
     result = None
     if raw is not None:
         # Counted anew: answers that came out of the cache were not seen by the model.

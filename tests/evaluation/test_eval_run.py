@@ -4,6 +4,7 @@ import json
 import os
 import random
 import socket
+import threading
 
 import pytest
 import torch
@@ -108,6 +109,8 @@ def test_a_killed_run_resumes_from_its_cache(folder, tmp_path):
     again = WholeModel(tiny_model())
     assert evaluate(again, folder, ["tiny_choice"], **options)["samples"] == result["samples"]
     assert again.calls <= 4
+    # None of the caches is left open.
+    assert not [t for t in threading.enumerate() if type(t).__module__.startswith("sqlitedict")]
 
 
 def in_process(rank, folder, output, port):
@@ -139,6 +142,8 @@ def in_process(rank, folder, output, port):
     }
     with open(f"{output}/rank{rank}.json", "w") as file:
         json.dump(everything, file)
+    del sharded  # it holds the process group
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -156,7 +161,11 @@ def texts():
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one(folder, tmp_path):
+def test_two_ranks_equal_one(folder, tmp_path, monkeypatch):
+    # For the ranks, which inherit nothing else: no look at a hub, and a word if one is killed.
+    for name, value in {"HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -111,6 +111,7 @@ def run_rank(rank: int, port: int) -> None:
         check_tensor_parallel(mesh, group_size)
         check_fsdp(mesh, group_size)
     check_uneven_fsdp_is_refused(mesh)
+    dist.barrier()
     dist.destroy_process_group()
 
 

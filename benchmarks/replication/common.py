@@ -1,0 +1,149 @@
+"""What the replication scripts share: methods, runs that are kept, and where they stand."""
+
+import json
+import platform
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchao
+import torchtune
+from omegaconf import DictConfig, OmegaConf
+
+import hestia_tune
+from hestia_tune.files import write_atomically
+from hestia_tune.training.configs import config_path
+from hestia_tune.training.recipe import HestiaQATRecipe
+from hestia_tune.training.sensitivity import SensitivityRecipe
+
+TERNARY = {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 128}
+COMPLEX = {"_component_": "hestia_tune.Fairy2iQATQuantizer", "num_stages": 2}
+STRAIGHT_THROUGH = {"rho": 0.0, "tau_init": 0.0, "alpha": 0.0}
+ANNEALED = {"rho": 0.2, "tau_init": 0.3, "alpha": 0.4}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train: a quantizer, a schedule, and the curvature that sets the temperatures."""
+
+    name: str
+    quantizer: Mapping[str, Any]
+    schedule: Mapping[str, float]
+    curvature: str | None = None
+
+    def varied(self, name: str, **schedule: float) -> "Method":
+        """The same method with other numbers in its schedule; alpha 0 needs no sensitivity."""
+        changed = dict(self.schedule) | schedule
+        curvature = self.curvature if changed["alpha"] else None
+        return Method(name, self.quantizer, changed, curvature)
+
+
+HESTIA = Method("Hestia", TERNARY, ANNEALED, "hessian")
+FAIRY2I_H = Method("Fairy2i-H", COMPLEX, ANNEALED, "hessian")
+METHODS = (
+    Method("straight-through", TERNARY, STRAIGHT_THROUGH),
+    HESTIA.varied("Hestia, uniform", alpha=0.0),
+    HESTIA,
+    Method("Hestia, per tensor", TERNARY | {"group_size": "tensor"}, ANNEALED, "hessian"),
+    Method("Fairy2i", COMPLEX, STRAIGHT_THROUGH),
+    FAIRY2I_H,
+)
+
+
+def slug(name: str) -> str:
+    """A method's name as a folder's."""
+    return "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
+
+
+def settings_of(config: str, overrides: list[str]) -> DictConfig:
+    """A packaged config with a command line's overrides."""
+    return OmegaConf.merge(OmegaConf.load(config_path(config)), OmegaConf.from_dotlist(overrides))
+
+
+@dataclass
+class Study:
+    """Runs of one config in one folder, each kept as soon as it is done.
+
+    Args:
+        base: the config that all runs share.
+        out: the folder; a run that has left its `record.json` there is not run again.
+        recipe: the class that trains.
+    """
+
+    base: DictConfig
+    out: Path
+    recipe: type[HestiaQATRecipe] = HestiaQATRecipe
+
+    def sensitivity(self, method: Method) -> str | None:
+        """The path of the artifact of the method's curvature, computed once."""
+        if method.curvature is None:
+            return None
+        kind = method.quantizer["_component_"].rpartition(".")[2]
+        path = self.out / "sensitivity" / f"{kind}_{method.curvature}.json"
+        if not path.is_file():
+            cfg = OmegaConf.merge(self.base, {"output_dir": str(path.parent / path.stem)})
+            cfg.quantizer = dict(method.quantizer)
+            cfg.sensitivity = None
+            estimation = {"curvature": method.curvature, "overwrite": True}
+            recipe = SensitivityRecipe(OmegaConf.merge(cfg, {"sensitivity_estimation": estimation}))
+            recipe.run()
+            shutil.copy(recipe.path, path)
+        return str(path)
+
+    def config(self, method: Method, folder: Path, **changes: Any) -> DictConfig:
+        """The config of one run."""
+        cfg = OmegaConf.merge(self.base, {"output_dir": str(folder), "overwrite_output": True})
+        cfg.quantizer = dict(method.quantizer)
+        cfg.schedule = dict(method.schedule)
+        cfg.sensitivity = self.sensitivity(method)
+        for key, value in changes.items():
+            OmegaConf.update(cfg, key.replace("__", "."), value)
+        return cfg
+
+    def folder(self, method: Method, label: str) -> Path:
+        """Where a run is kept."""
+        return self.out / slug(method.name) / label
+
+    def run(self, method: Method, label: str, **changes: Any) -> dict[str, Any]:
+        """The record of one run, from its file if it was made before.
+
+        Args:
+            method: what to train.
+            label: folder of the run, below the method's.
+            changes: config keys, with ``__`` for a dot.
+        """
+        folder = self.folder(method, label)
+        path = folder / "record.json"
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+        started = time.perf_counter()
+        recipe = self.recipe(self.config(method, folder, **changes))
+        recipe.setup(recipe.cfg)
+        if not recipe.train():
+            raise KeyboardInterrupt
+        record = {
+            "method": method.name,
+            "changes": changes,
+            "validation_loss": recipe.validation_losses,
+            "rows": recipe.history.rows,
+            "tokens": recipe.tokens_seen,
+            "steps": recipe.global_step,
+            "seconds": round(time.perf_counter() - started, 1),
+            "versions": versions(),
+        }
+        recipe.cleanup(end_process_group=False)
+        # A study makes many runs; what it compares is in the record.
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        write_atomically(path, json.dumps(record, indent=1) + "\n")
+        print(f"{method.name}, {label}: {recipe.table()}", flush=True)
+        return record
+
+
+def versions() -> dict[str, str]:
+    """Versions that a number depends on."""
+    found = {m.__name__: m.__version__ for m in (hestia_tune, torch, torchao, torchtune)}
+    return found | {"python": platform.python_version()}
