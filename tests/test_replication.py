@@ -69,3 +69,25 @@ def test_small_study_and_its_report(tmp_path):
     assert [row["step"] for row in observed] == [0, 1]
     assert all(0 < row["zone"] < 1 and row["flips"] <= row["ever"] for row in observed)
     assert "straight-through: hard" in zones and (out / "dead_zones.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_cost_of_every_method(tmp_path):
+    few = ("--seq-len", 16, "--steps", 1, "--rounds", 1)
+    table = run("cost.py", "--config", "demo", "--out", tmp_path, *few)
+    measured = json.loads((tmp_path / "cost.json").read_text())
+    assert [*measured] == ["plain", "straight-through", "Hestia, uniform", "Fairy2i"]
+    assert all(row["seconds"] > 0 and row["peak"] > 0 for [row] in measured.values())
+    assert f"| plain | {measured['plain'][0]['seconds']:.3f} | 1.000 |" in table
+
+
+@pytest.mark.slow
+def test_trained_models_are_compared_with_the_pretrained_one(tmp_path):
+    text = tmp_path / "held_out.txt"
+    text.write_text("The length of a list is what len returns. " * 40)
+    options = ("--texts", f"held_out={text},max_tokens=100", "--methods", "straight-through")
+    options += ("--config", "demo", "--steps", 2, "--out", tmp_path / "real")
+    table = run("real.py", *options, *SMALLER, "~max_steps_per_epoch")
+    assert (tmp_path / "real" / "straight-through" / "steps2" / "record.json").is_file()
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if "held_out" in line]
+    assert rows[:2] == ["pretrained", "naive"] and rows[2].endswith("hard_model")

@@ -60,8 +60,14 @@ def slug(name: str) -> str:
 
 
 def settings_of(config: str, overrides: list[str]) -> DictConfig:
-    """A packaged config with a command line's overrides."""
-    return OmegaConf.merge(OmegaConf.load(config_path(config)), OmegaConf.from_dotlist(overrides))
+    """A packaged config with a command line's overrides; ``~key`` takes a key away."""
+    cfg = OmegaConf.load(config_path(config))
+    for key in (entry[1:] for entry in overrides if entry.startswith("~")):
+        *parents, last = key.split(".")
+        section = OmegaConf.select(cfg, ".".join(parents)) if parents else cfg
+        del section[last]
+    changes = [entry for entry in overrides if not entry.startswith("~")]
+    return OmegaConf.merge(cfg, OmegaConf.from_dotlist(changes))
 
 
 @dataclass

@@ -1,0 +1,199 @@
+r"""Step time and peak memory of QAT against plain fine-tuning in the same recipe.
+
+    python benchmarks/replication/cost.py --config smollm2_135m --overrides device=cpu dtype=bf16 \
+        batch_size=2 optimizer.fused=False
+    python benchmarks/replication/cost.py --config llama3_2_1b --overrides compile=True \
+        batch_size=4 gradient_accumulation_steps=4
+
+Random weights and tokens (``--seq-len``), so that nothing has to be downloaded. Every measurement
+is a process of its own; the methods take turns for ``--rounds`` rounds, and the best round counts:
+the median over its ``--steps`` steps after the first two. "plain" leaves the linears as they are.
+``--profile`` prints where the time of a step goes. Hestia runs with one temperature for all layers,
+which costs what a temperature each costs.
+"""
+
+import argparse
+import json
+import logging
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from common import METHODS, Method, settings_of
+from omegaconf import OmegaConf
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+from hestia_tune.components import HestiaQATQuantizer
+from hestia_tune.training import setup as recipe_setup
+from hestia_tune.training.processes import StopRequest
+from hestia_tune.training.recipe import HestiaQATRecipe
+
+NAMES = ("plain", "straight-through", "Hestia, uniform", "Fairy2i")
+_WARM_UP = 2
+
+
+class PlainQuantizer(HestiaQATQuantizer):
+    """Quantizes nothing."""
+
+    def prepare(self, model):
+        return model
+
+
+class RandomTokens(torch.utils.data.Dataset):
+    """Sequences of random tokens."""
+
+    def __init__(self, tokenizer, seq_len: int, vocab_size: int, num: int):
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(vocab_size, (num, seq_len), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        tokens = self.tokens[index].tolist()
+        return {"tokens": tokens, "labels": tokens}
+
+
+class NoTokenizer:
+    """What is left of a tokenizer where there is no text."""
+
+    pad_id = 0
+    eos_id = 0
+
+
+class NoDriver:
+    """Takes the place of the schedule's driver where nothing is quantized."""
+
+    def __init__(self, *_):
+        pass
+
+    def set_step(self, step: int) -> None:
+        pass
+
+    def temperatures(self, step: int) -> dict[str, float]:
+        return {}
+
+
+class CostRecipe(HestiaQATRecipe):
+    """Starts from random weights."""
+
+    def _read_pretrained(self, artifact):
+        generator = torch.Generator().manual_seed(0)
+        return {
+            name: torch.randn(value.shape, generator=generator) * 0.02
+            if value.dim() >= 2
+            else torch.ones(value.shape)
+            for name, value in self._model.state_dict().items()
+        }
+
+    def _schedule_metrics(self, step):
+        return super()._schedule_metrics(step) if self.driver.temperatures(step) else {}
+
+
+def config_of(options: argparse.Namespace, name: str):
+    """The config of ``name``, cut off from everything outside."""
+    cfg = settings_of(options.config, [*options.overrides, f"output_dir={options.out}"])
+    methods = {method.name: method for method in METHODS}
+    plain = {"_component_": "cost.PlainQuantizer"}
+    method = methods.get(name, Method(name, plain, methods["straight-through"].schedule))
+    cfg.quantizer = dict(method.quantizer)
+    if options.group_size and "group_size" in cfg.quantizer:
+        cfg.quantizer.group_size = options.group_size
+    num = (options.steps + _WARM_UP) * cfg.batch_size * cfg.get("gradient_accumulation_steps", 1)
+    cfg.dataset = {
+        "_component_": "cost.RandomTokens",
+        "seq_len": options.seq_len,
+        "vocab_size": cfg.model.get("vocab_size", options.vocab_size),
+        "num": num,
+    }
+    cfg.tokenizer = {"_component_": "cost.NoTokenizer"}
+    changes = {"schedule": dict(method.schedule), "dataset_val": None}
+    changes |= {"code_statistics": False, "num_workers": 0, "overwrite_output": True}
+    for key in ("max_steps", "max_steps_per_epoch", "run_val_every_n_steps", "sensitivity"):
+        cfg.pop(key, None)
+    return OmegaConf.merge(cfg, changes, {"log_every_n_steps": 10**6})
+
+
+def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
+    """Median seconds of a step and peak memory of one method, in this process."""
+    if name == "plain":
+        recipe_setup.ScheduleDriver = NoDriver
+    recipe = CostRecipe(config_of(options, name))
+    recipe.setup(recipe.cfg)
+    is_cuda = recipe._device.type == "cuda"
+    batches, bar, seconds = recipe.data.begin(0), tqdm(disable=True), []
+
+    def step() -> None:
+        started = time.perf_counter()
+        recipe._train_step(batches, stop, bar)
+        if is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+
+    with StopRequest().installed() as stop:
+        for _ in range(_WARM_UP + options.steps - 1):
+            step()
+        if not options.profile:
+            step()
+        else:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
+            with profile(activities=activities) as profiler:
+                step()
+            key = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
+            table = profiler.key_averages().table(sort_by=key, row_limit=12)
+            print(f"{name}:\n{table}", file=sys.stderr)
+            seconds.pop()
+    if is_cuda:
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": statistics.median(seconds[_WARM_UP:]), "peak": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="smollm2_135m")
+    parser.add_argument("--methods", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--group-size", type=int, help="of ternary weights; 128 unless told")
+    parser.add_argument("--vocab-size", type=int, default=1024, help="if the config names none")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", default="runs/replication/cost")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
+    options = parser.parse_args()
+    logging.disable(logging.INFO)
+    if options.child:
+        print(json.dumps(measure(options, options.child)))
+        torch.distributed.destroy_process_group()
+        return
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in options.methods}
+    command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
+    for _ in range(options.rounds):
+        for name in options.methods:
+            child = [*command[:4], "--child", name, *command[4:]]
+            done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True)
+            found[name].append(json.loads(done.stdout.splitlines()[-1]))
+            print(name, found[name][-1], file=sys.stderr, flush=True)
+    Path(options.out, "cost.json").write_text(json.dumps(found, indent=1))
+    first = options.methods[0]
+    best = {name: min(row["seconds"] for row in rows) for name, rows in found.items()}
+    peak = {name: min(row["peak"] for row in rows) for name, rows in found.items()}
+    print(f"| method | seconds a step | against {first} | peak GB | against {first} |")
+    print("|---|---:|---:|---:|---:|")
+    for name in options.methods:
+        print(
+            f"| {name} | {best[name]:.3f} | {best[name] / best[first]:.3f} "
+            f"| {peak[name] / 1e9:.2f} | {peak[name] / peak[first]:.3f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
