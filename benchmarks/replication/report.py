@@ -23,7 +23,8 @@ def read(folder: Path) -> tuple[Losses, list[dict]]:
     records = [json.loads(p.read_text()) for p in sorted(folder.glob("*/*/record.json"))]
     for record in records:
         changes = record["changes"]
-        key = (changes["optimizer__lr"], changes["max_steps_per_epoch"])
+        steps = changes.get("epochs", 1) * changes["max_steps_per_epoch"]
+        key = (changes["optimizer__lr"], steps)
         losses[record["method"]][key][changes["seed"]] = record["validation_loss"][HARD]
     return losses, records
 

@@ -6,8 +6,8 @@
 
 Each method tries every one of ``--lrs`` at the first seed, the two best at the other seeds, and is
 reported at the one with the lower mean there (hard validation loss; the first seed is left out).
-What is done is kept: a stopped study goes on. Stages: ``search``, ``ablations``, ``budget`` (more
-and fewer steps).
+What is done is kept: a stopped study goes on. Stages: ``search``, ``ablations``, ``budget`` (fewer
+steps, and multiples of ``--steps``, an epoch of that many each).
 """
 
 import argparse
@@ -46,13 +46,9 @@ class Small:
 
     def run(self, method: Method, lr: float, seed: int, steps: int | None = None) -> float:
         steps = steps or self.steps
-        record = self.study.run(
-            method,
-            label_of(lr, steps, seed),
-            optimizer__lr=lr,
-            seed=seed,
-            max_steps_per_epoch=steps,
-        )
+        changes = {"optimizer__lr": lr, "seed": seed}
+        changes |= {"epochs": steps // self.steps or 1, "max_steps_per_epoch": min(steps, self.steps)}
+        record = self.study.run(method, label_of(lr, steps, seed), **changes)
         return record["validation_loss"][HARD]
 
     def mean(self, method: Method, lr: float) -> float:
@@ -94,6 +90,8 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
+    if wrong := [n for n in options.budgets if n > options.steps and n % options.steps]:
+        parser.error(f"--budgets above --steps ({options.steps}) must be its multiples, not {wrong}")
     logging.disable(logging.INFO)
     torch._dynamo.config.recompile_limit = 64  # runs of all methods share one process
     base = settings_of(
