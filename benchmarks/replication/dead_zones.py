@@ -23,6 +23,9 @@ from torch import distributed as dist
 from hestia_tune.qat import full_tensor, quantized_linears
 from hestia_tune.training.recipe import HestiaQATRecipe
 
+_COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
+_NEVER = 1e-7  # where a logarithmic axis puts "none"
+
 
 class ObservedRecipe(HestiaQATRecipe):
     """Also keeps, every ``every`` steps, what gradients and codes do in and out of the zones."""
@@ -88,29 +91,37 @@ class ObservedRecipe(HestiaQATRecipe):
 
 
 def draw(found: dict[str, tuple[list[dict], list[dict]]], path: Path) -> None:
-    """Codes changed by a step, gradients, codes that have moved, and the relaxed-to-hard gap."""
+    """What codes, gradients and the two losses did over training, by method."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    flips, gradients, moved, gap = figure.subplots(2, 2, sharex=True).flat
-    for name, (observed, rows) in found.items():
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    flips, zone, gradients, moved, gap, loss = figure.subplots(2, 3, sharex=True).flat
+    for (name, (observed, rows)), color in zip(found.items(), _COLORS, strict=False):
         steps = [row["step"] for row in observed]
-        flips.semilogy(steps, [max(row["flips"], 1e-7) for row in observed], label=name)
-        ratios = [row["gradient_inside"] / row["gradient_outside"] for row in observed]
-        gradients.semilogy(steps, ratios, label=name)
-        moved.plot(steps, [row["moved"] for row in observed], label=name)
+        style = {"color": color, "label": name}
+        flips.semilogy(steps, [max(row["flips"], _NEVER) for row in observed], **style)
+        zone.plot(steps, [row["zone"] for row in observed], **style)
+        gradients.semilogy(steps, [row["gradient_inside"] for row in observed], **style)
+        outside = [row["gradient_outside"] for row in observed]
+        gradients.semilogy(steps, outside, "--", color=color)
+        moved.plot(steps, [row["moved"] for row in observed], **style)
         checked = [row for row in rows if "val_loss_hard" in row]
         differences = [row["val_loss_hard"] - row["val_loss_relaxed"] for row in checked]
-        gap.plot([row["step"] for row in checked], differences, marker="o", label=name)
-    flips.set_title("share of codes changed by one step")
-    gradients.set_title("mean |gradient| inside / outside the boundary zones")
+        gap.plot([row["step"] for row in checked], differences, marker="o", **style)
+        hard = [row["val_loss_hard"] for row in checked]
+        loss.plot([row["step"] for row in checked], hard, marker="o", **style)
+    flips.set_title(f"codes changed by one step ({_NEVER:g}: none)")
+    zone.set_title("share of weights in the boundary zones")
+    gradients.set_title("mean |gradient| inside (-) and outside (--)")
+    gradients.set_ylim(bottom=1e-12)
     moved.set_title("share of codes that differ from the first ones")
     gap.set_title("validation loss, hard - relaxed")
     gap.set_yscale("symlog", linthresh=1e-2)
-    for axis in (moved, gap):
+    loss.set_title("validation loss, hard")
+    for axis in (moved, gap, loss):
         axis.set_xlabel("step")
-    flips.legend()
-    figure.savefig(path, dpi=120)
+    moved.legend()
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
@@ -142,14 +153,14 @@ def main() -> None:
         path = study.folder(method, f"seed{seed}") / "observed.json"
         found[method.name] = (json.loads(path.read_text(encoding="utf-8")), record)
     draw({k: (o, r["rows"]) for k, (o, r) in found.items()}, study.out / "dead_zones.png")
-    columns = ("zone", "gradient ratio", "codes changed by a step", "differ from the first", "ever")
+    columns = ("zone", "gradient inside", "outside", "changed by a step", "differ now", "ever did")
     print(f"\n| method | at step | {' | '.join(columns)} |\n|---|---:|{'---:|' * len(columns)}")
     for name, (observed, _) in found.items():
         for row in (observed[0], observed[len(observed) // 2], observed[-1]):
-            ratio = row["gradient_inside"] / row["gradient_outside"]
             print(
-                f"| {name} | {row['step']} | {row['zone']:.3f} | {ratio:.2f} | {row['flips']:.5f} "
-                f"| {row['moved']:.3f} | {row['ever']:.3f} |"
+                f"| {name} | {row['step']} | {row['zone']:.3f} | {row['gradient_inside']:.1e} "
+                f"| {row['gradient_outside']:.1e} | {row['flips']:.5f} | {row['moved']:.3f} "
+                f"| {row['ever']:.3f} |"
             )
     for name, (_, record) in found.items():
         last = [row for row in record["rows"] if "val_loss_hard" in row][-1]

@@ -47,7 +47,10 @@ class Small:
     def run(self, method: Method, lr: float, seed: int, steps: int | None = None) -> float:
         steps = steps or self.steps
         changes = {"optimizer__lr": lr, "seed": seed}
-        changes |= {"epochs": steps // self.steps or 1, "max_steps_per_epoch": min(steps, self.steps)}
+        changes |= {
+            "epochs": steps // self.steps or 1,
+            "max_steps_per_epoch": min(steps, self.steps),
+        }
         record = self.study.run(method, label_of(lr, steps, seed), **changes)
         return record["validation_loss"][HARD]
 
@@ -91,7 +94,9 @@ def main() -> None:
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
     if wrong := [n for n in options.budgets if n > options.steps and n % options.steps]:
-        parser.error(f"--budgets above --steps ({options.steps}) must be its multiples, not {wrong}")
+        parser.error(
+            f"--budgets above --steps ({options.steps}) must be its multiples, not {wrong}"
+        )
     logging.disable(logging.INFO)
     torch._dynamo.config.recompile_limit = 64  # runs of all methods share one process
     base = settings_of(
