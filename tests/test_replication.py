@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from omegaconf import OmegaConf
+from torchao.quantization import quantize_
+
+import hestia_tune
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks" / "replication"
 FEW = ["--lrs", "1e-3", "--seeds", "0", "1", "--steps", "2"]
@@ -22,8 +27,12 @@ def run(script, *options):
 
 
 @pytest.fixture
-def report(monkeypatch):
+def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.fixture
+def report(scripts):
     import report
 
     return report
@@ -46,6 +55,55 @@ def test_differences_are_paired_by_seed(report):
     assert report.differences(mine, {}) == "-"
 
 
+def test_gradients_and_codes_in_and_out_of_the_zones(scripts, monkeypatch):
+    import dead_zones
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1, bias=False))
+    quantize_(model, hestia_tune.HestiaConfig(group_size="tensor"))
+    weight = model[0].weight
+    recipe = dead_zones.ObservedRecipe.__new__(dead_zones.ObservedRecipe)
+    recipe.__dict__ |= {"_model": model, "every": 2, "observed": [], "global_step": 0}
+    recipe.__dict__ |= {"_clip_grad_norm": 1e-3}  # clipping comes after looking
+    # gamma is 1: codes 1 0 -1 1, the second and the fourth in the zones; then 1 1 -1 0 and back
+    first, other = [[1.5, 0.45, -1.5, 0.55]], [[1.5, 0.55, -1.5, 0.45]]
+    to = iter([other, first, first])
+
+    def step(recipe, *_):
+        weight.grad = torch.tensor([[1.0, -2.0, 3.0, 4.0]])
+        recipe._clip_gradients()
+        weight.data.copy_(torch.tensor(next(to)))
+        recipe.global_step += 1
+        return False
+
+    monkeypatch.setattr(dead_zones.HestiaQATRecipe, "_train_step", step)
+    weight.data.copy_(torch.tensor(first))
+    recipe._begin()
+    for _ in range(3):
+        recipe._train_step(None, None, None)
+    same = {"zone": 0.5, "gradient_inside": 3.0, "gradient_outside": 2.0}
+    assert recipe.observed == [
+        {"step": 0, **same, "flips": 0.5, "moved": 0.5, "ever": 0.5},
+        {"step": 2, **same, "flips": 0.0, "moved": 0.0, "ever": 0.5},
+    ]
+
+
+def test_a_record_of_other_settings_is_not_taken(scripts, tmp_path):
+    import common
+
+    study = common.Study(common.settings_of("demo", ["seed=1"]), tmp_path)
+    method, changes = common.METHODS[0], {"optimizer__lr": 2e-3}
+    path = study.folder(method, "run") / "record.json"
+    path.parent.mkdir(parents=True)
+    settings = OmegaConf.to_container(study.config(method, changes))
+    path.write_text(json.dumps({"settings": settings, "steps": 7}))
+    assert study.run(method, "run", **changes)["steps"] == 7
+    other = common.Study(common.settings_of("demo", ["seed=2"]), tmp_path)
+    with pytest.raises(ValueError, match=r"other settings: seed 1 there, 2 here.*another --out"):
+        other.run(method, "run", **changes)
+    with pytest.raises(ValueError, match="~optimizer.speed: the config demo has no such key"):
+        common.settings_of("demo", ["~optimizer.speed"])
+
+
 @pytest.mark.slow
 def test_small_study_and_its_report(tmp_path):
     small = tmp_path / "small"
@@ -64,11 +122,14 @@ def test_small_study_and_its_report(tmp_path):
             assert f"| {record['method']} | 0.001 | 1 | {loss:.4f} |" in table
 
     out = tmp_path / "dead"
-    zones = run("dead_zones.py", "--small", small, "--out", out, "--every", 1, *FEW, *SMALLER)
-    observed = json.loads((out / "straight-through" / "seed1" / "observed.json").read_text())
-    assert [row["step"] for row in observed] == [0, 1]
-    assert all(0 < row["zone"] < 1 and row["flips"] <= row["ever"] for row in observed)
-    assert "straight-through: hard" in zones and (out / "dead_zones.png").stat().st_size > 0
+    zones = run("dead_zones.py", "--out", out, "--every", 1, "--steps", 2, *SMALLER)
+    observed = json.loads((out / "Hestia" / "lr0.001_seed1" / "observed.json").read_text())
+    assert [row["step"] for row in observed["steps"]] == [0, 1]
+    assert all(0 < row["zone"] < 1 and row["flips"] <= row["ever"] for row in observed["steps"])
+    # The last training step is still soft, and the two losses differ.
+    gap = observed["end"]["hard"] - observed["end"]["relaxed"]
+    assert gap != 0 and f"last training step {gap:.6f}" in zones
+    assert "straight-through: hard" in zones and (out / "dead_zones_lr0.001.png").stat().st_size > 0
 
 
 @pytest.mark.slow

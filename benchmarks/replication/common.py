@@ -1,11 +1,12 @@
 """What the replication scripts share: methods, runs that are kept, and where they stand."""
 
 import json
+import math
 import platform
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 import hestia_tune
 from hestia_tune.files import write_atomically
 from hestia_tune.training.configs import config_path
-from hestia_tune.training.recipe import HestiaQATRecipe
+from hestia_tune.training.recipe import HARD, HestiaQATRecipe
 from hestia_tune.training.sensitivity import SensitivityRecipe
 
 TERNARY = {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 128}
@@ -65,6 +66,8 @@ def settings_of(config: str, overrides: list[str]) -> DictConfig:
     for key in (entry[1:] for entry in overrides if entry.startswith("~")):
         *parents, last = key.split(".")
         section = OmegaConf.select(cfg, ".".join(parents)) if parents else cfg
+        if section is None or last not in section:
+            raise ValueError(f"~{key}: the config {config} has no such key")
         del section[last]
     changes = [entry for entry in overrides if not entry.startswith("~")]
     return OmegaConf.merge(cfg, OmegaConf.from_dotlist(changes))
@@ -78,34 +81,39 @@ class Study:
         base: the config that all runs share.
         out: the folder; a run that has left its `record.json` there is not run again.
         recipe: the class that trains.
+        options: what else a run's result depends on.
     """
 
     base: DictConfig
     out: Path
     recipe: type[HestiaQATRecipe] = HestiaQATRecipe
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self._artifacts: set[Path] = set()
 
     def sensitivity(self, method: Method) -> str | None:
-        """The path of the artifact of the method's curvature, computed once."""
+        """The path of the artifact of the method's curvature; the recipe reuses none but that."""
         if method.curvature is None:
             return None
         kind = method.quantizer["_component_"].rpartition(".")[2]
         path = self.out / "sensitivity" / f"{kind}_{method.curvature}.json"
-        if not path.is_file():
+        if path not in self._artifacts:
             cfg = OmegaConf.merge(self.base, {"output_dir": str(path.parent / path.stem)})
             cfg.quantizer = dict(method.quantizer)
             cfg.sensitivity = None
-            estimation = {"curvature": method.curvature, "overwrite": True}
-            recipe = SensitivityRecipe(OmegaConf.merge(cfg, {"sensitivity_estimation": estimation}))
-            recipe.run()
-            shutil.copy(recipe.path, path)
+            estimation = {"curvature": method.curvature, "output": str(path)}
+            cfg = OmegaConf.merge(cfg, {"sensitivity_estimation": estimation})
+            SensitivityRecipe(cfg).run()
+            self._artifacts.add(path)
         return str(path)
 
-    def config(self, method: Method, folder: Path, **changes: Any) -> DictConfig:
-        """The config of one run."""
-        cfg = OmegaConf.merge(self.base, {"output_dir": str(folder), "overwrite_output": True})
+    def config(self, method: Method, changes: Mapping[str, Any]) -> DictConfig:
+        """The config of one run, without the paths of what it reads and writes below `out`."""
+        cfg = OmegaConf.merge(self.base, {"output_dir": "", "overwrite_output": True})
         cfg.quantizer = dict(method.quantizer)
         cfg.schedule = dict(method.schedule)
-        cfg.sensitivity = self.sensitivity(method)
+        cfg.sensitivity = method.curvature
         for key, value in changes.items():
             OmegaConf.update(cfg, key.replace("__", "."), value)
         return cfg
@@ -117,22 +125,37 @@ class Study:
     def run(self, method: Method, label: str, **changes: Any) -> dict[str, Any]:
         """The record of one run, from its file if it was made before.
 
+        A run that diverges (a loss that is not finite) is kept with an infinite loss.
+
         Args:
             method: what to train.
             label: folder of the run, below the method's.
             changes: config keys, with ``__`` for a dot.
+
+        Raises:
+            ValueError: if the file is of a run with other settings.
         """
         folder = self.folder(method, label)
         path = folder / "record.json"
+        cfg = self.config(method, changes)
+        settings = OmegaConf.to_container(cfg) | dict(self.options)
         if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
+            record = json.loads(path.read_text(encoding="utf-8"))
+            require_same(record["settings"], settings, path)
+            return record
         started = time.perf_counter()
-        recipe = self.recipe(self.config(method, folder, **changes))
+        cfg.output_dir, cfg.sensitivity = str(folder), self.sensitivity(method)
+        recipe = self.recipe(cfg)
         recipe.setup(recipe.cfg)
-        if not recipe.train():
-            raise KeyboardInterrupt
+        try:
+            if not recipe.train():
+                raise KeyboardInterrupt
+        except FloatingPointError as error:
+            print(f"{method.name}, {label}: {error}", flush=True)
+            recipe.validation_losses[HARD] = math.inf
         record = {
             "method": method.name,
+            "settings": settings,
             "changes": changes,
             "validation_loss": recipe.validation_losses,
             "rows": recipe.history.rows,
@@ -147,6 +170,14 @@ class Study:
         write_atomically(path, json.dumps(record, indent=1) + "\n")
         print(f"{method.name}, {label}: {recipe.table()}", flush=True)
         return record
+
+
+def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
+    """Refuses the record of a run with other settings."""
+    keys = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
+    if keys:
+        told = "; ".join(f"{k} {found.get(k)} there, {wanted.get(k)} here" for k in keys)
+        raise ValueError(f"{path} is of a run with other settings: {told}. Take another --out")
 
 
 def versions() -> dict[str, str]:

@@ -6,8 +6,11 @@ r"""Step time and peak memory of QAT against plain fine-tuning in the same recip
         batch_size=4 gradient_accumulation_steps=4
 
 Random weights and tokens (``--seq-len``), so that nothing has to be downloaded. Every measurement
-is a process of its own; the methods take turns for ``--rounds`` rounds, and the best round counts:
-the median over its ``--steps`` steps after the first two. "plain" leaves the linears as they are.
+is a process of its own; the methods take turns for ``--rounds`` rounds, and the best round counts
+(the slowest is printed beside it): the median over its ``--steps`` steps after the first two. Peak
+memory is that of these steps, on a CPU that of the whole process with its imports. "plain" leaves
+the linears as they are: float32 weights and optimizer, computing in the config's dtype.
+"straight-through" is the same kernel as Hestia's at temperature 0 and pressure 1.
 ``--profile`` prints where the time of a step goes. Hestia runs with one temperature for all layers,
 which costs what a temperature each costs.
 """
@@ -15,7 +18,7 @@ which costs what a temperature each costs.
 import argparse
 import json
 import logging
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -101,9 +104,10 @@ def config_of(options: argparse.Namespace, name: str):
     methods = {method.name: method for method in METHODS}
     plain = {"_component_": "cost.PlainQuantizer"}
     method = methods.get(name, Method(name, plain, methods["straight-through"].schedule))
-    cfg.quantizer = dict(method.quantizer)
-    if options.group_size and "group_size" in cfg.quantizer:
-        cfg.quantizer.group_size = options.group_size
+    quantizer = dict(method.quantizer)
+    if "group_size" in quantizer:  # 64 where 128 does not divide the model
+        quantizer["group_size"] = cfg.quantizer.get("group_size", quantizer["group_size"])
+    cfg.quantizer = quantizer
     num = (options.steps + _WARM_UP) * cfg.batch_size * cfg.get("gradient_accumulation_steps", 1)
     cfg.dataset = {
         "_component_": "cost.RandomTokens",
@@ -117,6 +121,20 @@ def config_of(options: argparse.Namespace, name: str):
     for key in ("max_steps", "max_steps_per_epoch", "run_val_every_n_steps", "sensitivity"):
         cfg.pop(key, None)
     return OmegaConf.merge(cfg, changes, {"log_every_n_steps": 10**6})
+
+
+def reset_peak(is_cuda: bool) -> None:
+    """Forgets what setting up and compiling needed."""
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_resident() -> int:
+    """Bytes that this process has held at most since `reset_peak` (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
 def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
@@ -136,7 +154,10 @@ def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
         seconds.append(time.perf_counter() - started)
 
     with StopRequest().installed() as stop:
-        for _ in range(_WARM_UP + options.steps - 1):
+        for _ in range(_WARM_UP):
+            step()
+        reset_peak(is_cuda)
+        for _ in range(options.steps - 1):
             step()
         if not options.profile:
             step()
@@ -148,10 +169,7 @@ def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
             table = profiler.key_averages().table(sort_by=key, row_limit=12)
             print(f"{name}:\n{table}", file=sys.stderr)
             seconds.pop()
-    if is_cuda:
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated() if is_cuda else peak_resident()
     return {"seconds": statistics.median(seconds[_WARM_UP:]), "peak": peak}
 
 
@@ -162,13 +180,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--group-size", type=int, help="of ternary weights; 128 unless told")
     parser.add_argument("--vocab-size", type=int, default=1024, help="if the config names none")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", default="runs/replication/cost")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
+    if options.steps < 1 + options.profile:
+        parser.error("--steps must be at least 1, and 2 with --profile, which takes one for itself")
     logging.disable(logging.INFO)
     if options.child:
         print(json.dumps(measure(options, options.child)))
@@ -182,15 +201,16 @@ def main() -> None:
             done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True)
             found[name].append(json.loads(done.stdout.splitlines()[-1]))
             print(name, found[name][-1], file=sys.stderr, flush=True)
-    Path(options.out, "cost.json").write_text(json.dumps(found, indent=1))
+            Path(options.out, "cost.json").write_text(json.dumps(found, indent=1))
     first = options.methods[0]
     best = {name: min(row["seconds"] for row in rows) for name, rows in found.items()}
     peak = {name: min(row["peak"] for row in rows) for name, rows in found.items()}
-    print(f"| method | seconds a step | against {first} | peak GB | against {first} |")
-    print("|---|---:|---:|---:|---:|")
-    for name in options.methods:
+    titles = ("method", "seconds a step", "slowest round", f"against {first}", "peak GB")
+    print(f"| {' | '.join(titles)} | against {first} |\n|---|{'---:|' * len(titles)}")
+    for name, rows in found.items():
+        slowest = max(row["seconds"] for row in rows)
         print(
-            f"| {name} | {best[name]:.3f} | {best[name] / best[first]:.3f} "
+            f"| {name} | {best[name]:.3f} | {slowest:.3f} | {best[name] / best[first]:.3f} "
             f"| {peak[name] / 1e9:.2f} | {peak[name] / peak[first]:.3f} |"
         )
 

@@ -1,13 +1,15 @@
 r"""The paper's dead zones, measured while straight-through, uniform and Hestia QAT run.
 
-    OMP_NUM_THREADS=1 python benchmarks/replication/dead_zones.py \
-        --small runs/replication/small --out runs/replication/dead_zones --overrides compile=True
+    OMP_NUM_THREADS=1 python benchmarks/replication/dead_zones.py --lr 1e-3 \
+        --out runs/replication/dead_zones --overrides compile=True
 
-After `small.py`, whose best learning rates it takes. A weight is in a boundary zone if
-||w|/gamma - 1/2| is below ``--zone``; its code can change only there. Every ``--every`` steps: the
-share of weights in the zones, the mean |gradient| that reaches latent weights inside and outside of
-them, and the share of codes that this step's update changes (the others are in the dead zone of
-Eq. 4). Writes `dead_zones.png` and prints a table.
+One learning rate for all methods, since it decides how far a step goes. A weight is in a boundary
+zone if ||w|/gamma - 1/2| is below ``--zone``. After every step: the share of codes that it changed
+(the other weights are in the dead zone of Eq. 4), and of those that have ever differed from the
+first. Every ``--every`` steps also the share of weights in the zones, and the mean |gradient| of
+latent weights inside and outside of them, before clipping. At the end the validation losses of the
+last training step's weights, relaxed as that step had them and hard. Writes `dead_zones.png` and
+prints a table.
 """
 
 import argparse
@@ -16,8 +18,7 @@ import logging
 from pathlib import Path
 
 import torch
-from common import METHODS, Study, settings_of
-from small import HARD, Small
+from common import HARD, METHODS, Study, settings_of
 from torch import distributed as dist
 
 from hestia_tune.qat import full_tensor, quantized_linears
@@ -35,8 +36,11 @@ class ObservedRecipe(HestiaQATRecipe):
     def setup(self, cfg):
         super().setup(cfg)
         self.observed: list[dict[str, float]] = []
-        self._first, self._ever = self._codes(), 0
-        self._last = self._first
+        self._begin()
+
+    def _begin(self) -> None:
+        self._first = self._last = self._codes()
+        self._ever = torch.zeros_like(self._first, dtype=torch.bool)
 
     def _layers(self):
         for layer in quantized_linears(self._model).values():
@@ -48,17 +52,14 @@ class ObservedRecipe(HestiaQATRecipe):
         found = [q.codes(full_tensor(layer.weight))[0].flatten() for layer, q in self._layers()]
         return torch.cat(found)
 
-    def _is_due(self) -> bool:
-        return self.global_step % self.every == 0
-
     @torch.no_grad()
     def _clip_gradients(self) -> float | None:
         """Between backward and the optimizer's step."""
-        if self._is_due():
+        if self.global_step % self.every == 0:
             inside, gradients = [], []
             for layer, quantizer in self._layers():
                 distance, _ = quantizer.normalized(full_tensor(layer.weight))
-                inside.append((distance - 0.5).abs() < self.zone)
+                inside.append((distance - 0.5).abs().flatten() < self.zone)
                 gradients.append(full_tensor(layer.weight.grad).abs().flatten())
             inside, gradients = torch.cat(inside), torch.cat(gradients).double()
             self.observed.append(
@@ -72,29 +73,35 @@ class ObservedRecipe(HestiaQATRecipe):
         return super()._clip_gradients()
 
     def _train_step(self, batches, stop, progress) -> bool:
-        is_due = self._is_due()
-        before = self._codes() if is_due else None
+        step = self.global_step
         stopping = super()._train_step(batches, stop, progress)
-        if is_due:
-            after = self._codes()
-            self._ever = self._ever | (after != self._first) | (before != self._first)
+        codes = self._codes()
+        self._ever |= codes != self._first
+        if step % self.every == 0:
             self.observed[-1] |= {
-                "flips": float((before != after).double().mean()),
-                "moved": float((after != self._first).double().mean()),
+                "flips": float((codes != self._last).double().mean()),
+                "moved": float((codes != self._first).double().mean()),
                 "ever": float(self._ever.double().mean()),
             }
+        self._last = codes
         return stopping
 
     def _finish(self) -> None:
         super()._finish()
-        (self.output_dir / "observed.json").write_text(json.dumps(self.observed, indent=1))
+        self.driver.set_step(self.total_steps - 1)
+        found = {"relaxed": self.evaluate()}
+        with self.driver.hard():
+            found["hard"] = self.evaluate()
+        found = {"steps": self.observed, "end": found}
+        (self.output_dir / "observed.json").write_text(json.dumps(found, indent=1))
 
 
-def draw(found: dict[str, tuple[list[dict], list[dict]]], path: Path) -> None:
+def draw(found: dict[str, tuple[list[dict], list[dict]]], path: Path, title: str) -> None:
     """What codes, gradients and the two losses did over training, by method."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 7), layout="constrained")
+    figure = Figure(figsize=(13, 7.3), layout="constrained")
+    figure.suptitle(title)
     flips, zone, gradients, moved, gap, loss = figure.subplots(2, 3, sharex=True).flat
     for (name, (observed, rows)), color in zip(found.items(), _COLORS, strict=False):
         steps = [row["step"] for row in observed]
@@ -127,10 +134,9 @@ def draw(found: dict[str, tuple[list[dict], list[dict]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="demo")
-    parser.add_argument("--small", default="runs/replication/small")
     parser.add_argument("--out", default="runs/replication/dead_zones")
-    parser.add_argument("--lrs", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3, 4e-3])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
+    parser.add_argument("--lr", type=float, default=1e-3, help="of all methods")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--zone", type=float, default=ObservedRecipe.zone)
     parser.add_argument("--every", type=int, default=ObservedRecipe.every)
@@ -143,17 +149,27 @@ def main() -> None:
         options.config,
         ["run_val_every_n_steps=25", "log_every_n_steps=25", *options.overrides],
     )
-    study = Study(base, Path(options.out), ObservedRecipe)
-    best = Small(Study(base, Path(options.small)), options.lrs, options.seeds, options.steps)
-    found, seed = {}, options.seeds[1]
+    observation = {"zone": options.zone, "every": options.every}
+    study = Study(base, Path(options.out), ObservedRecipe, observation)
+    label = f"lr{options.lr:g}_seed{options.seed}"
+    changes = {"optimizer__lr": options.lr, "seed": options.seed}
+    changes |= {"max_steps_per_epoch": options.steps}
+    found, ends = {}, {}
     for method in METHODS[:3]:
-        lr = best.best_lr(method)
-        changes = {"optimizer__lr": lr, "seed": seed, "max_steps_per_epoch": options.steps}
-        record = study.run(method, f"seed{seed}", **changes)
-        path = study.folder(method, f"seed{seed}") / "observed.json"
-        found[method.name] = (json.loads(path.read_text(encoding="utf-8")), record)
-    draw({k: (o, r["rows"]) for k, (o, r) in found.items()}, study.out / "dead_zones.png")
-    columns = ("zone", "gradient inside", "outside", "changed by a step", "differ now", "ever did")
+        record = study.run(method, label, **changes)
+        path = study.folder(method, label) / "observed.json"
+        observed = json.loads(path.read_text(encoding="utf-8"))
+        found[method.name] = (observed["steps"], record["rows"])
+        ends[method.name] = (record["validation_loss"][HARD], observed["end"])
+    draw(found, study.out / f"dead_zones_lr{options.lr:g}.png", f"learning rate {options.lr:g}")
+    columns = (
+        "zone",
+        "gradient inside",
+        "outside",
+        "changed by a step",
+        "differ now",
+        "ever differed",
+    )
     print(f"\n| method | at step | {' | '.join(columns)} |\n|---|---:|{'---:|' * len(columns)}")
     for name, (observed, _) in found.items():
         for row in (observed[0], observed[len(observed) // 2], observed[-1]):
@@ -162,10 +178,9 @@ def main() -> None:
                 f"| {row['gradient_outside']:.1e} | {row['flips']:.5f} | {row['moved']:.3f} "
                 f"| {row['ever']:.3f} |"
             )
-    for name, (_, record) in found.items():
-        last = [row for row in record["rows"] if "val_loss_hard" in row][-1]
-        gap = last["val_loss_hard"] - last["val_loss_relaxed"]
-        print(f"{name}: hard {record['validation_loss'][HARD]:.4f}, gap at the end {gap:.5f}")
+    for name, (trained, end) in ends.items():
+        gap = end["hard"] - end["relaxed"]
+        print(f"{name}: hard {trained:.4f}; hard - relaxed at the last training step {gap:.6f}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

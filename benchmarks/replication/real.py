@@ -7,8 +7,8 @@ r"""A pretrained model at equal tokens: straight-through, uniform, Hestia and Fa
         dataset.data_files=train.parquet dataset.split=train dataset.column=text
 
 Every run leaves its record as soon as it is done, and is not made again. Then one evaluation of
-all: perplexity on the held-out ``--texts`` and zero-shot ``--tasks``, each against the pretrained
-model, naive ternarization among them.
+all: perplexity on the held-out ``--texts``, in windows of the training's length, and zero-shot
+``--tasks``, each against the pretrained model, naive ternarization among them.
 """
 
 import argparse
@@ -49,10 +49,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="documents of each task")
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
-    texts = dict(map(text_of, options.texts))
     logging.disable(logging.INFO)
     torch._dynamo.config.recompile_limit = 64
     base = settings_of(options.config, [f"max_steps={options.steps}", *options.overrides])
+    window = {"window": base.dataset.seq_len}
+    texts = {name: window | text for name, text in map(text_of, options.texts)}
     out = Path(options.out)
     study = Study(base, out)
     folders = []

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import METHODS
-from small import HARD
+from common import HARD, METHODS
 
 # method -> (learning rate, steps) -> seed -> hard validation loss
 Losses = dict[str, dict[tuple[float, int], dict[int, float]]]
@@ -22,10 +21,9 @@ def read(folder: Path) -> tuple[Losses, list[dict]]:
     losses: Losses = defaultdict(lambda: defaultdict(dict))
     records = [json.loads(p.read_text()) for p in sorted(folder.glob("*/*/record.json"))]
     for record in records:
-        changes = record["changes"]
-        steps = changes.get("epochs", 1) * changes["max_steps_per_epoch"]
-        key = (changes["optimizer__lr"], steps)
-        losses[record["method"]][key][changes["seed"]] = record["validation_loss"][HARD]
+        settings = record["settings"]
+        key = (settings["optimizer"]["lr"], record["steps"])
+        losses[record["method"]][key][settings["seed"]] = record["validation_loss"][HARD]
     return losses, records
 
 
@@ -57,19 +55,25 @@ def differences(mine: dict[int, float], other: dict[int, float]) -> str:
     return spread([mine[seed] - other[seed] for seed in shared]) if shared else "-"
 
 
-def comparison(found: dict[str, tuple[float, dict[int, float]]], names: list[str]) -> Iterator[str]:
-    references = ("straight-through", "Hestia, uniform")
-    titles = [f"minus {name}, by seed" for name in references]
+def comparison(
+    losses: Losses, found: dict[str, tuple[float, dict[int, float]]], names: list[str]
+) -> Iterator[str]:
+    """Mean losses, and differences by seed, at every method's learning rate."""
+    references = ("straight-through", "Hestia", "Fairy2i")
+    tried = sorted({lr for runs in losses.values() for lr, _ in runs})
+    titles = [f"minus {name}, by seed" for name in references if name in found]
     yield f"| method | lr | seeds | hard val loss | {' | '.join(titles)} |"
     yield f"|---|---:|---:|---:|{'---:|' * len(titles)}"
     for name in names:
         if name not in found:
             continue
         lr, by_seed = found[name]
-        cells = [name, f"{lr:g}", str(len(by_seed)), spread([*by_seed.values()])]
+        edge = " (the lowest)" if lr == tried[0] else " (the highest)" if lr == tried[-1] else ""
+        cells = [name, f"{lr:g}{edge}", str(len(by_seed)), spread([*by_seed.values()])]
         for reference in references:
-            other = found.get(reference, (0.0, {}))[1]
-            cells.append("" if reference == name else differences(by_seed, other))
+            if reference in found:
+                other = found[reference][1]
+                cells.append("" if reference == name else differences(by_seed, other))
         yield f"| {' | '.join(cells)} |"
 
 
@@ -109,6 +113,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     losses, records = read(Path(options.small))
+    if not records:
+        parser.error(f"--small {options.small}: no METHOD/RUN/record.json there; first small.py")
     known = [method.name for method in METHODS]
     others = sorted(set(losses) - set(known))
     print(f"versions: {records[0]['versions']}\n")
@@ -125,7 +131,7 @@ def main() -> None:
     for steps in sorted({count for runs in losses.values() for _, count in runs}):
         found = chosen(losses, steps, options.first_seed)
         print(f"\n{steps} steps:\n")
-        print("\n".join(comparison(found, [*known, *others])))
+        print("\n".join(comparison(losses, found, [*known, *others])))
         if steps == options.steps:
             draw(found, Path(options.small) / "small.png")
 

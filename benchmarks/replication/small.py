@@ -6,8 +6,9 @@
 
 Each method tries every one of ``--lrs`` at the first seed, the two best at the other seeds, and is
 reported at the one with the lower mean there (hard validation loss; the first seed is left out).
-What is done is kept: a stopped study goes on. Stages: ``search``, ``ablations``, ``budget`` (fewer
-steps, and multiples of ``--steps``, an epoch of that many each).
+Seeds vary the order of the data. What is done is kept: a stopped study goes on. Stages: ``search``;
+``ablations``, at the learning rate of the method that is varied; ``budget``, the same two learning
+rates at fewer steps, and at multiples of ``--steps``, an epoch of that many each.
 """
 
 import argparse
@@ -16,10 +17,9 @@ import statistics
 from pathlib import Path
 
 import torch
-from common import FAIRY2I_H, HESTIA, METHODS, Method, Study, settings_of
+from common import FAIRY2I_H, HARD, HESTIA, METHODS, Method, Study, settings_of
 from torch import distributed as dist
 
-HARD = "trained, hard"
 STAGES = ("search", "ablations", "budget")
 RHOS = (0.0, 0.1, 0.2, 0.3)
 ALPHAS = (-0.4, 0.0, 0.2, 0.4, 0.6)
@@ -54,12 +54,13 @@ class Small:
         record = self.study.run(method, label_of(lr, steps, seed), **changes)
         return record["validation_loss"][HARD]
 
-    def mean(self, method: Method, lr: float) -> float:
-        return statistics.mean(self.run(method, lr, seed) for seed in self.seeds)
+    def mean(self, method: Method, lr: float, steps: int | None = None) -> float:
+        return statistics.mean(self.run(method, lr, seed, steps) for seed in self.seeds)
 
-    def best_lr(self, method: Method) -> float:
+    def best_lr(self, method: Method, steps: int | None = None) -> float:
+        """Of the two that are best at the first seed, the one with the lower mean at the others."""
         finalists = sorted(self.lrs, key=lambda lr: self.run(method, lr, self.first))[:2]
-        return min(finalists, key=lambda lr: self.mean(method, lr))
+        return min(finalists, key=lambda lr: self.mean(method, lr, steps))
 
     def search(self) -> None:
         for method in METHODS:
@@ -76,10 +77,10 @@ class Small:
                 self.run(method, lr, seed)
 
     def budget(self, budgets: list[int]) -> None:
+        """The same two learning rates, with other numbers of steps."""
         for steps in budgets:
-            for seed in self.seeds:
-                for method in METHODS[:3]:
-                    self.run(method, self.best_lr(method), seed, steps)
+            for method in METHODS[:3]:
+                self.best_lr(method, steps)
 
 
 def main() -> None:
@@ -97,6 +98,8 @@ def main() -> None:
         parser.error(
             f"--budgets above --steps ({options.steps}) must be its multiples, not {wrong}"
         )
+    if len(options.seeds) < 2:
+        parser.error("--seeds: one for the search and at least one more")
     logging.disable(logging.INFO)
     torch._dynamo.config.recompile_limit = 64  # runs of all methods share one process
     base = settings_of(
