@@ -7,7 +7,7 @@
 Each method tries every one of ``--lrs`` at the first seed, the two best at the other seeds, and is
 reported at the one with the lower mean there (hard validation loss; the first seed is left out).
 Seeds vary the order of the data. What is done is kept: a stopped study goes on. Stages: ``search``;
-``ablations``, at the learning rate of the method that is varied; ``budget``, the same two learning
+``ablations`` and ``temperatures``, at the learning rate of the method that is varied; ``budget``, the same two learning
 rates at fewer steps, and at multiples of ``--steps``, an epoch of that many each.
 """
 
@@ -20,7 +20,8 @@ import torch
 from common import FAIRY2I_H, HARD, HESTIA, METHODS, Method, Study, settings_of
 from torch import distributed as dist
 
-STAGES = ("search", "ablations", "budget")
+STAGES = ("search", "ablations", "temperatures", "budget")
+TAU_INITS = (0.03, 0.1, 0.6)
 RHOS = (0.0, 0.1, 0.2, 0.3)
 ALPHAS = (-0.4, 0.0, 0.2, 0.4, 0.6)
 
@@ -35,6 +36,12 @@ def ablations() -> list[Method]:
     found += [HESTIA.varied(f"Hestia, rho {r:g}", rho=r) for r in RHOS if r != 0.2]
     found += [HESTIA.varied(f"Hestia, alpha {a:g}", alpha=a) for a in ALPHAS if a not in (0, 0.4)]
     return found + [FAIRY2I_H.varied("Fairy2i-H, uniform", alpha=0.0)]
+
+
+def temperatures() -> list[Method]:
+    """Hestia and Fairy2i-H (there in squared radians) from other temperatures."""
+    methods = (HESTIA, FAIRY2I_H)
+    return [m.varied(f"{m.name}, tau_init {t:g}", tau_init=t) for m in methods for t in TAU_INITS]
 
 
 class Small:
@@ -67,12 +74,12 @@ class Small:
             lr = self.best_lr(method)
             print(f"{method.name}: {self.mean(method, lr):.4f} at {lr:g}", flush=True)
 
-    def ablate(self) -> None:
+    def vary(self, methods: list[Method]) -> None:
         """At the learning rate of the method that is varied."""
         of_complex = self.best_lr(FAIRY2I_H)
         of_ternary = self.best_lr(HESTIA)
         for seed in self.seeds:
-            for method in ablations():
+            for method in methods:
                 lr = of_complex if method.quantizer is FAIRY2I_H.quantizer else of_ternary
                 self.run(method, lr, seed)
 
@@ -111,7 +118,9 @@ def main() -> None:
     if "search" in options.stages:
         small.search()
     if "ablations" in options.stages:
-        small.ablate()
+        small.vary(ablations())
+    if "temperatures" in options.stages:
+        small.vary(temperatures())
     if "budget" in options.stages:
         small.budget(options.budgets)
     if dist.is_initialized():
