@@ -7,8 +7,9 @@
 Each method tries every one of ``--lrs`` at the first seed, the two best at the other seeds, and is
 reported at the one with the lower mean there (hard validation loss; the first seed is left out).
 Seeds vary the order of the data. What is done is kept: a stopped study goes on. Stages: ``search``;
-``ablations`` and ``temperatures``, at the learning rate of the method that is varied; ``budget``, the same two learning
-rates at fewer steps, and at multiples of ``--steps``, an epoch of that many each.
+``ablations`` and ``temperatures``, at the learning rate of the method that is varied; ``budget``,
+the same two learning rates at fewer steps, and at multiples of ``--steps``, an epoch of that many
+each.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from torch import distributed as dist
 
 STAGES = ("search", "ablations", "temperatures", "budget")
 TAU_INITS = (0.03, 0.1, 0.6)
+LRS = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
 RHOS = (0.0, 0.1, 0.2, 0.3)
 ALPHAS = (-0.4, 0.0, 0.2, 0.4, 0.6)
 
@@ -94,10 +96,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="demo")
     parser.add_argument("--out", default="runs/replication/small")
-    parser.add_argument("--lrs", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3, 4e-3])
+    parser.add_argument("--lrs", nargs="+", type=float, default=LRS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--budgets", nargs="+", type=int, default=[125, 500, 1000])
+    parser.add_argument("--budgets", nargs="+", type=int, default=[125, 500])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
