@@ -33,11 +33,12 @@ def label_of(lr: float, steps: int, seed: int) -> str:
 
 
 def ablations() -> list[Method]:
-    """Hestia with its temperatures from Fisher traces, with other rho, with other alpha."""
+    """Fisher traces, other rho, other alpha; Fairy2i-H with one temperature, without pressure."""
     found = [Method("Hestia, fisher", HESTIA.quantizer, HESTIA.schedule, "fisher")]
     found += [HESTIA.varied(f"Hestia, rho {r:g}", rho=r) for r in RHOS if r != 0.2]
     found += [HESTIA.varied(f"Hestia, alpha {a:g}", alpha=a) for a in ALPHAS if a not in (0, 0.4)]
-    return found + [FAIRY2I_H.varied("Fairy2i-H, uniform", alpha=0.0)]
+    found += [FAIRY2I_H.varied("Fairy2i-H, uniform", alpha=0.0)]
+    return found + [FAIRY2I_H.varied("Fairy2i-H, rho 0", rho=0.0)]
 
 
 def temperatures() -> list[Method]:
