@@ -68,8 +68,8 @@ def comparison(
         if name not in found:
             continue
         lr, by_seed = found[name]
-        edge = " (the lowest)" if lr == tried[0] else " (the highest)" if lr == tried[-1] else ""
-        cells = [name, f"{lr:g}{edge}", str(len(by_seed)), spread([*by_seed.values()])]
+        ends = {tried[0]: " (the lowest)", tried[-1]: " (the highest)"} if len(tried) > 1 else {}
+        cells = [name, f"{lr:g}{ends.get(lr, '')}", str(len(by_seed)), spread([*by_seed.values()])]
         for reference in references:
             if reference in found:
                 other = found[reference][1]

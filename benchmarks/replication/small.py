@@ -100,11 +100,12 @@ def main() -> None:
     parser.add_argument("--lrs", nargs="+", type=float, default=LRS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--budgets", nargs="+", type=int, default=[125, 500])
+    parser.add_argument("--budgets", nargs="+", type=int, help="half and twice --steps unless told")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
-    if wrong := [n for n in options.budgets if n > options.steps and n % options.steps]:
+    budgets = options.budgets or [options.steps // 2, 2 * options.steps]
+    if wrong := [n for n in budgets if n > options.steps and n % options.steps]:
         parser.error(
             f"--budgets above --steps ({options.steps}) must be its multiples, not {wrong}"
         )
@@ -125,7 +126,7 @@ def main() -> None:
     if "temperatures" in options.stages:
         small.vary(temperatures())
     if "budget" in options.stages:
-        small.budget(options.budgets)
+        small.budget(budgets)
     if dist.is_initialized():
         dist.destroy_process_group()
 
