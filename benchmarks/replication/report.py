@@ -58,10 +58,13 @@ def differences(mine: dict[int, float], other: dict[int, float]) -> str:
 def comparison(
     losses: Losses, found: dict[str, tuple[float, dict[int, float]]], names: list[str]
 ) -> Iterator[str]:
-    """Mean losses, and differences by seed, at every method's learning rate."""
+    """Mean losses, and differences paired by seed, at every method's learning rate.
+
+    "Hestia, rho 0" is a variation of "Hestia".
+    """
     references = ("straight-through", "Hestia", "Fairy2i")
     tried = sorted({lr for runs in losses.values() for lr, _ in runs})
-    titles = [f"minus {name}, by seed" for name in references if name in found]
+    titles = [f"minus {name}" for name in references if name in found] + ["minus the unvaried"]
     yield f"| method | lr | seeds | hard val loss | {' | '.join(titles)} |"
     yield f"|---|---:|---:|---:|{'---:|' * len(titles)}"
     for name in names:
@@ -74,6 +77,9 @@ def comparison(
             if reference in found:
                 other = found[reference][1]
                 cells.append("" if reference == name else differences(by_seed, other))
+        unvaried = name.partition(",")[0]
+        is_variation = unvaried != name and unvaried in found
+        cells.append(differences(by_seed, found[unvaried][1]) if is_variation else "")
         yield f"| {' | '.join(cells)} |"
 
 
