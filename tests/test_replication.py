@@ -1,6 +1,7 @@
 """The replication scripts run, keep what is done, and report it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,20 @@ def test_small_study_and_its_report(tmp_path):
     gap = observed["end"]["hard"] - observed["end"]["relaxed"]
     assert gap != 0 and f"last training step {gap:.6f}" in zones
     assert "straight-through: hard" in zones and (out / "dead_zones_lr0.001.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_is_kept_and_the_study_goes_on(tmp_path):
+    options = ("--lrs", "1e30", "1e-3", "--seeds", "0", "1", "--steps", "3", "--stages", "budget")
+    out = run("small.py", "--out", tmp_path, *options, "--budgets", "3", *SMALLER)
+    diverged = json.loads(
+        (tmp_path / "Hestia" / "lr1e+30_steps3_seed1" / "record.json").read_text()
+    )
+    assert diverged["validation_loss"]["trained, hard"] == float("inf") and diverged["steps"] == 3
+    assert "| trained, hard |      inf |" in out
+    table = run("report.py", "--small", tmp_path, "--steps", 3)
+    assert re.search(r"\| Hestia \| \d\.\d{4} \| inf \|", table)
+    assert "| Hestia | 0.001 (the lowest) | 1 | " in table
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ class Study:
             "validation_loss": recipe.validation_losses,
             "rows": recipe.history.rows,
             "tokens": recipe.tokens_seen,
-            "steps": recipe.global_step,
+            "steps": recipe.total_steps,
             "seconds": round(time.perf_counter() - started, 1),
             "versions": versions(),
         }
