@@ -64,12 +64,13 @@ real() {
     gradient_accumulation_steps=4 | tee "$out/real.txt"
 }
 
-(($#)) || set -- tests kernels recipes cost real
+stages=(tests kernels recipes cost real)
+(($#)) || set -- "${stages[@]}"
 for stage in "$@"; do
-  case $stage in
-    tests | kernels | recipes | cost | real) ;;
-    *) echo "STAGE is one of tests, kernels, recipes, cost, real; got $stage" >&2; exit 2 ;;
-  esac
+  if [[ " ${stages[*]} " != *" $stage "* ]]; then
+    echo "STAGE is one of ${stages[*]}; got $stage" >&2
+    exit 2
+  fi
 done
 failed=()
 nvidia-smi | tee "$out/machine.txt" || failed+=(nvidia-smi)

@@ -106,7 +106,11 @@ def main() -> None:
     parser.add_argument("--output-dir", default="runs/benchmark_sensitivity")
     parser.add_argument("--skip-authors", action="store_true")
     parser.add_argument(
-        "--targets", nargs="*", type=float, help="target_standard_error of the adaptive way, each"
+        "--targets",
+        nargs="*",
+        type=float,
+        default=[],
+        help="target_standard_error of the adaptive way, each",
     )
     options = parser.parse_args()
     logging.disable(logging.INFO)
@@ -129,7 +133,7 @@ def main() -> None:
         return estimate_sensitivity(model, weights, batches, chosen)
 
     ways = {"fisher": lambda: run(curvature="fisher"), "adaptive": lambda: run()}
-    for target in options.targets or []:
+    for target in options.targets:
         ways[f"adaptive {target:g}"] = lambda t=target: run(target_standard_error=t)
     if not options.skip_authors:
         ways["authors"] = lambda: authors_way(

@@ -118,7 +118,7 @@ def test_small_study_and_its_report(tmp_path):
     table = run("report.py", "--small", small, "--steps", 2)
     assert (small / "small.png").stat().st_size > 0
     for record in (json.loads(path.read_text()) for path in records):
-        if record["changes"]["seed"] == 1:
+        if record["settings"]["seed"] == 1:
             loss = record["validation_loss"]["trained, hard"]
             assert f"| {record['method']} | 0.001 | 1 | {loss:.4f} |" in table
 

@@ -1,21 +1,21 @@
 """What the replication scripts share: methods, runs that are kept, and where they stand."""
 
+import contextlib
 import json
+import logging
 import math
-import platform
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchao
-import torchtune
 from omegaconf import DictConfig, OmegaConf
+from torch import distributed as dist
 
-import hestia_tune
+from hestia_tune.evaluation.evaluate import versions
 from hestia_tune.files import write_atomically
 from hestia_tune.training.configs import config_path
 from hestia_tune.training.recipe import HARD, HestiaQATRecipe
@@ -41,6 +41,13 @@ class Method:
         changed = dict(self.schedule) | schedule
         curvature = self.curvature if changed["alpha"] else None
         return Method(name, self.quantizer, changed, curvature)
+
+    def fitted(self, cfg: DictConfig) -> "Method":
+        """The same method with the group size of a config: 64 where 128 does not divide."""
+        if "group_size" not in self.quantizer or "group_size" not in cfg.quantizer:
+            return self
+        group_size = {"group_size": cfg.quantizer.group_size}
+        return replace(self, quantizer=dict(self.quantizer) | group_size)
 
 
 HESTIA = Method("Hestia", TERNARY, ANNEALED, "hessian")
@@ -93,11 +100,13 @@ class Study:
         self._artifacts: set[Path] = set()
 
     def sensitivity(self, method: Method) -> str | None:
-        """The path of the artifact of the method's curvature; the recipe reuses none but that."""
+        """The path of the artifact of the method's curvature; the recipe reuses none but that.
+
+        One for all quantizers: they take the same layers.
+        """
         if method.curvature is None:
             return None
-        kind = method.quantizer["_component_"].rpartition(".")[2]
-        path = self.out / "sensitivity" / f"{kind}_{method.curvature}.json"
+        path = self.out / "sensitivity" / f"{method.curvature}.json"
         if path not in self._artifacts:
             cfg = OmegaConf.merge(self.base, {"output_dir": str(path.parent / path.stem)})
             cfg.quantizer = dict(method.quantizer)
@@ -156,7 +165,6 @@ class Study:
         record = {
             "method": method.name,
             "settings": settings,
-            "changes": changes,
             "validation_loss": recipe.validation_losses,
             "rows": recipe.history.rows,
             "tokens": recipe.tokens_seen,
@@ -180,7 +188,13 @@ def require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path
         raise ValueError(f"{path} is of a run with other settings: {told}. Take another --out")
 
 
-def versions() -> dict[str, str]:
-    """Versions that a number depends on."""
-    found = {m.__name__: m.__version__ for m in (hestia_tune, torch, torchao, torchtune)}
-    return found | {"python": platform.python_version()}
+@contextlib.contextmanager
+def many_runs() -> Iterator[None]:
+    """For scripts that train in their own process: quiet, and with one group for all runs."""
+    logging.disable(logging.INFO)
+    torch._dynamo.config.recompile_limit = 64  # runs of all methods share one process
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 from hestia_tune.components import HestiaQATQuantizer
+from hestia_tune.files import write_atomically
 from hestia_tune.training import setup as recipe_setup
 from hestia_tune.training.processes import StopRequest
 from hestia_tune.training.recipe import HestiaQATRecipe
@@ -103,10 +104,7 @@ def config_of(options: argparse.Namespace, name: str):
     methods = {method.name: method for method in METHODS}
     plain = {"_component_": "cost.PlainQuantizer"}
     method = methods.get(name, Method(name, plain, methods["straight-through"].schedule))
-    quantizer = dict(method.quantizer)
-    if "group_size" in quantizer:  # 64 where 128 does not divide the model
-        quantizer["group_size"] = cfg.quantizer.get("group_size", quantizer["group_size"])
-    cfg.quantizer = quantizer
+    cfg.quantizer = dict(method.fitted(cfg).quantizer)
     num = (options.steps + _WARM_UP) * cfg.batch_size * cfg.get("gradient_accumulation_steps", 1)
     cfg.dataset = {
         "_component_": "cost.RandomTokens",
@@ -156,11 +154,9 @@ def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
         for _ in range(_WARM_UP):
             step()
         reset_peak(is_cuda)
-        for _ in range(options.steps - 1):
+        for _ in range(options.steps - options.profile):
             step()
-        if not options.profile:
-            step()
-        else:
+        if options.profile:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
             with profile(activities=activities) as profiler:
                 step()
@@ -200,7 +196,7 @@ def main() -> None:
             done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True)
             found[name].append(json.loads(done.stdout.splitlines()[-1]))
             print(name, found[name][-1], file=sys.stderr, flush=True)
-            Path(options.out, "cost.json").write_text(json.dumps(found, indent=1))
+            write_atomically(Path(options.out, "cost.json"), json.dumps(found, indent=1))
     first = options.methods[0]
     best = {name: min(row["seconds"] for row in rows) for name, rows in found.items()}
     peak = {name: min(row["peak"] for row in rows) for name, rows in found.items()}

@@ -8,19 +8,18 @@ zone if ||w|/gamma - 1/2| is below ``--zone``. After every step: the share of co
 (the other weights are in the dead zone of Eq. 4), and of those that have ever differed from the
 first. Every ``--every`` steps also the share of weights in the zones, and the mean |gradient| of
 latent weights inside and outside of them, before clipping. At the end the validation losses of the
-last training step's weights, relaxed as that step had them and hard. Writes `dead_zones.png` and
+last training step's weights, relaxed as that step had them and hard. Writes a picture and
 prints a table.
 """
 
 import argparse
 import json
-import logging
 from pathlib import Path
 
 import torch
-from common import HARD, METHODS, Study, settings_of
-from torch import distributed as dist
+from common import HARD, METHODS, Study, many_runs, settings_of
 
+from hestia_tune.files import write_atomically
 from hestia_tune.qat import full_tensor, quantized_linears
 from hestia_tune.training.recipe import HestiaQATRecipe
 
@@ -59,7 +58,7 @@ class ObservedRecipe(HestiaQATRecipe):
             inside, gradients = [], []
             for layer, quantizer in self._layers():
                 distance, _ = quantizer.normalized(full_tensor(layer.weight))
-                inside.append((distance - 0.5).abs().flatten() < self.zone)
+                inside.append((distance - 0.5).abs() < self.zone)
                 gradients.append(full_tensor(layer.weight.grad).abs().flatten())
             inside, gradients = torch.cat(inside), torch.cat(gradients).double()
             self.observed.append(
@@ -93,7 +92,7 @@ class ObservedRecipe(HestiaQATRecipe):
         with self.driver.hard():
             found["hard"] = self.evaluate()
         found = {"steps": self.observed, "end": found}
-        (self.output_dir / "observed.json").write_text(json.dumps(found, indent=1))
+        write_atomically(self.output_dir / "observed.json", json.dumps(found, indent=1))
 
 
 def draw(found: dict[str, tuple[list[dict], list[dict]]], path: Path, title: str) -> None:
@@ -142,8 +141,6 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=ObservedRecipe.every)
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
-    logging.disable(logging.INFO)
-    torch._dynamo.config.recompile_limit = 64
     ObservedRecipe.zone, ObservedRecipe.every = options.zone, options.every
     base = settings_of(
         options.config,
@@ -155,12 +152,13 @@ def main() -> None:
     changes = {"optimizer__lr": options.lr, "seed": options.seed}
     changes |= {"max_steps_per_epoch": options.steps}
     found, ends = {}, {}
-    for method in METHODS[:3]:
-        record = study.run(method, label, **changes)
-        path = study.folder(method, label) / "observed.json"
-        observed = json.loads(path.read_text(encoding="utf-8"))
-        found[method.name] = (observed["steps"], record["rows"])
-        ends[method.name] = (record["validation_loss"][HARD], observed["end"])
+    with many_runs():
+        for method in METHODS[:3]:
+            record = study.run(method, label, **changes)
+            path = study.folder(method, label) / "observed.json"
+            observed = json.loads(path.read_text(encoding="utf-8"))
+            found[method.name] = (observed["steps"], record["rows"])
+            ends[method.name] = (record["validation_loss"][HARD], observed["end"])
     draw(found, study.out / f"dead_zones_lr{options.lr:g}.png", f"learning rate {options.lr:g}")
     columns = (
         "zone",
@@ -181,8 +179,6 @@ def main() -> None:
     for name, (trained, end) in ends.items():
         gap = end["hard"] - end["relaxed"]
         print(f"{name}: hard {trained:.4f}; hard - relaxed at the last training step {gap:.6f}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

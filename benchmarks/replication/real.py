@@ -13,13 +13,10 @@ all: perplexity on the held-out ``--texts``, in windows of the training's length
 
 import argparse
 import dataclasses
-import logging
 from pathlib import Path
 
-import torch
-from common import METHODS, Study, settings_of, slug
-from omegaconf import OmegaConf
-from torch import distributed as dist
+from common import METHODS, Study, many_runs, settings_of, slug
+from omegaconf import DictConfig, OmegaConf
 
 from hestia_tune.training.evaluation import EvaluationRecipe
 
@@ -49,38 +46,38 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="documents of each task")
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
-    logging.disable(logging.INFO)
-    torch._dynamo.config.recompile_limit = 64
     base = settings_of(options.config, [f"max_steps={options.steps}", *options.overrides])
     window = {"window": base.dataset.seq_len}
     texts = {name: window | text for name, text in map(text_of, options.texts)}
+    with many_runs():
+        train_and_compare(options, base, texts)
+
+
+def train_and_compare(options: argparse.Namespace, base: DictConfig, texts: dict) -> None:
+    """Trains every method that is not done, then evaluates all models together."""
     out = Path(options.out)
-    study = Study(base, out)
+    study, label = Study(base, out), f"steps{options.steps}"
+    changes = {} if options.lr is None else {"optimizer__lr": options.lr}
     folders = []
     for method in METHODS:
         if method.name not in options.methods:
             continue
-        quantizer = dict(method.quantizer)
-        if "group_size" in quantizer:  # 64 where 128 does not divide the model
-            quantizer["group_size"] = base.quantizer.get("group_size", quantizer["group_size"])
         curvature = method.curvature and options.curvature
-        method = dataclasses.replace(method, quantizer=quantizer, curvature=curvature)
-        changes = {} if options.lr is None else {"optimizer__lr": options.lr}
-        study.run(method, f"steps{options.steps}", **changes)
-        folders.append(str(study.folder(method, f"steps{options.steps}") / "hard_model"))
-    if texts or options.tasks:
-        evaluation = {
-            "models": ["pretrained", "naive", *folders],
-            "tasks": options.tasks,
-            "include_path": options.tasks_path,
-            "limit": options.limit,
-            "perplexity": texts,
-            "output": str(out / f"evaluation_{slug(options.config)}.json"),
-        }
-        cfg = OmegaConf.merge(base, {"output_dir": str(out / "evaluation"), "eval": evaluation})
-        print(EvaluationRecipe(cfg).run().markdown())
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        method = dataclasses.replace(method.fitted(base), curvature=curvature)
+        study.run(method, label, **changes)
+        folders.append(str(study.folder(method, label) / "hard_model"))
+    if not (texts or options.tasks):
+        return
+    evaluation = {
+        "models": ["pretrained", "naive", *folders],
+        "tasks": options.tasks,
+        "include_path": options.tasks_path,
+        "limit": options.limit,
+        "perplexity": texts,
+        "output": str(out / f"evaluation_{slug(options.config)}.json"),
+    }
+    cfg = OmegaConf.merge(base, {"output_dir": str(out / "evaluation"), "eval": evaluation})
+    print(EvaluationRecipe(cfg).run().markdown())
 
 
 if __name__ == "__main__":

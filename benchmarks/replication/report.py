@@ -64,6 +64,7 @@ def comparison(
     """
     references = ("straight-through", "Hestia", "Fairy2i")
     tried = sorted({lr for runs in losses.values() for lr, _ in runs})
+    ends = {tried[0]: " (the lowest)", tried[-1]: " (the highest)"} if len(tried) > 1 else {}
     titles = [f"minus {name}" for name in references if name in found] + ["minus the unvaried"]
     yield f"| method | lr | seeds | hard val loss | {' | '.join(titles)} |"
     yield f"|---|---:|---:|---:|{'---:|' * len(titles)}"
@@ -71,7 +72,6 @@ def comparison(
         if name not in found:
             continue
         lr, by_seed = found[name]
-        ends = {tried[0]: " (the lowest)", tried[-1]: " (the highest)"} if len(tried) > 1 else {}
         cells = [name, f"{lr:g}{ends.get(lr, '')}", str(len(by_seed)), spread([*by_seed.values()])]
         for reference in references:
             if reference in found:
