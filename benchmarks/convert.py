@@ -24,15 +24,15 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torchtune import config
 
-from hestia_tune.training.configs import config_path
-from hestia_tune.training.naming import HuggingFaceNames
+from hestia_tune.commands.configs import config_path
+from hestia_tune.models.names import HuggingFaceNames
 
 FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf")
 
 _CHILD = r"""
 import json, re, sys, time
 from omegaconf import OmegaConf
-from hestia_tune.training.convert import ConvertRecipe
+from hestia_tune.commands.convert import ConvertRecipe
 import compressed_tensors.compressors, gguf, transformers
 def peak():  # of this program; getrusage would count its parent's too
     return 1024 * int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1])

@@ -28,7 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 from hestia_tune.data.packing import ENCODE_DOCUMENTS  # noqa: E402
 from hestia_tune.data.streaming import streaming_text_dataset  # noqa: E402
 from hestia_tune.data.token_shards import write_token_shards  # noqa: E402
-from hestia_tune.training.tokenizers import HuggingFaceTokenizer  # noqa: E402
+from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ import torch
 from quantizer import best_time, forward_backward, print_table
 
 from hestia_tune.functional import relaxed_ternary
-from hestia_tune.quantizers import effective_weight
-from hestia_tune.quantizers.fairy2i import Fairy2iQuantizer
-from hestia_tune.quantizers.widely_linear import merge, split
+from hestia_tune.methods import effective_weight
+from hestia_tune.methods.fairy2i import Fairy2iMethod
+from hestia_tune.methods.widely_linear import merge, split
 
 
 def plain_stage(re, im, tau):
@@ -91,7 +91,7 @@ def main() -> None:
     options = {"device": args.device, "dtype": getattr(torch, args.dtype)}
     weight = (0.02 * torch.randn(args.rows, args.columns, **options)).requires_grad_()
     tau, pressure = torch.tensor([args.tau, 0.7], device=args.device).unbind()
-    quantizer = Fairy2iQuantizer(num_stages=args.num_stages)
+    quantizer = Fairy2iMethod(num_stages=args.num_stages)
 
     def ours(weight, tau, pressure):
         return effective_weight(weight, tau, pressure, quantizer)

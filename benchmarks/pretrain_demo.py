@@ -36,8 +36,8 @@ from hestia_tune.data.documents import (
     stdlib_docstrings,
     without_quotes,
 )
-from hestia_tune.quantizers import TernaryQuantizer
-from hestia_tune.training.models import llama
+from hestia_tune.methods import TernaryMethod
+from hestia_tune.models.builders import llama
 
 VOCAB_SIZE = 1024
 SPECIAL_TOKEN = "<|endoftext|>"
@@ -100,7 +100,7 @@ def evaluate(model: nn.Module, sequences: torch.Tensor) -> float:
 def naive_ternarization(model: nn.Module) -> nn.Module:
     """A copy whose block linears are replaced by scale times code, without any training."""
     model = copy.deepcopy(model)
-    quantizer = TernaryQuantizer(group_size=128)
+    quantizer = TernaryMethod(group_size=128)
     for module in model.layers.modules():
         if isinstance(module, nn.Linear):
             module.weight.copy_(quantizer.hard(module.weight))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from hestia_tune.functional import hard_ternary, relaxed_ternary
-from hestia_tune.quantizers import TernaryQuantizer, quantized_linear
+from hestia_tune.methods import TernaryMethod, quantized_linear
 
 
 def groups_scale(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +86,7 @@ def main() -> None:
     weight = (0.02 * torch.randn(args.rows, args.columns, **options)).requires_grad_()
     x = torch.randn(args.tokens, args.columns, **options).requires_grad_()
     tau, pressure = torch.tensor([0.3, 0.7], device=args.device).unbind()
-    quantizer = TernaryQuantizer(group_size=args.group_size)
+    quantizer = TernaryMethod(group_size=args.group_size)
 
     ours = functools.partial(relaxed_ternary, group_size=args.group_size)
     softmax = functools.partial(softmax_weight, group_size=args.group_size)

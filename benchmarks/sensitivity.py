@@ -23,16 +23,16 @@ from omegaconf import OmegaConf
 from torchtune import config
 from tqdm import tqdm
 
+from hestia_tune.commands.configs import config_path
+from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.config import from_mapping
-from hestia_tune.qat import quantized_linears
+from hestia_tune.models import build
+from hestia_tune.modules import quantized_linears
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.sensitivity.hutchpp import hutchpp
 from hestia_tune.sensitivity.hvp import double_backward_attention
 from hestia_tune.sensitivity.scores import is_resolved
 from hestia_tune.sensitivity.segments import logits_of, mean_loss
-from hestia_tune.training import model_setup
-from hestia_tune.training.configs import config_path
-from hestia_tune.training.sensitivity import SensitivityRecipe
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
 
@@ -122,7 +122,7 @@ def main() -> None:
         {"sensitivity_estimation": settings, "sensitivity": None},
     )
     recipe = SensitivityRecipe(cfg)
-    meta = model_setup.build_on_meta(cfg.model, config.instantiate(cfg.quantizer))
+    meta = build.build_on_meta(cfg.model, config.instantiate(cfg.quantizer))
     batches = [batch.to(recipe.device) for batch in recipe._calibration_batches()]
     model = recipe._load(recipe._read_pretrained(meta))
     names = spread(list(quantized_linears(meta)), options.layers)

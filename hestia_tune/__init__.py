@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from hestia_tune.components import Fairy2iConfig, Fairy2iQATQuantizer, HestiaQATQuantizer
-from hestia_tune.qat import HestiaConfig, quantized_linears
+from hestia_tune.modules import quantized_linears
+from hestia_tune.qat import Fairy2iConfig, Fairy2iQATQuantizer, HestiaConfig, HestiaQATQuantizer
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.selection import is_transformer_linear
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.tensors import Fairy2iTensor, TernaryTensor
 
 if TYPE_CHECKING:
-    from hestia_tune.training.packed import load_quantized
+    from hestia_tune.models.packed import load_quantized
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,7 @@ __all__ = [
 
 def __getattr__(name: str):
     if name == "load_quantized":  # the one that needs torchtune, which takes seconds to import
-        from hestia_tune.training.packed import load_quantized
+        from hestia_tune.models.packed import load_quantized
 
         return load_quantized
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from hestia_tune.training.configs import config_path, packaged_configs
+from hestia_tune.commands.configs import config_path, packaged_configs
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,18 +1,56 @@
-"""Files appear whole or not at all: written under a temporary name, then renamed."""
+"""Files and folders appear whole or not at all: written under a temporary name, then renamed."""
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+
+def remove(path: Path) -> None:
+    """Deletes a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def staged(path: str | Path) -> Iterator[Path]:
+    """A temporary name beside ``path``, of a file or a folder, that becomes ``path`` at the end.
+
+    What is there stays until the new one is whole; it then steps aside for the moment of a rename.
+    If the body raises, it is as it was and nothing else is left.
+
+    Example:
+        >>> with staged("model.gguf") as temporary:
+        ...     temporary.write_bytes(content)
+    """
+    path = Path(path)
+    temporary, old = (path.with_name(f"{path.name}.{end}") for end in ("tmp", "old.tmp"))
+    if old.exists() and not path.exists():  # a kill between the two renames below
+        old.rename(path)
+    remove(temporary)
+    remove(old)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+        if path.is_dir():  # a file is replaced by the rename itself
+            path.rename(old)
+        os.replace(temporary, path)
+    except BaseException:
+        if old.exists():
+            old.rename(path)
+        raise
+    finally:
+        remove(temporary)
+    remove(old)
 
 
 def write_atomically(path: str | Path, text: str) -> None:
     """Writes ``text`` to a temporary name beside ``path``, then renames it."""
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
+    with staged(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def require_writable_dir(path: str | Path) -> Path:

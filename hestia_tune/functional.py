@@ -1,17 +1,18 @@
-"""The quantizers as plain functions on tensors, for use without modules, steps or configs.
+"""The methods as plain functions on tensors, for use without modules, steps or configs.
 
 All take a latent weight (out_features, in_features) in float64, float32, bfloat16 or float16, on
-any device, and `group_size` as in `hestia_tune.quantizers.granularity`. Float64 is computed in
+any device, and `group_size` as in `hestia_tune.methods.granularity`. Float64 is computed in
 float64, everything else in float32; results have the dtype of the weight.
 """
 
+from collections.abc import Iterable
+
 import torch
 
-from hestia_tune.quantizers.base import Scalar, effective_weight, require_float
-from hestia_tune.quantizers.fairy2i import Fairy2iQuantizer, Granularity
-from hestia_tune.quantizers.granularity import GroupSize
-from hestia_tune.quantizers.ternary import TernaryQuantizer
-from hestia_tune.temperature import optimal_temperature
+from hestia_tune.methods.base import Scalar, effective_weight, require_float
+from hestia_tune.methods.fairy2i import Fairy2iMethod, Granularity
+from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.methods.ternary import TernaryMethod
 
 __all__ = [
     "fairy2i_codes",
@@ -31,7 +32,7 @@ def relaxed_ternary(
 
     Args:
         weight: (out_features, in_features).
-        tau: temperature in units of normalised weight squared, >= 0; 0 is the hard quantizer
+        tau: temperature in units of normalised weight squared, >= 0; 0 is the hard method
             with a straight-through gradient.
         pressure: in [0, 1]; 0 gives ``weight`` itself, 1 the relaxed ternary weight.
         group_size: weights that share a scale: a positive int that divides in_features,
@@ -46,7 +47,7 @@ def relaxed_ternary(
         TypeError: on a weight that is not floating point, or scalars of another type.
         ValueError: on values out of range, or a group size that does not divide in_features.
     """
-    return effective_weight(weight, tau, pressure, TernaryQuantizer(group_size=group_size))
+    return effective_weight(weight, tau, pressure, TernaryMethod(group_size=group_size))
 
 
 def hard_ternary(weight: torch.Tensor, *, group_size: GroupSize = 128) -> torch.Tensor:
@@ -57,7 +58,7 @@ def hard_ternary(weight: torch.Tensor, *, group_size: GroupSize = 128) -> torch.
         exactly representable in bfloat16.
     """
     require_float(weight)
-    return TernaryQuantizer(group_size=group_size).hard(weight)
+    return TernaryMethod(group_size=group_size).hard(weight)
 
 
 def ternary_codes(
@@ -71,7 +72,7 @@ def ternary_codes(
             "channel", (1, 1) for "tensor".
     """
     require_float(weight)
-    return TernaryQuantizer(group_size=group_size).codes(weight)
+    return TernaryMethod(group_size=group_size).codes(weight)
 
 
 def relaxed_fairy2i(
@@ -86,7 +87,7 @@ def relaxed_fairy2i(
 
     Args:
         weight: (out_features, in_features), both even.
-        tau: temperature in squared radians, >= 0; 0 is the hard quantizer with a straight-through
+        tau: temperature in squared radians, >= 0; 0 is the hard method with a straight-through
             gradient.
         pressure: in [0, 1].
         num_stages: residual stages, 1 to 4.
@@ -99,8 +100,8 @@ def relaxed_fairy2i(
     Raises:
         TypeError, ValueError: as `relaxed_ternary`; on an odd dimension.
     """
-    quantizer = Fairy2iQuantizer(num_stages=num_stages, granularity=granularity)
-    return effective_weight(weight, tau, pressure, quantizer)
+    method = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
+    return effective_weight(weight, tau, pressure, method)
 
 
 def hard_fairy2i(
@@ -109,7 +110,7 @@ def hard_fairy2i(
     """The sum of the hard stages as a real weight, of the shape and dtype of ``weight``; no
     gradient flows."""
     require_float(weight)
-    return Fairy2iQuantizer(num_stages=num_stages, granularity=granularity).hard(weight)
+    return Fairy2iMethod(num_stages=num_stages, granularity=granularity).hard(weight)
 
 
 def fairy2i_codes(
@@ -119,7 +120,26 @@ def fairy2i_codes(
 
     Returns:
         codes: int8 powers of i in 0..3, (num_stages, 2, n, m) for a weight (2n, 2m); U, then W.
-        scales: bfloat16, see `hestia_tune.quantizers.fairy2i.Fairy2iQuantizer.codes`.
+        scales: bfloat16, see `hestia_tune.methods.fairy2i.Fairy2iMethod.codes`.
     """
     require_float(weight)
-    return Fairy2iQuantizer(num_stages=num_stages, granularity=granularity).codes(weight)
+    return Fairy2iMethod(num_stages=num_stages, granularity=granularity).codes(weight)
+
+
+def optimal_temperature(
+    weights: torch.Tensor | Iterable[torch.Tensor], *, group_size: GroupSize = 128
+) -> float:
+    """tau that minimises the mean squared relaxation error over all ``weights`` together.
+
+    Args:
+        weights: one (out_features, in_features) tensor, or several; read one at a time.
+        group_size: as `relaxed_ternary`'s.
+
+    Returns:
+        tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights (Sec. 4.1).
+
+    Raises:
+        ValueError: on no weights, all-zero weights, or NaN or infinity among them.
+    """
+    tensors = [weights] if isinstance(weights, torch.Tensor) else weights
+    return TernaryMethod(group_size=group_size).fit_temperature(tensors)

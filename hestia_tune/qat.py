@@ -1,163 +1,83 @@
 """Prepare and convert: swapping quantized linears in and out of any model, the torchao way.
 
-`HestiaConfig` is registered with torchao, so `quantize_(model, HestiaConfig(step="prepare"))` works
-like torchao's own configs; `hestia_tune.components` wraps it. Nothing here copies a weight: prepare
-shares the parameter (also on the meta device), convert replaces it by the hard weight.
+`HestiaConfig` and `Fairy2iConfig` are registered with torchao, so that
+``quantize_(model, HestiaConfig(step="prepare"))`` works like torchao's own configs. The two-step
+components, ``prepare(model)`` and ``convert(model)``, wrap them: they know which linears to take
+and name them in their errors. Nothing here copies a weight: prepare shares the parameter (also on
+the meta device), convert replaces it by the hard weight.
 """
 
-from collections.abc import Callable
+import dataclasses
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.core.config import AOBaseConfig
-from torchao.quantization.qat.linear import FakeQuantizedLinear
+from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from hestia_tune.config import require_number
-from hestia_tune.quantizers import Quantizer, TernaryQuantizer, quantized_linear
-from hestia_tune.quantizers.base import effective_weight
-from hestia_tune.quantizers.granularity import GroupSize, validate_group_size
-from hestia_tune.selection import clean_fqn
-from hestia_tune.tensors import TernaryTensor, to_intx
+from hestia_tune.methods import Fairy2iMethod, Method, TernaryMethod
+from hestia_tune.methods.fairy2i import Granularity
+from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.modules import QuantizedLinear, quantized_linears
+from hestia_tune.selection import clean_fqn, select_linears
+from hestia_tune.tensors import pack
 
-
-def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that FSDP may have sharded, detached. Collective if it has."""
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-class FakeQuantizer(nn.Module):
-    """weight -> effective weight, at the temperature and pressure held here as 0-D buffers.
-
-    The buffers are float32 whatever the model is cast to, not saved in state dicts (they follow
-    from the step), and tensors rather than floats, so that a change of value compiles nothing anew.
-
-    Args:
-        quantizer: the method.
-        tau, pressure: initial values.
-        device: where the buffers live.
-    """
-
-    def __init__(self, quantizer: Quantizer, *, tau: float, pressure: float, device=None):
-        super().__init__()
-        self.quantizer = quantizer
-        self.enabled = True
-        self._initial = (tau, pressure)
-        self.register_buffer("tau", torch.empty((), device=device), persistent=False)
-        self.register_buffer("pressure", torch.empty((), device=device), persistent=False)
-        self.reset_buffers(device)
-
-    def reset_buffers(self, device=None) -> None:
-        """(Re)creates the buffers on ``device``: what a model made on the meta device needs."""
-        for name, value in zip(("tau", "pressure"), self._initial, strict=True):
-            setattr(self, name, torch.tensor(value, dtype=torch.float32, device=device))
-
-    def _apply(self, fn, recurse=True):
-        """Follows the model to another device, but not to another dtype."""
-        values = {"tau": self.tau, "pressure": self.pressure}
-        super()._apply(fn, recurse)
-        for name, value in values.items():
-            moved = getattr(self, name)
-            if moved.dtype != torch.float32:
-                setattr(self, name, value.to(moved.device))
-        return self
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        if not self.enabled:
-            return weight
-        return effective_weight(weight, self.tau, self.pressure, self.quantizer)
-
-    def extra_repr(self) -> str:
-        return self.quantizer.key()
-
-
-class QuantizedLinear(FakeQuantizedLinear):
-    """A linear whose forward uses the effective weight; see `hestia_tune.quantizers.linear`.
-
-    Made by `from_linear`. The parameter keeps its name ``weight`` and its identity, so state dicts,
-    optimizers and tied weights do not notice.
-    """
-
-    weight_fake_quantizer: FakeQuantizer
-
-    @classmethod
-    def from_linear(
-        cls, mod: nn.Linear, quantizer: Quantizer, *, tau: float = 0.3, pressure: float = 1.0
-    ) -> "QuantizedLinear":
-        """A quantized linear with the parameters of ``mod``; works on the meta device."""
-        new = cls(mod.in_features, mod.out_features, mod.bias is not None, device="meta")
-        new.weight, new.bias = mod.weight, mod.bias
-        new.weight_fake_quantizer = FakeQuantizer(
-            quantizer, tau=tau, pressure=pressure, device=mod.weight.device
-        )
-        return new.train(mod.training)
-
-    def to_linear(self) -> nn.Linear:
-        """A plain linear with the same latent parameters."""
-        new = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        new.weight, new.bias = self.weight, self.bias
-        return new.train(self.training)
-
-    def to_hard_linear(
-        self,
-        pack: Callable[[torch.Tensor, Quantizer], torch.Tensor] = lambda w, quantizer: (
-            quantizer.hard(w)
-        ),
-    ) -> nn.Linear:
-        """A plain linear whose weight is the hard one, in the dtype of the latent weight.
-
-        Args:
-            pack: latent weight and its quantizer -> what stands for it, dense or packed.
-        """
-        new = self.to_linear()
-        latent = self.weight.detach()
-        hard = pack(full_tensor(latent), self.weight_fake_quantizer.quantizer)
-        if isinstance(latent, DTensor):
-            hard = distribute_tensor(hard, latent.device_mesh, latent.placements)
-        dense = type(hard) in (torch.Tensor, DTensor)
-        new.weight = nn.Parameter(hard, requires_grad=dense and self.weight.requires_grad)
-        return new
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        fake = self.weight_fake_quantizer
-        if not fake.enabled:
-            return F.linear(x, self.weight, self.bias)
-        return quantized_linear(x, self.weight, self.bias, fake.tau, fake.pressure, fake.quantizer)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QATConfigBase(AOBaseConfig):
-    """What the configs of all methods share.
+    """What the configs of all methods share. The other fields of a subclass are its method's.
 
     Args:
         step: "prepare" swaps quantized linears in, "convert" swaps plain linears with hard
             weights back.
         tau: temperature until a schedule sets another, >= 0; 0 is straight-through.
         pressure: pressure until a schedule sets another, in [0, 1].
+        target: what "convert" makes of a weight: "dense" (the hard weight in its own dtype) or a
+            packed format of the method.
     """
 
+    method_type: ClassVar[type[Method]]
     step: Literal["prepare", "convert"] = "prepare"
     tau: float = 0.3
     pressure: float = 1.0
+    target: str = "dense"
 
     def __post_init__(self):
         if self.step not in ("prepare", "convert"):
             raise ValueError(f'step must be "prepare" or "convert"; got {self.step!r}')
         require_number("tau", self.tau, 0, 100, "the paper starts at 0.3")
         require_number("pressure", self.pressure, 0, 1, "1 is fully quantized")
+        allowed = ("dense", *self.method().packed_formats)
+        if self.target not in allowed:
+            words = ", ".join(f'"{word}"' for word in allowed)
+            raise ValueError(f"target must be one of {words}; got {self.target!r}")
 
-    def quantizer(self) -> Quantizer:
-        """The method."""
-        raise NotImplementedError
+    def method(self) -> Method:
+        """The method, made from the fields of the same names."""
+        names = [field.name for field in dataclasses.fields(self.method_type)]
+        return self.method_type(**{name: getattr(self, name) for name in names})
 
-    def pack(self, latent: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-        """What stands for a latent weight after "convert"; ``quantizer`` is its layer's own."""
-        return quantizer.hard(latent)
+    def pack(self, method: Method, latent: torch.Tensor) -> torch.Tensor:
+        """What stands for a latent weight after "convert"; ``method`` is its layer's own."""
+        return method.hard(latent) if self.target == "dense" else pack(method, latent, self.target)
+
+
+def transform(module: nn.Module, config: QATConfigBase) -> nn.Module:
+    """What ``quantize_`` does to a linear: the same for every method."""
+    if config.step == "convert":
+        return module.to_hard_linear(config.pack) if isinstance(module, QuantizedLinear) else module
+    if isinstance(module, QuantizedLinear):
+        return module
+    method = config.method()
+    method.check_layer(module.in_features, module.out_features, str(module))
+    return QuantizedLinear.from_linear(module, method, tau=config.tau, pressure=config.pressure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +87,8 @@ class HestiaConfig(QATConfigBase):
     Args:
         group_size: weights that share a scale: an int that divides in_features (128 in the
             paper), "channel" or "tensor".
-        target: what "convert" makes of a weight: "dense" (gamma times code in its own dtype),
-            "ternary" (a packed `hestia_tune.TernaryTensor`) or "intx" (torchao's int2 tensor).
+        target: "dense", "ternary" (a packed `hestia_tune.TernaryTensor`) or "intx" (torchao's int2
+            tensor).
         step, tau, pressure: see `QATConfigBase`.
 
     Raises:
@@ -179,42 +99,169 @@ class HestiaConfig(QATConfigBase):
         ``filter_fn=hestia_tune.is_transformer_linear`` or use `HestiaQATQuantizer`.
     """
 
+    method_type: ClassVar[type[Method]] = TernaryMethod
     group_size: GroupSize = 128
-    target: Literal["dense", "ternary", "intx"] = "dense"
-
-    def __post_init__(self):
-        super().__post_init__()
-        validate_group_size(self.group_size)
-        if self.target not in ("dense", "ternary", "intx"):
-            raise ValueError(f'target must be "dense", "ternary" or "intx"; got {self.target!r}')
-
-    def quantizer(self) -> TernaryQuantizer:
-        return TernaryQuantizer(group_size=self.group_size)
-
-    def pack(self, latent: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-        if self.target == "dense":
-            return super().pack(latent, quantizer)
-        codes, scale = quantizer.codes(latent)
-        make = to_intx if self.target == "intx" else TernaryTensor.from_codes
-        return make(codes, scale, dtype=latent.dtype)
 
 
-@register_quantize_module_handler(HestiaConfig)
-def transform(module: nn.Module, config: QATConfigBase) -> nn.Module:
-    """What ``quantize_`` does to a linear: the same for every method."""
-    if config.step == "convert":
-        return module.to_hard_linear(config.pack) if isinstance(module, QuantizedLinear) else module
-    if isinstance(module, QuantizedLinear):
-        return module
-    quantizer = config.quantizer()
-    quantizer.check_layer(module.in_features, module.out_features, str(module))
-    return QuantizedLinear.from_linear(module, quantizer, tau=config.tau, pressure=config.pressure)
+@dataclass(frozen=True, kw_only=True)
+class Fairy2iConfig(QATConfigBase):
+    """Complex-valued QAT for ``torchao.quantization.quantize_``; tau is in squared radians.
+
+    Args:
+        num_stages: residual stages, 1 to 4, each one bit per real weight (2 in the paper).
+        granularity: "tensor" (the paper's: two scales per matrix and stage) or an int, the complex
+            columns that share them.
+        target: "dense" or "fairy2i" (a packed `hestia_tune.Fairy2iTensor`).
+        step, tau, pressure: see `QATConfigBase`.
+
+    Raises:
+        TypeError, ValueError: on values that are out of range.
+    """
+
+    method_type: ClassVar[type[Method]] = Fairy2iMethod
+    num_stages: int = 2
+    granularity: Granularity = "tensor"
 
 
-def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """The quantized linears of a prepared model by fully qualified name, in model order."""
-    return {
-        clean_fqn(fqn): module
-        for fqn, module in model.named_modules()
-        if isinstance(module, QuantizedLinear)
-    }
+for _config in (HestiaConfig, Fairy2iConfig):
+    register_quantize_module_handler(_config)(transform)
+
+
+class QATQuantizerBase:
+    """Two-step quantizer component: ``prepare(model)`` before training, ``convert(model)`` after.
+
+    Args:
+        config: the method and its options.
+        include, exclude: which linears; see `select_linears`.
+        skip_incompatible: leave out the linears whose shape the method cannot take, instead of
+            raising an error.
+
+    Attributes:
+        skipped: names of the linears that `prepare` left out for their shape.
+    """
+
+    def __init__(
+        self,
+        config: QATConfigBase,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        skip_incompatible: bool = False,
+    ):
+        for option, patterns in (("include", include), ("exclude", exclude)):
+            if isinstance(patterns, str):
+                raise TypeError(f"{option} must be a list of patterns; got the string {patterns!r}")
+        self.config = config
+        self.method = config.method()
+        self._include = None if include is None else list(include)
+        self._exclude = list(exclude or ())
+        self._skip_incompatible = skip_incompatible
+        self.skipped: list[str] = []
+
+    def _step(self, step: str) -> QATConfigBase:
+        return dataclasses.replace(self.config, step=step)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Swaps the selected linears for quantized ones, in place; returns ``model``.
+
+        Raises:
+            ValueError: if a pattern matches nothing, or a layer cannot be quantized; the error
+                names the layer, and the model is as it was.
+        """
+        chosen = select_linears(model, self._include, self._exclude)
+        self.skipped = []
+        for fqn, linear in chosen.items():
+            try:
+                self.method.check_layer(linear.in_features, linear.out_features, fqn)
+            except ValueError as error:
+                if not self._skip_incompatible:
+                    raise
+                log.warning("not quantized: %s", error)
+                self.skipped.append(fqn)
+        chosen = {fqn: linear for fqn, linear in chosen.items() if fqn not in self.skipped}
+        if not chosen:
+            raise ValueError(
+                f"none of the {len(self.skipped)} selected linears can be quantized by "
+                f"{self.method.key()}"
+            )
+        quantize_(
+            model, self._step("prepare"), filter_fn=lambda module, fqn: clean_fqn(fqn) in chosen
+        )
+        # A module that stands in one parent under two names has been swapped under the first only.
+        by_weight = {id(layer.weight): layer for layer in quantized_linears(model).values()}
+        for fqn, module in list(model.named_modules(remove_duplicate=False)):
+            if clean_fqn(fqn) in chosen and not isinstance(module, QuantizedLinear):
+                parent, _, name = fqn.rpartition(".")
+                setattr(model.get_submodule(parent), name, by_weight[id(module.weight)])
+        return model
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Swaps every quantized linear for a plain one with its hard weight, in place.
+
+        Linears that shared a latent weight share the hard one; a weight shared with something that
+        is not quantized, such as an embedding, is shared no longer.
+        """
+        latents = {
+            fqn: module.weight
+            for fqn, module in model.named_modules()
+            if isinstance(module, QuantizedLinear)
+        }
+        quantize_(model, self._step("convert"), filter_fn=lambda module, fqn: fqn in latents)
+        hard: dict[int, nn.Parameter] = {}
+        for fqn, latent in latents.items():
+            linear = model.get_submodule(fqn)
+            linear.weight = hard.setdefault(id(latent), linear.weight)
+        return model
+
+
+class HestiaQATQuantizer(QATQuantizerBase):
+    """Ternary QAT as a component (``_component_: hestia_tune.HestiaQATQuantizer``).
+
+    Args:
+        group_size: weights that share a scale: an int that divides in_features (128 in the
+            paper), "channel" or "tensor".
+        include: shell patterns of the linears to quantize; None takes every linear of the
+            transformer blocks (attention q, k, v, output; MLP gate, up, down).
+        exclude: shell patterns of linears to leave out.
+        skip_incompatible: leave out the linears whose in_features the groups do not divide.
+
+    Example:
+        >>> component = HestiaQATQuantizer(group_size=128)
+        >>> model = component.prepare(model)      # train, a ScheduleDriver sets tau and pressure
+        >>> model = component.convert(model)      # plain linears, every weight gamma·{-1, 0, 1}
+    """
+
+    def __init__(
+        self,
+        group_size: GroupSize = 128,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        skip_incompatible: bool = False,
+    ):
+        config = HestiaConfig(group_size=group_size)
+        super().__init__(config, include, exclude, skip_incompatible)
+
+
+class Fairy2iQATQuantizer(QATQuantizerBase):
+    """Complex-valued QAT as a component (``_component_: hestia_tune.Fairy2iQATQuantizer``).
+
+    With ``schedule: {rho: 0.0, tau_init: 0.0}`` it is straight-through (*Fairy2i* in the paper's
+    Table 3), with a temperature relaxed (*Fairy2i-H*).
+
+    Args:
+        num_stages, granularity: see `Fairy2iConfig`.
+        include: shell patterns of the linears to quantize; None takes every linear of the
+            transformer blocks.
+        exclude: shell patterns of linears to leave out.
+        skip_incompatible: leave out the linears with an odd number of rows or columns.
+    """
+
+    def __init__(
+        self,
+        num_stages: int = 2,
+        granularity: Granularity = "tensor",
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        skip_incompatible: bool = False,
+    ):
+        config = Fairy2iConfig(num_stages=num_stages, granularity=granularity)
+        super().__init__(config, include, exclude, skip_incompatible)

@@ -1,4 +1,5 @@
-"""Pressure and temperature as functions of the step, and the driver that hands them to layers.
+"""Pressure, temperature and learning rate as functions of the step; the driver that hands the
+first two to layers.
 
 Legend: t global step (optimizer steps done so far), T total steps, rho compress ratio,
 T_comp = rho·T (a real number, not rounded), alpha sensitivity strength, s sensitivity score.
@@ -13,8 +14,10 @@ import math
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from hestia_tune.config import ScheduleConfig
+from hestia_tune.config import ScheduleConfig, require_number
 
 
 def pressure_at(step: int, total_steps: int, rho: float) -> float:
@@ -75,7 +78,7 @@ class AnnealingSchedule:
 
 
 class ScheduleDriver:
-    """Writes pressure and temperature into the fake quantizers of a prepared model.
+    """Writes pressure and temperature into the quantized linears of a prepared model.
 
     Args:
         schedule: what to write.
@@ -117,8 +120,8 @@ class ScheduleDriver:
         One copy to the device and one fused kernel, however many layers there are.
         """
         taus = [temperatures[name] for name in self._layers]
-        quantizers = [layer.weight_fake_quantizer for layer in self._layers.values()]
-        buffers = [q.tau for q in quantizers] + [q.pressure for q in quantizers]
+        fakes = [layer.weight_fake_quantizer for layer in self._layers.values()]
+        buffers = [fake.tau for fake in fakes] + [fake.pressure for fake in fakes]
         values = torch.tensor(taus + [pressure] * len(taus), dtype=torch.float32)
         torch._foreach_copy_(
             buffers, list(values.to(buffers[0].device, non_blocking=True).unbind())
@@ -126,15 +129,15 @@ class ScheduleDriver:
 
     @contextlib.contextmanager
     def _temporarily(self, tau: float, pressure: float) -> Iterator[None]:
-        quantizers = [layer.weight_fake_quantizer for layer in self._layers.values()]
-        before = [(q.tau.clone(), q.pressure.clone()) for q in quantizers]
+        fakes = [layer.weight_fake_quantizer for layer in self._layers.values()]
+        before = [(fake.tau.clone(), fake.pressure.clone()) for fake in fakes]
         self.write(dict.fromkeys(self._layers, tau), pressure)
         try:
             yield
         finally:
-            for quantizer, (old_tau, old_pressure) in zip(quantizers, before, strict=True):
-                quantizer.tau.copy_(old_tau)
-                quantizer.pressure.copy_(old_pressure)
+            for fake, (old_tau, old_pressure) in zip(fakes, before, strict=True):
+                fake.tau.copy_(old_tau)
+                fake.pressure.copy_(old_pressure)
 
     def hard(self):
         """Context in which the model computes with hard weights (tau 0, pressure 1)."""
@@ -143,3 +146,65 @@ class ScheduleDriver:
     def latent(self):
         """Context in which the model computes with its latent weights (pressure 0)."""
         return self._temporarily(0.0, 0.0)
+
+
+def wsd_factor(
+    step: int,
+    num_training_steps: int,
+    warmup_ratio: float,
+    decay_ratio: float,
+    min_lr_ratio: float = 0.0,
+) -> float:
+    """Factor of the peak learning rate at training step ``step`` (0-based).
+
+    Rises linearly over the first ceil(warmup_ratio·T) steps (the first step already learns), stays
+    at 1, and falls linearly over the last ceil(decay_ratio·T) steps; the value ``min_lr_ratio``
+    would be reached at step T, one after the last.
+    """
+    warmup_steps = math.ceil(warmup_ratio * num_training_steps)
+    decay_steps = math.ceil(decay_ratio * num_training_steps)
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    remaining = num_training_steps - step
+    if remaining >= decay_steps:
+        return 1.0
+    return min_lr_ratio + (1.0 - min_lr_ratio) * max(0, remaining) / decay_steps
+
+
+def get_wsd_schedule(
+    optimizer: Optimizer,
+    num_training_steps: int,
+    warmup_ratio: float = 0.01,
+    decay_ratio: float = 0.2,
+    min_lr_ratio: float = 0.0,
+    last_epoch: int = -1,
+) -> LambdaLR:
+    """Warmup-stable-decay schedule (``lr_scheduler._component_``); see `wsd_factor`.
+
+    Args:
+        optimizer: the optimizer whose learning rate is the peak.
+        num_training_steps: T, filled in by the recipe.
+        warmup_ratio: fraction of T spent rising, in [0, 1].
+        decay_ratio: fraction of T spent falling, in [0, 1]; with ``warmup_ratio`` at most 1.
+        min_lr_ratio: what the decay ends at, relative to the peak, in [0, 1].
+        last_epoch: index of the last step done, filled in by the recipe.
+
+    Raises:
+        TypeError, ValueError: on ratios out of range.
+    """
+    ratios = {
+        "warmup_ratio": warmup_ratio,
+        "decay_ratio": decay_ratio,
+        "min_lr_ratio": min_lr_ratio,
+    }
+    for name, value in ratios.items():
+        require_number(f"lr_scheduler.{name}", value, 0, 1, "it is a fraction")
+    if warmup_ratio + decay_ratio > 1:
+        raise ValueError(
+            f"warmup_ratio + decay_ratio must be at most 1; got {warmup_ratio} + {decay_ratio}"
+        )
+
+    def factor(step: int) -> float:
+        return wsd_factor(step, num_training_steps, warmup_ratio, decay_ratio, min_lr_ratio)
+
+    return LambdaLR(optimizer, factor, last_epoch)

@@ -2,8 +2,8 @@
 
 import sys
 
-from hestia_tune.training.convert import run_convert
-from hestia_tune.training.launch import main
+from hestia_tune.commands.convert import run_convert
+from hestia_tune.commands.launch import main
 
 if __name__ == "__main__":
     sys.exit(main(run_convert, "hestia_convert"))

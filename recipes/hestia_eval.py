@@ -2,8 +2,8 @@
 
 import sys
 
-from hestia_tune.training.evaluation import run_evaluation
-from hestia_tune.training.launch import main
+from hestia_tune.commands.evaluate import run_evaluation
+from hestia_tune.commands.launch import main
 
 if __name__ == "__main__":
     sys.exit(main(run_evaluation, "hestia_eval"))

@@ -2,7 +2,8 @@
 
 import sys
 
-from hestia_tune.training.launch import main, run_qat
+from hestia_tune.commands.launch import main
+from hestia_tune.commands.qat import run_qat
 
 if __name__ == "__main__":
     sys.exit(main(run_qat, "hestia_qat"))

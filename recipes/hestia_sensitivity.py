@@ -2,8 +2,8 @@
 
 import sys
 
-from hestia_tune.training.launch import main
-from hestia_tune.training.sensitivity import run_sensitivity
+from hestia_tune.commands.launch import main
+from hestia_tune.commands.sensitivity import run_sensitivity
 
 if __name__ == "__main__":
     sys.exit(main(run_sensitivity, "hestia_sensitivity"))

@@ -2,8 +2,8 @@
 
 import sys
 
-from hestia_tune.training.launch import main
-from hestia_tune.training.tokenize import run_tokenize
+from hestia_tune.commands.launch import main
+from hestia_tune.commands.tokenize import run_tokenize
 
 if __name__ == "__main__":
     sys.exit(main(run_tokenize, "hestia_tokenize"))

@@ -9,10 +9,10 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from hestia_tune.qat import quantized_linears
-from hestia_tune.training.configs import config_path, packaged_configs, resolve_argv
-from hestia_tune.training.model_setup import build_on_meta
-from hestia_tune.training.options import RunOptions, with_defaults
+from hestia_tune.commands.configs import config_path, packaged_configs, resolve_argv
+from hestia_tune.models.build import build_on_meta
+from hestia_tune.modules import quantized_linears
+from hestia_tune.training.options import Run
 
 # name -> (blocks, parameters, what the paper or the model's shape fixes)
 EXPECTED = {
@@ -33,13 +33,13 @@ def test_every_packaged_config_is_expected():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_config_builds_at_its_real_size(name):
     blocks, parameters, group_size = EXPECTED[name]
-    cfg = with_defaults(OmegaConf.load(config_path(name)))
-    options = RunOptions.from_config(cfg)
+    run = Run.of(OmegaConf.load(config_path(name)))
+    cfg, options = run.cfg, run.options
     quantizer = config.instantiate(cfg.quantizer)
     if group_size is None:
-        assert quantizer.quantizer.key() == "fairy2i, num_stages=2, granularity=tensor"
+        assert quantizer.method.key() == "fairy2i, num_stages=2, granularity=tensor"
     else:
-        assert quantizer.quantizer.group_size == group_size
+        assert quantizer.method.group_size == group_size
     model = build_on_meta(cfg.model, quantizer)
     layers = quantized_linears(model)
     assert len(layers) == 7 * blocks

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hestia_tune.functional import hard_ternary, relaxed_ternary, ternary_codes
-from hestia_tune.quantizers import TernaryQuantizer
+from hestia_tune.methods import TernaryMethod
 
 
 def make_weight(out: int = 4, inp: int = 128, dtype=torch.float32, device="cpu") -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_the_rounding_of_the_scale_survives_a_compiler_that_elides_casts(method,
     tau, pressure = torch.tensor(0.3), torch.tensor(0.7)
     scalars = () if method == "hard" else (tau, pressure)
     inputs = (*((torch.ones_like(weight),) if method == "vjp" else ()), weight, *scalars)
-    function = getattr(TernaryQuantizer(group_size=32), method)
+    function = getattr(TernaryMethod(group_size=32), method)
     assert torch.equal(elide_lower_precision(function, *inputs)(*inputs), function(*inputs))
 
 

@@ -5,7 +5,7 @@ import references
 import torch
 
 from hestia_tune.functional import optimal_temperature
-from hestia_tune.temperature import (
+from hestia_tune.methods.temperature import (
     NUM_BINS,
     SEARCH_RANGE,
     relaxation_histogram,

@@ -18,7 +18,7 @@ from torchtune.models.convert_weights import tune_to_hf
 from torchtune.training.metric_logging import DiskLogger
 
 from hestia_tune.data import SequenceDataset
-from hestia_tune.training.models import llama
+from hestia_tune.models.builders import llama
 from hestia_tune.training.recipe import HestiaQATRecipe
 
 SHAPE = {
@@ -138,9 +138,9 @@ def make_config(model_dir: Path, output_dir: Path, *overrides: str) -> DictConfi
         "device": "cpu",
         "dtype": "fp32",
         "seed": 3,
-        "model": {"_component_": "hestia_tune.training.models.llama", **SHAPE},
+        "model": {"_component_": "hestia_tune.models.llama", **SHAPE},
         "tokenizer": {
-            "_component_": "hestia_tune.training.tokenizers.HuggingFaceTokenizer",
+            "_component_": "hestia_tune.models.HuggingFaceTokenizer",
             "path": str(model_dir),
         },
         "checkpointer": {
@@ -156,7 +156,7 @@ def make_config(model_dir: Path, output_dir: Path, *overrides: str) -> DictConfi
         "batch_size": 4,
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3, "weight_decay": 0.1},
         "lr_scheduler": {
-            "_component_": "hestia_tune.training.lr_schedule.get_wsd_schedule",
+            "_component_": "hestia_tune.schedule.get_wsd_schedule",
             "warmup_ratio": 0.2,
         },
         "metric_logger": {

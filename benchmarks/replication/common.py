@@ -15,11 +15,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import distributed as dist
 
+from hestia_tune.commands.configs import config_path
+from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.evaluation.evaluate import versions
 from hestia_tune.files import write_atomically
-from hestia_tune.training.configs import config_path
 from hestia_tune.training.recipe import HARD, HestiaQATRecipe
-from hestia_tune.training.sensitivity import SensitivityRecipe
 
 TERNARY = {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 128}
 COMPLEX = {"_component_": "hestia_tune.Fairy2iQATQuantizer", "num_stages": 2}

@@ -30,10 +30,10 @@ from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from hestia_tune.components import HestiaQATQuantizer
+from hestia_tune.distributed import StopRequest
 from hestia_tune.files import write_atomically
+from hestia_tune.qat import HestiaQATQuantizer
 from hestia_tune.training import setup as recipe_setup
-from hestia_tune.training.processes import StopRequest
 from hestia_tune.training.recipe import HestiaQATRecipe
 
 NAMES = ("plain", "straight-through", "Hestia, uniform", "Fairy2i")

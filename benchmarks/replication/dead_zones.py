@@ -20,7 +20,7 @@ import torch
 from common import HARD, METHODS, Study, many_runs, settings_of
 
 from hestia_tune.files import write_atomically
-from hestia_tune.qat import full_tensor, quantized_linears
+from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.training.recipe import HestiaQATRecipe
 
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
@@ -43,7 +43,7 @@ class ObservedRecipe(HestiaQATRecipe):
 
     def _layers(self):
         for layer in quantized_linears(self._model).values():
-            yield layer, layer.weight_fake_quantizer.quantizer
+            yield layer, layer.weight_fake_quantizer.method
 
     @torch.no_grad()
     def _codes(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ from pathlib import Path
 from common import METHODS, Study, many_runs, settings_of, slug
 from omegaconf import DictConfig, OmegaConf
 
-from hestia_tune.training.evaluation import EvaluationRecipe
+from hestia_tune.commands.evaluate import EvaluationRecipe
 
 NAMES = ("straight-through", "Hestia, uniform", "Hestia", "Fairy2i-H")
 

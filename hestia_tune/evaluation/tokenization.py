@@ -39,7 +39,7 @@ class TextCodec:
             raise TypeError(
                 f"a tokenizer needs encode, decode and eos_id; {type(tokenizer).__name__} lacks "
                 f"{', '.join(missing)}; use a torchtune tokenizer or "
-                "hestia_tune.training.tokenizers.HuggingFaceTokenizer"
+                "hestia_tune.models.HuggingFaceTokenizer"
             )
         self._tokenizer = tokenizer
         self._inner = _without_padding(getattr(tokenizer, "tokenizer", None))

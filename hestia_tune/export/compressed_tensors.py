@@ -50,7 +50,7 @@ from hestia_tune.export.huggingface import (
     weight_names,
 )
 from hestia_tune.export.source import SafetensorsFolder, row_chunks
-from hestia_tune.quantizers.granularity import GroupSize
+from hestia_tune.methods.granularity import GroupSize
 
 _FORMAT = "pack-quantized"
 _NUM_BITS = 2

@@ -44,7 +44,7 @@ from hestia_tune.export.gguf_tensors import (
 )
 from hestia_tune.export.gguf_vocab import Vocabulary, read_vocabulary
 from hestia_tune.export.source import SafetensorsFolder, row_chunks
-from hestia_tune.quantizers.granularity import GroupSize, check_divides, validate_group_size
+from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hestia_tune.quantizers.granularity import GroupSize, block_view
+from hestia_tune.methods.granularity import GroupSize, block_view
 
 FP16_MIN_NORMAL, FP16_MAX = 2.0**-14, 65504.0
 

@@ -14,7 +14,7 @@ from hestia_tune.export.gguf_blocks import (
 )
 from hestia_tune.export.gguf_model import LlamaModel
 from hestia_tune.export.source import CHUNK, SafetensorsFolder, row_chunks
-from hestia_tune.quantizers.granularity import GroupSize
+from hestia_tune.methods.granularity import GroupSize
 
 
 @dataclass(frozen=True, kw_only=True)

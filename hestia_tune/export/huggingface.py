@@ -25,7 +25,7 @@ from hestia_tune.export.folder import (
 from hestia_tune.export.gguf_blocks import split_ternary
 from hestia_tune.export.source import SafetensorsFolder, row_chunks
 from hestia_tune.functional import hard_ternary
-from hestia_tune.quantizers.granularity import GroupSize, check_divides, validate_group_size
+from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
 
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hestia_tune.config import EstimationConfig
 from hestia_tune.sensitivity.artifact import SensitivityArtifact
 from hestia_tune.sensitivity.fingerprint import model_fingerprint, samples_digest
 from hestia_tune.sensitivity.journal import Journal
 from hestia_tune.sensitivity.rounds import Estimation, LayerTrace
 from hestia_tune.sensitivity.scores import is_resolved
 from hestia_tune.sensitivity.segments import CalibrationBatch
-from hestia_tune.sensitivity.settings import EstimationConfig
 
 log = logging.getLogger(__name__)
 

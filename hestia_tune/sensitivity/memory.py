@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from hestia_tune.config import EstimationConfig
 from hestia_tune.sensitivity.hvp import Link
 from hestia_tune.sensitivity.rounds import DIRECTIONS_PER_WALK
 from hestia_tune.sensitivity.segments import CalibrationBatch, Segment, cut, logits_of, mean_loss
-from hestia_tune.sensitivity.settings import EstimationConfig
 
 
 def saved_bytes(function: Callable[[], object]) -> int:

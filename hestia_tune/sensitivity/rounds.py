@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
+from hestia_tune.config import EstimationConfig
 from hestia_tune.sensitivity.fisher import fisher_traces
 from hestia_tune.sensitivity.hutchpp import hutchpp_by_forms, rademacher
 from hestia_tune.sensitivity.hvp import HessianBatch, double_backward_attention
@@ -39,7 +40,6 @@ from hestia_tune.sensitivity.segments import (
     logits_of,
     mean_loss,
 )
-from hestia_tune.sensitivity.settings import EstimationConfig
 
 # Probes per layer over all batches, below which a standard error says little.
 _LEAST_PROBES = 8

@@ -5,8 +5,8 @@ Checks that look at values are skipped on the meta device, where there are none.
 
 import torch
 
-from hestia_tune.quantizers.base import require_float
-from hestia_tune.quantizers.granularity import GroupSize
+from hestia_tune.methods.base import require_float
+from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.tensors.bitpack import packed_width
 
 

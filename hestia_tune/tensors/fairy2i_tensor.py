@@ -14,15 +14,15 @@ A transpose has the same parts and a flag. Operators are in `fairy2i_ops`.
 Checkpoints must carry codes. A hard weight does not tell them: each of its entries is a sum of 2·T
 scaled digits, rounded to the weight's dtype, that several sets of codes and scales can make, and
 quantizing it anew makes another weight. So `from_hard`, which the ternary tensor has, is not
-offered: save what `Fairy2iQuantizer.codes` gives for the latent weight, or the tensor itself.
+offered: save what `Fairy2iMethod.codes` gives for the latent weight, or the tensor itself.
 """
 
 import torch
 
-from hestia_tune.quantizers.base import require_float
-from hestia_tune.quantizers.fairy2i import (
+from hestia_tune.methods.base import require_float
+from hestia_tune.methods.fairy2i import (
     MAX_STAGES,
-    Fairy2iQuantizer,
+    Fairy2iMethod,
     Granularity,
     dequantize_codes,
 )
@@ -98,7 +98,7 @@ class Fairy2iTensor(PackedTensor):
     def from_codes(
         cls, codes: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16
     ) -> "Fairy2iTensor":
-        """Packs codes and scales as `Fairy2iQuantizer.codes` gives them.
+        """Packs codes and scales as `Fairy2iMethod.codes` gives them.
 
         Args:
             codes: (num_stages, 2, n, m), int8 in {0, 1, 2, 3}: powers of i of U and W.
@@ -128,7 +128,7 @@ class Fairy2iTensor(PackedTensor):
         Args:
             weight: (out_features, in_features), both even, floating point; the latent weight. A
                 hard weight is none: its codes are not found again.
-            num_stages, granularity: as of `Fairy2iQuantizer`.
+            num_stages, granularity: as of `Fairy2iMethod`.
             dtype: the dtype to present; that of ``weight`` if None.
 
         Raises:
@@ -136,7 +136,7 @@ class Fairy2iTensor(PackedTensor):
             ValueError: on odd dimensions, or options that do not fit.
         """
         require_float(weight)
-        quantizer = Fairy2iQuantizer(num_stages=num_stages, granularity=granularity)
+        quantizer = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
         return cls.from_codes(*quantizer.codes(weight), dtype=dtype or weight.dtype)
 
     @property
@@ -160,7 +160,7 @@ class Fairy2iTensor(PackedTensor):
         return unpack2(self.qdata, self._complex_columns).to(torch.int8)
 
     def dequantize(self) -> torch.Tensor:
-        """The dense weight in the presented dtype, as `Fairy2iQuantizer.hard` makes it."""
+        """The dense weight in the presented dtype, as `Fairy2iMethod.hard` makes it."""
         dense = dequantize_codes(self.codes(), self.scale, self.dtype)
         return dense.t() if self.is_transposed else dense
 

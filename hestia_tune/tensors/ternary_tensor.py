@@ -17,9 +17,9 @@ Operators are in `ternary_ops`, views in `ternary_views`, collectives in `ternar
 
 import torch
 
-from hestia_tune.quantizers import TernaryQuantizer
-from hestia_tune.quantizers.base import require_float
-from hestia_tune.quantizers.granularity import GroupSize, block_view
+from hestia_tune.methods import TernaryMethod
+from hestia_tune.methods.base import require_float
+from hestia_tune.methods.granularity import GroupSize, block_view
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.checks import (
     block_size_of,
@@ -129,7 +129,7 @@ class TernaryTensor(PackedTensor):
             ValueError: on a group size that does not divide in_features.
         """
         require_float(weight)
-        codes, scale = TernaryQuantizer(group_size=group_size).codes(weight)
+        codes, scale = TernaryMethod(group_size=group_size).codes(weight)
         return cls._pack(codes, scale, block_size_of(codes, scale), dtype or weight.dtype)
 
     @classmethod

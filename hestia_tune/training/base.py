@@ -8,20 +8,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
 import torchtune
 
 _MODULE = "torchtune_full_finetune_distributed"
-
-
-def init_process_group(backend: str) -> None:
-    """Forms the process group; a second recipe in the same processes goes on in the first's.
-
-    Ending a gloo group and forming another under torchrun hangs now and then. The module that this
-    goes into is the private copy loaded below.
-    """
-    if not dist.is_initialized():
-        dist.init_process_group(backend)
 
 
 def load_base_recipe() -> type:
@@ -32,7 +21,9 @@ def load_base_recipe() -> type:
         module = importlib.util.module_from_spec(spec)
         sys.modules[_MODULE] = module
         spec.loader.exec_module(module)
-        module.init_process_group = init_process_group
+        # A recipe goes on in the group that is there: ending one of gloo and forming another under
+        # torchrun hangs now and then. The module is this private copy.
+        module.init_process_group = lambda backend: None
     return sys.modules[_MODULE].FullFinetuneRecipeDistributed
 
 

@@ -19,18 +19,18 @@ from torchtune.training import FullModelHFCheckpointer
 
 from hestia_tune.export.folder import DESCRIPTION_FILE
 from hestia_tune.files import write_atomically
-from hestia_tune.qat import full_tensor, quantized_linears
+from hestia_tune.modules import full_tensor, quantized_linears
 
 
 def hard_state_dict(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Hard weights and all other parameters in bfloat16 on the CPU of the first rank.
 
     Collective, one parameter at a time; the other ranks get an empty dict. The hard weight is made
-    by the training's own quantizer from the latent weight in ``compute_dtype``, which is what the
+    by the method from the latent weight in ``compute_dtype``, which is what the
     forward pass saw.
     """
-    quantizers = {
-        f"{name}.weight": layer.weight_fake_quantizer.quantizer
+    methods = {
+        f"{name}.weight": layer.weight_fake_quantizer.method
         for name, layer in quantized_linears(model).items()
     }
     is_first = dist.get_rank() == 0
@@ -39,10 +39,10 @@ def hard_state_dict(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, t
         full = full_tensor(value)
         if not is_first:
             continue
-        if name in quantizers:
-            full = quantizers[name].hard(full.to(compute_dtype))
+        if name in methods:
+            full = methods[name].hard(full.to(compute_dtype))
         state[name] = full.to(torch.bfloat16).cpu()
-    if is_first and (missing := quantizers.keys() - state.keys()):
+    if is_first and (missing := methods.keys() - state.keys()):
         raise RuntimeError(f"quantized weights are missing from the state dict: {sorted(missing)}")
     return state
 

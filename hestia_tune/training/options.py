@@ -1,282 +1,195 @@
-"""The YAML file's keys: which exist, which types they take, what they are when left out.
+"""The YAML file as a whole: which keys exist, which types they take, what they are when left out.
 
-Everything here can be checked without touching a model, a file or a process group, so it is
-checked first.
+torchtune's keys keep their names and meanings. Everything here can be checked without touching a
+model, a file or a process group, so it is checked first, and once: `Run.of` is where a config comes
+in, and a `Run` is what the commands hand on.
 """
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from hestia_tune.config import ScheduleConfig, from_mapping, nearest, require_number
-from hestia_tune.data.settings import TokenizeConfig
-from hestia_tune.evaluation.settings import EvalConfig
-from hestia_tune.export.settings import ConvertConfig
-from hestia_tune.sensitivity import EstimationConfig
+from hestia_tune.config import (
+    ConvertConfig,
+    EstimationConfig,
+    EvalConfig,
+    ScheduleConfig,
+    Section,
+    TokenizeConfig,
+    in_our_words,
+    option,
+    require_number,
+)
 
-# torchtune's keys with their defaults; ... marks a key without one.
-_TORCHTUNE_KEYS: dict[str, Any] = {
-    "output_dir": ...,
-    "model": ...,
-    "tokenizer": ...,
-    "checkpointer": ...,
-    "optimizer": ...,
-    "dataset": ...,
-    "batch_size": ...,
-    "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-    "lr_scheduler": None,
-    "metric_logger": {
-        "_component_": "torchtune.training.metric_logging.DiskLogger",
-        "log_dir": "${output_dir}/logs",
-    },
-    "profiler": None,
-    "device": "cuda",
-    "dtype": "bf16",
-    "seed": 0,
-    "epochs": 1,
-    "max_steps_per_epoch": None,
-    "gradient_accumulation_steps": 1,
-    "shuffle": True,
-    "collate_fn": "torchtune.data.padded_collate_sft",
-    "clip_grad_norm": None,
-    "compile": False,
-    "resume_from_checkpoint": False,
-    "log_every_n_steps": 1,
-    "log_peak_memory_stats": True,
-    "enable_activation_checkpointing": False,
-    "enable_activation_offloading": False,
-    "ac_mode": None,
-    "ac_option": None,
-    "custom_sharded_layers": None,
-    "fsdp_cpu_offload": False,
-    "fsdp_reshard_after_forward": True,
-    "cudnn_deterministic_mode": None,
-    # Known to torchtune, but not supported here; `_UNSUPPORTED` says why.
-    "optimizer_in_bwd": False,
-    "enable_async_checkpointing": False,
-    "tensor_parallel_dim": 1,
-    "tensor_parallel_plan": None,
-}
-
-_OWN_KEYS: dict[str, Any] = {
-    "quantizer": ...,
-    "schedule": {},
-    "sensitivity": None,
-    "sensitivity_estimation": {},
-    "convert": {},
-    "eval": {},
-    "tokenize": {},
-    "dataset_val": None,
-    "batch_size_val": None,
-    "run_val_every_n_steps": None,
-    "max_val_batches": None,
-    "max_steps": None,
-    "num_workers": 0,
-    "prefetch_factor": None,
-    "save_every_n_steps": None,
-    "keep_last_checkpoints": 2,
-    "overwrite_output": False,
-    "code_statistics": True,
-    "compare_straight_through": False,
-    "compare_uniform": False,
-}
-
+_CHECKPOINTER = "torchtune.training.FullModelHFCheckpointer"
+_DATA_PARALLEL_ONLY = "scales need whole rows; use FSDP alone"
+# Known to torchtune, but not supported here: the only value, and why.
 _UNSUPPORTED = {
     "optimizer_in_bwd": (False, "its gradients bypass accumulation, clipping and checkpoints"),
     "enable_async_checkpointing": (False, "checkpoints are sharded and written by all ranks"),
-    "tensor_parallel_dim": (1, "scales need whole rows; use FSDP alone"),
-    "tensor_parallel_plan": (None, "scales need whole rows; use FSDP alone"),
+    "tensor_parallel_dim": (1, _DATA_PARALLEL_ONLY),
+    "tensor_parallel_plan": (None, _DATA_PARALLEL_ONLY),
 }
-
-_BOOLS = (
-    "shuffle",
-    "compile",
-    "resume_from_checkpoint",
-    "log_peak_memory_stats",
-    "enable_activation_checkpointing",
-    "enable_activation_offloading",
-    "fsdp_cpu_offload",
-    "fsdp_reshard_after_forward",
-    "overwrite_output",
-    "code_statistics",
-    "compare_straight_through",
-    "compare_uniform",
-)
-_POSITIVE_INTS = (
-    "batch_size",
-    "epochs",
-    "gradient_accumulation_steps",
-    "log_every_n_steps",
-    "keep_last_checkpoints",
-)
-_POSITIVE_INTS_OR_NULL = (
-    "max_steps_per_epoch",
-    "batch_size_val",
-    "run_val_every_n_steps",
-    "max_val_batches",
-    "save_every_n_steps",
-    "max_steps",
-    "prefetch_factor",
-)
 _COMPONENTS = ("model", "tokenizer", "checkpointer", "optimizer", "quantizer", "loss")
-_CHECKPOINTER = "torchtune.training.FullModelHFCheckpointer"
 
 
-def with_defaults(cfg: DictConfig) -> DictConfig:
-    """``cfg`` with every known key present.
-
-    Raises:
-        ValueError: on an unknown key (naming the nearest known one) or a missing required one.
-    """
-    known = _TORCHTUNE_KEYS | _OWN_KEYS
-    for key in cfg:
-        if key not in known:
-            raise ValueError(f"unknown key {key}{nearest(str(key), known)}")
-    missing = [key for key, default in known.items() if default is ... and cfg.get(key) is None]
-    if missing:
-        raise ValueError(f"the config lacks {', '.join(missing)}")
-    defaults = {key: value for key, value in known.items() if value is not ...}
-    present = {key: cfg._get_node(key) for key in cfg}
-    merged = OmegaConf.create(defaults | present)
-    for key in ("loss", "metric_logger"):
-        if merged[key] is None:
-            merged[key] = defaults[key]
-    return merged
+def component(name: str, **options: Any) -> dict[str, Any]:
+    """A component section."""
+    return {"_component_": name, **options}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What the recipe itself reads of the YAML file, checked.
+class RunOptions(Section):
+    """Every key of the YAML file. Components stay mappings with a ``_component_``."""
 
-    Args:
-        schedule: see `hestia_tune.config.ScheduleConfig`.
-        sensitivity: path of a sensitivity artifact, "auto" to compute it if there is none, or
-            None for the uniform schedule.
-        estimation: how it is computed.
-        convert: what hestia_convert writes.
-        eval: what hestia_eval measures, and hestia_qat if asked to.
-        tokenize: what hestia_tokenize writes.
-        run_val_every_n_steps: validate so often (None: only before and after training).
-        max_val_batches: batches per validation and rank (None: all).
-        save_every_n_steps: write a resumable checkpoint so often (None: only at the end).
-        keep_last_checkpoints: older ones are deleted once a newer one is complete.
-        overwrite_output: start anew in an output_dir that holds checkpoints of an earlier run.
-        code_statistics: log flip rate, zeros and relative error of the codes.
+    # What torchtune reads.
+    output_dir: str = option(text="everything that a run writes goes here")
+    model: Any = option(text="a builder of torchtune or of hestia_tune.models")
+    tokenizer: Any = option(text="a tokenizer component")
+    checkpointer: Any = option(text="where the pretrained model is, in Hugging Face format")
+    optimizer: Any = option(text="norms and biases are not decayed")
+    dataset: Any = option(text="a dataset component, or a list of them")
+    batch_size: int = option(text="sequences of a rank in one forward", low=1)
+    loss: Any = option(component("torchtune.modules.loss.CEWithChunkedOutputLoss"))
+    lr_scheduler: Any = option(None)
+    metric_logger: Any = option(
+        component("torchtune.training.metric_logging.DiskLogger", log_dir="${output_dir}/logs")
+    )
+    profiler: Any = option(None)
+    device: str = option("cuda")
+    dtype: str = option("bf16", "of compute; latent weights are float32", choices=("bf16", "fp32"))
+    seed: int | None = option(0, low=0, high=2**63 - 1, remedy="any non-negative int")
+    epochs: int = option(1, low=1)
+    max_steps_per_epoch: int | None = option(None, low=1)
+    gradient_accumulation_steps: int = option(1, low=1)
+    shuffle: bool = option(True)
+    collate_fn: str = option("torchtune.data.padded_collate_sft")
+    clip_grad_norm: Any = option(None, "a norm of the latents' gradient; null switches it off")
+    compile: bool = option(False)
+    resume_from_checkpoint: bool = option(False, "go on from the newest complete checkpoint")
+    log_every_n_steps: int = option(1, low=1)
+    log_peak_memory_stats: bool = option(True)
+    enable_activation_checkpointing: bool = option(False)
+    enable_activation_offloading: bool = option(False)
+    ac_mode: str | None = option(None)
+    ac_option: int | None = option(None)
+    custom_sharded_layers: list[str] | None = option(None)
+    fsdp_cpu_offload: bool = option(False)
+    fsdp_reshard_after_forward: bool = option(True)
+    cudnn_deterministic_mode: bool | None = option(None)
+    optimizer_in_bwd: bool = option(False)
+    enable_async_checkpointing: bool = option(False)
+    tensor_parallel_dim: int = option(1)
+    tensor_parallel_plan: Any = option(None)
+    # What is ours.
+    quantizer: Any = option(text="a component of hestia_tune: prepare and convert")
+    schedule: ScheduleConfig = option(ScheduleConfig())
+    sensitivity: str | None = option(
+        None,
+        'path of an artifact, "auto" to compute it if there is none, or null for the uniform '
+        "schedule",
+    )
+    sensitivity_estimation: EstimationConfig = option(EstimationConfig())
+    convert: ConvertConfig = option(ConvertConfig())
+    eval: EvalConfig = option(EvalConfig())
+    tokenize: TokenizeConfig = option(TokenizeConfig())
+    dataset_val: Any = option(None, "what the losses of the results are measured on")
+    batch_size_val: int | None = option(None, low=1)
+    run_val_every_n_steps: int | None = option(
+        None, "null validates only before and after training", low=1
+    )
+    max_val_batches: int | None = option(
+        None, "batches per validation and rank; null is all", low=1
+    )
+    max_steps: int | None = option(None, low=1)
+    num_workers: int = option(0, "processes that read data, per rank", low=0)
+    prefetch_factor: int | None = option(None, "batches that each of them reads ahead", low=1)
+    save_every_n_steps: int | None = option(
+        None, "write a resumable checkpoint so often; null only at the end", low=1
+    )
+    keep_last_checkpoints: int = option(
+        2, "older ones are deleted once a newer one is complete", low=1
+    )
+    overwrite_output: bool = option(
+        False, "start anew in an output_dir that holds checkpoints of an earlier run"
+    )
+    code_statistics: bool = option(True, "log flip rate, zeros and relative error of the codes")
+
+    def __post_init__(self):
+        super().__post_init__()
+        for key in _COMPONENTS:
+            section = getattr(self, key)
+            if not isinstance(section, dict) or "_component_" not in section:
+                raise TypeError(f"{key} must be a section with a _component_; got {section!r}")
+        for key, (allowed, reason) in _UNSUPPORTED.items():
+            if getattr(self, key) != allowed:
+                value = getattr(self, key)
+                raise ValueError(f"{key}={value} is not supported: {reason}; leave it out")
+        if self.checkpointer["_component_"] != _CHECKPOINTER:
+            raise ValueError(
+                f"checkpointer must be {_CHECKPOINTER}, since the hard model is written in "
+                f"Hugging Face format; got {self.checkpointer['_component_']}"
+            )
+        if self.clip_grad_norm is not None and self.clip_grad_norm != "inf":
+            require_number("clip_grad_norm", self.clip_grad_norm, 0, 1e30, "null switches it off")
+        if self.fsdp_cpu_offload and self.device != "cuda":
+            raise ValueError(f"fsdp_cpu_offload needs device cuda; got {self.device}; leave it out")
+        if self.run_val_every_n_steps is not None and self.dataset_val is None:
+            raise ValueError("run_val_every_n_steps needs dataset_val; add one, or leave it out")
+        if self.prefetch_factor is not None and self.num_workers == 0:
+            raise ValueError("prefetch_factor needs num_workers; raise that, or leave it out")
+        seed = self.sensitivity_estimation.seed
+        self._fill("sensitivity_estimation", "sensitivity.json", seed=self.seed or 0, given=seed)
+        self._fill("convert", "converted")
+        self._fill("eval", "evaluation.json")
+        self._fill("tokenize", "tokens")
+
+    def _fill(self, key: str, name: str, given: Any = None, **others: Any) -> None:
+        """Gives a section that names no output (or seed) the run's own."""
+        section = getattr(self, key)
+        changes = {} if given is not None else others
+        changes |= {"output": section.output or f"{self.output_dir}/{name}"}
+        object.__setattr__(self, key, dataclasses.replace(section, **changes))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A config that was read and checked.
+
+    Attributes:
+        cfg: with every key present; what torchtune's components are made from.
+        options: the same as dataclasses.
     """
 
-    schedule: ScheduleConfig
-    sensitivity: str | None
-    estimation: EstimationConfig
-    convert: ConvertConfig
-    eval: EvalConfig
-    tokenize: TokenizeConfig
-    run_val_every_n_steps: int | None
-    max_val_batches: int | None
-    save_every_n_steps: int | None
-    keep_last_checkpoints: int
-    overwrite_output: bool
-    code_statistics: bool
+    cfg: DictConfig
+    options: RunOptions
 
     @classmethod
-    def from_config(cls, cfg: DictConfig) -> "RunOptions":
-        """Checks the whole file.
+    def of(cls, cfg: "DictConfig | Run") -> "Run":
+        """Reads a config; a `Run` is returned as it is.
 
         Raises:
             TypeError, ValueError: naming the key, the rule, the value and the remedy.
         """
-        _check_types(cfg)
-        for key, (allowed, reason) in _UNSUPPORTED.items():
-            if cfg[key] != allowed:
-                raise ValueError(f"{key}={cfg[key]} is not supported: {reason}; leave it out")
-        if cfg.checkpointer["_component_"] != _CHECKPOINTER:
-            raise ValueError(
-                f"checkpointer must be {_CHECKPOINTER}, since the hard model is written in "
-                f"Hugging Face format; got {cfg.checkpointer['_component_']}"
-            )
-        if cfg.dtype not in ("bf16", "fp32"):
-            raise ValueError(f"dtype (of compute) must be bf16 or fp32; got {cfg.dtype}")
-        if cfg.fsdp_cpu_offload and cfg.device != "cuda":
-            raise ValueError(f"fsdp_cpu_offload needs device cuda; got {cfg.device}; leave it out")
-        if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
-            raise ValueError("run_val_every_n_steps needs dataset_val; add one, or leave it out")
-        if cfg.prefetch_factor is not None and cfg.num_workers == 0:
-            raise ValueError("prefetch_factor needs num_workers; raise that, or leave it out")
-        if cfg.compare_uniform and cfg.sensitivity is None:
-            raise ValueError(
-                "compare_uniform compares with one temperature for all layers, which is what "
-                "sensitivity: null is; set sensitivity, or leave compare_uniform out"
-            )
-        sections = {
-            "schedule": from_mapping(ScheduleConfig, _section(cfg, "schedule"), "schedule"),
-            "estimation": _estimation(cfg),
-            "convert": _convert(cfg),
-            "eval": _eval(cfg),
-            "tokenize": _tokenize(cfg),
-        }
-        own = {name: cfg[name] for name in cls.__dataclass_fields__ if name not in sections}
-        return cls(**sections, **own)
+        if isinstance(cfg, Run):
+            return cfg
+        required = [f.name for f in dataclasses.fields(RunOptions) if f.default is MISSING]
+        if missing := [key for key in required if cfg.get(key) is None]:
+            raise ValueError(f"the config lacks {', '.join(missing)}")
+        given = cfg.copy()
+        for key in ("loss", "metric_logger"):
+            if given.get(key, ...) is None:  # theirs, as if left out
+                del given[key]
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(RunOptions), given)
+            options = OmegaConf.to_object(merged)
+        except OmegaConfBaseException as error:
+            raise in_our_words(error, "") from None
+        return cls(OmegaConf.create(OmegaConf.to_container(merged, resolve=False)), options)
 
-
-def _section(cfg: DictConfig, key: str) -> Any:
-    section = cfg[key]
-    return (
-        OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
-    )
-
-
-def _estimation(cfg: DictConfig) -> EstimationConfig:
-    """The section with the run's own seed and output folder where it names none."""
-    key = "sensitivity_estimation"
-    checked = from_mapping(EstimationConfig, _section(cfg, key), key)
-    seed = checked.seed if checked.seed is not None else cfg.seed or 0
-    output = checked.output or f"{cfg.output_dir}/sensitivity.json"
-    return dataclasses.replace(checked, seed=seed, output=output)
-
-
-def _convert(cfg: DictConfig) -> ConvertConfig:
-    checked = from_mapping(ConvertConfig, _section(cfg, "convert"), "convert")
-    return dataclasses.replace(checked, output=checked.output or f"{cfg.output_dir}/converted")
-
-
-def _eval(cfg: DictConfig) -> EvalConfig:
-    checked = from_mapping(EvalConfig, _section(cfg, "eval"), "eval")
-    return dataclasses.replace(
-        checked, output=checked.output or f"{cfg.output_dir}/evaluation.json"
-    )
-
-
-def _tokenize(cfg: DictConfig) -> TokenizeConfig:
-    checked = from_mapping(TokenizeConfig, _section(cfg, "tokenize"), "tokenize")
-    return dataclasses.replace(checked, output=checked.output or f"{cfg.output_dir}/tokens")
-
-
-def _check_types(cfg: DictConfig) -> None:
-    for key in _BOOLS:
-        if not isinstance(cfg[key], bool):
-            raise TypeError(f"{key} must be True or False; got {cfg[key]!r}")
-    for key in _POSITIVE_INTS + _POSITIVE_INTS_OR_NULL + ("num_workers",):
-        value = cfg[key]
-        if value is None and key in _POSITIVE_INTS_OR_NULL:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{key} must be an int; got {value!r}")
-        lowest = 0 if key == "num_workers" else 1
-        if value < lowest:
-            raise ValueError(f"{key} must be at least {lowest}; got {value}")
-    for key in _COMPONENTS:
-        if not OmegaConf.is_dict(cfg[key]) or "_component_" not in cfg[key]:
-            raise TypeError(f"{key} must be a section with a _component_; got {cfg[key]!r}")
-    for key in ("output_dir", "device", "dtype"):
-        if not isinstance(cfg[key], str):
-            raise TypeError(f"{key} must be a string; got {cfg[key]!r}")
-    if cfg.seed is not None:
-        require_number("seed", cfg.seed, 0, 2**63 - 1, "any non-negative int")
-    if cfg.clip_grad_norm is not None and cfg.clip_grad_norm != "inf":
-        require_number("clip_grad_norm", cfg.clip_grad_norm, 0, 1e30, "null switches it off")
-    sensitivity = cfg.sensitivity
-    if sensitivity is not None and not isinstance(sensitivity, str):
-        raise TypeError(
-            f"sensitivity must be null, auto or the path of a file; got {sensitivity!r}"
-        )
+    def changed(self, changes: dict[str, Any]) -> "Run":
+        """The run with other values, which may be nested."""
+        return Run.of(OmegaConf.merge(self.cfg, changes))

@@ -23,31 +23,27 @@ from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
 import hestia_tune
+from hestia_tune.commands.evaluate import metrics_of, plain_outputs
 from hestia_tune.data import DataStreamError
+from hestia_tune.distributed import StopRequest, on_first_rank, sum_over_ranks
 from hestia_tune.files import write_atomically
+from hestia_tune.modules import full_tensor
 from hestia_tune.plots import plot_training_curves
-from hestia_tune.qat import full_tensor
 from hestia_tune.training import checkpoint
 from hestia_tune.training.data_setup import shifted_labels
-from hestia_tune.training.evaluation import metrics_of, plain_outputs
 from hestia_tune.training.hard_model import hard_state_dict, write_hard_model
 from hestia_tune.training.history import results_table
 from hestia_tune.training.memory import memory_metrics, record_memory_history
-from hestia_tune.training.processes import StopRequest, on_first_rank, sum_over_ranks
 from hestia_tune.training.setup import RecipeSetup
 from hestia_tune.training.statistics import check_finite
 
 log = utils.get_logger("DEBUG")
 
 PRETRAINED, HARD = "pretrained", "trained, hard"
-TWIN_ROWS = {
-    "compare_straight_through": "straight-through, hard",
-    "compare_uniform": "uniform temperature, hard",
-}
 
 
 class HestiaQATRecipe(RecipeSetup):
-    """Trains latent weights through relaxed quantizers and writes the hard model."""
+    """Trains latent weights through relaxed quantization and writes the hard model."""
 
     def train(self) -> bool:
         """Trains to the end, or to the first Ctrl-C; returns whether the end was reached."""
@@ -233,7 +229,7 @@ class HestiaQATRecipe(RecipeSetup):
     @property
     def _naive(self) -> str:
         """Label of the pretrained model quantized as it is: "naive ternary"."""
-        return f"naive {self.quantizer_key.partition(',')[0]}"
+        return f"naive {self.method_key.partition(',')[0]}"
 
     def _evaluate_baselines(self) -> None:
         with self.driver.latent():
@@ -319,6 +315,20 @@ class HestiaQATRecipe(RecipeSetup):
         plot_training_curves(self.history.rows, temperatures, lines, self.output_dir / "curves.png")
         log.info(f"hard model: {folder}")
 
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process speaks for all."""
+        return self._is_rank_zero
+
+    def summary(self, finished: bool) -> str:
+        """What to print at the end."""
+        if finished:
+            return f"\n{self.table()}\n\n{self.output_dir}: hard_model, results.json, curves.png"
+        return (
+            f"stopped after step {self.global_step}, checkpoint written; "
+            "go on with resume_from_checkpoint=True"
+        )
+
     def table(self) -> str:
         """The results as Markdown; empty without validation data."""
         if not self.validation_losses:
@@ -328,7 +338,7 @@ class HestiaQATRecipe(RecipeSetup):
         )
 
     def _ordered_losses(self) -> dict[str, float]:
-        order = (PRETRAINED, self._naive, *TWIN_ROWS.values(), HARD)
+        order = (PRETRAINED, self._naive, HARD)
         return {k: self.validation_losses[k] for k in order if k in self.validation_losses}
 
     def cleanup(self, end_process_group: bool = True) -> None:

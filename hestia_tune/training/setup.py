@@ -14,55 +14,49 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import config, training, utils
 
-from hestia_tune.components import QATQuantizerBase
+from hestia_tune.commands.evaluate import Evaluator
+from hestia_tune.distributed import ensure_process_group, on_first_rank
 from hestia_tune.files import require_writable_dir
-from hestia_tune.qat import quantized_linears
+from hestia_tune.models import build
+from hestia_tune.modules import quantized_linears
+from hestia_tune.qat import QATQuantizerBase
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
-from hestia_tune.training import checkpoint, model_setup
+from hestia_tune.training import checkpoint
 from hestia_tune.training.base import FullFinetuneRecipeDistributed
-from hestia_tune.training.evaluation import Evaluator
+from hestia_tune.training.data import TrainingData
 from hestia_tune.training.history import History
-from hestia_tune.training.options import RunOptions, with_defaults
-from hestia_tune.training.processes import ensure_process_environment, on_first_rank
+from hestia_tune.training.options import Run, RunOptions
 from hestia_tune.training.statistics import CodeStatistics
-from hestia_tune.training.training_data import TrainingData
 
 log = utils.get_logger("DEBUG")
 
 
-def preflight(cfg: DictConfig) -> None:
-    """What can be known to be wrong from the YAML file and the folders that it names.
+def check_output(options: RunOptions) -> Path:
+    """The folder of checkpoints, after the checks that need no model: it can be written, and holds
+    no earlier run unless that is resumed or may be replaced.
 
     Raises:
-        TypeError, ValueError, FileNotFoundError: as the recipe itself would.
+        ValueError: naming the folder and the remedy.
     """
-    cfg = with_defaults(cfg)
-    options = RunOptions.from_config(cfg)
-    if options.sensitivity not in (None, "auto"):
-        SensitivityArtifact.load(options.sensitivity)
-    folder = require_writable_dir(cfg.output_dir) / "checkpoints"
-    refuse_overwriting(folder, cfg.resume_from_checkpoint or options.overwrite_output)
-
-
-def refuse_overwriting(folder: Path, allowed: bool) -> None:
-    """Raises ValueError if ``folder`` holds checkpoints of an earlier run, unless ``allowed``."""
+    folder = require_writable_dir(options.output_dir) / "checkpoints"
     found = checkpoint.complete_checkpoints(folder)
-    if found and not allowed:
+    if found and not (options.resume_from_checkpoint or options.overwrite_output):
         raise ValueError(
             f"output_dir {folder.parent} holds a run at step {found[-1][0]}; set "
             "resume_from_checkpoint=True, overwrite_output=True or another output_dir"
         )
+    return folder
 
 
 class RecipeSetup(FullFinetuneRecipeDistributed):
     """torchtune's FSDP2 full fine-tune with its own model setup, data position and resuming."""
 
     def __init__(self, cfg: DictConfig):
-        self.cfg = with_defaults(cfg)
-        self.options = RunOptions.from_config(self.cfg)
+        run = Run.of(cfg)
+        self.cfg, self.options = run.cfg, run.options
         self.output_dir = require_writable_dir(self.cfg.output_dir)
-        ensure_process_environment()
+        ensure_process_group(utils.get_device(self.cfg.device))
         # torchtune would look for its own kind of recipe state; ours is restored in `_resume`.
         super().__init__(OmegaConf.merge(self.cfg, {"resume_from_checkpoint": False}))
         self._resume_from_checkpoint = self.cfg.resume_from_checkpoint
@@ -79,17 +73,17 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         artifact = None
         if self.options.sensitivity is not None:
             artifact = SensitivityArtifact.load(self.options.sensitivity)
-        quantizer = config.instantiate(cfg.quantizer)
-        if not isinstance(quantizer, QATQuantizerBase):
+        component = config.instantiate(cfg.quantizer)
+        if not isinstance(component, QATQuantizerBase):
             raise TypeError(
                 f"quantizer must be a component such as hestia_tune.HestiaQATQuantizer; got "
                 f"{cfg.quantizer['_component_']}"
             )
-        self._model = model_setup.build_on_meta(cfg.model, quantizer)
+        self._model = build.build_on_meta(cfg.model, component)
         layers = quantized_linears(self._model)
         if artifact is not None:
             artifact.check_model(layers)
-        self.quantizer_key = quantizer.quantizer.key()
+        self.method_key = component.method.key()
         self._tokenizer = config.instantiate(cfg.tokenizer)
         self._evaluator = None
         if self.options.eval.every_n_steps or self.options.eval.at_end:
@@ -103,7 +97,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
         scores = None if artifact is None else artifact.scores
         state = on_first_rank(lambda: self._read_pretrained(artifact), share=False) or {}
-        self.schedule = self._make_schedule(state, list(layers), quantizer, resume_meta)
+        self.schedule = self._make_schedule(state, list(layers), component, resume_meta)
         self._identity = on_first_rank(lambda: self._describe_run(state, list(layers), scores))
         if resume_meta is not None:
             self._check_identity(resume_meta)
@@ -140,13 +134,13 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
                     "set resume_from_checkpoint=False to start"
                 )
             return found[-1][1]
-        refuse_overwriting(self.checkpoint_folder, self.options.overwrite_output)
+        check_output(self.options)
         return None
 
     def _read_pretrained(self, artifact: SensitivityArtifact | None) -> dict[str, torch.Tensor]:
         """The pretrained state dict, checked against the model and the sensitivity file."""
         load = self._checkpoint_client.load_base_checkpoint
-        loaded = model_setup.read_checkpoint(load, self._model, self.cfg.checkpointer)
+        loaded = build.read_checkpoint(load, self._model, self.cfg.checkpointer)
         if artifact is not None:
             weights = {name: loaded[f"{name}.weight"] for name in artifact.scores}
             artifact.check_model(artifact.scores, model_fingerprint(weights))
@@ -156,7 +150,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self,
         state: dict[str, torch.Tensor],
         names: list[str],
-        quantizer: QATQuantizerBase,
+        component: QATQuantizerBase,
         resume_meta: dict[str, Any] | None,
     ) -> AnnealingSchedule:
         options = self.options.schedule
@@ -164,8 +158,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if tau_init == "auto" and resume_meta is not None:
             tau_init = resume_meta["identity"]["schedule.tau_init"]
         elif tau_init == "auto":
-            fit = model_setup.fit_temperature
-            tau_init = on_first_rank(lambda: fit(state, names, quantizer, self._dtype))
+            fit = build.fit_temperature
+            tau_init = on_first_rank(lambda: fit(state, names, component, self._dtype))
             utils.log_rank_zero(log, f"tau_init auto: {tau_init:.4f}")
         return AnnealingSchedule(
             self.total_steps, rho=options.rho, tau_init=tau_init, alpha=options.alpha
@@ -178,7 +172,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         weights = {name: state[f"{name}.weight"] for name in names}
         return {
             "model_fingerprint": model_fingerprint(weights),
-            "quantizer": self.quantizer_key,
+            "quantizer": self.method_key,
             "schedule.rho": self.schedule.rho,
             "schedule.tau_init": self.schedule.tau_init,
             "schedule.alpha": self.schedule.alpha,
@@ -222,9 +216,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if cfg.compile:
             training.compile_model(model, verbose=self._is_rank_zero)
             training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
-        model_setup.apply_activation_checkpointing(model, cfg)
-        model_setup.shard(model, cfg, self._mesh["dp"], self._dtype)
-        model_setup.materialize(model, state, self._device, cfg.fsdp_cpu_offload)
+        build.apply_activation_checkpointing(model, cfg)
+        build.shard(model, cfg, self._mesh["dp"], self._dtype)
+        build.materialize(model, state, self._device, cfg.fsdp_cpu_offload)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             model.set_num_output_chunks(self._loss_fn.num_output_chunks)
         self.activations_handling_ctx = training.get_act_offloading_ctx_manager(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hestia_tune.qat import QuantizedLinear, full_tensor
+from hestia_tune.modules import QuantizedLinear, full_tensor
 from hestia_tune.selection import clean_fqn
 
 
@@ -34,8 +34,8 @@ class CodeStatistics:
         self._device = device
         self._previous: dict[str, torch.Tensor] = {}
         self._is_first_call = True
-        methods = [layer.weight_fake_quantizer.quantizer for layer in layers.values()]
-        self._has_zero = all(quantizer.has_zero for quantizer in methods)
+        methods = [layer.weight_fake_quantizer.method for layer in layers.values()]
+        self._has_zero = all(method.has_zero for method in methods)
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
@@ -51,9 +51,9 @@ class CodeStatistics:
             if index % dist.get_world_size() != dist.get_rank():
                 continue
             weight = weight.to(self._compute_dtype)
-            quantizer = layer.weight_fake_quantizer.quantizer
-            codes, _ = quantizer.codes(weight)
-            error = (weight - quantizer.hard(weight)).float().square().sum(dtype=torch.float64)
+            method = layer.weight_fake_quantizer.method
+            codes, _ = method.codes(weight)
+            error = (weight - method.hard(weight)).float().square().sum(dtype=torch.float64)
             norm = weight.float().square().sum(dtype=torch.float64)
             flips = (codes != self._previous.get(name, codes)).sum()
             zeros = (codes == 0).sum()

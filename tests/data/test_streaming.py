@@ -25,7 +25,7 @@ from hestia_tune.data.packing import batch_encoder, encoded, pack
 from hestia_tune.data.shares import stream_counts
 from hestia_tune.data.sources import TextSource
 from hestia_tune.data.stream_errors import DataStreamError
-from hestia_tune.training.tokenizers import HuggingFaceTokenizer
+from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 5, 16, 1000])

@@ -11,7 +11,7 @@ from torch import nn
 
 from hestia_tune.evaluation import PerplexityResult, perplexity, read_documents
 from hestia_tune.evaluation.perplexity import windows
-from hestia_tune.training.models import llama
+from hestia_tune.models.builders import llama
 
 
 class Bytes:

@@ -13,10 +13,10 @@ from small_nets import (
     weights_of,
 )
 
+from hestia_tune.models.builders import llama
 from hestia_tune.sensitivity import CalibrationBatch, EstimationConfig, estimate_sensitivity
 from hestia_tune.sensitivity.hvp import HessianBatch
 from hestia_tune.sensitivity.segments import cut
-from hestia_tune.training.models import llama
 
 
 def hessian_batch(model, weights, data, **options) -> HessianBatch:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from small_nets import Decoder, Wrapped, batch, weights_of
 
+from hestia_tune.models.builders import llama
 from hestia_tune.sensitivity import CalibrationBatch, EstimationConfig
 from hestia_tune.sensitivity.hvp import Link
 from hestia_tune.sensitivity.memory import estimation_memory, saved_bytes
 from hestia_tune.sensitivity.rounds import DIRECTIONS_PER_WALK
 from hestia_tune.sensitivity.segments import cut, logits_of, mean_loss
-from hestia_tune.training.models import llama
 
 SHAPE = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "max_seq_len": 64}
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hestia_tune.tensors.fairy2i_ops as ops
-from hestia_tune.quantizers.fairy2i import Fairy2iQuantizer
+from hestia_tune.methods.fairy2i import Fairy2iMethod
 from hestia_tune.tensors import (
     Fairy2iTensor,
     TernaryTensor,
@@ -78,7 +78,7 @@ def assert_same(actual: Fairy2iTensor, expected: Fairy2iTensor) -> None:
 @layouts
 @dtypes
 def test_dequantize_is_the_trained_hard_weight(num_stages, granularity, dtype):
-    quantizer = Fairy2iQuantizer(num_stages=num_stages, granularity=granularity)
+    quantizer = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
     for seed in range(3):
         weight = latent(seed, dtype=dtype)
         weight[seed, ::3] = 0.0  # ties and zeros
@@ -107,7 +107,7 @@ def test_another_presented_dtype_rounds_the_same_sum(dtype):
     assert made.dtype == dtype
     torch.testing.assert_close(made.dequantize(), exact.to(dtype))
     if dtype != torch.float64:
-        hard = Fairy2iQuantizer(num_stages=3).hard(weight)
+        hard = Fairy2iMethod(num_stages=3).hard(weight)
         assert_bits(made.dequantize(), hard.to(dtype))
 
 
@@ -119,7 +119,7 @@ def test_widths_that_fill_no_byte(columns, rows):
         made = Fairy2iTensor.from_hp(weight, granularity=granularity)
         assert made.qdata.shape == (2, 2, rows, -(-columns // 4))
         assert made.codes().shape == (2, 2, rows, columns)
-        assert_bits(made.dequantize(), Fairy2iQuantizer(granularity=granularity).hard(weight))
+        assert_bits(made.dequantize(), Fairy2iMethod(granularity=granularity).hard(weight))
         assert_bits(made.t().dequantize(), made.dequantize().t())
         assert_same(made.t().t(), made)
 

@@ -6,7 +6,7 @@ import pytest
 from tiny import logged, make_config, make_model_dir, signal_at
 from torch import distributed
 
-from hestia_tune.training.launch import INTERRUPTED, run_qat
+from hestia_tune.commands.launch import INTERRUPTED, run_qat
 
 
 @pytest.fixture(scope="module")

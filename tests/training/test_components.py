@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 from tiny import SHAPE, make_model_dir
 from torchtune.models.convert_weights import hf_to_tune
 
+from hestia_tune.models.builders import llama
+from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.training.history import History, results_table
-from hestia_tune.training.models import llama
-from hestia_tune.training.tokenizers import HuggingFaceTokenizer
 
 
 def tune_state(folder):

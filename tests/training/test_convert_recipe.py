@@ -16,13 +16,13 @@ from torchtune.models.convert_weights import hf_to_tune
 
 import hestia_tune
 from hestia_tune import TernaryTensor
+from hestia_tune.commands.convert import ConvertRecipe, run_convert
 from hestia_tune.functional import hard_ternary
+from hestia_tune.models.builders import llama
+from hestia_tune.models.names import HuggingFaceNames
+from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 from hestia_tune.tensors import load_safetensors
 from hestia_tune.training import packed
-from hestia_tune.training.convert import ConvertRecipe, run_convert
-from hestia_tune.training.models import llama
-from hestia_tune.training.naming import HuggingFaceNames
-from hestia_tune.training.tokenizers import HuggingFaceTokenizer
 
 TOKENS = torch.tensor([[5, 9, 200, 13, 42], [1, 2, 3, 4, 5]])
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny import NUM_QUANTIZED, make_config, make_model_dir, tune_run, write_config
 
+from hestia_tune.commands.launch import main, run_qat
 from hestia_tune.sensitivity import SensitivityArtifact
-from hestia_tune.training.launch import main, run_qat
 
 
 @pytest.fixture(scope="module")

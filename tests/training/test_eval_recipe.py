@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 from tiny import logged, make_config, make_model_dir, run, tune_run, write_config
 from torch import distributed
 
+from hestia_tune.commands.convert import run_convert
+from hestia_tune.commands.evaluate import EvaluationRecipe, run_evaluation
 from hestia_tune.training import evaluation
-from hestia_tune.training.convert import run_convert
-from hestia_tune.training.evaluation import EvaluationRecipe, run_evaluation
 
 pytest.importorskip("lm_eval")
 

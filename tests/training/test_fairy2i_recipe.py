@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.models.convert_weights import hf_to_tune
 
 from hestia_tune import Fairy2iQATQuantizer, Fairy2iTensor
+from hestia_tune.commands.convert import ConvertRecipe
+from hestia_tune.commands.launch import run_qat
+from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.functional import hard_fairy2i
-from hestia_tune.qat import full_tensor
-from hestia_tune.training.convert import ConvertRecipe
-from hestia_tune.training.launch import run_qat
-from hestia_tune.training.model_loading import load_model
-from hestia_tune.training.options import with_defaults
-from hestia_tune.training.sensitivity import SensitivityRecipe
+from hestia_tune.models.load import load_model
+from hestia_tune.modules import full_tensor
+from hestia_tune.training.options import Run
 
 FAIRY = {"_component_": "hestia_tune.Fairy2iQATQuantizer", "num_stages": 2}
 HARDENED = ("schedule.tau_init=0.2",)
@@ -118,7 +118,7 @@ def test_tau_init_auto(model_dir, tmp_path):
 
 
 def test_naive_and_checkpoints_load_for_evaluation(model_dir, tmp_path):
-    cfg = with_defaults(config(model_dir, tmp_path))
+    cfg = Run.of(config(model_dir, tmp_path)).cfg
     run(config(model_dir, tmp_path))
     arguments = {"device": torch.device("cpu"), "dtype": torch.float32}
     naive, _ = load_model("naive", cfg, **arguments)
@@ -169,10 +169,10 @@ def test_the_packed_model_is_the_hard_model(model_dir, tmp_path, dtype, containe
     found = ConvertRecipe(cfg).run()["torchao"]
     assert found["quantized_bits_per_weight"] == pytest.approx(2, abs=0.1)
     arguments = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
-    packed, about = load_model("packed", with_defaults(cfg), **arguments)
+    packed, about = load_model("packed", Run.of(cfg).cfg, **arguments)
     assert about["kind"] == "packed"
     assert isinstance(packed.layers[1].mlp.w2.weight, Fairy2iTensor)
-    dense, _ = load_model("trained", with_defaults(cfg), **arguments)
+    dense, _ = load_model("trained", Run.of(cfg).cfg, **arguments)
     tokens = torch.tensor([[1, 2, 3, 200]])
     assert torch.equal(packed(tokens), dense(tokens))
 
@@ -181,9 +181,9 @@ def test_packing_the_naive_model_and_what_cannot_be(model_dir, tmp_path):
     cfg = config(model_dir, tmp_path, "convert.source=pretrained")
     ConvertRecipe(cfg).run()
     arguments = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
-    packed, _ = load_model("packed", with_defaults(cfg), **arguments)
+    packed, _ = load_model("packed", Run.of(cfg).cfg, **arguments)
     pretrained, _ = load_model(
-        "pretrained", with_defaults(cfg), **arguments | {"dtype": torch.float32}
+        "pretrained", Run.of(cfg).cfg, **arguments | {"dtype": torch.float32}
     )
     for block, latent in zip(packed.layers, pretrained.layers, strict=True):
         expected = hard_fairy2i(latent.mlp.w1.weight).to(torch.bfloat16)

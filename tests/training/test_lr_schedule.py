@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from hestia_tune.training.lr_schedule import get_wsd_schedule, wsd_factor
 
 

@@ -19,7 +19,7 @@ from tiny import (
 from torchtune.models.convert_weights import hf_to_tune
 
 from hestia_tune.functional import hard_ternary
-from hestia_tune.qat import quantized_linears
+from hestia_tune.modules import quantized_linears
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 
 

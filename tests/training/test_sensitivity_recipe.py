@@ -9,9 +9,9 @@ from tiny import NUM_QUANTIZED, make_config, make_model_dir, run, tune_run, writ
 from torch import distributed
 
 from hestia_tune import SensitivityArtifact
+from hestia_tune.commands.launch import run_qat
+from hestia_tune.commands.sensitivity import SensitivityRecipe, run_sensitivity
 from hestia_tune.sensitivity import hvp
-from hestia_tune.training.launch import run_qat
-from hestia_tune.training.sensitivity import SensitivityRecipe, run_sensitivity
 
 FEW = (
     "sensitivity_estimation.num_samples=5",
@@ -76,7 +76,7 @@ def test_an_artifact_of_this_estimation_is_reused(model_dir, tmp_path, monkeypat
     def fail(*args, **kwargs):
         raise AssertionError("estimated again")
 
-    monkeypatch.setattr("hestia_tune.training.sensitivity.estimate_sensitivity", fail)
+    monkeypatch.setattr("hestia_tune.commands.sensitivity.estimate_sensitivity", fail)
     assert estimate(model_dir, tmp_path) == first
 
 
@@ -103,7 +103,7 @@ def test_another_kappa_or_alpha_needs_no_new_estimation(model_dir, tmp_path, mon
     def fail(*args, **kwargs):
         raise AssertionError("estimated again")
 
-    monkeypatch.setattr("hestia_tune.training.sensitivity.estimate_sensitivity", fail)
+    monkeypatch.setattr("hestia_tune.commands.sensitivity.estimate_sensitivity", fail)
     options = ("sensitivity_estimation.kappa=2", "schedule.alpha=0.7")
     found = estimate(model_dir, tmp_path, *options)
     assert found.traces == first.traces and found.scores == first.rescored(2).scores

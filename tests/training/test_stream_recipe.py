@@ -9,9 +9,9 @@ from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, 
 from torch import distributed
 from torchtune.training.metric_logging import DiskLogger
 
+from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.data import DataStreamError
 from hestia_tune.training import checkpoint
-from hestia_tune.training.sensitivity import SensitivityRecipe
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import pytest
 from test_stream_recipe import config, files, model_dir  # noqa: F401 (fixtures)
 from tiny import logged, make_config, run, tune_run, write_config
 
+from hestia_tune.commands.tokenize import run_tokenize
 from hestia_tune.data import streaming_text_dataset, verify_token_shards
-from hestia_tune.training.tokenize import run_tokenize
-from hestia_tune.training.tokenizers import HuggingFaceTokenizer
+from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
 TOKENS = 6 * 4 * 16
 

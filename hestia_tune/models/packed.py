@@ -27,8 +27,10 @@ from hestia_tune.export.folder import (
 )
 from hestia_tune.export.source import SafetensorsFolder
 from hestia_tune.files import write_atomically
-from hestia_tune.quantizers import Fairy2iQuantizer
-from hestia_tune.quantizers.granularity import GroupSize
+from hestia_tune.methods import Fairy2iMethod
+from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.models.build import build_buffers
+from hestia_tune.models.names import HuggingFaceNames
 from hestia_tune.tensors import (
     Fairy2iTensor,
     TernaryTensor,
@@ -36,8 +38,6 @@ from hestia_tune.tensors import (
     save_safetensors,
     to_intx,
 )
-from hestia_tune.training.model_setup import build_buffers
-from hestia_tune.training.naming import HuggingFaceNames
 
 FORMAT_VERSION = 1
 
@@ -80,28 +80,28 @@ def fairy2i_entries(
     latents: Callable[[], Iterator[tuple[str, torch.Tensor]]],
     hard: Callable[[str], torch.Tensor] | None,
     quantized: Collection[str],
-    quantizer: Fairy2iQuantizer,
+    method: Fairy2iMethod,
     compute_dtype: torch.dtype,
 ) -> Entries:
     """Of a complex-valued model, whose codes only the latent weights tell.
 
     Args:
         latents: gives (torchtune's name, latent weight).
-        hard: name -> the hard model's weight to compare with; None is the quantizer's own.
+        hard: name -> the hard model's weight to compare with; None is the method's own.
         quantized: torchtune's parameter names of the quantized weights.
-        quantizer: the method.
+        method: the method.
         compute_dtype: of the training.
     """
     for name, latent in latents():
         seen = latent.to(compute_dtype) if name in quantized else latent
         stored = seen.to(torch.bfloat16)
         if name in quantized:
-            stored = Fairy2iTensor.from_codes(*quantizer.codes(seen), dtype=torch.bfloat16)
+            stored = Fairy2iTensor.from_codes(*method.codes(seen), dtype=torch.bfloat16)
         dense = stored
         if hard is not None:
             dense = hard(name).to(torch.bfloat16)
         elif name in quantized:
-            dense = quantizer.hard(seen).to(torch.bfloat16)
+            dense = method.hard(seen).to(torch.bfloat16)
         yield name, dense, stored
 
 

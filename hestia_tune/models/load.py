@@ -22,18 +22,18 @@ from torchtune import config
 
 from hestia_tune.export.folder import DESCRIPTION_FILE
 from hestia_tune.export.source import SafetensorsFolder
-from hestia_tune.qat import quantized_linears
+from hestia_tune.models import build
+from hestia_tune.models.names import HuggingFaceNames
+from hestia_tune.models.packed import load_quantized
+from hestia_tune.modules import quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact
-from hestia_tune.training import model_setup
 from hestia_tune.training.checkpoint import (
     META_FILE,
     complete_checkpoints,
     digest,
     read_meta,
 )
-from hestia_tune.training.naming import HuggingFaceNames
-from hestia_tune.training.packed import load_quantized
 
 NAMES = ("pretrained", "naive", "trained", "packed", "checkpoint", "checkpoint_hard")
 
@@ -100,20 +100,20 @@ def load_model(
         return load_quantized(folder, device=device, dtype=dtype), about
     if kind == "folder":
         return _finished(_dense(folder, cfg), device, dtype), about
-    quantizer = config.instantiate(cfg.quantizer)
+    component = config.instantiate(cfg.quantizer)
     if kind == "naive":
-        model = quantizer.prepare(_finished(_dense(folder, cfg), device, dtype))
-        quantizer.convert(model)
-        return model, about | {"quantizer": quantizer.quantizer.key()}
-    return _checkpoint(folder, kind, cfg, quantizer, device, dtype, sensitivity, about)
+        model = component.prepare(_finished(_dense(folder, cfg), device, dtype))
+        component.convert(model)
+        return model, about | {"quantizer": component.method.key()}
+    return _checkpoint(folder, kind, cfg, component, device, dtype, sensitivity, about)
 
 
 def _dense(folder: Path, cfg: DictConfig) -> nn.Module:
     """The config's model on the CPU with the weights of a Hugging Face folder."""
     names = HuggingFaceNames.of_folder(cfg.checkpointer.model_type, folder)
     state = dict(names.read(SafetensorsFolder(folder)))
-    model = model_setup.plain_on_meta(cfg.model)
-    model_setup.check_state_dict(model, state, str(folder))
+    model = build.plain_on_meta(cfg.model)
+    build.check_state_dict(model, state, str(folder))
     model.load_state_dict(state, assign=True)
     return model
 
@@ -122,7 +122,7 @@ def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.
     """Buffers made, everything in place and in ``dtype`` (RoPE tables stay float32)."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device=device, dtype=dtype)
-    model_setup.build_buffers(model, device)
+    build.build_buffers(model, device)
     return model.requires_grad_(False).eval()
 
 
@@ -130,7 +130,7 @@ def _checkpoint(
     folder: Path,
     kind: str,
     cfg: DictConfig,
-    quantizer: Any,
+    component: Any,
     device: torch.device,
     dtype: torch.dtype,
     sensitivity: str | None,
@@ -138,12 +138,12 @@ def _checkpoint(
 ) -> tuple[nn.Module, dict[str, Any]]:
     meta = read_meta(folder)
     identity, step = meta["identity"], meta["step"]
-    if identity["quantizer"] != quantizer.quantizer.key():
+    if identity["quantizer"] != component.method.key():
         raise ValueError(
             f"{folder} was trained with quantizer {identity['quantizer']}, the config has "
-            f"{quantizer.quantizer.key()}; use the config that trained it"
+            f"{component.method.key()}; use the config that trained it"
         )
-    model = model_setup.build_on_meta(cfg.model, quantizer)
+    model = build.build_on_meta(cfg.model, component)
     model.load_state_dict(read_latents(folder, model), assign=True)
     layers = quantized_linears(model)
     for layer in layers.values():

@@ -4,7 +4,7 @@ import pytest
 import references_fairy2i as references
 import torch
 
-from hestia_tune.quantizers.widely_linear import check_even, merge, split
+from hestia_tune.methods.widely_linear import check_even, merge, split
 
 SHAPES = [(2, 2), (4, 6), (10, 2), (64, 128)]
 DTYPES = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -1,4 +1,4 @@
-"""Ternary weights: the hard quantizer of Eq. 2 and its softmax relaxation (Eqs. 5-7).
+"""Ternary weights: the hard method of Eq. 2 and its softmax relaxation (Eqs. 5-7).
 
 Legend: w weight, gamma scale, z = w/gamma, a = |z|, q code in {-1, 0, 1}, tau temperature,
 p pressure. With
@@ -28,22 +28,23 @@ from typing import ClassVar
 
 import torch
 
-from hestia_tune.quantizers.base import Quantizer, compute_dtype
-from hestia_tune.quantizers.granularity import (
+from hestia_tune.methods.base import Method, compute_dtype
+from hestia_tune.methods.granularity import (
     GroupSize,
     block_view,
     check_divides,
     validate_group_size,
 )
+from hestia_tune.methods.temperature import relaxation_histogram, temperature_from_histogram
 
 SCALE_EPS = 1e-8
 # exp(80) is finite in float32 and bfloat16; beyond it the weight of a nonzero code is below 1e-34.
 _MAX_EXPONENT = 80.0
 # Keeps 2/tau finite in float32; a cosine over 10^9 steps stays far above it.
-_MIN_TAU = 1e-30
+MIN_TAU = 1e-30
 
 
-def _round_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
+def round_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     """Rounds float32 to the nearest bfloat16 (ties to even), still float32.
 
     By its bits, because a compiler may drop a cast down and up again: inductor keeps bfloat16
@@ -58,7 +59,7 @@ def _scale(blocks: torch.Tensor) -> torch.Tensor:
     """gamma = mean|w| + eps (Eq. 1) of each (..., group), bfloat16-rounded; shape (..., 1)."""
     total = blocks.detach().abs().sum(-1, keepdim=True, dtype=torch.float64)
     scale = (total / blocks.shape[-1] + SCALE_EPS).to(torch.float32)
-    return _round_to_bfloat16(scale).to(compute_dtype(blocks))
+    return round_to_bfloat16(scale).to(compute_dtype(blocks))
 
 
 def _hard_code(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -66,7 +67,7 @@ def _hard_code(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(w.abs() > 0.5 * scale, torch.sign(w), torch.zeros_like(w))
 
 
-def _kernel(w: torch.Tensor, scale: torch.Tensor, tau: torch.Tensor):
+def _softmax_terms(w: torch.Tensor, scale: torch.Tensor, tau: torch.Tensor):
     """(-4a/tau, e1, e2, 1/D) of the module docstring; stable for every tau > 0."""
     a = w.abs() / scale
     log_e1 = -4.0 * a / tau
@@ -76,7 +77,7 @@ def _kernel(w: torch.Tensor, scale: torch.Tensor, tau: torch.Tensor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TernaryQuantizer(Quantizer):
+class TernaryMethod(Method):
     """Codes {-1, 0, 1} with an absolute-mean scale per group (AbsMean of BitNet b1.58).
 
     Args:
@@ -87,7 +88,14 @@ class TernaryQuantizer(Quantizer):
         TypeError, ValueError: on a wrong ``group_size``.
     """
 
-    method: ClassVar[str] = "ternary"
+    name: ClassVar[str] = "ternary"
+    packed_formats: ClassVar[tuple[str, ...]] = ("ternary", "intx")
+    file_formats: ClassVar[tuple[str, ...]] = (
+        "torchao",
+        "huggingface",
+        "compressed_tensors",
+        "gguf",
+    )
     group_size: GroupSize = 128
 
     def __post_init__(self):
@@ -96,9 +104,6 @@ class TernaryQuantizer(Quantizer):
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
         check_divides(self.group_size, in_features, name)
 
-    def key(self) -> str:
-        return f"ternary, group_size={self.group_size}"
-
     def _blocks(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = block_view(weight, self.group_size)
         return blocks.to(compute_dtype(weight)), _scale(blocks)
@@ -106,7 +111,7 @@ class TernaryQuantizer(Quantizer):
     def effective_weight(self, weight, tau, pressure):
         w, scale = self._blocks(weight)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
-        log_e1, _, _, inv_d = _kernel(w, scale, tau.clamp(min=_MIN_TAU))
+        log_e1, _, _, inv_d = _softmax_terms(w, scale, tau.clamp(min=MIN_TAU))
         soft_mean = torch.sign(w) * (-torch.expm1(log_e1)) * inv_d
         mean = torch.where(tau > 0, soft_mean, _hard_code(w, scale))
         effective = (1.0 - pressure) * w + pressure * (scale * mean)
@@ -115,8 +120,8 @@ class TernaryQuantizer(Quantizer):
     def vjp(self, grad, weight, tau, pressure):
         w, scale = self._blocks(weight)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
-        safe_tau = tau.clamp(min=_MIN_TAU)
-        _, e1, e2, inv_d = _kernel(w, scale, safe_tau)
+        safe_tau = tau.clamp(min=MIN_TAU)
+        _, e1, e2, inv_d = _softmax_terms(w, scale, safe_tau)
         variance = (4.0 * e1 * inv_d + (e2 * inv_d) * (1.0 + e1)) * inv_d
         slope = torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w))
         jacobian = (1.0 - pressure) + pressure * slope
@@ -132,7 +137,19 @@ class TernaryQuantizer(Quantizer):
         codes = _hard_code(w, scale).to(torch.int8).view_as(weight)
         return codes, scale.squeeze(-1).to(torch.bfloat16)
 
-    def normalized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """|w|/gamma and gamma of every weight, both flat; what `optimal_temperature` works on."""
-        w, scale = self._blocks(weight.detach())
-        return (w.abs() / scale).flatten(), scale.expand_as(w).flatten()
+    def fit_temperature(self, weights):
+        """As `Method.fit_temperature`, reading every weight once, one at a time.
+
+        Returns:
+            tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights.
+        """
+        histogram = None
+        for weight in weights:
+            if not torch.isfinite(weight).all():
+                raise ValueError("tau_init auto needs finite weights; got NaN or infinity")
+            w, scale = self._blocks(weight.detach())
+            part = relaxation_histogram((w.abs() / scale).flatten(), scale.expand_as(w).flatten())
+            histogram = part if histogram is None else histogram + part
+        if histogram is None:
+            raise ValueError("tau_init auto needs at least one weight; got none")
+        return temperature_from_histogram(histogram)

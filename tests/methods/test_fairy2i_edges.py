@@ -6,14 +6,14 @@ import pytest
 import references_fairy2i as references
 import torch
 
-from hestia_tune.quantizers import effective_weight
-from hestia_tune.quantizers.fairy2i import Fairy2iQuantizer, dequantize_codes
-from hestia_tune.quantizers.widely_linear import merge, split
+from hestia_tune.methods import effective_weight
+from hestia_tune.methods.fairy2i import Fairy2iMethod, dequantize_codes
+from hestia_tune.methods.widely_linear import merge, split
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TAUS = [0.0, 1e-30, 0.02, 0.3, 5.0]
-ONE = Fairy2iQuantizer(num_stages=1)
-TWO = Fairy2iQuantizer()
+ONE = Fairy2iMethod(num_stages=1)
+TWO = Fairy2iMethod()
 
 
 def from_u(*entries: complex, dtype=torch.float64) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_grid_weights_with_many_ties_equal_the_formulas():
     weight = torch.randint(-2, 3, (8, 16), generator=generator).double()
     for granularity in ("tensor", 4):
         for num_stages in (1, 2, 4):
-            quantizer = Fairy2iQuantizer(num_stages=num_stages, granularity=granularity)
+            quantizer = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
             expected = references.quantized(weight, 0, num_stages, granularity)
             torch.testing.assert_close(quantizer.hard(weight), expected, rtol=0, atol=1e-15)
 
@@ -185,7 +185,7 @@ def test_gradients_stay_finite_at_every_modulus(tau):
 @pytest.mark.parametrize("tau", TAUS)
 def test_a_zero_weight_is_harmless(tau, dtype):
     for num_stages in (1, 2, 3, 4):
-        quantizer = Fairy2iQuantizer(num_stages=num_stages)
+        quantizer = Fairy2iMethod(num_stages=num_stages)
         weight = torch.zeros(4, 8, dtype=dtype)
         value, grad = value_and_grad(weight, tau, quantizer)
         assert value.abs().max() < 1e-7 and grad.isfinite().all()
@@ -203,7 +203,7 @@ def test_an_axis_without_entries_has_the_smallest_scale():
 @pytest.mark.parametrize("granularity", ["tensor", 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_are_exact_in_every_magnitude(dtype, granularity):
-    quantizer = Fairy2iQuantizer(num_stages=1, granularity=granularity)
+    quantizer = Fairy2iMethod(num_stages=1, granularity=granularity)
     for seed, std in enumerate((1e-3, 0.02, 5.0)):
         weight = random_weight(seed, (8, 32), dtype) * std
         _, scales = quantizer.codes(weight)
@@ -231,7 +231,7 @@ def test_one_value_that_is_not_finite_makes_the_whole_matrix_nan(where, value, t
 
 @pytest.mark.parametrize("value", NON_FINITE)
 def test_with_groups_it_stays_in_its_group(value):
-    quantizer = Fairy2iQuantizer(granularity=4)
+    quantizer = Fairy2iMethod(granularity=4)
     weight = random_weight(dtype=torch.float32)
     clean = quantizer.hard(weight)
     weight[1, 5] = value
@@ -254,7 +254,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_layout_of_weight_and_gradient_does_not_matter(layout, granularity):
     torch.manual_seed(0)
-    quantizer = Fairy2iQuantizer(granularity=granularity)
+    quantizer = Fairy2iMethod(granularity=granularity)
     weight, grad = LAYOUTS[layout](), torch.randn(32, 6).t()
     results = [
         (*value_and_grad(w, 0.3, quantizer, g, 0.7), quantizer.hard(w), *quantizer.codes(w))

@@ -6,9 +6,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, utils
 
 from hestia_tune.data import verify_token_shards, write_token_shards
-from hestia_tune.data.settings import TokenizeConfig
 from hestia_tune.files import require_writable_dir
-from hestia_tune.training.options import RunOptions, with_defaults
+from hestia_tune.training.options import Run
 
 log = utils.get_logger("DEBUG")
 
@@ -17,14 +16,14 @@ _STREAM = "hestia_tune.data.streaming_text_dataset"
 _SOURCE_KEYS = ("data_files", "column", "name", "split", "revision", "skip_bad_rows", "max_retries")
 
 
-def run_tokenize(cfg: DictConfig) -> int:
+def run_tokenize(cfg: DictConfig | Run) -> int:
     """Writes the shards of the ``dataset`` section; goes on where it was stopped.
 
     Raises:
         ValueError: if the dataset is no stream of text, or other shards are in the folder.
     """
-    cfg = with_defaults(cfg)
-    options: TokenizeConfig = RunOptions.from_config(cfg).tokenize
+    run = Run.of(cfg)
+    cfg, options = run.cfg, run.options.tokenize
     section: dict[str, Any] = OmegaConf.to_container(cfg.dataset, resolve=True)
     if section.get("_component_") != _STREAM or section["source"] == "token_shards":
         raise ValueError(

@@ -8,9 +8,9 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from hestia_tune.functional import hard_ternary, relaxed_ternary
-from hestia_tune.quantizers import TernaryQuantizer, quantized_linear
+from hestia_tune.methods import TernaryMethod, quantized_linear
 
-QUANTIZER = TernaryQuantizer(group_size=32)
+QUANTIZER = TernaryMethod(group_size=32)
 TAU, PRESSURE = torch.tensor(0.3), torch.tensor(0.6)
 
 

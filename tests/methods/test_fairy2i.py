@@ -5,8 +5,8 @@ import references_fairy2i as references
 import torch
 import torch.nn.functional as F
 
-from hestia_tune.quantizers import Quantizer, effective_weight, quantized_linear
-from hestia_tune.quantizers.fairy2i import Fairy2iQuantizer, dequantize_codes
+from hestia_tune.methods import Method, effective_weight, quantized_linear
+from hestia_tune.methods.fairy2i import Fairy2iMethod, dequantize_codes
 
 GRANULARITIES = ["tensor", 4, 16]
 STAGES = [1, 2, 3, 4]
@@ -22,7 +22,7 @@ def make_weight(seed=0, shape=(6, 32), dtype=torch.float64, std=0.7):
 
 
 def make_quantizer(num_stages=2, granularity="tensor"):
-    return Fairy2iQuantizer(num_stages=num_stages, granularity=granularity)
+    return Fairy2iMethod(num_stages=num_stages, granularity=granularity)
 
 
 def value_and_grad(function, weight, seed=9):
@@ -240,9 +240,9 @@ def test_the_compiled_linear_saves_its_input_and_the_weight_and_is_hard_to_the_l
 
 def test_travels_as_its_key():
     assert make_quantizer().key() == "fairy2i, num_stages=2, granularity=tensor"
-    assert Quantizer.from_key("fairy2i, num_stages=2") == Fairy2iQuantizer()
+    assert Method.from_key("fairy2i, num_stages=2") == Fairy2iMethod()
     for quantizer in (make_quantizer(), make_quantizer(3, 8)):
-        again = Quantizer.from_key(quantizer.key())
+        again = Method.from_key(quantizer.key())
         assert again == quantizer and hash(again) == hash(quantizer)
 
 

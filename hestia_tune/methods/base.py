@@ -1,50 +1,61 @@
-"""What a quantizer is, and the differentiable effective weight.
+"""What a method is, and the differentiable effective weight.
 
-A quantizer is a stateless frozen dataclass: it maps a latent weight to an effective weight at a
+A method is a stateless frozen dataclass: it maps a latent weight to an effective weight at a
 given temperature and pressure, and pulls a gradient back through that map in closed form. It never
 sees a step, a module or a schedule. The closed form is what keeps memory flat: plain autograd would
 save about ten tensors of the weight's size, `effective_weight` saves the weight alone.
 """
 
+import dataclasses
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
 
+from hestia_tune.methods.temperature import search_temperature
+
 Scalar = float | torch.Tensor
 
 
-class Quantizer(ABC):
+class Method(ABC):
     """A map from latent weights to low-bit weights, with a relaxation that has a temperature.
 
     Subclasses are frozen keyword-only dataclasses and implement the methods below on 2-D weights
     (out_features, in_features). ``tau`` and ``pressure`` arrive as 0-D tensors.
     """
 
-    method: ClassVar[str]
+    name: ClassVar[str]
     # Whether `effective_weight` is one operator to torch.compile. A compiler that sees inside may
     # save what is meant to be recomputed: cheap for formulas whose intermediates are few.
     opaque: ClassVar[bool] = False
     # Whether code 0 is the weight 0 (and not, as for powers of i, the weight 1).
     has_zero: ClassVar[bool] = True
-    _by_method: ClassVar[dict[str, type["Quantizer"]]] = {}
+    # Whether codes and scales can be read off the hard weight; otherwise the latents are needed.
+    codes_follow_from_hard: ClassVar[bool] = True
+    # Packed tensors that hold the codes (`hestia_tune.tensors.pack`), the first by default.
+    packed_formats: ClassVar[tuple[str, ...]] = ()
+    # What hestia_convert can write.
+    file_formats: ClassVar[tuple[str, ...]] = ("torchao",)
+    _by_name: ClassVar[dict[str, type["Method"]]] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        Quantizer._by_method[cls.method] = cls
+        Method._by_name[cls.name] = cls
 
-    @abstractmethod
     def key(self) -> str:
-        """The method and every option, as in "ternary, group_size=128"; `from_key` reads it."""
+        """The method and every field, as in "ternary, group_size=128"; `from_key` reads it."""
+        fields = (f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
+        return ", ".join([self.name, *fields])
 
     @staticmethod
-    def from_key(key: str) -> "Quantizer":
-        """The quantizer whose `key` this is; option values are ints or words."""
-        method, *options = key.split(", ")
-        pairs = (option.split("=") for option in options)
-        values = {name: int(value) if value.isdigit() else value for name, value in pairs}
-        return Quantizer._by_method[method](**values)
+    def from_key(key: str) -> "Method":
+        """The method whose `key` this is; option values are ints or words."""
+        name, *options = key.split(", ")
+        pairs = (text.split("=") for text in options)
+        values = {option: int(value) if value.isdigit() else value for option, value in pairs}
+        return Method._by_name[name](**values)
 
     @abstractmethod
     def effective_weight(
@@ -69,6 +80,30 @@ class Quantizer(ABC):
     @abstractmethod
     def codes(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Integer codes shaped like ``weight`` and the bfloat16 scales that multiply them."""
+
+    def fit_temperature(self, weights: Iterable[torch.Tensor]) -> float:
+        """tau that minimises the mean squared relaxation error over all ``weights`` together.
+
+        Costs some 40 evaluations of every weight; a method that knows a shorter way overrides it.
+
+        Args:
+            weights: latent weights (out_features, in_features), all held at once.
+
+        Raises:
+            ValueError: if the weights are not finite, or all zero.
+        """
+        latents = [weight.detach() for weight in weights]
+
+        def error(tau: float) -> float:
+            total = 0.0
+            for latent in latents:
+                scalars = (torch.tensor(v, device=latent.device) for v in (tau, 1.0))
+                difference = latent - self.effective_weight(latent, *scalars)
+                total += float(difference.square().sum(dtype=torch.float64))
+            return total
+
+        # Each round narrows the bracket around the best of 11 points 5-fold.
+        return search_temperature(lambda taus: [error(tau) for tau in taus], rounds=4, points=11)
 
     @abstractmethod
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
@@ -111,9 +146,9 @@ def require_float(weight: torch.Tensor) -> None:
 
 
 @functools.cache
-def fused(key: str, method: str):
-    """The quantizer's method as fused kernels, one set for weights of every shape."""
-    return torch.compile(getattr(Quantizer.from_key(key), method), dynamic=True)
+def fused(key: str, formula: str):
+    """A formula of a method as fused kernels, one set for weights of every shape."""
+    return torch.compile(getattr(Method.from_key(key), formula), dynamic=True)
 
 
 @torch.library.custom_op("hestia::effective_weight", mutates_args=())
@@ -148,30 +183,30 @@ class _EffectiveWeight(torch.autograd.Function):
     """weight, tau, pressure -> effective weight; saves ``weight`` and two scalars."""
 
     @staticmethod
-    def forward(weight, tau, pressure, quantizer):
-        if quantizer.opaque and torch.compiler.is_compiling():
-            return _effective_weight_op(weight, tau, pressure, quantizer.key())
-        return quantizer.effective_weight(weight, tau, pressure)
+    def forward(weight, tau, pressure, method):
+        if method.opaque and torch.compiler.is_compiling():
+            return _effective_weight_op(weight, tau, pressure, method.key())
+        return method.effective_weight(weight, tau, pressure)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        weight, tau, pressure, ctx.quantizer = inputs
+        weight, tau, pressure, ctx.method = inputs
         ctx.save_for_backward(weight, tau, pressure)
 
     @staticmethod
     def backward(ctx, grad):
         weight, tau, pressure = ctx.saved_tensors
-        if ctx.quantizer.opaque and torch.compiler.is_compiling():
-            grad = weight_grad_op(grad, weight, tau, pressure, ctx.quantizer.key())
+        if ctx.method.opaque and torch.compiler.is_compiling():
+            grad = weight_grad_op(grad, weight, tau, pressure, ctx.method.key())
             return grad, None, None, None
-        return ctx.quantizer.vjp(grad, weight, tau, pressure), None, None, None
+        return ctx.method.vjp(grad, weight, tau, pressure), None, None, None
 
 
 def effective_weight(
-    weight: torch.Tensor, tau: Scalar, pressure: Scalar, quantizer: Quantizer
+    weight: torch.Tensor, tau: Scalar, pressure: Scalar, method: Method
 ) -> torch.Tensor:
-    """The differentiable effective weight (Eq. 7) of ``quantizer``; scalars as in `as_scalar`."""
+    """The differentiable effective weight (Eq. 7) of ``method``; scalars as in `as_scalar`."""
     require_float(weight)
     tau = as_scalar(tau, "tau", weight)
     pressure = as_scalar(pressure, "pressure", weight)
-    return _EffectiveWeight.apply(weight, tau, pressure, quantizer)
+    return _EffectiveWeight.apply(weight, tau, pressure, method)

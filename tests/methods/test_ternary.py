@@ -5,7 +5,7 @@ import torch
 from references import eq1_scale, eq2_hard, eq7_effective, lemma1_slope
 
 from hestia_tune.functional import hard_ternary, relaxed_ternary, ternary_codes
-from hestia_tune.quantizers import TernaryQuantizer
+from hestia_tune.methods import TernaryMethod
 
 GROUP_SIZES = [1, 4, 32, "channel", "tensor"]
 TAUS = [0.02, 0.3, 0.351, 2.0, 50.0]
@@ -49,7 +49,7 @@ def test_gradient_equals_autograd_of_the_reference(group_size, tau):
 @pytest.mark.parametrize("tau", [0.05, 0.3, 2.0])
 def test_gradcheck_with_the_scale_held_fixed(tau, monkeypatch):
     """Finite differences would move gamma, which the gradient treats as a constant."""
-    import hestia_tune.quantizers.ternary as ternary
+    import hestia_tune.methods.ternary as ternary
 
     w = weight(shape=(2, 8)).requires_grad_()
     fixed = ternary._scale(w.detach().unflatten(1, (-1, 4)))
@@ -71,7 +71,7 @@ def test_lemma_1_in_float32_where_assignments_are_confident():
 def test_lemma_2_the_slope_concentrates_at_the_boundary():
     """The integral of dH/dw over a boundary tends to gamma, wherever the interval ends."""
     gamma = 1.0
-    quantizer = TernaryQuantizer(group_size="tensor")
+    quantizer = TernaryMethod(group_size="tensor")
     grid = torch.linspace(0.4, 0.6, 200_001, dtype=torch.float64).view(1, -1)
     # One more weight makes the mean, and so the scale, exactly 1.
     rest = grid.numel() + 1 - grid.sum()

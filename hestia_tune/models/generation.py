@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torchtune.training import quantization
 
-from hestia_tune.quantizers.fairy2i import Granularity
-from hestia_tune.quantizers.granularity import GroupSize
+from hestia_tune.methods.fairy2i import Granularity
+from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.selection import select_linears
 from hestia_tune.tensors import Fairy2iTensor, TernaryTensor
 

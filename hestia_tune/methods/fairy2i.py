@@ -40,7 +40,7 @@ Decided once:
                  there linearly down to 0, so that gradients are finite.
     not finite   one NaN or infinity makes all that shares its scales NaN.
 
-Scales are float64 sums rounded to bfloat16, as the ternary quantizer's. Sums of them need not be
+Scales are float64 sums rounded to bfloat16, as the ternary method's. Sums of them need not be
 bfloat16 numbers: stages are added in order in float32, `merge` adds U and W, and the result is
 rounded once to the weight's dtype; `dequantize_codes` does the same, to the last bit.
 """
@@ -53,9 +53,9 @@ from typing import ClassVar
 
 import torch
 
-from hestia_tune.quantizers.base import Quantizer, compute_dtype
-from hestia_tune.quantizers.ternary import _MIN_TAU, SCALE_EPS, _round_to_bfloat16
-from hestia_tune.quantizers.widely_linear import (
+from hestia_tune.methods.base import Method, compute_dtype
+from hestia_tune.methods.ternary import MIN_TAU, SCALE_EPS, round_to_bfloat16
+from hestia_tune.methods.widely_linear import (
     Complex,
     add,
     check_even,
@@ -115,7 +115,7 @@ def _scales(z: Complex, over_rows: bool) -> Complex:
     means = totals[0] / count.clamp(min=1.0), totals[1] / (size - count).clamp(min=1.0)
     poison = (means[0] + means[1]) * 0.0  # not finite on one axis: NaN on both
     return tuple(
-        _round_to_bfloat16((mean.clamp(min=SCALE_EPS) + poison).to(torch.float32)).to(hi.dtype)
+        round_to_bfloat16((mean.clamp(min=SCALE_EPS) + poison).to(torch.float32)).to(hi.dtype)
         for mean in means
     )
 
@@ -133,7 +133,7 @@ def _signs(z: Complex, hi: torch.Tensor) -> Complex:
     return torch.where(hi == 0, torch.ones_like(hi), torch.sign(z[0])), torch.sign(z[1])
 
 
-def _kernel(hi: torch.Tensor, lo: torch.Tensor, tau: torch.Tensor):
+def _softmax_terms(hi: torch.Tensor, lo: torch.Tensor, tau: torch.Tensor):
     """(k, eb, ec, ed, 1/D) of the module docstring."""
     gap = torch.atan(torch.where(hi == 0, torch.ones_like(hi), (hi - lo) / (hi + lo)))
     k = math.pi / tau
@@ -146,7 +146,7 @@ def _kernel(hi: torch.Tensor, lo: torch.Tensor, tau: torch.Tensor):
 def _relax(z: Complex, tau: torch.Tensor) -> Complex:
     """pi_0 - pi_2 and pi_1 - pi_3: the relaxed code."""
     real, hi, lo = _nearest(z)
-    _, eb, ec, ed, inv_d = _kernel(hi, lo, tau)
+    _, eb, ec, ed, inv_d = _softmax_terms(hi, lo, tau)
     near, far = (1.0 - ed) * inv_d, (eb - ec) * inv_d
     sign_re, sign_im = _signs(z, hi)
     return sign_re * torch.where(real, near, far), sign_im * torch.where(real, far, near)
@@ -156,7 +156,7 @@ def _relax_vjp(grad: Complex, z: Complex, scales: Complex, tau: torch.Tensor) ->
     """J^T·grad of one relaxed stage; J has rank 1 per entry, along the derivative of the angle."""
     grad_re, grad_im = grad[0] * scales[0], grad[1] * scales[1]
     real, hi, lo = _nearest(z)
-    k, eb, ec, ed, inv_d = _kernel(hi, lo, tau)
+    k, eb, ec, ed, inv_d = _softmax_terms(hi, lo, tau)
     near_slope = -(eb - ec + ed * (eb + 3.0 * ec + 4.0))
     far_slope = eb * (1.0 - ed) + ec * (1.0 + 3.0 * ed) + 4.0 * eb * ec
     grad_near = torch.where(real, grad_re, grad_im)
@@ -177,7 +177,7 @@ def _total(stages: list[Complex]) -> Complex:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fairy2iQuantizer(Quantizer):
+class Fairy2iMethod(Method):
     """Complex codes {1, i, -1, -i} in residual stages, for weights with even dimensions.
 
     Args:
@@ -189,9 +189,11 @@ class Fairy2iQuantizer(Quantizer):
         TypeError, ValueError: on a wrong option.
     """
 
-    method: ClassVar[str] = "fairy2i"
+    name: ClassVar[str] = "fairy2i"
     opaque: ClassVar[bool] = True
     has_zero: ClassVar[bool] = False
+    codes_follow_from_hard: ClassVar[bool] = False
+    packed_formats: ClassVar[tuple[str, ...]] = ("fairy2i",)
     num_stages: int = 2
     granularity: Granularity = "tensor"
 
@@ -209,9 +211,6 @@ class Fairy2iQuantizer(Quantizer):
                 f"granularity {self.granularity} does not divide the {columns} complex columns "
                 f'(in_features {in_features} / 2) of {name}; use one of {sizes}or "tensor"'
             )
-
-    def key(self) -> str:
-        return f"fairy2i, num_stages={self.num_stages}, granularity={self.granularity}"
 
     def _split(self, weight: torch.Tensor) -> Complex:
         """Parts of U and W, (2, n, groups, group) in the compute dtype."""
@@ -233,7 +232,7 @@ class Fairy2iQuantizer(Quantizer):
     def effective_weight(self, weight, tau, pressure):
         z = self._split(weight)
         tau, pressure = tau.to(z[0].dtype), pressure.to(z[0].dtype)
-        safe_tau = tau.clamp(min=_MIN_TAU)
+        safe_tau = tau.clamp(min=MIN_TAU)
 
         def quantize(z):
             soft, hard = _relax(z, safe_tau), _digits(z)
@@ -249,7 +248,7 @@ class Fairy2iQuantizer(Quantizer):
     def vjp(self, grad, weight, tau, pressure):
         z = self._split(weight)
         tau, pressure = tau.to(z[0].dtype), pressure.to(z[0].dtype)
-        safe_tau = tau.clamp(min=_MIN_TAU)
+        safe_tau = tau.clamp(min=MIN_TAU)
         grad = grad.to(z[0].dtype)
         grad_total = tuple(part.view_as(z[0]) for part in split(grad))
         inputs, scales, _ = self._stages(z, lambda z: _relax(z, safe_tau))
@@ -286,10 +285,10 @@ class Fairy2iQuantizer(Quantizer):
 def dequantize_codes(
     codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The hard weight of `Fairy2iQuantizer.codes`, equal to `hard` to the last bit.
+    """The hard weight of `Fairy2iMethod.codes`, equal to `hard` to the last bit.
 
     Args:
-        codes, scales: as `Fairy2iQuantizer.codes` returns them.
+        codes, scales: as `Fairy2iMethod.codes` returns them.
         dtype: of the result, and of the weight that was quantized.
 
     Returns:

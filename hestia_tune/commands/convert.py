@@ -20,20 +20,20 @@ from hestia_tune.export import write_compressed_tensors, write_gguf, write_huggi
 from hestia_tune.export.folder import DESCRIPTION_FILE
 from hestia_tune.export.source import SafetensorsFolder
 from hestia_tune.files import require_writable_dir, write_atomically
-from hestia_tune.qat import quantized_linears
-from hestia_tune.quantizers import Quantizer
-from hestia_tune.quantizers.granularity import GroupSize
-from hestia_tune.training import model_setup
-from hestia_tune.training.checkpoint import complete_checkpoints
-from hestia_tune.training.model_loading import read_latents
-from hestia_tune.training.naming import HuggingFaceNames
-from hestia_tune.training.options import RunOptions, with_defaults
-from hestia_tune.training.packed import (
+from hestia_tune.methods import Method
+from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.models import build
+from hestia_tune.models.load import read_latents
+from hestia_tune.models.names import HuggingFaceNames
+from hestia_tune.models.packed import (
     Entries,
     fairy2i_entries,
     ternary_entries,
     write_packed,
 )
+from hestia_tune.modules import quantized_linears
+from hestia_tune.training.checkpoint import complete_checkpoints
+from hestia_tune.training.options import Run
 
 log = utils.get_logger("DEBUG")
 
@@ -49,16 +49,16 @@ class ConvertRecipe:
     """
 
     def __init__(self, cfg: DictConfig):
-        self.cfg = with_defaults(cfg)
-        self.settings = RunOptions.from_config(self.cfg).convert
+        run = Run.of(cfg)
+        self.cfg, self.settings = run.cfg, run.options.convert
         self.output = require_writable_dir(self.settings.output)
         self.source, self.is_hard = self._choose_source()
         self.names = HuggingFaceNames.of_folder(self.cfg.checkpointer.model_type, self.source)
         # In which the training saw, or would see, the latent weights.
         self.dtype = training.get_dtype(self.cfg.dtype, utils.get_device("cpu"))
         self.about = self._describe()
-        self.quantizer = Quantizer.from_key(self.about["quantizer"])
-        if self.quantizer.method != "ternary":
+        self.method = Method.from_key(self.about["quantizer"])
+        if self.method.name != "ternary":
             self._check_formats()
         if not self.settings.overwrite:
             for name in self.settings.formats:
@@ -113,29 +113,29 @@ class ConvertRecipe:
         return folder, (folder / DESCRIPTION_FILE).is_file()
 
     def _describe(self) -> dict[str, Any]:
-        """Quantizer and layers: of the hard model if it is one, else what the config says."""
+        """Method and layers: of the hard model if it is one, else what the config says."""
         section = OmegaConf.to_container(self.cfg.model, resolve=True)
         own = config.instantiate(self.cfg.quantizer)
-        layers = list(quantized_linears(model_setup.build_on_meta(self.cfg.model, own)))
-        about = {"quantizer": own.quantizer.key(), "layers": layers, "step": 0}
+        layers = list(quantized_linears(build.build_on_meta(self.cfg.model, own)))
+        about = {"quantizer": own.method.key(), "layers": layers, "step": 0}
         if self.is_hard:
             file = self.source / DESCRIPTION_FILE
             about = json.loads(file.read_text(encoding="utf-8"))
-            if about["quantizer"] != own.quantizer.key() or set(about["layers"]) != set(layers):
+            if about["quantizer"] != own.method.key() or set(about["layers"]) != set(layers):
                 raise ValueError(
                     f"{self.source} was trained with quantizer {about['quantizer']} on "
-                    f"{len(about['layers'])} layers, the config has {own.quantizer.key()} on "
+                    f"{len(about['layers'])} layers, the config has {own.method.key()} on "
                     f"{len(layers)}; use the config that trained it"
                 )
         return about | {"model": section}
 
     def _group_sizes(self) -> dict[str, GroupSize]:
         """torchtune's parameter name -> group size."""
-        return {f"{layer}.weight": self.quantizer.group_size for layer in self.about["layers"]}
+        return {f"{layer}.weight": self.method.group_size for layer in self.about["layers"]}
 
     def run(self) -> dict[str, dict[str, Any]]:
         """Writes every format; returns their summaries."""
-        is_ternary = self.quantizer.method == "ternary"
+        is_ternary = self.method.name == "ternary"
         summaries = self._write_ternary() if is_ternary else {"torchao": self._write_complex()}
         write_atomically(self.output / "sizes.json", json.dumps(summaries, indent=1) + "\n")
         return summaries
@@ -176,7 +176,6 @@ class ConvertRecipe:
                         self.target(name),
                         quantized=in_files,
                         block_type=self.settings.block_type,
-                        dense_type=self.settings.dense_type,
                         overwrite=overwrite,
                     )
                 summaries[name] = summary
@@ -202,11 +201,11 @@ class ConvertRecipe:
             hard = dict(in_folder()).__getitem__
             _, path = self._latest_checkpoint()
             own = config.instantiate(self.cfg.quantizer)
-            state = read_latents(path, model_setup.build_on_meta(self.cfg.model, own))
+            state = read_latents(path, build.build_on_meta(self.cfg.model, own))
             latents = lambda: iter(state.items())  # noqa: E731
         return self._pack(
             self.source,
-            lambda: fairy2i_entries(latents, hard, quantized, self.quantizer, self.dtype),
+            lambda: fairy2i_entries(latents, hard, quantized, self.method, self.dtype),
             quantized,
         )
 
@@ -214,16 +213,14 @@ class ConvertRecipe:
         self, companions: Path, entries: Callable[[], Entries], quantized: Collection[str]
     ) -> dict[str, Any]:
         folder, settings = self.target("torchao"), self.settings
-        generate = None
-        if settings.container == "pt":
-            generate = self._generate_config(folder)
+        generate = self._generate_config(folder)
         return write_packed(
             companions,
             folder,
             entries=entries,
             quantized=quantized,
-            container=settings.container,
-            packing=settings.packing,
+            container="pt",
+            packing="2bit",
             description=self.about | {"hestia_tune": hestia_tune.__version__},
             generate=generate,
             overwrite=settings.overwrite,
@@ -232,8 +229,8 @@ class ConvertRecipe:
     def _generate_config(self, folder: Path) -> dict[str, Any]:
         """What torchtune's own generate recipe needs."""
         quantizer = OmegaConf.to_container(self.cfg.quantizer, resolve=True)
-        name = "PackedWeights" if self.quantizer.method == "ternary" else "PackedFairy2iWeights"
-        component = {"_component_": f"hestia_tune.training.generation.{name}"}
+        name = "PackedWeights" if self.method.name == "ternary" else "PackedFairy2iWeights"
+        component = {"_component_": f"hestia_tune.models.generation.{name}"}
         quantizer.pop("skip_incompatible", None)
         return {
             "output_dir": str(self.cfg.output_dir),

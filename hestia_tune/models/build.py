@@ -19,11 +19,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torchtune import config, modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
-from hestia_tune.components import QATQuantizerBase
 from hestia_tune.config import one_line
-from hestia_tune.qat import quantized_linears
-from hestia_tune.quantizers import TernaryQuantizer
-from hestia_tune.temperature import fitted_temperature, optimal_temperature
+from hestia_tune.modules import quantized_linears
+from hestia_tune.qat import QATQuantizerBase
 
 
 def plain_on_meta(cfg_model: DictConfig) -> nn.Module:
@@ -32,13 +30,13 @@ def plain_on_meta(cfg_model: DictConfig) -> nn.Module:
         return config.instantiate(cfg_model)
 
 
-def build_on_meta(cfg_model: DictConfig, quantizer: QATQuantizerBase) -> nn.Module:
+def build_on_meta(cfg_model: DictConfig, component: QATQuantizerBase) -> nn.Module:
     """The prepared model in float32 on the meta device.
 
     Raises:
-        ValueError: if the quantizer cannot take the model's layers; the error names the layer.
+        ValueError: if the method cannot take the model's layers; the error names the layer.
     """
-    return quantizer.prepare(plain_on_meta(cfg_model))
+    return component.prepare(plain_on_meta(cfg_model))
 
 
 def read_checkpoint(
@@ -72,14 +70,12 @@ def read_checkpoint(
 def fit_temperature(
     state: Mapping[str, torch.Tensor],
     names: Iterable[str],
-    quantizer: QATQuantizerBase,
+    component: QATQuantizerBase,
     compute_dtype: torch.dtype,
 ) -> float:
     """``tau_init: auto``: the temperature that fits the pretrained weights best."""
     weights = (state[f"{name}.weight"].to(compute_dtype) for name in names)
-    if isinstance(quantizer.quantizer, TernaryQuantizer):
-        return optimal_temperature(weights, group_size=quantizer.quantizer.group_size)
-    return fitted_temperature(list(weights), quantizer.quantizer)
+    return component.method.fit_temperature(weights)
 
 
 def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:

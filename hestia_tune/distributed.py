@@ -2,6 +2,7 @@
 
 import os
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -12,41 +13,71 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def ensure_process_environment() -> None:
-    """Makes a plain process a group of one, so that ``init_process_group`` needs no torchrun."""
+def ensure_process_group(device: torch.device) -> None:
+    """Forms the process group, of one if there is no torchrun; one that is there is kept."""
+    if dist.is_initialized():
+        return
     if "RANK" not in os.environ:
         # The store of a group of one picks a free port by itself when asked for port 0.
         single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}
         os.environ.update({key: str(value) for key, value in single.items()})
         os.environ["MASTER_ADDR"] = "127.0.0.1"
+    dist.init_process_group("gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo")
+
+
+def end_process_group() -> None:
+    """Ends the group once every rank is here."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raises on every rank if any rank brings an error: its own, or that of the first that has one.
+
+    The type is kept, and the traceback of the rank that failed comes along as the cause.
+    Collective; costs one reduction of one number unless there is an error.
+    """
+    failed = torch.tensor(float(error is not None))
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not failed:
+        return
+    told = None
+    if error is not None:
+        text = "".join(traceback.format_exception(error))
+        told = (type(error), str(error), text)
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, told)
+    if error is None:
+        rank, (kind, message, text) = next((r, e) for r, e in enumerate(everyone) if e)
+        try:
+            error = kind(message)
+        except TypeError:  # a type that is not made from a message
+            error = RuntimeError(f"{kind.__name__}: {message}")
+        error.__cause__ = RuntimeError(f"on rank {rank}:\n{text}")
+    error.on_every_rank = True  # told once
+    raise error
 
 
 def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
-    """Runs ``function`` on rank 0 alone; an error there is raised on every rank.
+    """Runs ``function`` on rank 0 alone; an error there is raised on every rank. Collective.
 
     Args:
         function: what to run.
         share: give the result to every rank (it must be picklable); otherwise the other ranks
             get None.
     """
-    outcome: list = [None, None]
-    result = None
+    result, error = None, None
     if dist.get_rank() == 0:
         try:
             result = function()
-            outcome[0] = result if share else None
-        except Exception as error:
-            outcome[1] = (type(error), str(error))
-            if dist.get_world_size() == 1:
-                raise
+        except Exception as caught:
+            error = caught
+    raise_together(error)
+    if not share:
+        return result
+    outcome = [result]
     dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        kind, text = outcome[1]
-        known = kind if kind in (ValueError, TypeError, FileNotFoundError) else ValueError
-        error = known(text)
-        error.on_every_rank = True  # one line from rank 0 tells it
-        raise error
-    return outcome[0] if share else result
+    return outcome[0]
 
 
 class StopRequest:

@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 
 from hestia_tune.data import DataStreamError, StreamingTextDataset
 from hestia_tune.data.shares import stream_counts
+from hestia_tune.distributed import sum_over_ranks
 from hestia_tune.training import data_setup
-from hestia_tune.training.processes import sum_over_ranks
 
 
 class TrainingData:

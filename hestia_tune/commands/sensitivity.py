@@ -26,9 +26,11 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_packed
 
 from hestia_tune.data import StreamingTextDataset
+from hestia_tune.distributed import ensure_process_group, on_first_rank
 from hestia_tune.files import require_writable_dir
+from hestia_tune.models import build
+from hestia_tune.modules import quantized_linears
 from hestia_tune.plots import plot_sensitivity, plot_temperatures
-from hestia_tune.qat import quantized_linears
 from hestia_tune.schedule import AnnealingSchedule
 from hestia_tune.sensitivity import (
     CalibrationBatch,
@@ -40,11 +42,9 @@ from hestia_tune.sensitivity.estimate import estimator_description
 from hestia_tune.sensitivity.fingerprint import samples_digest
 from hestia_tune.sensitivity.journal import Journal
 from hestia_tune.sensitivity.memory import estimation_memory
-from hestia_tune.training import data_setup, model_setup
-from hestia_tune.training.base import init_process_group
+from hestia_tune.training import data_setup
 from hestia_tune.training.checkpoint import digest
-from hestia_tune.training.options import RunOptions, with_defaults
-from hestia_tune.training.processes import ensure_process_environment, on_first_rank
+from hestia_tune.training.options import Run
 
 log = utils.get_logger("DEBUG")
 
@@ -62,15 +62,14 @@ class SensitivityRecipe:
     """
 
     def __init__(self, cfg: DictConfig):
-        self.cfg = with_defaults(cfg)
-        self.options = RunOptions.from_config(self.cfg)
-        self.settings = self.options.estimation
+        run = Run.of(cfg)
+        self.cfg, self.options = run.cfg, run.options
+        self.settings = self.options.sensitivity_estimation
         self.output_dir = require_writable_dir(self.cfg.output_dir)
         self.path = Path(self.settings.output)
         require_writable_dir(self.path.parent)
-        ensure_process_environment()
         self.device = utils.get_device(self.cfg.device)
-        init_process_group("gloo" if self.device.type == "cpu" else "cuda:nccl,cpu:gloo")
+        ensure_process_group(self.device)
 
     def run(self) -> SensitivityArtifact:
         """The artifact: the one found at ``path`` if it is this one, else a new one, saved there.
@@ -79,8 +78,8 @@ class SensitivityRecipe:
             ValueError: if an artifact of another model or of other settings is in the way.
         """
         cfg = self.cfg
-        self.quantizer = config.instantiate(cfg.quantizer)
-        meta = model_setup.build_on_meta(cfg.model, self.quantizer)
+        self.component = config.instantiate(cfg.quantizer)
+        meta = build.build_on_meta(cfg.model, self.component)
         names = list(quantized_linears(meta))
         batches = self._calibration_batches()
         state = on_first_rank(lambda: self._read_pretrained(meta), share=False) or {}
@@ -108,7 +107,7 @@ class SensitivityRecipe:
 
     def _read_pretrained(self, meta: nn.Module) -> dict[str, torch.Tensor]:
         load = lambda: config.instantiate(self.cfg.checkpointer).load_checkpoint()  # noqa: E731
-        return model_setup.read_checkpoint(load, meta, self.cfg.checkpointer)
+        return build.read_checkpoint(load, meta, self.cfg.checkpointer)
 
     def _describe(
         self,
@@ -167,8 +166,8 @@ class SensitivityRecipe:
 
     def _announce(self, names: list[str], batches: Sequence[CalibrationBatch]) -> None:
         """Says in advance what the estimation will need."""
-        meta = model_setup.plain_on_meta(self.cfg.model)
-        model_setup.build_buffers(meta, "cpu")  # some refuse to be made on the meta device
+        meta = build.plain_on_meta(self.cfg.model)
+        build.build_buffers(meta, "cpu")  # some refuse to be made on the meta device
         meta.to("meta")
         largest = max(batches, key=lambda batch: batch.tokens.numel())
         parts = estimation_memory(meta, names, largest, self.settings)
@@ -260,7 +259,7 @@ class SensitivityRecipe:
         tau_init = options.tau_init
         if tau_init == "auto":
             dtype = training.get_dtype(self.cfg.dtype, self.device)
-            tau_init = model_setup.fit_temperature(state, names, self.quantizer, dtype)
+            tau_init = build.fit_temperature(state, names, self.component, dtype)
         schedule = AnnealingSchedule(
             _PICTURE_STEPS, rho=options.rho, tau_init=tau_init, alpha=options.alpha
         )

@@ -8,14 +8,14 @@ one more pass over the weight, small beside the three matrix products of a linea
 Under `torch.compile` that is not enough: the compiler would find the recomputation to be a common
 subexpression of the forward and save its result after all. So in a compiled region the three steps
 are opaque operators (`hestia::...`), which run the same formulas, themselves compiled into fused
-kernels. Operators take no Python objects, so a quantizer travels as its key. Eager mode calls the
+kernels. Operators take no Python objects, so a method travels as its key. Eager mode calls the
 formulas directly.
 """
 
 import torch
 import torch.nn.functional as F
 
-from hestia_tune.quantizers.base import Quantizer, fused, weight_grad_op
+from hestia_tune.methods.base import Method, fused, weight_grad_op
 
 
 def _linear(x, weight, bias, tau, pressure, effective_weight):
@@ -59,14 +59,14 @@ class _QuantizedLinear(torch.autograd.Function):
     """x·W_eff^T + bias; saves ``x``, ``weight`` and two scalars."""
 
     @staticmethod
-    def forward(x, weight, bias, tau, pressure, quantizer):
+    def forward(x, weight, bias, tau, pressure, method):
         if torch.compiler.is_compiling():
-            return _linear_op(x, weight, bias, tau, pressure, quantizer.key())
-        return _linear(x, weight, bias, tau, pressure, quantizer.effective_weight)
+            return _linear_op(x, weight, bias, tau, pressure, method.key())
+        return _linear(x, weight, bias, tau, pressure, method.effective_weight)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, bias, tau, pressure, ctx.quantizer = inputs
+        x, weight, bias, tau, pressure, ctx.method = inputs
         ctx.has_bias = bias is not None
         weight_needs_grad = ctx.needs_input_grad[1]
         ctx.save_for_backward(x if weight_needs_grad else None, weight, tau, pressure)
@@ -75,20 +75,20 @@ class _QuantizedLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, tau, pressure = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        quantizer, compiling = ctx.quantizer, torch.compiler.is_compiling()
+        method, compiling = ctx.method, torch.compiler.is_compiling()
         scalars = (tau, pressure)
         grad_x = grad_weight = grad_bias = None
         if needs_x and compiling:
-            grad_x = _input_grad_op(grad, weight, *scalars, quantizer.key())
+            grad_x = _input_grad_op(grad, weight, *scalars, method.key())
         elif needs_x:
-            grad_x = _input_grad(grad, weight, *scalars, quantizer.effective_weight)
+            grad_x = _input_grad(grad, weight, *scalars, method.effective_weight)
         grad_NO = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
             grad_eff = grad_NO.t() @ x.reshape(-1, x.shape[-1])
             if compiling:
-                grad_weight = weight_grad_op(grad_eff, weight, *scalars, quantizer.key())
+                grad_weight = weight_grad_op(grad_eff, weight, *scalars, method.key())
             else:
-                grad_weight = quantizer.vjp(grad_eff, weight, *scalars)
+                grad_weight = method.vjp(grad_eff, weight, *scalars)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_NO.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None
@@ -100,7 +100,7 @@ def quantized_linear(
     bias: torch.Tensor | None,
     tau: torch.Tensor,
     pressure: torch.Tensor,
-    quantizer: Quantizer,
+    method: Method,
 ) -> torch.Tensor:
     """``F.linear`` with the effective weight (Eq. 7) in place of the latent one.
 
@@ -109,13 +109,13 @@ def quantized_linear(
         weight: (out_features, in_features) latent weight.
         bias: (out_features,) or None.
         tau, pressure: 0-D tensors, so that a change of value compiles nothing anew.
-        quantizer: the method.
+        method: the method.
     """
     autocast = torch.is_autocast_enabled(x.device.type)
     if autocast:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     bias = None if bias is None else bias.to(x.dtype)
     if not autocast:
-        return _QuantizedLinear.apply(x, weight, bias, tau, pressure, quantizer)
+        return _QuantizedLinear.apply(x, weight, bias, tau, pressure, method)
     with torch.autocast(x.device.type, enabled=False):
-        return _QuantizedLinear.apply(x, weight, bias, tau, pressure, quantizer)
+        return _QuantizedLinear.apply(x, weight, bias, tau, pressure, method)

@@ -1,7 +1,7 @@
 """How many weights share one scale.
 
 A weight (out_features, in_features) is seen as a 3-D block view (rows, groups, group): the last
-axis is what one scale covers. Every quantizer works on that view, so one formula serves all three
+axis is what one scale covers. Every method works on that view, so one formula serves all three
 granularities, and a row shard of the weight can be quantized on its own unless the granularity is
 "tensor".
 

@@ -13,6 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, training, utils
 
+from hestia_tune.config import EvalConfig
+from hestia_tune.distributed import ensure_process_group, on_first_rank
 from hestia_tune.evaluation import (
     Comparison,
     ModelResult,
@@ -25,13 +27,10 @@ from hestia_tune.evaluation import (
     read_documents,
 )
 from hestia_tune.evaluation.evaluate import versions
-from hestia_tune.evaluation.settings import EvalConfig
 from hestia_tune.files import require_writable_dir
-from hestia_tune.training import model_setup
-from hestia_tune.training.base import init_process_group
-from hestia_tune.training.model_loading import load_model, locate
-from hestia_tune.training.options import RunOptions, with_defaults
-from hestia_tune.training.processes import ensure_process_environment, on_first_rank
+from hestia_tune.models import build
+from hestia_tune.models.load import load_model, locate
+from hestia_tune.training.options import Run
 
 log = utils.get_logger("DEBUG")
 
@@ -158,22 +157,23 @@ class EvaluationRecipe:
     """
 
     def __init__(self, cfg: DictConfig):
-        self.cfg = with_defaults(cfg)
-        options = RunOptions.from_config(self.cfg)
+        run = Run.of(cfg)
+        self.cfg, options = run.cfg, run.options
         self.settings: EvalConfig = options.eval
         self.output_dir = require_writable_dir(self.cfg.output_dir)
         self.path = Path(self.settings.output)
         require_writable_dir(self.path.parent)
-        ensure_process_environment()
         self.device = utils.get_device(self.cfg.device)
         self.dtype = training.get_dtype(self.cfg.dtype, self.device)
-        init_process_group("gloo" if self.device.type == "cpu" else "cuda:nccl,cpu:gloo")
+        ensure_process_group(self.device)
         self.sensitivity = options.sensitivity
         if self.sensitivity == "auto":
-            self.sensitivity = options.estimation.output if options.schedule.alpha else None
+            self.sensitivity = (
+                options.sensitivity_estimation.output if options.schedule.alpha else None
+            )
         for name in self.settings.models:
             locate(name, self.cfg)
-        max_seq_len = model_setup.plain_on_meta(self.cfg.model).max_seq_len
+        max_seq_len = build.plain_on_meta(self.cfg.model).max_seq_len
         cache = self.output_dir / "eval_cache" / "answers" if self.settings.cache else None
         tokenizer = config.instantiate(self.cfg.tokenizer)
         self.evaluator = Evaluator(self.settings, tokenizer, max_seq_len, cache)

@@ -1,0 +1,50 @@
+"""From a command line to a finished command: parsing, one-line errors, exit codes.
+
+Exit codes: 0 done; 1 an error; 130 stopped by Ctrl-C with a checkpoint written. An error that
+speaks of what the user gave is told in one line on stderr; anything else, being a mistake of ours,
+with its traceback. Set HESTIA_TRACEBACK=1 to see where any error came from.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torchtune import config
+
+from hestia_tune.commands.configs import resolve_argv
+from hestia_tune.config import one_line
+from hestia_tune.training.options import Run
+
+INTERRUPTED = 130
+# What checks of the user's input, files and data raise.
+_ABOUT_INPUT = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
+
+
+def main(command: Callable[[Run], int], name: str) -> int:
+    """Parses ``sys.argv`` as torchtune does (packaged config names included), runs ``command``."""
+    try:
+        sys.argv = resolve_argv(sys.argv)
+        parsed: list[DictConfig] = []
+        try:
+            config.parse(parsed.append)()
+        except SystemExit as stop:  # the parser exits when its callback returns
+            if stop.code:
+                return int(stop.code)
+        return command(Run.of(parsed[0]))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if os.environ.get("HESTIA_TRACEBACK") or not isinstance(error, _ABOUT_INPUT):
+            raise
+        # What was checked before the ranks met, or raised on all of them, is told once.
+        shared = getattr(error, "on_every_rank", False) or not dist.is_initialized()
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not shared:
+            where = "" if rank == "0" else f"[rank {rank}] "
+            print(f"{name}: error: {where}{one_line(error, limit=2000)}", file=sys.stderr)
+        # Several ranks are ended by torchrun; to wait for each other here could hang.
+        if dist.is_initialized() and dist.get_world_size() == 1:
+            dist.destroy_process_group()
+        return 1

@@ -1,0 +1,6 @@
+"""Models as torchtune has them: built, named, loaded, tokenized, packed."""
+
+from hestia_tune.models.builders import llama
+from hestia_tune.models.tokenizers import HuggingFaceTokenizer
+
+__all__ = ["HuggingFaceTokenizer", "llama"]
