@@ -11,12 +11,20 @@ from torchao.quantization.qat.linear import FakeQuantizedLinear
 from hestia_tune.methods.base import Method, effective_weight
 from hestia_tune.methods.linear import quantized_linear
 from hestia_tune.selection import clean_fqn
+from hestia_tune.tensors.latent_shard import LatentShard
+
+
+def local_rows(value: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that FSDP may have sharded, plain and detached."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return (local.latent if isinstance(local, LatentShard) else local).detach()
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that FSDP may have sharded, detached. Collective if it has."""
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    """The whole of a tensor that FSDP may have sharded, plain, detached. Collective if it has."""
+    if isinstance(value, DTensor):
+        value = value.detach().full_tensor()
+    return local_rows(value)
 
 
 class FakeQuantizer(nn.Module):
@@ -55,10 +63,11 @@ class FakeQuantizer(nn.Module):
                 setattr(self, name, value.to(moved.device))
         return self
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, weight: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """The effective weight; ``parameters`` are the method's."""
         if not self.enabled:
             return weight
-        return effective_weight(weight, self.tau, self.pressure, self.method)
+        return effective_weight(weight, self.tau, self.pressure, self.method, parameters)
 
     def extra_repr(self) -> str:
         return self.method.key()
@@ -68,10 +77,16 @@ class QuantizedLinear(FakeQuantizedLinear):
     """A linear whose forward uses the effective weight; see `hestia_tune.methods.linear`.
 
     Made by `from_linear`. The parameter keeps its name ``weight`` and its identity, so state dicts,
-    optimizers and tied weights do not notice.
+    optimizers and tied weights do not notice. Parameters of the method stand beside it under the
+    names that it gives them.
+
+    Attributes:
+        weight_is_effective: the forward is handed the effective weight already, by
+            `hestia_tune.sharded`; the linear is then a plain one.
     """
 
     weight_fake_quantizer: FakeQuantizer
+    weight_is_effective = False
 
     @classmethod
     def from_linear(
@@ -83,7 +98,32 @@ class QuantizedLinear(FakeQuantizedLinear):
         new.weight_fake_quantizer = FakeQuantizer(
             method, tau=tau, pressure=pressure, device=mod.weight.device
         )
+        new._latent_dtype = mod.weight.dtype
+        initial = method.initial_parameters(mod.weight)
+        for name, value in zip(method.parameter_names, initial, strict=True):
+            trained = name in method.trained_parameters and mod.weight.requires_grad
+            new.register_parameter(name, nn.Parameter(value, requires_grad=trained))
         return new.train(mod.training)
+
+    @property
+    def method(self) -> Method:
+        """The mathematics of this layer."""
+        return self.weight_fake_quantizer.method
+
+    def method_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The method's parameters, in its order."""
+        return tuple(getattr(self, name) for name in self.method.parameter_names)
+
+    def whole_latents(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The latent weight and the method's parameters, whole and detached. Collective if FSDP
+        has sharded them."""
+        parameters = tuple(full_tensor(value) for value in self.method_parameters())
+        return full_tensor(self.weight), parameters
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._latent_dtype = self.weight.dtype
+        return self
 
     def to_linear(self) -> nn.Linear:
         """A plain linear with the same latent parameters."""
@@ -93,16 +133,17 @@ class QuantizedLinear(FakeQuantizedLinear):
 
     def to_hard_linear(
         self,
-        pack: Callable[[Method, torch.Tensor], torch.Tensor] = Method.hard,
+        pack: Callable[..., torch.Tensor] = Method.hard,
     ) -> nn.Linear:
         """A plain linear whose weight is the hard one, in the dtype of the latent weight.
 
         Args:
-            pack: method and latent weight -> what stands for it, dense or packed.
+            pack: method, latent weight and the method's parameters -> what stands for the weight,
+                dense or packed.
         """
         new = self.to_linear()
         latent = self.weight.detach()
-        hard = pack(self.weight_fake_quantizer.method, full_tensor(latent))
+        hard = pack(self.method, *self.whole_latents())
         if isinstance(latent, DTensor):
             hard = distribute_tensor(hard, latent.device_mesh, latent.placements)
         dense = type(hard) in (torch.Tensor, DTensor)
@@ -111,9 +152,18 @@ class QuantizedLinear(FakeQuantizedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         fake = self.weight_fake_quantizer
-        if not fake.enabled:
+        if self.weight_is_effective or not fake.enabled:
             return F.linear(x, self.weight, self.bias)
-        return quantized_linear(x, self.weight, self.bias, fake.tau, fake.pressure, fake.method)
+        if self.weight.dtype != self._latent_dtype:
+            raise ValueError(
+                f"a latent weight must be quantized as it is, {self._latent_dtype}, before it is "
+                f"rounded; FSDP hands it over as {self.weight.dtype}; call "
+                "hestia_tune.sharded.quantize_shards(model) before fully_shard"
+            )
+        parameters = self.method_parameters()
+        return quantized_linear(
+            x, self.weight, self.bias, fake.tau, fake.pressure, fake.method, parameters
+        )
 
 
 def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:

@@ -64,9 +64,13 @@ class QATConfigBase(AOBaseConfig):
         names = [field.name for field in dataclasses.fields(self.method_type)]
         return self.method_type(**{name: getattr(self, name) for name in names})
 
-    def pack(self, method: Method, latent: torch.Tensor) -> torch.Tensor:
+    def pack(
+        self, method: Method, latent: torch.Tensor, parameters: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
         """What stands for a latent weight after "convert"; ``method`` is its layer's own."""
-        return method.hard(latent) if self.target == "dense" else pack(method, latent, self.target)
+        if self.target == "dense":
+            return method.hard(latent, parameters)
+        return pack(method, latent, self.target, parameters)
 
 
 def transform(module: nn.Module, config: QATConfigBase) -> nn.Module:
@@ -87,6 +91,8 @@ class HestiaConfig(QATConfigBase):
     Args:
         group_size: weights that share a scale: an int that divides in_features (128 in the
             paper), "channel" or "tensor".
+        scale: "absmean" (Eq. 1) or "learned", a factor per group that training finds; see
+            `hestia_tune.methods.TernaryMethod`.
         target: "dense", "ternary" (a packed `hestia_tune.TernaryTensor`) or "intx" (torchao's int2
             tensor).
         step, tau, pressure: see `QATConfigBase`.
@@ -101,6 +107,7 @@ class HestiaConfig(QATConfigBase):
 
     method_type: ClassVar[type[Method]] = TernaryMethod
     group_size: GroupSize = 128
+    scale: Literal["absmean", "learned"] = "absmean"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +142,7 @@ class QATQuantizerBase:
         include, exclude: which linears; see `select_linears`.
         skip_incompatible: leave out the linears whose shape the method cannot take, instead of
             raising an error.
+        parameter_lr: learning rate of the method's own parameters; None takes the optimizer's.
 
     Attributes:
         skipped: names of the linears that `prepare` left out for their shape.
@@ -146,12 +154,16 @@ class QATQuantizerBase:
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         skip_incompatible: bool = False,
+        parameter_lr: float | None = None,
     ):
+        if parameter_lr is not None:
+            require_number("the method's learning rate", parameter_lr, 0, 1)
         for option, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
                 raise TypeError(f"{option} must be a list of patterns; got the string {patterns!r}")
         self.config = config
         self.method = config.method()
+        self.parameter_lr = parameter_lr
         self._include = None if include is None else list(include)
         self._exclude = list(exclude or ())
         self._skip_incompatible = skip_incompatible
@@ -219,6 +231,8 @@ class HestiaQATQuantizer(QATQuantizerBase):
     Args:
         group_size: weights that share a scale: an int that divides in_features (128 in the
             paper), "channel" or "tensor".
+        scale: "absmean" (the paper's) or "learned"; see `HestiaConfig`.
+        scale_lr: learning rate of learned scales; None takes the optimizer's.
         include: shell patterns of the linears to quantize; None takes every linear of the
             transformer blocks (attention q, k, v, output; MLP gate, up, down).
         exclude: shell patterns of linears to leave out.
@@ -233,12 +247,19 @@ class HestiaQATQuantizer(QATQuantizerBase):
     def __init__(
         self,
         group_size: GroupSize = 128,
+        scale: Literal["absmean", "learned"] = "absmean",
+        scale_lr: float | None = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         skip_incompatible: bool = False,
     ):
-        config = HestiaConfig(group_size=group_size)
-        super().__init__(config, include, exclude, skip_incompatible)
+        config = HestiaConfig(group_size=group_size, scale=scale)
+        if scale_lr is not None and scale != "learned":
+            raise ValueError(
+                f'quantizer.scale_lr is read with scale "learned" only; got {scale_lr} with scale '
+                f'"{scale}"; leave it out'
+            )
+        super().__init__(config, include, exclude, skip_incompatible, parameter_lr=scale_lr)
 
 
 class Fairy2iQATQuantizer(QATQuantizerBase):

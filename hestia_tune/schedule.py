@@ -11,7 +11,7 @@ step, so a resumed run needs no state of its own.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch.optim import Optimizer
@@ -86,6 +86,8 @@ class ScheduleDriver:
             buffers ``tau`` and ``pressure`` (see `hestia_tune.qat.quantized_linears`).
         scores: sensitivity score per name, or None for the uniform schedule (every score 0, the
             paper's "w/o Hessian").
+        after_write: called when the values have changed, for what depends on them
+            (`hestia_tune.sharded.refresh`).
 
     Raises:
         ValueError: if there are no layers, or the names of ``scores`` are not those of ``layers``.
@@ -96,6 +98,7 @@ class ScheduleDriver:
         schedule: AnnealingSchedule,
         layers: Mapping[str, torch.nn.Module],
         scores: Mapping[str, float] | None = None,
+        after_write: Callable[[], None] | None = None,
     ):
         if not layers:
             raise ValueError("the model has no quantized layers; prepare it first")
@@ -104,6 +107,7 @@ class ScheduleDriver:
             raise ValueError(f"sensitivity scores and quantized layers differ in {odd[:3]}")
         self.schedule = schedule
         self._layers = dict(layers)
+        self._after_write = after_write or (lambda: None)
         self._scores = {name: 0.0 if scores is None else scores[name] for name in layers}
 
     def temperatures(self, step: int) -> dict[str, float]:
@@ -126,6 +130,7 @@ class ScheduleDriver:
         torch._foreach_copy_(
             buffers, list(values.to(buffers[0].device, non_blocking=True).unbind())
         )
+        self._after_write()
 
     @contextlib.contextmanager
     def _temporarily(self, tau: float, pressure: float) -> Iterator[None]:
@@ -138,6 +143,7 @@ class ScheduleDriver:
             for fake, (old_tau, old_pressure) in zip(fakes, before, strict=True):
                 fake.tau.copy_(old_tau)
                 fake.pressure.copy_(old_pressure)
+            self._after_write()
 
     def hard(self):
         """Context in which the model computes with hard weights (tau 0, pressure 1)."""

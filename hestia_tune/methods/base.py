@@ -9,7 +9,7 @@ save about ten tensors of the weight's size, `effective_weight` saves the weight
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,8 @@ import torch
 from hestia_tune.methods.temperature import search_temperature
 
 Scalar = float | torch.Tensor
+# Sums a tensor over the parts of one weight that several processes hold.
+Total = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Method(ABC):
@@ -29,13 +31,15 @@ class Method(ABC):
     name: ClassVar[str]
     # Whether `effective_weight` is one operator to torch.compile. A compiler that sees inside may
     # save what is meant to be recomputed: cheap for formulas whose intermediates are few.
-    opaque: ClassVar[bool] = False
+    is_one_operator: ClassVar[bool] = False
     # Whether code 0 is the weight 0 (and not, as for powers of i, the weight 1).
     has_zero: ClassVar[bool] = True
     # Whether codes and scales can be read off the hard weight; otherwise the latents are needed.
     codes_follow_from_hard: ClassVar[bool] = True
     # Packed tensors that hold the codes (`hestia_tune.tensors.pack`), the first by default.
     packed_formats: ClassVar[tuple[str, ...]] = ()
+    # Whether row i belongs together with row i + out_features / 2, so that shards must hold both.
+    pairs_rows: ClassVar[bool] = False
     # What hestia_convert can write.
     file_formats: ClassVar[tuple[str, ...]] = ("torchao",)
     _by_name: ClassVar[dict[str, type["Method"]]] = {}
@@ -45,9 +49,16 @@ class Method(ABC):
         Method._by_name[cls.name] = cls
 
     def key(self) -> str:
-        """The method and every field, as in "ternary, group_size=128"; `from_key` reads it."""
-        fields = (f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
-        return ", ".join([self.name, *fields])
+        """The method and its fields, as in "ternary, group_size=128"; `from_key` reads it.
+
+        A field with ``metadata={"optional": True}`` is left out at its default.
+        """
+        shown = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if not (field.metadata.get("optional") and getattr(self, field.name) == field.default)
+        ]
+        return ", ".join([self.name, *shown])
 
     @staticmethod
     def from_key(key: str) -> "Method":
@@ -57,11 +68,38 @@ class Method(ABC):
         values = {option: int(value) if value.isdigit() else value for option, value in pairs}
         return Method._by_name[name](**values)
 
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the parameters that a layer holds beside its weight, in order."""
+        return ()
+
+    @property
+    def trained_parameters(self) -> tuple[str, ...]:
+        """Those of `parameter_names` that are trained."""
+        return ()
+
+    def initial_parameters(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Their values for a pretrained weight, float32, rows along the first axis like its own."""
+        return ()
+
     @abstractmethod
     def effective_weight(
-        self, weight: torch.Tensor, tau: torch.Tensor, pressure: torch.Tensor
+        self,
+        weight: torch.Tensor,
+        tau: torch.Tensor,
+        pressure: torch.Tensor,
+        parameters: Sequence[torch.Tensor] = (),
+        total: Total | None = None,
     ) -> torch.Tensor:
-        """(1 - p)·W + p·H(W; tau) (Eq. 7), same shape and dtype as ``weight``; tau 0 is hard."""
+        """(1 - p)·W + p·H(W; tau) (Eq. 7), same shape and dtype as ``weight``; tau 0 is hard.
+
+        Args:
+            weight: (out_features, in_features) latent weight, or some of its rows.
+            tau, pressure: 0-D.
+            parameters: as `parameter_names`, the same rows.
+            total: if ``weight`` is a part, sums a tensor over all parts. A method whose scales
+                cover no more than a row never calls it.
+        """
 
     @abstractmethod
     def vjp(
@@ -70,15 +108,25 @@ class Method(ABC):
         weight: torch.Tensor,
         tau: torch.Tensor,
         pressure: torch.Tensor,
-    ) -> torch.Tensor:
-        """The gradient of the latent weight, given that of the effective weight."""
+        parameters: Sequence[torch.Tensor] = (),
+        total: Total | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of the latent weight and of all ``parameters``, given that of the effective
+        weight; zeros for a parameter that is not trained. Arguments as `effective_weight`'s."""
 
     @abstractmethod
-    def hard(self, weight: torch.Tensor) -> torch.Tensor:
+    def hard(
+        self,
+        weight: torch.Tensor,
+        parameters: Sequence[torch.Tensor] = (),
+        total: Total | None = None,
+    ) -> torch.Tensor:
         """The deployable weight Q(W) (Eq. 2), same shape and dtype; equals tau 0, pressure 1."""
 
     @abstractmethod
-    def codes(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def codes(
+        self, weight: torch.Tensor, parameters: Sequence[torch.Tensor] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Integer codes shaped like ``weight`` and the bfloat16 scales that multiply them."""
 
     def fit_temperature(self, weights: Iterable[torch.Tensor]) -> float:
@@ -153,13 +201,17 @@ def fused(key: str, formula: str):
 
 @torch.library.custom_op("hestia::effective_weight", mutates_args=())
 def _effective_weight_op(
-    weight: torch.Tensor, tau: torch.Tensor, pressure: torch.Tensor, key: str
+    weight: torch.Tensor,
+    tau: torch.Tensor,
+    pressure: torch.Tensor,
+    parameters: list[torch.Tensor],
+    key: str,
 ) -> torch.Tensor:
-    return fused(key, "effective_weight")(weight, tau, pressure)
+    return fused(key, "effective_weight")(weight, tau, pressure, parameters)
 
 
 @_effective_weight_op.register_fake
-def _(weight, tau, pressure, key):
+def _(weight, tau, pressure, parameters, key):
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
@@ -169,44 +221,54 @@ def weight_grad_op(
     weight: torch.Tensor,
     tau: torch.Tensor,
     pressure: torch.Tensor,
+    parameters: list[torch.Tensor],
     key: str,
-) -> torch.Tensor:
-    return fused(key, "vjp")(grad_eff, weight, tau, pressure)
+) -> list[torch.Tensor]:
+    return list(fused(key, "vjp")(grad_eff, weight, tau, pressure, parameters))
 
 
 @weight_grad_op.register_fake
-def _(grad_eff, weight, tau, pressure, key):
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+def _(grad_eff, weight, tau, pressure, parameters, key):
+    return [
+        torch.empty_like(value, memory_format=torch.contiguous_format)
+        for value in (weight, *parameters)
+    ]
 
 
 class _EffectiveWeight(torch.autograd.Function):
-    """weight, tau, pressure -> effective weight; saves ``weight`` and two scalars."""
+    """weight, tau, pressure, parameters -> effective weight; saves them and nothing else."""
 
     @staticmethod
-    def forward(weight, tau, pressure, method):
-        if method.opaque and torch.compiler.is_compiling():
-            return _effective_weight_op(weight, tau, pressure, method.key())
-        return method.effective_weight(weight, tau, pressure)
+    def forward(method, weight, tau, pressure, *parameters):
+        if method.is_one_operator and torch.compiler.is_compiling():
+            return _effective_weight_op(weight, tau, pressure, list(parameters), method.key())
+        return method.effective_weight(weight, tau, pressure, parameters)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        weight, tau, pressure, ctx.method = inputs
-        ctx.save_for_backward(weight, tau, pressure)
+        ctx.method, *tensors = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx, grad):
-        weight, tau, pressure = ctx.saved_tensors
-        if ctx.method.opaque and torch.compiler.is_compiling():
-            grad = weight_grad_op(grad, weight, tau, pressure, ctx.method.key())
-            return grad, None, None, None
-        return ctx.method.vjp(grad, weight, tau, pressure), None, None, None
+        weight, tau, pressure, *parameters = ctx.saved_tensors
+        if ctx.method.is_one_operator and torch.compiler.is_compiling():
+            key = ctx.method.key()
+            grads = weight_grad_op(grad, weight, tau, pressure, parameters, key)
+        else:
+            grads = ctx.method.vjp(grad, weight, tau, pressure, parameters)
+        return None, grads[0], None, None, *grads[1:]
 
 
 def effective_weight(
-    weight: torch.Tensor, tau: Scalar, pressure: Scalar, method: Method
+    weight: torch.Tensor,
+    tau: Scalar,
+    pressure: Scalar,
+    method: Method,
+    parameters: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """The differentiable effective weight (Eq. 7) of ``method``; scalars as in `as_scalar`."""
     require_float(weight)
     tau = as_scalar(tau, "tau", weight)
     pressure = as_scalar(pressure, "pressure", weight)
-    return _EffectiveWeight.apply(weight, tau, pressure, method)
+    return _EffectiveWeight.apply(method, weight, tau, pressure, *parameters)

@@ -53,7 +53,7 @@ from typing import ClassVar
 
 import torch
 
-from hestia_tune.methods.base import Method, compute_dtype
+from hestia_tune.methods.base import Method, Total, compute_dtype
 from hestia_tune.methods.ternary import MIN_TAU, SCALE_EPS, round_to_bfloat16
 from hestia_tune.methods.widely_linear import (
     Complex,
@@ -100,19 +100,28 @@ def _nearest(z: Complex):
     return real, torch.maximum(abs_re, abs_im), torch.minimum(abs_re, abs_im)
 
 
-def _scales(z: Complex, over_rows: bool) -> Complex:
-    """(s_re, s_im) of (2, n, groups, group), bfloat16-rounded: (2, n or 1, groups, 1)."""
+def _scales(z: Complex, over_rows: bool, total: Total | None = None) -> Complex:
+    """(s_re, s_im) of (2, n, groups, group), bfloat16-rounded: (2, n or 1, groups, 1).
+
+    Args:
+        z: residual.
+        over_rows: one scale for all rows.
+        total: sums over other rows of the same weight, if these are not all.
+    """
     real, hi, _ = _nearest(z)
     totals = [
         torch.where(members, hi, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
         for members in (real, ~real)
     ]
-    count = torch.where(real, 1.0, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-    size = hi.shape[-1]
+    counts = [
+        torch.where(members, 1.0, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+        for members in (real, ~real)
+    ]
+    sums = torch.stack([*totals, *counts])  # (4, 2, n, groups, 1)
     if over_rows:
-        totals = [total.sum(1, keepdim=True) for total in totals]
-        count, size = count.sum(1, keepdim=True), size * hi.shape[1]
-    means = totals[0] / count.clamp(min=1.0), totals[1] / (size - count).clamp(min=1.0)
+        sums = sums.sum(2, keepdim=True)
+        sums = sums if total is None else total(sums)
+    means = sums[0] / sums[2].clamp(min=1.0), sums[1] / sums[3].clamp(min=1.0)
     poison = (means[0] + means[1]) * 0.0  # not finite on one axis: NaN on both
     return tuple(
         round_to_bfloat16((mean.clamp(min=SCALE_EPS) + poison).to(torch.float32)).to(hi.dtype)
@@ -170,7 +179,7 @@ def _relax_vjp(grad: Complex, z: Complex, scales: Complex, tau: torch.Tensor) ->
     return -z[1] * slope, z[0] * slope
 
 
-def _total(stages: list[Complex]) -> Complex:
+def _sum_of_stages(stages: list[Complex]) -> Complex:
     """The stages added in order, (2, n, m)."""
     re, im = functools.reduce(add, stages)
     return re.flatten(2), im.flatten(2)
@@ -190,9 +199,10 @@ class Fairy2iMethod(Method):
     """
 
     name: ClassVar[str] = "fairy2i"
-    opaque: ClassVar[bool] = True
+    is_one_operator: ClassVar[bool] = True
     has_zero: ClassVar[bool] = False
     codes_follow_from_hard: ClassVar[bool] = False
+    pairs_rows: ClassVar[bool] = True
     packed_formats: ClassVar[tuple[str, ...]] = ("fairy2i",)
     num_stages: int = 2
     granularity: Granularity = "tensor"
@@ -219,17 +229,19 @@ class Fairy2iMethod(Method):
         group = re.shape[-1] if self.granularity == "tensor" else self.granularity
         return re.unflatten(-1, (-1, group)), im.unflatten(-1, (-1, group))
 
-    def _stages(self, z: Complex, quantize: Callable[[Complex], Complex]):
+    def _stages(
+        self, z: Complex, quantize: Callable[[Complex], Complex], total: Total | None = None
+    ):
         """(inputs, scales, outputs) of the stages; ``quantize`` maps a residual to its code."""
         inputs, scales, outputs = [z], [], []
         for _ in range(self.num_stages):
-            scales.append(_scales(inputs[-1], self.granularity == "tensor"))
+            scales.append(_scales(inputs[-1], self.granularity == "tensor", total))
             code = quantize(inputs[-1])
             outputs.append((scales[-1][0] * code[0], scales[-1][1] * code[1]))
             inputs.append(subtract(inputs[-1], outputs[-1]))
         return inputs, scales, outputs
 
-    def effective_weight(self, weight, tau, pressure):
+    def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
         z = self._split(weight)
         tau, pressure = tau.to(z[0].dtype), pressure.to(z[0].dtype)
         safe_tau = tau.clamp(min=MIN_TAU)
@@ -238,35 +250,35 @@ class Fairy2iMethod(Method):
             soft, hard = _relax(z, safe_tau), _digits(z)
             return torch.where(tau > 0, soft[0], hard[0]), torch.where(tau > 0, soft[1], hard[1])
 
-        quantized = merged_blocks(*_total(self._stages(z, quantize)[2]))
+        quantized = merged_blocks(*_sum_of_stages(self._stages(z, quantize, total)[2]))
         blocks = (
             ((1.0 - pressure) * a.to(q.dtype) + pressure * q).to(weight.dtype)
             for a, q in zip(to_blocks(weight), quantized, strict=True)
         )
         return from_blocks(tuple(blocks))
 
-    def vjp(self, grad, weight, tau, pressure):
+    def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
         z = self._split(weight)
         tau, pressure = tau.to(z[0].dtype), pressure.to(z[0].dtype)
         safe_tau = tau.clamp(min=MIN_TAU)
         grad = grad.to(z[0].dtype)
         grad_total = tuple(part.view_as(z[0]) for part in split(grad))
-        inputs, scales, _ = self._stages(z, lambda z: _relax(z, safe_tau))
+        inputs, scales, _ = self._stages(z, lambda z: _relax(z, safe_tau), total)
         grad_z = torch.zeros_like(z[0]), torch.zeros_like(z[1])
         for i in reversed(range(self.num_stages)):
             rest = subtract(grad_total, grad_z)
             grad_z = add(grad_z, _relax_vjp(rest, inputs[i], scales[i], safe_tau))
         blocks = (
             torch.where(tau > 0, (1.0 - pressure) * g + pressure * j, g).to(weight.dtype)
-            for g, j in zip(to_blocks(grad), merged_blocks(*_total([grad_z])), strict=True)
+            for g, j in zip(to_blocks(grad), merged_blocks(*_sum_of_stages([grad_z])), strict=True)
         )
-        return from_blocks(tuple(blocks))
+        return (from_blocks(tuple(blocks)),)
 
-    def hard(self, weight):
-        outputs = self._stages(self._split(weight.detach()), _digits)[2]
-        return merge(*_total(outputs)).to(weight.dtype)
+    def hard(self, weight, parameters=(), total=None):
+        outputs = self._stages(self._split(weight.detach()), _digits, total)[2]
+        return merge(*_sum_of_stages(outputs)).to(weight.dtype)
 
-    def codes(self, weight):
+    def codes(self, weight, parameters=()):
         """The powers of i and the scales of every stage; `dequantize_codes` gives `hard` back.
 
         Returns:
@@ -299,4 +311,4 @@ def dequantize_codes(
     codes = codes.unflatten(-1, (scales.shape[-2], -1))
     re = scales[:, :, 0] * ((codes == 0).to(compute) - (codes == 2).to(compute))
     im = scales[:, :, 1] * ((codes == 1).to(compute) - (codes == 3).to(compute))
-    return merge(*_total(list(zip(re, im, strict=True)))).to(dtype)
+    return merge(*_sum_of_stages(list(zip(re, im, strict=True)))).to(dtype)

@@ -12,86 +12,92 @@ kernels. Operators take no Python objects, so a method travels as its key. Eager
 formulas directly.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from hestia_tune.methods.base import Method, fused, weight_grad_op
 
 
-def _linear(x, weight, bias, tau, pressure, effective_weight):
-    return F.linear(x, effective_weight(weight, tau, pressure).to(x.dtype), bias)
-
-
-def _input_grad(grad, weight, tau, pressure, effective_weight):
-    return grad @ effective_weight(weight, tau, pressure).to(grad.dtype)
-
-
 @torch.library.custom_op("hestia::linear", mutates_args=())
 def _linear_op(
     x: torch.Tensor,
-    weight: torch.Tensor,
     bias: torch.Tensor | None,
+    weight: torch.Tensor,
     tau: torch.Tensor,
     pressure: torch.Tensor,
+    parameters: list[torch.Tensor],
     key: str,
 ) -> torch.Tensor:
-    return _linear(x, weight, bias, tau, pressure, fused(key, "effective_weight"))
+    effective = fused(key, "effective_weight")(weight, tau, pressure, parameters)
+    return F.linear(x, effective.to(x.dtype), bias)
 
 
 @_linear_op.register_fake
-def _(x, weight, bias, tau, pressure, key):
+def _(x, bias, weight, tau, pressure, parameters, key):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @torch.library.custom_op("hestia::input_grad", mutates_args=())
 def _input_grad_op(
-    grad: torch.Tensor, weight: torch.Tensor, tau: torch.Tensor, pressure: torch.Tensor, key: str
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    tau: torch.Tensor,
+    pressure: torch.Tensor,
+    parameters: list[torch.Tensor],
+    key: str,
 ) -> torch.Tensor:
-    return _input_grad(grad, weight, tau, pressure, fused(key, "effective_weight"))
+    return grad @ fused(key, "effective_weight")(weight, tau, pressure, parameters).to(grad.dtype)
 
 
 @_input_grad_op.register_fake
-def _(grad, weight, tau, pressure, key):
+def _(grad, weight, tau, pressure, parameters, key):
     return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """x·W_eff^T + bias; saves ``x``, ``weight`` and two scalars."""
+    """y = x·W_eff^T + bias; saves ``x``, the latent weight, the scalars and the parameters."""
 
     @staticmethod
-    def forward(x, weight, bias, tau, pressure, method):
+    def forward(method, x, bias, weight, tau, pressure, *parameters):
         if torch.compiler.is_compiling():
-            return _linear_op(x, weight, bias, tau, pressure, method.key())
-        return _linear(x, weight, bias, tau, pressure, method.effective_weight)
+            key = method.key()
+            return _linear_op(x, bias, weight, tau, pressure, list(parameters), key)
+        effective = method.effective_weight(weight, tau, pressure, parameters)
+        return F.linear(x, effective.to(x.dtype), bias)  # (..., in) x (out, in)^T
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, bias, tau, pressure, ctx.method = inputs
+        ctx.method, x, bias, *tensors = inputs
         ctx.has_bias = bias is not None
-        weight_needs_grad = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if weight_needs_grad else None, weight, tau, pressure)
+        weight_needs_grad = ctx.needs_input_grad[3]
+        ctx.save_for_backward(x if weight_needs_grad else None, *tensors)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight, tau, pressure = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        x, weight, tau, pressure, *parameters = ctx.saved_tensors
+        _, needs_x, needs_bias, needs_weight, *_ = ctx.needs_input_grad
         method, compiling = ctx.method, torch.compiler.is_compiling()
-        scalars = (tau, pressure)
-        grad_x = grad_weight = grad_bias = None
+        latent = (weight, tau, pressure, parameters)
+        grad_x = grad_bias = None
+        grads = [None] * (1 + len(parameters))
         if needs_x and compiling:
-            grad_x = _input_grad_op(grad, weight, *scalars, method.key())
+            grad_x = _input_grad_op(grad, *latent, method.key())
         elif needs_x:
-            grad_x = _input_grad(grad, weight, *scalars, method.effective_weight)
+            grad_x = grad @ method.effective_weight(*latent).to(
+                grad.dtype
+            )  # (..., out) x (out, in)
         grad_NO = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
-            grad_eff = grad_NO.t() @ x.reshape(-1, x.shape[-1])
+            grad_eff = grad_NO.t() @ x.reshape(-1, x.shape[-1])  # (out, N) x (N, in)
             if compiling:
-                grad_weight = weight_grad_op(grad_eff, weight, *scalars, method.key())
+                grads = weight_grad_op(grad_eff, *latent, method.key())
             else:
-                grad_weight = method.vjp(grad_eff, weight, *scalars)
+                grads = method.vjp(grad_eff, *latent)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_NO.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return None, grad_x, grad_bias, grads[0], None, None, *grads[1:]
 
 
 def quantized_linear(
@@ -101,21 +107,24 @@ def quantized_linear(
     tau: torch.Tensor,
     pressure: torch.Tensor,
     method: Method,
+    parameters: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """``F.linear`` with the effective weight (Eq. 7) in place of the latent one.
 
     Args:
         x: (..., in_features); its dtype (or autocast's) is the dtype of the products.
-        weight: (out_features, in_features) latent weight.
+        weight: (out_features, in_features) latent weight; quantized as it is, then rounded once.
         bias: (out_features,) or None.
         tau, pressure: 0-D tensors, so that a change of value compiles nothing anew.
         method: the method.
+        parameters: of the method, as `Method.parameter_names`.
     """
     autocast = torch.is_autocast_enabled(x.device.type)
     if autocast:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     bias = None if bias is None else bias.to(x.dtype)
+    arguments = (method, x, bias, weight, tau, pressure, *parameters)
     if not autocast:
-        return _QuantizedLinear.apply(x, weight, bias, tau, pressure, method)
+        return _QuantizedLinear.apply(*arguments)
     with torch.autocast(x.device.type, enabled=False):
-        return _QuantizedLinear.apply(x, weight, bias, tau, pressure, method)
+        return _QuantizedLinear.apply(*arguments)

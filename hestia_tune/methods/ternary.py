@@ -21,14 +21,18 @@ changes with its order, and flips the rounding of a few scales in every large we
 hard code is the comparison |w| > gamma/2, which is exact, instead of round(w/gamma), which a
 compiler may compute with an approximate division. A tie |w| = gamma/2 gives the code 0, as
 rounding half to even does.
+
+A learned scale gets dH/dgamma = mu - z·mu'(z), exact under the relaxation. At tau 0 it is that of
+gamma·round(w/gamma) with a straight-through rounding, round(z) - z, and the clipped code beyond
+1.5 scales, much as in LSQ. The rounding of gamma to bfloat16 passes gradients as they are.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 
-from hestia_tune.methods.base import Method, compute_dtype
+from hestia_tune.methods.base import Method, Total, compute_dtype
 from hestia_tune.methods.granularity import (
     GroupSize,
     block_view,
@@ -40,6 +44,8 @@ from hestia_tune.methods.temperature import relaxation_histogram, temperature_fr
 SCALE_EPS = 1e-8
 # exp(80) is finite in float32 and bfloat16; beyond it the weight of a nonzero code is below 1e-34.
 _MAX_EXPONENT = 80.0
+# The hard code is round(z) up to here, in scales; beyond, it is clipped and z no longer matters.
+_ROUNDED_WITHIN = 1.5
 # Keeps 2/tau finite in float32; a cosine over 10^9 steps stays far above it.
 MIN_TAU = 1e-30
 
@@ -55,10 +61,18 @@ def round_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), x, rounded)  # the sum may carry a NaN's bits over to zero
 
 
-def _scale(blocks: torch.Tensor) -> torch.Tensor:
-    """gamma = mean|w| + eps (Eq. 1) of each (..., group), bfloat16-rounded; shape (..., 1)."""
-    total = blocks.detach().abs().sum(-1, keepdim=True, dtype=torch.float64)
-    scale = (total / blocks.shape[-1] + SCALE_EPS).to(torch.float32)
+def _mean_scale(blocks: torch.Tensor, total: Total | None = None) -> torch.Tensor:
+    """gamma = mean|w| + eps (Eq. 1) of each (..., group), bfloat16-rounded; shape (..., 1).
+
+    Args:
+        blocks: (rows, groups, group).
+        total: sums over the other parts of a group, if this is one.
+    """
+    sums = blocks.detach().abs().sum(-1, keepdim=True, dtype=torch.float64)
+    count = torch.full_like(sums, blocks.shape[-1])
+    if total is not None:
+        sums, count = total(torch.stack([sums, count]))
+    scale = (sums / count + SCALE_EPS).to(torch.float32)
     return round_to_bfloat16(scale).to(compute_dtype(blocks))
 
 
@@ -78,14 +92,20 @@ def _softmax_terms(w: torch.Tensor, scale: torch.Tensor, tau: torch.Tensor):
 
 @dataclass(frozen=True, kw_only=True)
 class TernaryMethod(Method):
-    """Codes {-1, 0, 1} with an absolute-mean scale per group (AbsMean of BitNet b1.58).
+    """Codes {-1, 0, 1} with a scale per group.
 
     Args:
         group_size: weights along in_features that share a scale (128 in the paper), or "channel",
             or "tensor".
+        scale: "absmean", mean|w| of the latent weights as they are (Eq. 1; AbsMean of BitNet
+            b1.58); or "learned", 2·sigmoid(t)·mean|w0| with a parameter t per group that starts at
+            0 and mean|w0| of the pretrained weights.
+
+    Parameters of a layer, both (out_features, groups), if the scale is learned: ``scale_logit``, t,
+    and ``scale_start``, mean|w0|, which is not trained.
 
     Raises:
-        TypeError, ValueError: on a wrong ``group_size``.
+        TypeError, ValueError: on a wrong ``group_size`` or ``scale``.
     """
 
     name: ClassVar[str] = "ternary"
@@ -97,19 +117,47 @@ class TernaryMethod(Method):
         "gguf",
     )
     group_size: GroupSize = 128
+    scale: Literal["absmean", "learned"] = field(default="absmean", metadata={"optional": True})
 
     def __post_init__(self):
         validate_group_size(self.group_size)
+        if self.scale not in ("absmean", "learned"):
+            raise ValueError(f'scale must be "absmean" or "learned"; got {self.scale!r}')
+        if self.scale == "learned" and self.group_size == "tensor":
+            raise ValueError(
+                'scale "learned" needs scales that lie within rows; got group_size "tensor"; use '
+                '"channel" or an int'
+            )
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
         check_divides(self.group_size, in_features, name)
 
-    def _blocks(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = block_view(weight, self.group_size)
-        return blocks.to(compute_dtype(weight)), _scale(blocks)
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        return ("scale_logit", "scale_start") if self.scale == "learned" else ()
 
-    def effective_weight(self, weight, tau, pressure):
-        w, scale = self._blocks(weight)
+    @property
+    def trained_parameters(self) -> tuple[str, ...]:
+        return self.parameter_names[:1]
+
+    def initial_parameters(self, weight):
+        if self.scale == "absmean":
+            return ()
+        blocks = block_view(weight.detach(), self.group_size).to(compute_dtype(weight))
+        start = _mean_scale(blocks).squeeze(-1).to(torch.float32)
+        return torch.zeros_like(start), start
+
+    def _blocks(self, weight, parameters=(), total=None):
+        """w (rows, groups, group) and gamma (rows, groups, 1), in the dtype of the formulas."""
+        w = block_view(weight, self.group_size).to(compute_dtype(weight))
+        if self.scale == "absmean":
+            return w, _mean_scale(w, total if self.group_size == "tensor" else None)
+        logit, start = parameters
+        scale = (2.0 * torch.sigmoid(logit) * start).to(torch.float32)
+        return w, round_to_bfloat16(scale).to(w.dtype).unsqueeze(-1)
+
+    def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
+        w, scale = self._blocks(weight, parameters, total)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         log_e1, _, _, inv_d = _softmax_terms(w, scale, tau.clamp(min=MIN_TAU))
         soft_mean = torch.sign(w) * (-torch.expm1(log_e1)) * inv_d
@@ -117,23 +165,34 @@ class TernaryMethod(Method):
         effective = (1.0 - pressure) * w + pressure * (scale * mean)
         return effective.to(weight.dtype).view_as(weight)
 
-    def vjp(self, grad, weight, tau, pressure):
-        w, scale = self._blocks(weight)
+    def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
+        w, scale = self._blocks(weight, parameters, total)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         safe_tau = tau.clamp(min=MIN_TAU)
-        _, e1, e2, inv_d = _softmax_terms(w, scale, safe_tau)
+        log_e1, e1, e2, inv_d = _softmax_terms(w, scale, safe_tau)
         variance = (4.0 * e1 * inv_d + (e2 * inv_d) * (1.0 + e1)) * inv_d
         slope = torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w))
         jacobian = (1.0 - pressure) + pressure * slope
-        grad_w = block_view(grad, self.group_size).to(w.dtype) * jacobian
-        return grad_w.to(weight.dtype).view_as(weight)
+        g = block_view(grad, self.group_size).to(w.dtype)
+        grad_w = (g * jacobian).to(weight.dtype).view_as(weight)
+        if self.scale == "absmean":
+            return (grad_w,)
+        # H = gamma·mu(w / gamma): dH/dgamma = mu - z·mu'(z), and dH/dw = mu'(z) = slope.
+        z = w / scale
+        soft = torch.sign(w) * (-torch.expm1(log_e1)) * inv_d - z * slope
+        hard = _hard_code(w, scale) - torch.where(z.abs() < _ROUNDED_WITHIN, z, 0.0)
+        grad_scale = (g * torch.where(tau > 0, soft, hard)).sum(-1) * pressure  # (rows, groups)
+        logit, start = parameters
+        sigmoid = torch.sigmoid(logit)
+        grad_logit = grad_scale * 2.0 * start * sigmoid * (1.0 - sigmoid)
+        return grad_w, grad_logit.to(logit.dtype), torch.zeros_like(start)
 
-    def hard(self, weight):
-        w, scale = self._blocks(weight.detach())
+    def hard(self, weight, parameters=(), total=None):
+        w, scale = self._blocks(weight.detach(), parameters, total)
         return (scale * _hard_code(w, scale)).to(weight.dtype).view_as(weight)
 
-    def codes(self, weight):
-        w, scale = self._blocks(weight.detach())
+    def codes(self, weight, parameters=()):
+        w, scale = self._blocks(weight.detach(), parameters)
         codes = _hard_code(w, scale).to(torch.int8).view_as(weight)
         return codes, scale.squeeze(-1).to(torch.bfloat16)
 
@@ -147,7 +206,7 @@ class TernaryMethod(Method):
         for weight in weights:
             if not torch.isfinite(weight).all():
                 raise ValueError("tau_init auto needs finite weights; got NaN or infinity")
-            w, scale = self._blocks(weight.detach())
+            w, scale = self._blocks(weight.detach(), self.initial_parameters(weight))
             part = relaxation_histogram((w.abs() / scale).flatten(), scale.expand_as(w).flatten())
             histogram = part if histogram is None else histogram + part
         if histogram is None:

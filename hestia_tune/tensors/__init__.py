@@ -1,5 +1,7 @@
 """Packed weights for inference, their bits, files, and the way to torchao's own tensor."""
 
+from collections.abc import Sequence
+
 import torch
 
 # The modules in the next lines register what the packed tensors do under torch's operators.
@@ -36,13 +38,19 @@ _FORMATS = {
 }
 
 
-def pack(method: Method, latent: torch.Tensor, packed_format: str | None = None) -> torch.Tensor:
+def pack(
+    method: Method,
+    latent: torch.Tensor,
+    packed_format: str | None = None,
+    parameters: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
     """The packed hard weight of a latent weight (out_features, in_features), in its dtype.
 
     Args:
         method: the method it was trained with.
         latent: the latent weight.
         packed_format: one of the method's ``packed_formats``; None takes the first.
+        parameters: of the method, if it has any.
 
     Raises:
         ValueError: if the method has no packed format of that name.
@@ -51,5 +59,5 @@ def pack(method: Method, latent: torch.Tensor, packed_format: str | None = None)
     if packed_format not in method.packed_formats:
         known = ", ".join(method.packed_formats) or "none"
         raise ValueError(f"{method.key()} packs as {known}; got {packed_format}")
-    codes, scale = method.codes(latent)
+    codes, scale = method.codes(latent, parameters)
     return _FORMATS[packed_format](codes, scale, dtype=latent.dtype)

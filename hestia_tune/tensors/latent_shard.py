@@ -1,0 +1,99 @@
+"""A parameter that FSDP2 shards as the latent weight and gathers as the effective one.
+
+By FSDP2's own open door: a local tensor with ``fsdp_pre_all_gather`` says what is gathered in its
+place. It is a wrapper around the plain rows and costs one Python call per operator on it, a few a
+step.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+# What FSDP2 and modules do to a parameter before they gather it; of all else the result is plain.
+_KEPT = {
+    aten._pin_memory.default,
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.view.default,
+}
+
+
+class LatentShard(torch.Tensor):
+    """Rows of a latent weight, which FSDP2 gathers as rows of the effective weight.
+
+    A plain tensor to everything else: operators see ``latent`` and give plain tensors, but for
+    views, copies and empty ones, which stay shards.
+
+    Tensor Attributes:
+        latent: (rows, in_features), float32.
+    """
+
+    @staticmethod
+    def __new__(cls, latent: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            latent.size(),
+            strides=latent.stride(),
+            storage_offset=latent.storage_offset(),
+            dtype=latent.dtype,
+            layout=latent.layout,
+            device=latent.device,
+            pin_memory=latent.is_pinned(),
+            requires_grad=latent.requires_grad,
+        )
+
+    def __init__(self, latent: torch.Tensor):
+        self.latent = latent
+
+    def __repr__(self) -> str:
+        return f"LatentShard({self.latent})"
+
+    def __tensor_flatten__(self):
+        return ["latent"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, metadata, outer_size, outer_stride):
+        return LatentShard(inner["latent"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain_args, plain_kwargs = tree_map_only(cls, lambda t: t.latent, (args, kwargs or {}))
+        out = func(*plain_args, **plain_kwargs)
+        if func is aten.copy_.default:
+            return args[0]
+        if func not in _KEPT:
+            return out
+        out = tree_map_only(torch.Tensor, cls, out)
+        return return_and_correct_aliasing(func, args, kwargs or {}, out)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ):
+        """What FSDP2 gathers: the effective rows that `refresh` has made, padded as it needs."""
+        effective = module.effective_rows
+        padded = -(-outer_size[0] // mesh.size())
+        if effective.shape[0] < padded:
+            missing = padded - effective.shape[0]
+            effective = nn.functional.pad(effective, (0, 0, 0, missing))
+        return (effective,), None
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        """The whole effective weight, and padding behind it, as it was gathered."""
+        (gathered,) = all_gather_outputs
+        return None if out is not None else (gathered, (gathered,))
