@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchtune import training
 
 from hestia_tune.files import write_atomically
-from hestia_tune.modules import QuantizedLinear, full_tensor
+from hestia_tune.modules import QuantizedLinear
 from hestia_tune.selection import clean_fqn
 
 
@@ -76,18 +76,15 @@ class CodeStatistics:
 
     Args:
         layers: the quantized linears, by name, the same on every rank.
-        compute_dtype: in which the forward sees the weights.
         device: of the collectives.
     """
 
     def __init__(
         self,
         layers: dict[str, QuantizedLinear],
-        compute_dtype: torch.dtype,
         device: torch.device,
     ):
         self._layers = layers
-        self._compute_dtype = compute_dtype
         self._device = device
         self._previous: dict[str, torch.Tensor] = {}
         self._is_first_call = True
@@ -104,13 +101,16 @@ class CodeStatistics:
         """
         counts = torch.zeros(5, dtype=torch.float64, device=self._device)
         for index, (name, layer) in enumerate(self._layers.items()):
-            weight = full_tensor(layer.weight)
+            weight, parameters = layer.whole_latents()
             if index % dist.get_world_size() != dist.get_rank():
                 continue
-            weight = weight.to(self._compute_dtype)
-            method = layer.weight_fake_quantizer.method
-            codes, _ = method.codes(weight)
-            error = (weight - method.hard(weight)).float().square().sum(dtype=torch.float64)
+            codes, _ = layer.method.codes(weight, parameters)
+            error = (
+                (weight - layer.method.hard(weight, parameters))
+                .float()
+                .square()
+                .sum(dtype=torch.float64)
+            )
             norm = weight.float().square().sum(dtype=torch.float64)
             flips = (codes != self._previous.get(name, codes)).sum()
             zeros = (codes == 0).sum()

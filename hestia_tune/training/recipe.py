@@ -20,15 +20,15 @@ import torch
 import torchao
 import torchtune
 from torchtune import training, utils
-from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
 import hestia_tune
+from hestia_tune import sharded
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import StopRequest, end_process_group, on_first_rank, sum_over_ranks
 from hestia_tune.evaluation import metrics_of, plain_outputs
 from hestia_tune.files import write_atomically
-from hestia_tune.modules import full_tensor
+from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.training import checkpoint
 from hestia_tune.training.data import shifted_labels
@@ -126,8 +126,9 @@ class HestiaQATRecipe(RecipeSetup):
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
+        sharded.pull_back(quantized_linears(self._model).values())
         grad_norm = self._clip_gradients()
-        self._learning_rate = get_lr(self._optimizer)
+        self._learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._lr_scheduler is not None:

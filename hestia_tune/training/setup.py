@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import training, utils
 
+from hestia_tune import sharded
 from hestia_tune.distributed import ensure_process_group, on_first_rank
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
@@ -104,7 +105,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         )
         self.total_steps = self.data.total_steps
 
-        state = on_first_rank(lambda: self._read_pretrained(on_meta, artifact), share=False) or {}
+        plain = build.plain_on_meta(cfg.model)
+        state = on_first_rank(lambda: self._read_pretrained(plain, artifact), share=False) or {}
         self.schedule = self._make_schedule(state, names, resume_meta)
         scores = None if artifact is None else artifact.scores
         self._identity = on_first_rank(lambda: self._describe_run(cfg, state, names, scores))
@@ -131,10 +133,15 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
         layers = quantized_linears(self._model)
-        self.driver = ScheduleDriver(self.schedule, layers, scores)
+
+        def requantize() -> None:
+            sharded.refresh(layers.values(), self._dtype)
+            sharded.reshard(self._model)
+
+        self.driver = ScheduleDriver(self.schedule, layers, scores, requantize)
         self._statistics = None
         if options.code_statistics:
-            self._statistics = CodeStatistics(layers, self._dtype, self._device)
+            self._statistics = CodeStatistics(layers, self._device)
         self._optimizer = self._setup_optimizer(cfg.optimizer)
         self._lr_scheduler = self._setup_lr_scheduler(cfg.lr_scheduler, self.total_steps, -1)
         self._profiler = self._setup_profiler(cfg.profiler)
@@ -158,11 +165,11 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         return found[-1][1]
 
     def _read_pretrained(
-        self, on_meta: nn.Module, artifact: SensitivityArtifact | None
+        self, plain: nn.Module, artifact: SensitivityArtifact | None
     ) -> dict[str, torch.Tensor]:
         """The pretrained state dict, checked against the model and the sensitivity file."""
         load = self._checkpoint_client.load_base_checkpoint
-        loaded = build.read_checkpoint(load, on_meta, self.run.cfg.checkpointer)
+        loaded = build.read_checkpoint(load, plain, self.run.cfg.checkpointer)
         if artifact is not None:
             weights = {name: loaded[f"{name}.weight"] for name in artifact.scores}
             artifact.check_model(artifact.scores, model_fingerprint(weights))
@@ -176,7 +183,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if tau_init == "auto" and resume_meta is not None:
             tau_init = resume_meta["identity"]["schedule.tau_init"]
         elif tau_init == "auto":
-            weights = (state[f"{name}.weight"].to(self._dtype) for name in names)
+            weights = (state[f"{name}.weight"].float() for name in names)
             tau_init = on_first_rank(lambda: self.component.method.fit_temperature(weights))
             utils.log_rank_zero(log, f"tau_init auto: {tau_init:.4f}")
         return AnnealingSchedule(
@@ -239,6 +246,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         sharding.apply_activation_checkpointing(
             model, enable_activation_checkpointing, ac_mode, ac_option
         )
+        sharded.quantize_shards(model)
         mesh = init_device_mesh(self._device.type, (self.world_size,), mesh_dim_names=("dp",))
         self.dp_size, self.dp_rank = self.world_size, self.rank
         sharding.shard(
@@ -261,16 +269,23 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         optimizer_in_bwd: bool = False,
         opt_state_dict: dict[str, Any] | None = None,
     ) -> torch.optim.Optimizer:
-        """The configured optimizer; norms and biases, being vectors, are not decayed."""
+        """The configured optimizer. Norms and biases, being vectors, are not decayed, nor are
+        parameters of the method, which may have a learning rate of their own."""
         try:
             optimizer = super()._setup_optimizer(cfg_optimizer, optimizer_in_bwd, opt_state_dict)
         except (TypeError, ValueError) as error:
             raise ValueError(f"optimizer could not be made: {error}") from error
+        layers = quantized_linears(self._model).values()
+        own = {id(p) for layer in layers for p in layer.method_parameters()}
         (group,) = optimizer.param_groups
-        parameters = group["params"]
-        group["params"] = [p for p in parameters if p.dim() >= 2]
-        if vectors := [p for p in parameters if p.dim() < 2]:
+        trained = [p for p in group["params"] if p.requires_grad]
+        group["params"] = [p for p in trained if p.dim() >= 2 and id(p) not in own]
+        if vectors := [p for p in trained if p.dim() < 2 and id(p) not in own]:
             optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
+        if methods := [p for p in trained if id(p) in own]:
+            lr = self.component.parameter_lr
+            rate = {} if lr is None else {"lr": lr}
+            optimizer.add_param_group({"params": methods, "weight_decay": 0.0, **rate})
         return optimizer
 
     def _resume(self, path: Path, meta: dict[str, Any]) -> None:

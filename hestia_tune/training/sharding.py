@@ -38,8 +38,8 @@ def shard(
 ) -> None:
     """FSDP2 on every block and on the whole, in place.
 
-    Parameters stay float32; forward and backward see them in ``compute_dtype``; gradients are
-    reduced in float32.
+    Parameters stay float32; forward and backward see them in ``compute_dtype`` (of the quantized
+    linears, the effective weight); gradients are reduced in float32.
 
     Raises:
         ValueError: if the model has no blocks.
@@ -72,12 +72,17 @@ def materialize(
     Args:
         state: the full state dict on the first process, an empty one on the others.
     """
+    model.to_empty(device="cpu" if cpu_offload else device)
     build_buffers(model, device)
-    for layer in quantized_linears(model).values():
+    latents = {name: value.to(torch.float32) for name, value in state.items()}
+    for name, layer in quantized_linears(model).items():
         layer.weight_fake_quantizer.reset_buffers(device)
+        if latents:
+            initial = layer.method.initial_parameters(latents[f"{name}.weight"])
+            for key, value in zip(layer.method.parameter_names, initial, strict=True):
+                latents[f"{name}.{key}"] = value
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
     )
-    latents = {name: value.to(torch.float32) for name, value in state.items()}
     set_model_state_dict(model, latents, options=options)
     training.validate_no_params_on_meta_device(model)
