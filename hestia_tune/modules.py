@@ -37,12 +37,17 @@ class FakeQuantizer(nn.Module):
         method: the method.
         tau, pressure: initial values.
         device: where the buffers live.
+
+    Attributes:
+        enabled: False computes with latent weights.
+        is_hard: computes with `Method.hard`, whatever tau and pressure; for evaluation.
     """
 
     def __init__(self, method: Method, *, tau: float, pressure: float, device=None):
         super().__init__()
         self.method = method
         self.enabled = True
+        self.is_hard = False
         self._initial = (tau, pressure)
         self.register_buffer("tau", torch.empty((), device=device), persistent=False)
         self.register_buffer("pressure", torch.empty((), device=device), persistent=False)
@@ -67,6 +72,8 @@ class FakeQuantizer(nn.Module):
         """The effective weight; ``parameters`` are the method's."""
         if not self.enabled:
             return weight
+        if self.is_hard:
+            return self.method.hard(weight, parameters)
         return effective_weight(weight, self.tau, self.pressure, self.method, parameters)
 
     def extra_repr(self) -> str:
@@ -161,6 +168,8 @@ class QuantizedLinear(FakeQuantizedLinear):
                 "hestia_tune.sharded.quantize_shards(model) before fully_shard"
             )
         parameters = self.method_parameters()
+        if fake.is_hard:
+            return F.linear(x, fake(self.weight, *parameters).to(x.dtype), self.bias)
         return quantized_linear(
             x, self.weight, self.bias, fake.tau, fake.pressure, fake.method, parameters
         )

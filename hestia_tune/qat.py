@@ -217,6 +217,8 @@ class QATQuantizerBase:
             for fqn, module in model.named_modules()
             if isinstance(module, QuantizedLinear)
         }
+        if not latents:
+            raise ValueError("nothing in the model is prepared; call prepare(model) before convert")
         quantize_(model, self._step("convert"), filter_fn=lambda module, fqn: fqn in latents)
         hard: dict[int, nn.Parameter] = {}
         for fqn, latent in latents.items():

@@ -11,6 +11,7 @@ step, so a resumed run needs no state of its own.
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -64,6 +65,12 @@ class AnnealingSchedule:
         ScheduleConfig(rho=rho, tau_init=tau_init, alpha=alpha)
         if isinstance(tau_init, str):
             raise TypeError('tau_init must be a number here; resolve "auto" by optimal_temperature')
+        if rho == 1:
+            warnings.warn(
+                "schedule.rho 1 leaves no step to anneal: the pressure rises over the whole run, "
+                "straight into the hard model; the paper uses 0.2",
+                stacklevel=2,
+            )
         self.total_steps = total_steps
         self.rho, self.tau_init, self.alpha = float(rho), float(tau_init), float(alpha)
 
@@ -133,25 +140,28 @@ class ScheduleDriver:
         self._after_write()
 
     @contextlib.contextmanager
-    def _temporarily(self, tau: float, pressure: float) -> Iterator[None]:
+    def _temporarily(self, pressure: float, *, is_hard: bool) -> Iterator[None]:
         fakes = [layer.weight_fake_quantizer for layer in self._layers.values()]
         before = [(fake.tau.clone(), fake.pressure.clone()) for fake in fakes]
-        self.write(dict.fromkeys(self._layers, tau), pressure)
+        for fake in fakes:
+            fake.is_hard = is_hard
+        self.write(dict.fromkeys(self._layers, 0.0), pressure)
         try:
             yield
         finally:
             for fake, (old_tau, old_pressure) in zip(fakes, before, strict=True):
+                fake.is_hard = False
                 fake.tau.copy_(old_tau)
                 fake.pressure.copy_(old_pressure)
             self._after_write()
 
     def hard(self):
-        """Context in which the model computes with hard weights (tau 0, pressure 1)."""
-        return self._temporarily(0.0, 1.0)
+        """Context in which the model computes with hard weights, those of `Method.hard`."""
+        return self._temporarily(1.0, is_hard=True)
 
     def latent(self):
         """Context in which the model computes with its latent weights (pressure 0)."""
-        return self._temporarily(0.0, 0.0)
+        return self._temporarily(0.0, is_hard=False)
 
 
 def wsd_factor(

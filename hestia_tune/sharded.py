@@ -142,9 +142,12 @@ def refresh(layers: Iterable[QuantizedLinear], dtype: torch.dtype) -> None:
         fake, rows = layer.weight_fake_quantizer, _Rows(layer)
         latent = rows.to_pairs(local_rows(layer.weight))
         parameters = [local_rows(value) for value in layer.method_parameters()]
-        effective = layer.method.effective_weight(
-            latent, fake.tau, fake.pressure, parameters, rows.total()
-        )
+        if fake.is_hard:
+            effective = layer.method.hard(latent, parameters, rows.total())
+        else:
+            effective = layer.method.effective_weight(
+                latent, fake.tau, fake.pressure, parameters, rows.total()
+            )
         layer.effective_rows = rows.from_pairs(effective.to(dtype))
 
 

@@ -121,7 +121,10 @@ class Method(ABC):
         parameters: Sequence[torch.Tensor] = (),
         total: Total | None = None,
     ) -> torch.Tensor:
-        """The deployable weight Q(W) (Eq. 2), same shape and dtype; equals tau 0, pressure 1."""
+        """The deployable weight Q(W) (Eq. 2), same shape and dtype.
+
+        Equals tau 0, pressure 1, unless ``weight`` is a hard weight already: that stays as it is.
+        """
 
     @abstractmethod
     def codes(

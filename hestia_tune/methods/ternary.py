@@ -61,19 +61,35 @@ def round_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), x, rounded)  # the sum may carry a NaN's bits over to zero
 
 
-def _mean_scale(blocks: torch.Tensor, total: Total | None = None) -> torch.Tensor:
+def _mean_scale(
+    blocks: torch.Tensor, total: Total | None = None, *, keep_ternary: bool = False
+) -> torch.Tensor:
     """gamma = mean|w| + eps (Eq. 1) of each (..., group), bfloat16-rounded; shape (..., 1).
 
     Args:
         blocks: (rows, groups, group).
         total: sums over the other parts of a group, if this is one.
+        keep_ternary: take gamma itself of a group that is gamma·{-1, 0, 1} already, gamma a
+            bfloat16 number. Its mean is gamma times the share of nonzeros, so that quantizing it a
+            second time would shrink it. By Cauchy-Schwarz, nonzero |w| are equal where
+            (sum|w|)^2 = nonzeros·sum w^2, and float64 holds both sides exactly for a bfloat16 gamma.
     """
-    sums = blocks.detach().abs().sum(-1, keepdim=True, dtype=torch.float64)
-    count = torch.full_like(sums, blocks.shape[-1])
+    magnitude = blocks.detach().abs()
+    sums = [magnitude.sum(-1, keepdim=True, dtype=torch.float64)]
+    sums.append(torch.full_like(sums[0], blocks.shape[-1]))
+    if keep_ternary:
+        sums.append(magnitude.double().square().sum(-1, keepdim=True))
+        sums.append((magnitude > 0).sum(-1, keepdim=True, dtype=torch.float64))
     if total is not None:
-        sums, count = total(torch.stack([sums, count]))
-    scale = (sums / count + SCALE_EPS).to(torch.float32)
-    return round_to_bfloat16(scale).to(compute_dtype(blocks))
+        sums = total(torch.stack(sums)).unbind()
+    scale = round_to_bfloat16((sums[0] / sums[1] + SCALE_EPS).to(torch.float32))
+    if keep_ternary:
+        magnitudes, _, squares, nonzeros = sums
+        gamma = magnitudes / nonzeros.clamp(min=1.0)
+        rounded = round_to_bfloat16(gamma.to(torch.float32))
+        ternary = (magnitudes * magnitudes == nonzeros * squares) & (rounded == gamma) & (gamma > 0)
+        scale = torch.where(ternary, rounded, scale)
+    return scale.to(compute_dtype(blocks))
 
 
 def _hard_code(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -147,11 +163,12 @@ class TernaryMethod(Method):
         start = _mean_scale(blocks).squeeze(-1).to(torch.float32)
         return torch.zeros_like(start), start
 
-    def _blocks(self, weight, parameters=(), total=None):
+    def _blocks(self, weight, parameters=(), total=None, keep_ternary=False):
         """w (rows, groups, group) and gamma (rows, groups, 1), in the dtype of the formulas."""
         w = block_view(weight, self.group_size).to(compute_dtype(weight))
         if self.scale == "absmean":
-            return w, _mean_scale(w, total if self.group_size == "tensor" else None)
+            total = total if self.group_size == "tensor" else None
+            return w, _mean_scale(w, total, keep_ternary=keep_ternary)
         logit, start = parameters
         scale = (2.0 * torch.sigmoid(logit) * start).to(torch.float32)
         return w, round_to_bfloat16(scale).to(w.dtype).unsqueeze(-1)
@@ -188,11 +205,11 @@ class TernaryMethod(Method):
         return grad_w, grad_logit.to(logit.dtype), torch.zeros_like(start)
 
     def hard(self, weight, parameters=(), total=None):
-        w, scale = self._blocks(weight.detach(), parameters, total)
+        w, scale = self._blocks(weight.detach(), parameters, total, keep_ternary=True)
         return (scale * _hard_code(w, scale)).to(weight.dtype).view_as(weight)
 
     def codes(self, weight, parameters=()):
-        w, scale = self._blocks(weight.detach(), parameters)
+        w, scale = self._blocks(weight.detach(), parameters, keep_ternary=True)
         codes = _hard_code(w, scale).to(torch.int8).view_as(weight)
         return codes, scale.squeeze(-1).to(torch.bfloat16)
 
