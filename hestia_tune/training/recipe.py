@@ -25,7 +25,7 @@ from tqdm import tqdm
 import hestia_tune
 from hestia_tune import sharded
 from hestia_tune.data import DataStreamError
-from hestia_tune.distributed import StopRequest, end_process_group, on_first_rank, sum_over_ranks
+from hestia_tune.distributed import end_process_group, on_first_rank, sum_over_ranks
 from hestia_tune.evaluation import metrics_of, plain_outputs
 from hestia_tune.files import write_atomically
 from hestia_tune.modules import full_tensor, quantized_linears
@@ -84,7 +84,7 @@ class HestiaQATRecipe(RecipeSetup):
             total=self.total_steps, initial=self.global_step, disable=not self._is_rank_zero
         )
         self._profiler.start()
-        with progress, StopRequest().installed() as self._stop:
+        with progress, self.stop_request.installed():
             while self.global_step < self.total_steps:
                 epoch_end = (self.epochs_run + 1) * self.data.steps_per_epoch
                 batches = self.data.begin(self.epochs_run)
@@ -119,7 +119,7 @@ class HestiaQATRecipe(RecipeSetup):
             loss.backward()
             losses.append(loss.detach())
             counts.append(count)
-        stop = float(self._stop.requested)
+        stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
         self._check_loss(loss_sum, num_tokens)
@@ -334,6 +334,11 @@ class HestiaQATRecipe(RecipeSetup):
         lines = {label: loss for label, loss in self._ordered_losses().items() if label != HARD}
         plot_training_curves(self.history.rows, temperatures, lines, self.output_dir / "curves.png")
         log.info(f"hard model: {folder}")
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The prepared, sharded model."""
+        return self._model
 
     @property
     def is_first_rank(self) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtune import training, utils
 
 from hestia_tune import sharded
-from hestia_tune.distributed import ensure_process_group, on_first_rank
+from hestia_tune.distributed import StopRequest, ensure_process_group, on_first_rank
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
@@ -68,6 +68,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.validation_losses: dict[str, float] = {}
         self.tokens_seen = 0
         self.finished = False
+        self.stop_request = StopRequest()
         self._restored_random_state: dict[str, Any] | None = None
 
     def setup(self, cfg: DictConfig) -> None:
@@ -106,7 +107,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.total_steps = self.data.total_steps
 
         plain = build.plain_on_meta(cfg.model)
-        state = on_first_rank(lambda: self._read_pretrained(plain, artifact), share=False) or {}
+        state = on_first_rank(lambda: self.read_pretrained(plain, artifact), share=False) or {}
         self.schedule = self._make_schedule(state, names, resume_meta)
         scores = None if artifact is None else artifact.scores
         self._identity = on_first_rank(lambda: self._describe_run(cfg, state, names, scores))
@@ -132,16 +133,10 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
-        layers = quantized_linears(self._model)
-
-        def requantize() -> None:
-            sharded.refresh(layers.values(), self._dtype)
-            sharded.reshard(self._model)
-
-        self.driver = ScheduleDriver(self.schedule, layers, scores, requantize)
+        self.driver = self.make_driver(scores)
         self._statistics = None
         if options.code_statistics:
-            self._statistics = CodeStatistics(layers, self._device)
+            self._statistics = CodeStatistics(quantized_linears(self._model), self._device)
         self._optimizer = self._setup_optimizer(cfg.optimizer)
         self._lr_scheduler = self._setup_lr_scheduler(cfg.lr_scheduler, self.total_steps, -1)
         self._profiler = self._setup_profiler(cfg.profiler)
@@ -164,7 +159,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             )
         return found[-1][1]
 
-    def _read_pretrained(
+    def read_pretrained(
         self, plain: nn.Module, artifact: SensitivityArtifact | None
     ) -> dict[str, torch.Tensor]:
         """The pretrained state dict, checked against the model and the sensitivity file."""
@@ -189,6 +184,16 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         return AnnealingSchedule(
             self.total_steps, rho=options.rho, tau_init=tau_init, alpha=options.alpha
         )
+
+    def make_driver(self, scores: dict[str, float] | None) -> ScheduleDriver:
+        """What hands pressure and temperature to the layers, and has them quantize their shards."""
+        layers = quantized_linears(self._model)
+
+        def requantize() -> None:
+            sharded.refresh(layers.values(), self._dtype)
+            sharded.reshard(self._model)
+
+        return ScheduleDriver(self.schedule, layers, scores, requantize)
 
     def _describe_run(
         self,
