@@ -54,7 +54,8 @@ def raise_together(error: Exception | None) -> None:
         except TypeError:  # a type that is not made from a message
             raised = RuntimeError(f"{kind.__name__}: {message}")
         raised.__cause__ = RuntimeError(f"on rank {rank}:\n{text}")
-    raised.on_every_rank = True  # told once; pyright: ignore[reportAttributeAccessIssue]
+    # For the launcher, which tells it once.
+    raised.on_every_rank = True  # pyright: ignore[reportAttributeAccessIssue]
     raise raised
 
 
