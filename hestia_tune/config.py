@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -89,7 +89,8 @@ class Section:
         if not isinstance(values, Mapping | None):
             raise TypeError(f"{prefix} must be a mapping of options; got {values!r}")
         try:
-            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values or {}))
+            merged = OmegaConf.merge(OmegaConf.structured(cls), values or {})
+            return cast(T, OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
             raise in_our_words(error, prefix) from None
 
@@ -138,8 +139,9 @@ def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
         return ValueError(f"unknown key {key}{hint}{listed}")
     if str(error).startswith("Could not create instance"):  # a section's own error
         inner = error.__cause__ or error.__context__
-        nested = isinstance(inner, OmegaConfBaseException)
-        return in_our_words(inner, section) if nested else inner
+        if isinstance(inner, OmegaConfBaseException):
+            return in_our_words(inner, section)
+        return inner if isinstance(inner, Exception) else error
     if isinstance(error, MissingMandatoryValue):
         return ValueError(f"{key} must be given")
     fields = dataclasses.fields(error.object_type or Section)

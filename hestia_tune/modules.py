@@ -31,6 +31,9 @@ class FakeQuantizer(nn.Module):
         device: where the buffers live.
     """
 
+    tau: torch.Tensor
+    pressure: torch.Tensor
+
     def __init__(self, method: Method, *, tau: float, pressure: float, device=None):
         super().__init__()
         self.method = method

@@ -12,12 +12,16 @@ step, so a resumed run needs no state of its own.
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hestia_tune.config import ScheduleConfig, require_number
+
+if TYPE_CHECKING:
+    from hestia_tune.modules import QuantizedLinear
 
 
 def pressure_at(step: int, total_steps: int, rho: float) -> float:
@@ -82,8 +86,9 @@ class ScheduleDriver:
 
     Args:
         schedule: what to write.
-        layers: fully qualified name -> module with a ``weight_fake_quantizer`` that has the 0-D
-            buffers ``tau`` and ``pressure`` (see `hestia_tune.qat.quantized_linears`).
+        layers: fully qualified name -> quantized linear (see `hestia_tune.quantized_linears`), or
+            any module with a ``weight_fake_quantizer`` that has the 0-D buffers ``tau`` and
+            ``pressure``.
         scores: sensitivity score per name, or None for the uniform schedule (every score 0, the
             paper's "w/o Hessian").
 
@@ -94,7 +99,7 @@ class ScheduleDriver:
     def __init__(
         self,
         schedule: AnnealingSchedule,
-        layers: Mapping[str, torch.nn.Module],
+        layers: Mapping[str, "QuantizedLinear"],
         scores: Mapping[str, float] | None = None,
     ):
         if not layers:
