@@ -1,9 +1,10 @@
 """A Hugging Face Llama or Qwen2 as llama.cpp names and orders it.
 
-What differs: the names of tensors and hyperparameters; for Llama the order of the rows of the
-query and key projections (Hugging Face rotates the two halves of a head, llama.cpp's Llama
-neighbouring pairs; Qwen2 keeps the halves); Llama 3's long-context rotary factors, which
-become a tensor. With tied embeddings there is no output matrix: llama.cpp takes the embedding.
+What differs: the names of tensors and hyperparameters, which the gguf package knows; for Llama the
+order of the rows of the query and key projections (Hugging Face rotates the two halves of a head,
+llama.cpp's Llama neighbouring pairs; Qwen2 keeps the halves); Llama 3's long-context rotary
+factors, which become a tensor. With tied embeddings there is no output matrix: llama.cpp takes the
+embedding.
 """
 
 import math
@@ -13,23 +14,12 @@ from typing import Any
 
 import torch
 
+from hestia_tune.export.gguf_blocks import import_gguf
+
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
-_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_LAYER = ("input_layernorm", *_PROJECTIONS, "post_attention_layernorm", *_MLP)
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -56,15 +46,15 @@ class LlamaModel:
             raise ValueError(f'llama.cpp computes hidden_act "silu"; got {activation!r}')
         if self.config.get("use_sliding_window"):
             raise ValueError("llama.cpp's Qwen2 has no sliding window; got use_sliding_window true")
-        self.rope_type()
+        if self.rope["rope_type"] not in ("default", "linear", "llama3"):
+            raise ValueError(
+                'GGUF export translates the rotary scalings "linear" and "llama3"; got '
+                f"{self.rope['rope_type']!r}; export to another format"
+            )
 
     @property
     def architecture(self) -> str:
         return _ARCHITECTURES[self.config["architectures"][0]]
-
-    @property
-    def tied(self) -> bool:
-        return bool(self.config.get("tie_word_embeddings"))
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -76,22 +66,12 @@ class LlamaModel:
     def head_dim(self) -> int:
         return self.config.get("head_dim") or self.config["hidden_size"] // self.heads[0]
 
-    def _rope(self) -> dict[str, Any]:
+    @property
+    def rope(self) -> dict[str, Any]:
         """The rotary settings: ``rope_parameters`` of transformers 5, or the older keys."""
         own = {"rope_theta": self.config.get("rope_theta", 10000.0)}
-        scaling = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        return own | scaling
-
-    def rope_type(self) -> str:
-        """ "default", "linear" or "llama3"."""
-        rope = self._rope()
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in ("default", "linear", "llama3"):
-            raise ValueError(
-                f'GGUF export translates the rotary scalings "linear" and "llama3"; got {kind!r}; '
-                "export to another format"
-            )
-        return kind
+        own |= self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        return own | {"rope_type": own.get("rope_type") or own.get("type") or "default"}
 
     def rope_factors(self) -> torch.Tensor | None:
         """float32 (head_dim / 2,): what llama.cpp divides the rotary frequencies by (Llama 3).
@@ -99,9 +79,9 @@ class LlamaModel:
         A wavelength below context / high_freq_factor keeps its frequency, one above context /
         low_freq_factor is slowed by ``factor``, with a linear blend of frequencies in between.
         """
-        if self.rope_type() != "llama3":
+        rope = self.rope
+        if rope["rope_type"] != "llama3":
             return None
-        rope = self._rope()
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
         wavelengths = 2 * math.pi * rope["rope_theta"] ** exponents
@@ -115,39 +95,38 @@ class LlamaModel:
         Raises:
             ValueError: on tensors that the architecture lacks, or that are missing.
         """
-        layers = range(self.config["num_hidden_layers"])
-        weights = {k: v for k, v in _TOP.items() if not (self.tied and k == "lm_head.weight")}
-        biases = {}
-        for layer in layers:
-            for theirs, ours in _IN_LAYER.items():
-                weights[f"model.layers.{layer}.{theirs}.weight"] = f"blk.{layer}.{ours}.weight"
-                if "norm" not in ours:
-                    biases[f"model.layers.{layer}.{theirs}.bias"] = f"blk.{layer}.{ours}.bias"
-        known = weights | biases
+        gguf, count = import_gguf(), self.config["num_hidden_layers"]
+        tied = bool(self.config.get("tie_word_embeddings"))
+        weights = ["model.embed_tokens.weight", "model.norm.weight"]
+        weights += [] if tied else ["lm_head.weight"]
+        layers = [f"model.layers.{layer}.{part}" for layer in range(count) for part in _LAYER]
+        weights += [f"{part}.weight" for part in layers]
+        known = weights + [f"{part}.bias" for part in layers if not part.endswith("norm")]
         # Not weights: buffers of old checkpoints, and a copy of tied embeddings.
-        unknown = [n for n in present if n not in known and "rotary_emb" not in n]
-        if self.tied:
-            unknown = [n for n in unknown if n != "lm_head.weight"]
+        skipped = {"lm_head.weight"} if tied else set()
+        unknown = [n for n in present if n not in {*known, *skipped} and "rotary_emb" not in n]
         missing = [n for n in weights if n not in present]
         if unknown or missing:
             raise ValueError(
-                f"the tensors do not match config.json ({self.architecture}, {len(layers)} "
-                f"layers); missing: {missing[:4]}, unknown: {unknown[:4]}"
+                f"the tensors do not match config.json ({self.architecture}, {count} layers); "
+                f"missing: {missing[:4]}, unknown: {unknown[:4]}"
             )
-        return {name: known[name] for name in known if name in present}
+        table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], count)
+        return {n: table.get_name(n, (".weight", ".bias")) for n in known if n in present}
 
-    def row_order(self, name: str) -> torch.Tensor | None:
-        """Rows of a Hugging Face tensor in llama.cpp's order; None if it stays as it is."""
+    def row_order(self, name: str) -> torch.Tensor | slice:
+        """Rows of a Hugging Face tensor in llama.cpp's order: an index."""
         kind = name.rsplit(".", 2)[-2]
         if self.architecture != "llama" or kind not in ("q_proj", "k_proj"):
-            return None
+            return slice(None)
         heads = self.heads[kind == "k_proj"]
         rows = torch.arange(heads * self.head_dim)
+        # (heads, 2 halves, head_dim / 2) -> (heads, head_dim / 2, pairs)
         return rows.view(heads, 2, self.head_dim // 2).transpose(1, 2).reshape(-1)
 
     def add_to(self, writer: Any) -> None:
         """Adds the hyperparameters to a ``gguf.GGUFWriter``."""
-        config, rope = self.config, self._rope()
+        config, rope = self.config, self.rope
         query_heads, key_heads = self.heads
         writer.add_block_count(config["num_hidden_layers"])
         writer.add_context_length(config["max_position_embeddings"])
@@ -161,8 +140,6 @@ class LlamaModel:
         writer.add_vocab_size(config["vocab_size"])
         writer.add_rope_dimension_count(self.head_dim)
         writer.add_rope_freq_base(rope["rope_theta"])
-        if self.rope_type() == "linear":
-            import gguf
-
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        if rope["rope_type"] == "linear":
+            writer.add_rope_scaling_type(import_gguf().RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])

@@ -1,25 +1,33 @@
-"""Reading a Hugging Face folder one tensor at a time."""
+"""Reading a Hugging Face folder one tensor at a time, and what its tensors hold, exactly."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
-CHUNK = 2**22  # weights looked at or converted at a time
+from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.tensors import TernaryTensor
 
 
 def row_chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Slices of a tensor along its first axis, small enough to convert at once."""
-    return tensor.split(max(1, CHUNK // max(1, tensor[0].numel())))
+    return tensor.split(max(1, 2**22 // max(1, tensor[0].numel())))
+
+
+def same_values(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors of one shape hold the same numbers, each in a dtype of its own."""
+    pairs = zip(row_chunks(found), row_chunks(expected), strict=True)
+    return all(torch.equal(a.double(), b.double()) for a, b in pairs)
 
 
 class SafetensorsFolder:
     """The tensors of a Hugging Face folder, read one at a time.
 
-    The file is opened anew for each, so that the pages of those already read do not count as
-    memory of this process.
+    The file is opened anew for each and mapped into memory, so a tensor that nobody holds takes
+    none, and one that is not changed takes none that the system could not use for other things.
 
     Attributes:
         shapes: of every tensor, by name, in the order of the files.
@@ -54,3 +62,56 @@ class SafetensorsFolder:
         if not all(part.isfinite().all() for part in row_chunks(tensor)):
             raise ValueError(f"weights must be finite; {name} in {self._files[name]} is not")
         return tensor
+
+
+def split_hard(
+    weight: torch.Tensor, group_size: GroupSize, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a hard weight, exactly: weight == codes * scale.
+
+    Args:
+        weight: (out_features, in_features), floating point, every group scale * {-1, 0, 1}.
+        group_size: a positive int, "channel" or "tensor".
+        name: the layer in error messages.
+
+    Returns:
+        codes: int8, (out_features, in_features).
+        scales: bfloat16, (out_features, in_features / group_size), (out_features, 1) for
+            "channel", (1, 1) for "tensor"; 0 for a group of zeros.
+
+    Raises:
+        ValueError: if a group is not so; names the layer and the first such group.
+    """
+    try:
+        packed = TernaryTensor.from_hard(weight, group_size=group_size)
+    except ValueError as error:
+        raise ValueError(f"{name} is not a hard weight: {error}") from None
+    return packed.codes(), packed.scale
+
+
+def summary(
+    *,
+    num_bytes: int,
+    parameters: int,
+    quantized_parameters: int,
+    quantized_bytes: int,
+    types: Mapping[str, int],
+) -> dict[str, Any]:
+    """Sizes of what was written.
+
+    Returns:
+        bytes: of all files with weights, their headers included.
+        parameters, quantized_parameters: number of weights, and of those that are ternary.
+        quantized_bits_per_weight: of the ternary weights, their scales included; None without any.
+        whole_bits_per_weight: 8 * bytes / parameters; divide 16 by it for the ratio to bfloat16.
+        types: name of a type in the file -> number of tensors.
+    """
+    bits = 8 * quantized_bytes / quantized_parameters if quantized_parameters else None
+    return {
+        "bytes": num_bytes,
+        "parameters": parameters,
+        "quantized_parameters": quantized_parameters,
+        "quantized_bits_per_weight": bits,
+        "whole_bits_per_weight": 8 * num_bytes / parameters,
+        "types": dict(types),
+    }
