@@ -25,17 +25,15 @@ Loaded by compressed-tensors 0.15 to 0.20 (transformers 5.23) and 0.12.2 (transf
 config group names the format again, for versions that would otherwise guess another for 2 bits.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from hestia_tune.export.folder import FolderExport
-from hestia_tune.export.source import split_hard
+from hestia_tune.export.source import import_optional, split_hard
 from hestia_tune.methods.granularity import GroupSize
 
 _FORMAT = "pack-quantized"
@@ -71,7 +69,7 @@ def write_compressed_tensors(
         RuntimeError: if the files read back are not the model. In all cases nothing is left behind,
             and a folder that was to be replaced is still there.
     """
-    library = _import_compressed_tensors()
+    library = import_optional("compressed_tensors", "compressed-tensors")
     if not quantized:
         raise ValueError("quantized must name the ternary weights; got none")
     export = FolderExport(folder, target, quantized, overwrite)
@@ -82,38 +80,16 @@ def write_compressed_tensors(
                 f"only linear layers other than the output head can be packed; {name} is not one; "
                 "leave it out of quantized, to be stored densely"
             )
-    schemes = _schemes(linears, quantized)
-    # One config group per group size, the int sizes first; see the module docstring.
-    layout = library.quantization.QuantizationConfig(
-        config_groups={f"group_{i}": scheme for i, scheme in enumerate(schemes.values())},
-        format=_FORMAT,
-        quantization_status=library.quantization.QuantizationStatus.COMPRESSED,
-        ignore=[module for name, module in linears.items() if name not in quantized],
-    ).model_dump(mode="json", exclude_none=True)
+    schemes, layout = _layout(linears, quantized)
     state = {}
     for name in tqdm(export.names, desc=f"packing {export.folder.name}", unit="tensor"):
         weight = export.exact_bfloat16(name)
         if name in quantized:
-            size = quantized[name]
-            state |= _pack(weight, size, schemes[_stored(size)], name)
+            state |= _pack(weight, quantized[name], schemes[quantized[name]], name)
         else:
             state[name] = weight
     config = export.config | {"quantization_config": {"version": library.__version__} | layout}
     return export.write(state, config, export.read_description())
-
-
-def _import_compressed_tensors() -> ModuleType:
-    """The package, or ImportError that says how to get it."""
-    try:
-        import compressed_tensors
-        import compressed_tensors.compressors
-        import compressed_tensors.quantization
-    except ImportError as error:
-        raise ImportError(
-            "the export to compressed-tensors needs that package: "
-            f"pip install 'hestia-tune[compressed-tensors]' ({error})"
-        ) from error
-    return compressed_tensors
 
 
 def _linears(folder: Path) -> tuple[dict[str, str], str | None]:
@@ -138,26 +114,34 @@ def _linears(folder: Path) -> tuple[dict[str, str], str | None]:
     return {f"{name}.weight": name for name in modules}, heads[0] if heads else None
 
 
-def _stored(group_size: GroupSize) -> GroupSize:
-    """The granularity in the files: "tensor" becomes "channel"."""
-    return "channel" if group_size == "tensor" else group_size
-
-
-def _schemes(
+def _layout(
     linears: Mapping[str, str], quantized: Mapping[str, GroupSize]
-) -> dict[GroupSize, Any]:
-    """Stored group size -> the library's description of it and of its layers, ints first."""
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+) -> tuple[dict[GroupSize, Any], dict[str, Any]]:
+    """The library's scheme of each group size, and what config.json says about all of them.
 
-    targets: dict[GroupSize, list[str]] = defaultdict(list)
-    for name, group_size in quantized.items():
-        targets[_stored(group_size)].append(linears[name])
+    One config group per group size, the int sizes first; see the module docstring.
+    """
+    from compressed_tensors import quantization
+
+    sizes = {size if isinstance(size, int) else "channel" for size in quantized.values()}
     schemes = {}
-    for size in sorted(targets, key=lambda size: (1, 0) if size == "channel" else (0, size)):
+    for size in sorted(sizes, key=lambda size: (1, 0) if size == "channel" else (0, size)):
+        ours = ("channel", "tensor") if size == "channel" else (size,)
         how = {"strategy": "channel"} if size == "channel" else {"group_size": size}
-        weights = QuantizationArgs(num_bits=2, type="int", symmetric=True, **how)
-        schemes[size] = QuantizationScheme(targets=targets[size], weights=weights, format=_FORMAT)
-    return schemes
+        scheme = quantization.QuantizationScheme(
+            targets=[linears[name] for name, size in quantized.items() if size in ours],
+            weights=quantization.QuantizationArgs(num_bits=2, type="int", symmetric=True, **how),
+            format=_FORMAT,
+        )
+        schemes |= dict.fromkeys(ours, scheme)
+    groups = {id(scheme): scheme for scheme in schemes.values()}.values()
+    config = quantization.QuantizationConfig(
+        config_groups={f"group_{index}": scheme for index, scheme in enumerate(groups)},
+        format=_FORMAT,
+        quantization_status=quantization.QuantizationStatus.COMPRESSED,
+        ignore=[module for name, module in linears.items() if name not in quantized],
+    )
+    return schemes, config.model_dump(mode="json", exclude_none=True)
 
 
 def _pack(

@@ -26,23 +26,21 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from hestia_tune.config import nearest
-from hestia_tune.export.source import SafetensorsFolder, same_values, split_hard, summary
-from hestia_tune.files import staged
+from hestia_tune.export.source import (
+    TOKENIZER_FILES,
+    SafetensorsFolder,
+    read_config,
+    same_values,
+    split_hard,
+    summary,
+)
+from hestia_tune.files import staged, write_atomically
 from hestia_tune.functional import hard_ternary
-from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
+from hestia_tune.methods.granularity import GroupSize
 
 DESCRIPTION_FILE = "hestia.json"
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "*.tiktoken",
-)
 _SIDE_FILES = (
-    *_TOKENIZERS,
+    *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -149,11 +147,11 @@ class FolderExport:
     ):
         self.folder, self.target, self.quantized = Path(folder), Path(target), quantized
         self._check_target(overwrite)
-        self.config = self._read_config()
+        self.config = read_config(self.folder) | {"torch_dtype": "bfloat16"}
+        self.config.pop("dtype", None)
         self._source = SafetensorsFolder(self.folder)
+        self._source.check_quantized(quantized)
         self.names = [name for name in self._source.shapes if "rotary_emb." not in name]
-        for name, group_size in quantized.items():
-            self._check_quantized(name, group_size)
 
     def _check_target(self, overwrite: bool) -> None:
         target = self.target
@@ -168,36 +166,6 @@ class FolderExport:
             raise FileExistsError(
                 f"{target} is no model folder and is not replaced; choose another"
             )
-
-    def _read_config(self) -> dict[str, Any]:
-        file = self.folder / "config.json"
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} does not exist; pass a Hugging Face folder")
-        if not any(next(self.folder.glob(pattern), None) for pattern in _TOKENIZERS):
-            raise FileNotFoundError(
-                f"no tokenizer in {self.folder} ({', '.join(_TOKENIZERS)}); copy the model's into "
-                "it"
-            )
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if method := (config.get("quantization_config") or {}).get("quant_method"):
-            raise ValueError(
-                f"export wants dense weights; {self.folder} is quantized already ({method})"
-            )
-        config.pop("dtype", None)
-        return config | {"torch_dtype": "bfloat16"}
-
-    def _check_quantized(self, name: str, group_size: GroupSize) -> None:
-        validate_group_size(group_size)
-        shape = self._source.shapes.get(name)
-        if shape is None:
-            hint = nearest(name, self._source.shapes)
-            raise ValueError(f"quantized names {name}, which the safetensors do not hold{hint}")
-        if len(shape) != 2:
-            raise ValueError(
-                f"only matrices can be quantized; {name} has the shape {tuple(shape)}; leave it "
-                "out of quantized"
-            )
-        check_divides(group_size, shape[1], name)
 
     def read_description(self) -> dict[str, Any] | None:
         """How the weights of a hard model were made; None if its folder does not say."""
@@ -250,9 +218,10 @@ class FolderExport:
             staging.mkdir()
             copy_side_files(self.folder, staging)
             config_file = staging / "config.json"
-            _write_json(config_file, config)
+            write_atomically(config_file, json.dumps(config, indent=2) + "\n")
             if description is not None:
-                _write_json(staging / DESCRIPTION_FILE, description)
+                text = json.dumps(dict(description), indent=2) + "\n"
+                write_atomically(staging / DESCRIPTION_FILE, text)
             try:
                 save_torch_state_dict(state, staging, max_shard_size=shard_bytes)
             except SafetensorError as error:  # its word for a write that failed
@@ -270,10 +239,6 @@ class FolderExport:
             quantized_bytes=sum(part.nbytes for part in parts),
             types=Counter(_TYPES[tensor.dtype] for tensor in state.values()),
         )
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")
 
 
 def _verify(folder: Path, state: Mapping[str, torch.Tensor]) -> None:

@@ -7,9 +7,9 @@ biases), as llama.cpp wants them; for embeddings and other dense matrices the fi
 F32 that holds every value. float16 seldom does: it has more digits than bfloat16 but a smallest
 step of 2^-24, and a large embedding has some values below it.
 
-The file is written under a temporary name and read back; every tensor is unpacked and compared
-with its source before the file gets its name. Cost: three passes over the weights, each tensor
-opened on its own, so memory holds a few copies of the largest tensor.
+Every tensor is unpacked again and compared with its source, and only then is the file written,
+under a temporary name. It gets its name when every byte has been read back. Cost: memory holds what
+goes into the file, and a few copies of the largest tensor.
 
 What llama.cpp does with it: the weights are as trained, but its CPU kernels round the activations
 that meet a block type to 8 bits: in runs of 32 for Q2_0 and Q4_0, in runs of 256 for TQ1_0 and
@@ -20,12 +20,10 @@ Q2_0 needs llama.cpp b9916 (July 2026) or later; TQ1_0 and TQ2_0 load since Sept
 on the CPU; Q4_0 runs everywhere. Forks that read type 42 as blocks of 128 refuse or garble Q2_0.
 """
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +42,15 @@ from hestia_tune.export.gguf_blocks import (
 )
 from hestia_tune.export.gguf_model import ROPE_FACTORS, LlamaModel
 from hestia_tune.export.gguf_vocab import add_vocabulary
-from hestia_tune.export.source import SafetensorsFolder, same_values, split_hard, summary
+from hestia_tune.export.source import (
+    SafetensorsFolder,
+    read_config,
+    same_values,
+    split_hard,
+    summary,
+)
 from hestia_tune.files import staged
-from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
+from hestia_tune.methods.granularity import GroupSize
 
 log = logging.getLogger(__name__)
 
@@ -100,172 +104,135 @@ def write_gguf(
             f'block_type must be "auto", "smallest" or of {", ".join(BLOCK_TYPES)}; '
             f"got {block_type!r}"
         )
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise FileNotFoundError(f"{config_file} does not exist; pass a Hugging Face folder")
-    model = LlamaModel(json.loads(config_file.read_text(encoding="utf-8")))
+    model = LlamaModel(read_config(folder))
     writer = gguf.GGUFWriter(None, model.architecture)
     writer.add_name(folder.resolve().name)
     model.add_to(writer)
     add_vocabulary(writer, folder, model.config)
-    entries = _plan(model, SafetensorsFolder(folder), quantized, preferences)
-    require_space(path, sum(entry.num_bytes for entry in entries))
+    entries = _entries(model, SafetensorsFolder(folder), quantized, preferences)
+    packed = [entry for entry in entries.values() if entry.kind.name in BLOCK_TYPES]
+    kinds = Counter(entry.kind for entry in packed)
+    mostly = max(kinds, key=kinds.get, default=entries["token_embd.weight"].kind)
+    writer.add_file_type(mostly.file_type)
+    if packed:
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    for name, entry in entries.items():
+        # A plain int as the type, and bytes that are not uint8: the package then looks the type up
+        # in no table of its own, and may be older than the type.
+        data, ggml_id = entry.data.view(np.int8), entry.kind.ggml_id
+        writer.add_tensor(name, data, raw_shape=entry.shape, raw_dtype=ggml_id)
+    require_space(path, sum(entry.data.nbytes for entry in entries.values()))
     with staged(path) as temporary:
-        _write(writer, temporary, entries)
+        try:
+            writer.write_header_to_file(temporary)
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file(progress=True)
+        finally:
+            writer.close()
         _verify(temporary, entries)
         num_bytes = temporary.stat().st_size
-    weights = [entry for entry in entries if entry.name != ROPE_FACTORS]
-    packed = [entry for entry in weights if entry.group_size is not None]
+    weights = [entry for name, entry in entries.items() if name != ROPE_FACTORS]
     return summary(
         num_bytes=num_bytes,
         parameters=sum(entry.shape.numel() for entry in weights),
         quantized_parameters=sum(entry.shape.numel() for entry in packed),
-        quantized_bytes=sum(entry.num_bytes for entry in packed),
+        quantized_bytes=sum(entry.data.nbytes for entry in packed),
         types=Counter(entry.kind.name for entry in weights),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Entry:
-    """One tensor of the file: where it comes from and how it is stored.
+    """One tensor of the file: its type, its shape in the folder, its bytes row by row."""
 
-    Attributes:
-        source: name in the folder, for messages.
-        load: gives the tensor, rows in the folder's order.
-        order: an index that puts the rows into llama.cpp's.
-        name, kind: in the file.
-        shape: as in the folder.
-        group_size: of a quantized weight, else None.
-    """
-
-    source: str
-    load: Callable[[], torch.Tensor]
-    order: torch.Tensor | slice
-    name: str
     kind: TensorType
     shape: torch.Size
-    group_size: GroupSize | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.shape.numel() // self.kind.block * self.kind.num_bytes
-
-    def encode(self) -> np.ndarray:
-        """The bytes of the tensor, uint8 (num_bytes,)."""
-        weight = self.load()
-        if self.group_size is None:
-            dtype = next(dtype for dtype, kind in DENSE_TYPES.items() if kind == self.kind)
-            return weight[self.order].to(dtype).contiguous().view(torch.uint8).numpy().reshape(-1)
-        # (out_features, in_features), (out_features or 1, groups)
-        codes, scales = split_hard(weight, self.group_size, self.source)
-        scales = to_fp16_scales(scales, self.source).expand(len(codes), -1)
-        per_group = self.shape[1] // self.kind.block // scales.shape[1]
-        scales = scales.repeat_interleave(per_group, 1)  # (out_features, blocks of a row)
-        blocks = self.kind.pack(codes[self.order].numpy(), scales[self.order].numpy())
-        return blocks.reshape(-1)
-
-    def holds(self, data: np.ndarray) -> bool:
-        """Whether the bytes of the tensor, unpacked, are its source, value by value."""
-        rows = self.shape[0] if len(self.shape) > 1 else 1
-        found = torch.from_numpy(self.kind.unpack(data.reshape(rows, -1)))
-        return same_values(found.view(self.shape), self.load()[self.order])
+    data: np.ndarray
 
 
-def _plan(
+def _entries(
     model: LlamaModel,
     source: SafetensorsFolder,
     quantized: Mapping[str, GroupSize],
     preferences: tuple[str, ...],
-) -> list[Entry]:
-    """What goes into the file; everything that can be refused by shape is refused here."""
+) -> dict[str, Entry]:
+    """What goes into the file, by its name there; what shapes forbid is refused first."""
+    source.check_quantized(quantized)
     names = model.tensor_names(source.shapes)
-    if unknown := [name for name in quantized if name not in names]:
-        raise ValueError(
-            f"quantized names tensors that {model.architecture} does not have or the folder "
-            f"lacks: {unknown[:4]}; use the names of the safetensors, such as {next(iter(names))}"
-        )
     kinds = {}
     for name, group_size in quantized.items():
-        shape = source.shapes[name]
-        validate_group_size(group_size)
-        if len(shape) != 2 or name == "model.embed_tokens.weight":
+        if name not in names or name == "model.embed_tokens.weight":
             raise ValueError(f"only weights of linear layers can be quantized; got {name}")
-        check_divides(group_size, shape[1], name)
-        kinds[name] = choose_block_type(preferences, shape[1], group_size, name)
-    entries = []
+        in_features = source.shapes[name][1]
+        kinds[name] = choose_block_type(preferences, in_features, group_size, name)
+    entries = {}
     if (factors := model.rope_factors()) is not None:
-        entries.append(
-            Entry(
-                source="config.json",
-                load=model.rope_factors,
-                order=slice(None),
-                name=ROPE_FACTORS,
-                kind=DENSE_TYPES[torch.float32],
-                shape=factors.shape,
-            )
-        )
-    for theirs, ours in names.items():
-        entries.append(
-            Entry(
-                source=theirs,
-                load=partial(source.read, theirs),
-                order=model.row_order(theirs),
-                name=ours,
-                kind=kinds.get(theirs) or _dense_type(source.read(theirs), theirs),
-                shape=source.shapes[theirs],
-                group_size=quantized.get(theirs),
-            )
-        )
+        entries[ROPE_FACTORS] = dense_entry(factors, ROPE_FACTORS)
+    for theirs, ours in tqdm(names.items(), desc="packing for GGUF", unit="tensor"):
+        weight, order = source.read(theirs), model.row_order(theirs)
+        if theirs in quantized:
+            entry = packed_entry(weight, kinds[theirs], quantized[theirs], order, theirs)
+        else:
+            entry = dense_entry(weight[order], theirs)
+        found = torch.from_numpy(entry.kind.unpack(entry.data)).view(entry.shape)
+        if not same_values(found, weight[order]):
+            raise RuntimeError(f"{theirs} unpacked from {entry.kind.name} differs from its source")
+        entries[ours] = entry
     return entries
 
 
-def _dense_type(tensor: torch.Tensor, name: str) -> TensorType:
-    if tensor.dim() == 1:
-        return DENSE_TYPES[torch.float32]
-    for dtype, kind in DENSE_TYPES.items():
+def packed_entry(
+    weight: torch.Tensor,
+    kind: TensorType,
+    group_size: GroupSize,
+    order: torch.Tensor | slice,
+    name: str,
+) -> Entry:
+    """A hard weight (out_features, in_features) in a block type.
+
+    Args:
+        weight: rows as in the folder, which messages count.
+        kind: one that fits; see `choose_block_type`.
+        group_size: of the weight.
+        order: an index that puts the rows into the file's order.
+        name: the weight in error messages.
+
+    Raises:
+        ValueError: if it is not hard, or float16 does not hold its scales.
+    """
+    codes, scales = split_hard(weight, group_size, name)  # scales (out_features or 1, groups)
+    scales = to_fp16_scales(scales, name).expand(len(codes), -1)
+    per_group = weight.shape[1] // kind.block // scales.shape[1]
+    scales = scales.repeat_interleave(per_group, 1)  # (out_features, blocks of a row)
+    blocks = kind.pack(codes[order].numpy(), scales[order].numpy())
+    return Entry(kind, weight.shape, blocks.reshape(len(codes), -1))
+
+
+def dense_entry(tensor: torch.Tensor, name: str) -> Entry:
+    """A tensor in the first floating type that holds it; ValueError, naming it, if none does."""
+    types = [*DENSE_TYPES.items()]
+    for dtype, kind in types[-1:] if tensor.dim() == 1 else types:
         if same_values(tensor.to(dtype), tensor):
-            if kind.name != "F16":
+            if tensor.dim() > 1 and kind.name != "F16":
                 log.info("%s: %s instead of F16, which would round some values", name, kind.name)
-            return kind
+            data = tensor.to(dtype).contiguous().view(torch.uint8).numpy()
+            return Entry(kind, tensor.shape, data)
     raise ValueError(f"GGUF export holds up to float32; {name} has more digits")
 
 
-def _write(writer: Any, path: Path, entries: list[Entry]) -> None:
-    """Adds types and tensors to a ``gguf.GGUFWriter`` that has the rest, and writes the file."""
-    embedding = next(e.kind for e in entries if e.name == "token_embd.weight")
-    packed = Counter(entry.kind for entry in entries if entry.group_size is not None)
-    writer.add_file_type(max(packed, key=packed.get, default=embedding).file_type)
-    if packed:
-        writer.add_quantization_version(import_gguf().GGML_QUANT_VERSION)
-    for entry in entries:
-        # A plain int as the type, and a dtype that is not uint8: the package then looks the type
-        # up in no table of its own, and may be older than the type.
-        writer.add_tensor_info(
-            entry.name, entry.shape, np.dtype(np.float32), entry.num_bytes, entry.kind.ggml_id
-        )
-    try:
-        writer.write_header_to_file(path)
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for entry in tqdm(entries, desc="writing GGUF", unit="tensor"):
-            writer.write_tensor_data(entry.encode())
-    finally:
-        writer.close()
-
-
-def _verify(path: Path, entries: list[Entry]) -> None:
-    """Compares every tensor of the file with its source."""
-    infos = read_tensor_infos(path)
-    if [*infos] != [entry.name for entry in entries]:
+def _verify(path: Path, entries: Mapping[str, Entry]) -> None:
+    """Compares every tensor of the file, type, shape and bytes, with what was to be written."""
+    found = read_tensor_infos(path)
+    if [*found] != [*entries]:
         raise RuntimeError(f"{path} read back has other tensors than were written")
-    for entry in tqdm(entries, desc="reading it back", unit="tensor"):
-        type_id, shape, position = infos[entry.name]
-        data = np.fromfile(path, np.uint8, entry.num_bytes, offset=position)
-        same = (type_id, shape, data.size) == (entry.kind.ggml_id, entry.shape, entry.num_bytes)
-        if not same or not entry.holds(data):
+    for name, entry in entries.items():
+        *info, position = found[name]
+        data = np.fromfile(path, np.uint8, entry.data.nbytes, offset=position)
+        same = np.array_equal(data, entry.data.reshape(-1))
+        if info != [entry.kind.ggml_id, entry.shape] or not same:
             raise RuntimeError(
-                f"{entry.name} ({entry.kind.name}) read back from {path} differs from "
-                f"{entry.source}; this is a defect of the export or of the disk"
+                f"{name} ({entry.kind.name}) read back from {path} differs from its source; this "
+                "is a defect of the export or of the disk"
             )
 
 

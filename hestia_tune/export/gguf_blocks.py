@@ -23,20 +23,15 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from hestia_tune.export.source import import_optional
 from hestia_tune.methods.granularity import GroupSize
 
 FP16_MIN_NORMAL, FP16_MAX = 2.0**-14, 65504.0
 
 
 def import_gguf() -> ModuleType:
-    """The package, or ImportError that says how to get it."""
-    try:
-        import gguf
-    except ImportError:
-        raise ImportError(
-            "the export to GGUF needs the gguf package: pip install 'hestia-tune[gguf]'"
-        ) from None
-    return gguf
+    """The gguf package, or ImportError that says how to get it."""
+    return import_optional("gguf", "gguf")
 
 
 @dataclass(frozen=True)
@@ -54,10 +49,6 @@ class TensorType:
     file_type: int
     block: int
     num_bytes: int
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.num_bytes / self.block
 
     def fits(self, in_features: int, group_size: GroupSize) -> bool:
         """Whether blocks tile the rows and none straddles two groups."""

@@ -9,7 +9,6 @@ embedding.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,55 +22,48 @@ _LAYER = ("input_layernorm", *_PROJECTIONS, "post_attention_layernorm", *_MLP)
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-@dataclass(frozen=True)
 class LlamaModel:
-    """What a config means for llama.cpp; ``config`` is the parsed ``config.json``.
+    """What a config means for llama.cpp.
+
+    Args:
+        config: the parsed ``config.json``.
+
+    Attributes:
+        architecture: "llama" or "qwen2".
+        heads: query heads, key heads.
+        head_dim: size of each.
+        rope: the rotary settings, of ``rope_parameters`` (transformers 5) or the older keys.
 
     Raises:
         ValueError: on an architecture, an activation or a rotary scaling that llama.cpp's Llama
             and Qwen2 do not have, or that is not translated here.
     """
 
-    config: Mapping[str, Any]
-
-    def __post_init__(self):
-        names = self.config.get("architectures") or []
+    def __init__(self, config: Mapping[str, Any]):
+        names = config.get("architectures") or []
         if len(names) != 1 or names[0] not in _ARCHITECTURES:
             raise ValueError(
                 f"GGUF export knows the architectures {', '.join(_ARCHITECTURES)}; got {names}; "
                 "export to another format"
             )
-        activation = self.config.get("hidden_act", "silu")
+        activation = config.get("hidden_act", "silu")
         if activation != "silu":
             raise ValueError(f'llama.cpp computes hidden_act "silu"; got {activation!r}')
-        if self.config.get("use_sliding_window"):
+        if config.get("use_sliding_window"):
             raise ValueError("llama.cpp's Qwen2 has no sliding window; got use_sliding_window true")
-        if self.rope["rope_type"] not in ("default", "linear", "llama3"):
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind not in ("default", "linear", "llama3"):
             raise ValueError(
-                'GGUF export translates the rotary scalings "linear" and "llama3"; got '
-                f"{self.rope['rope_type']!r}; export to another format"
+                f'GGUF export translates the rotary scalings "linear" and "llama3"; got {kind!r}; '
+                "export to another format"
             )
-
-    @property
-    def architecture(self) -> str:
-        return _ARCHITECTURES[self.config["architectures"][0]]
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Query heads, key heads."""
-        query = self.config["num_attention_heads"]
-        return query, self.config.get("num_key_value_heads") or query
-
-    @property
-    def head_dim(self) -> int:
-        return self.config.get("head_dim") or self.config["hidden_size"] // self.heads[0]
-
-    @property
-    def rope(self) -> dict[str, Any]:
-        """The rotary settings: ``rope_parameters`` of transformers 5, or the older keys."""
-        own = {"rope_theta": self.config.get("rope_theta", 10000.0)}
-        own |= self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        return own | {"rope_type": own.get("rope_type") or own.get("type") or "default"}
+        self.config, self.architecture = config, _ARCHITECTURES[names[0]]
+        self.rope = {"rope_theta": config.get("rope_theta", 10000.0)} | scaling
+        self.rope["rope_type"] = kind
+        query = config["num_attention_heads"]
+        self.heads = query, config.get("num_key_value_heads") or query
+        self.head_dim = config.get("head_dim") or config["hidden_size"] // query
 
     def rope_factors(self) -> torch.Tensor | None:
         """float32 (head_dim / 2,): what llama.cpp divides the rotary frequencies by (Llama 3).

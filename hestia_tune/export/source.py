@@ -1,15 +1,58 @@
 """Reading a Hugging Face folder one tensor at a time, and what its tensors hold, exactly."""
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.config import nearest
+from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
 from hestia_tune.tensors import TernaryTensor
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "*.tiktoken",
+)
+
+
+def import_optional(module: str, extra: str) -> ModuleType:
+    """A module of an optional package, or ImportError that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"this export needs the package {module.partition('.')[0]}: "
+            f"pip install 'hestia-tune[{extra}]' ({error})"
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a folder that can be exported.
+
+    Raises:
+        FileNotFoundError: without config.json or a tokenizer.
+        ValueError: if the weights are quantized already.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist; pass a Hugging Face folder")
+    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        raise FileNotFoundError(
+            f"no tokenizer in {folder} ({', '.join(TOKENIZER_FILES)}); copy the model's into it"
+        )
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if method := (config.get("quantization_config") or {}).get("quant_method"):
+        raise ValueError(f"export wants dense weights; {folder} is quantized already ({method})")
+    return config
 
 
 def row_chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -54,6 +97,21 @@ class SafetensorsFolder:
                 for name in reader.keys():  # noqa: SIM118 (not a mapping)
                     self.shapes[name] = torch.Size(reader.get_slice(name).get_shape())
                     self._files[name] = file
+
+    def check_quantized(self, quantized: Mapping[str, GroupSize]) -> None:
+        """ValueError if one of ``quantized`` is not here, or has a shape that takes no groups."""
+        for name, group_size in quantized.items():
+            validate_group_size(group_size)
+            if name not in self.shapes:
+                hint = nearest(name, self.shapes)
+                raise ValueError(f"quantized names {name}, which the safetensors do not hold{hint}")
+            shape = self.shapes[name]
+            if len(shape) != 2:
+                raise ValueError(
+                    f"only matrices can be quantized; {name} has the shape {tuple(shape)}; leave "
+                    "it out of quantized"
+                )
+            check_divides(group_size, shape[1], name)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor; ValueError if it holds a NaN or an infinity."""

@@ -6,12 +6,15 @@ Every case must leave the folder of the target as it was.
 import resource
 import shutil
 import sys
+from pathlib import Path
 
+import gguf
 import pytest
 from gguf_models import edit_json
 from safetensors.torch import load_file, save_file
 
-from hestia_tune.export.gguf import Entry, write_gguf
+from hestia_tune.export.gguf import read_tensor_infos, write_gguf
+from hestia_tune.export.gguf_blocks import TensorType
 
 
 def refuse(folder, tmp_path, quantized, error, match, **options):
@@ -113,15 +116,32 @@ def test_weights_with_more_digits_than_float32(demo, tmp_path):
 @pytest.mark.parametrize("tensor", ["blk.1.ffn_up.weight", "token_embd.weight"])
 def test_a_difference_in_the_file_is_found(demo, tmp_path, monkeypatch, tensor):
     folder, quantized = demo
-    encode = Entry.encode
+    close = gguf.GGUFWriter.close
 
     def flip_a_bit(self):
-        data = encode(self).copy()
-        data[101] ^= self.name == tensor
-        return data
+        (path,) = (file.name for file in self.fout)
+        close(self)
+        content = bytearray(Path(path).read_bytes())
+        content[read_tensor_infos(path)[tensor][2] + 101] ^= 1
+        Path(path).write_bytes(content)
 
-    monkeypatch.setattr(Entry, "encode", flip_a_bit)
+    monkeypatch.setattr(gguf.GGUFWriter, "close", flip_a_bit)
     refuse(folder, tmp_path, quantized, RuntimeError, f"{tensor} .* differs")
+
+
+@pytest.mark.parametrize("name", ["Q2_0", "Q4_0"])
+def test_a_difference_in_the_packing_is_found(demo, tmp_path, monkeypatch, name):
+    folder, quantized = demo
+    pack = TensorType.pack
+
+    def flip_a_bit(self, codes, scales):
+        blocks = pack(self, codes, scales)
+        blocks[1, 1, 3] ^= 1
+        return blocks
+
+    monkeypatch.setattr(TensorType, "pack", flip_a_bit)
+    match = f"q_proj.weight unpacked from {name} differs"
+    refuse(folder, tmp_path, quantized, RuntimeError, match, block_type=name)
 
 
 def test_a_full_disk_leaves_nothing(demo, tmp_path, monkeypatch):
