@@ -85,7 +85,7 @@ def write_compressed_tensors(
     for name in tqdm(export.names, desc=f"packing {export.folder.name}", unit="tensor"):
         weight = export.exact_bfloat16(name)
         if name in quantized:
-            state |= _pack(weight, quantized[name], schemes[quantized[name]], name)
+            state |= _pack(weight, quantized[name], schemes[name], name)
         else:
             state[name] = weight
     config = export.config | {"quantization_config": {"version": library.__version__} | layout}
@@ -116,32 +116,30 @@ def _linears(folder: Path) -> tuple[dict[str, str], str | None]:
 
 def _layout(
     linears: Mapping[str, str], quantized: Mapping[str, GroupSize]
-) -> tuple[dict[GroupSize, Any], dict[str, Any]]:
-    """The library's scheme of each group size, and what config.json says about all of them.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The library's scheme of each quantized weight, and what config.json says about all of them.
 
     One config group per group size, the int sizes first; see the module docstring.
     """
     from compressed_tensors import quantization
 
-    sizes = {size if isinstance(size, int) else "channel" for size in quantized.values()}
+    stored = {name: "channel" if size == "tensor" else size for name, size in quantized.items()}
     schemes = {}
-    for size in sorted(sizes, key=lambda size: (1, 0) if size == "channel" else (0, size)):
-        ours = ("channel", "tensor") if size == "channel" else (size,)
+    for size in sorted({*stored.values()}, key=lambda s: (1, 0) if s == "channel" else (0, s)):
         how = {"strategy": "channel"} if size == "channel" else {"group_size": size}
-        scheme = quantization.QuantizationScheme(
-            targets=[linears[name] for name, size in quantized.items() if size in ours],
+        schemes[size] = quantization.QuantizationScheme(
+            targets=[linears[name] for name in quantized if stored[name] == size],
             weights=quantization.QuantizationArgs(num_bits=2, type="int", symmetric=True, **how),
             format=_FORMAT,
         )
-        schemes |= dict.fromkeys(ours, scheme)
-    groups = {id(scheme): scheme for scheme in schemes.values()}.values()
     config = quantization.QuantizationConfig(
-        config_groups={f"group_{index}": scheme for index, scheme in enumerate(groups)},
+        config_groups={f"group_{i}": scheme for i, scheme in enumerate(schemes.values())},
         format=_FORMAT,
         quantization_status=quantization.QuantizationStatus.COMPRESSED,
         ignore=[module for name, module in linears.items() if name not in quantized],
     )
-    return schemes, config.model_dump(mode="json", exclude_none=True)
+    by_name = {name: schemes[size] for name, size in stored.items()}
+    return by_name, config.model_dump(mode="json", exclude_none=True)
 
 
 def _pack(
