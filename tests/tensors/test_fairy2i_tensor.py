@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 import pickle
 
 import pytest
@@ -10,22 +9,14 @@ import references_fairy2i as reference
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import hestia_tune.tensors.fairy2i_ops as ops
 from hestia_tune.methods.fairy2i import Fairy2iMethod
-from hestia_tune.tensors import (
-    Fairy2iTensor,
-    TernaryTensor,
-    load_safetensors,
-    save_safetensors,
-)
+from hestia_tune.tensors import Fairy2iTensor, packed_tensor
 
 LAYOUTS = [(1, "tensor"), (2, "tensor"), (2, 4), (3, 16), (4, 1)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -78,14 +69,14 @@ def assert_same(actual: Fairy2iTensor, expected: Fairy2iTensor) -> None:
 @layouts
 @dtypes
 def test_dequantize_is_the_trained_hard_weight(num_stages, granularity, dtype):
-    quantizer = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
+    method = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
     for seed in range(3):
         weight = latent(seed, dtype=dtype)
         weight[seed, ::3] = 0.0  # ties and zeros
         made = Fairy2iTensor.from_hp(weight, num_stages=num_stages, granularity=granularity)
         assert made.dtype == dtype and made.shape == weight.shape
-        assert_bits(made.dequantize(), quantizer.hard(weight))
-        codes, scales = quantizer.codes(weight)
+        assert_bits(made.dequantize(), method.hard(weight))
+        codes, scales = method.codes(weight)
         again = Fairy2iTensor.from_codes(codes, scales, dtype=dtype)
         assert_same(again, made)
         assert torch.equal(again.codes(), codes) and again.codes().dtype == torch.int8
@@ -262,7 +253,7 @@ def test_products_are_those_of_the_dequantized_weight(num_stages, granularity, d
 def test_all_products_come_from_one_function(monkeypatch):
     weight, x, bias = packed(), inputs(), inputs(shape=(10,))
     calls = []
-    monkeypatch.setattr(ops, "fairy2i_linear", lambda *args: calls.append(args) or x)
+    monkeypatch.setattr(packed_tensor, "packed_linear", lambda *args: calls.append(args) or x)
     for product in (
         lambda: F.linear(x, weight, bias),
         lambda: torch.ops.aten.linear.default(x, weight, bias),
@@ -405,7 +396,7 @@ def test_copying_in_place():
     weight = packed()
     others = (packed(3), packed(2, 4), packed(shape=(12, 32)), packed(shape=(32, 10)).t())
     for other in (*others, torch.zeros(10, 32)):
-        with pytest.raises(ValueError, match="same shape, stages and granularity"):
+        with pytest.raises(ValueError, match="same shape and scales"):
             weight.copy_(other)
     weight.copy_(packed(dtype=torch.bfloat16, seed=3))
     assert weight.dtype == torch.float32 and torch.equal(
@@ -507,80 +498,6 @@ def test_sharding_is_refused_and_ignoring_works(two_ranks):
     fully_shard(model, mesh=two_ranks, ignored_params={model[0].weight})
     assert type(model[0].weight.data) is Fairy2iTensor
     assert model(inputs()).shape == (3, 4)
-
-
-# Files.
-
-
-def state() -> dict[str, torch.Tensor]:
-    return {
-        "a.weight": packed(2, "tensor", torch.bfloat16),
-        "a.bias": torch.arange(10.0),
-        "b.weight": packed(3, 7, torch.float32, (6, 14)),
-        "weight": packed(1, "tensor", torch.float16, (2, 2)),
-        "ternary": TernaryTensor.from_hp(latent(), group_size=16),
-    }
-
-
-@pytest.mark.parametrize("packing", ["2bit", "base3"])
-def test_safetensors_round_trip(tmp_path, packing):
-    path = tmp_path / "model.safetensors"
-    save_safetensors(state(), path, {"source": "a test"}, packing=packing)
-    loaded, metadata = load_safetensors(path)
-    assert loaded.keys() == state().keys() and metadata == {"source": "a test"}
-    for name, value in state().items():
-        assert type(loaded[name]) is type(value)
-        if isinstance(value, Fairy2iTensor):
-            assert_same(loaded[name], value)
-            assert torch.equal(load_file(path)[f"{name}.qdata"], value.qdata)
-            assert torch.equal(load_file(path)[f"{name}.scale"], value.scale)
-        elif isinstance(value, TernaryTensor):
-            assert torch.equal(loaded[name].dequantize(), value.dequantize())
-        else:
-            assert torch.equal(loaded[name], value)
-    with safe_open(path, "pt") as file:
-        document = json.loads(file.metadata()["hestia_tune"])
-    assert document["packed"]["b.weight"] == {
-        "kind": "fairy2i",
-        "shape": [6, 14],
-        "dtype": "float32",
-        "packing": "2bit",
-    }
-    assert "kind" not in document["packed"]["ternary"]
-
-
-def test_a_transpose_is_not_saved(tmp_path):
-    with pytest.raises(TypeError, match="w must be .* Fairy2iTensor that is not transposed"):
-        save_safetensors({"w": packed().t()}, tmp_path / "m")
-    assert not list(tmp_path.iterdir())
-
-
-CHANGES = {
-    "w lacks 'w.scale'": lambda entries, layout: entries.pop("w.scale"),
-    "w lacks 'shape'": lambda entries, layout: layout.pop("shape"),
-    "w: no ternary codes": lambda entries, layout: layout.pop("kind"),
-    "w: unknown kind 'quaternion'": lambda entries, layout: layout.update(kind="quaternion"),
-    "w: unknown packing 'base3'": lambda entries, layout: layout.update(packing="base3"),
-    "w: qdata must have the shape": lambda entries, layout: layout.update(shape=[10, 34]),
-    "w: shape must be two even": lambda entries, layout: layout.update(shape=[10, 31]),
-    "w: a Fairy2iTensor presents": lambda entries, layout: layout.update(dtype="int8"),
-    "w: scale must have the shape": lambda entries, layout: entries.update(
-        {"w.scale": entries["w.scale"][:1].clone()}
-    ),
-}
-
-
-@pytest.mark.parametrize("message", CHANGES)
-def test_a_file_whose_parts_do_not_fit_is_refused(tmp_path, message):
-    path = tmp_path / "m"
-    save_safetensors({"w": packed()}, path)
-    with safe_open(path, "pt") as file:
-        document = json.loads(file.metadata()["hestia_tune"])
-    entries = load_file(path)
-    CHANGES[message](entries, document["packed"]["w"])
-    save_file(entries, path, metadata={"hestia_tune": json.dumps(document)})
-    with pytest.raises(ValueError, match=f"m cannot be read as packed weights: .*{message}"):
-        load_safetensors(path)
 
 
 @pytest.mark.gpu

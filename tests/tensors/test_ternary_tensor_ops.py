@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hestia_tune.functional import ternary_codes
-from hestia_tune.tensors import TernaryTensor
+from hestia_tune.tensors import TernaryTensor, packed_tensor
 
 GROUP_SIZES = [16, "channel", "tensor"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -75,11 +75,9 @@ def test_decomposed_linear(group_size, dtype):
 
 
 def test_all_products_come_from_one_function(monkeypatch):
-    import hestia_tune.tensors.ternary_ops as ops
-
     weight, x, bias = packed(16), inputs(), inputs(shape=(10,))
     calls = []
-    monkeypatch.setattr(ops, "ternary_linear", lambda *args: calls.append(args) or x)
+    monkeypatch.setattr(packed_tensor, "packed_linear", lambda *args: calls.append(args) or x)
     for product in (
         lambda: F.linear(x, weight, bias),
         lambda: torch.ops.aten.linear.default(x, weight, bias),
@@ -199,7 +197,7 @@ def test_load_state_dict_without_assign_copies_in_place():
 def test_copy_between_other_layouts_is_refused():
     weight = packed(16)
     for other in (packed("channel"), packed(16, shape=(9, 64)), torch.zeros(10, 64)):
-        with pytest.raises(ValueError, match="same shape and groups"):
+        with pytest.raises(ValueError, match="same shape and scales"):
             weight.copy_(other)
     weight.copy_(packed(16, torch.bfloat16, seed=3))
     assert weight.dtype == torch.float32
