@@ -165,7 +165,7 @@ def write_folder(
     staging = scratch / "new"
     try:
         staging.mkdir()
-        copy_companions(folder, staging)
+        copy_side_files(folder, staging)
         _write_json(staging / "config.json", config)
         if description is not None:
             _write_json(staging / DESCRIPTION_FILE, description)
@@ -183,7 +183,7 @@ def write_folder(
     return summary
 
 
-def copy_companions(folder: Path, staging: Path) -> None:
+def copy_side_files(folder: Path, staging: Path) -> None:
     """Copies tokenizer, generation config, chat template and licences."""
     for pattern in _COMPANIONS:
         for path in folder.glob(pattern):

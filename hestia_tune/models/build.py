@@ -7,7 +7,7 @@ does the mixed precision (float32 latent weights, bfloat16 compute), and one cod
 keep exact than two.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,17 +17,38 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torchtune import config, modules, training
+from torchtune.config._errors import InstantiationError
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from hestia_tune.config import one_line
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
 
+# What a component raises on a wrong argument or a missing file.
+_COMPONENT_ERRORS = (TypeError, ValueError, OSError, ImportError, InstantiationError)
+
+
+def instantiate(section: DictConfig | None, key: str, *args: Any) -> Any:
+    """The component of a section of the YAML; None of none.
+
+    Args:
+        section: a mapping with a ``_component_``, and its options.
+        key: of the section in the YAML, for messages.
+        args: go before the options.
+
+    Raises:
+        ValueError: naming the key, if the component is not there or refuses its options.
+    """
+    try:
+        return config.instantiate(section, *args)
+    except _COMPONENT_ERRORS as error:
+        raise ValueError(f"{key}: {one_line(error)}") from error
+
 
 def plain_on_meta(cfg_model: DictConfig) -> nn.Module:
     """The model in float32 on the meta device, not prepared."""
     with training.set_default_dtype(torch.float32), torch.device("meta"):
-        return config.instantiate(cfg_model)
+        return instantiate(cfg_model, "model")
 
 
 def build_on_meta(cfg_model: DictConfig, component: QATQuantizerBase) -> nn.Module:
@@ -67,34 +88,24 @@ def read_checkpoint(
     return loaded
 
 
-def fit_temperature(
-    state: Mapping[str, torch.Tensor],
-    names: Iterable[str],
-    component: QATQuantizerBase,
-    compute_dtype: torch.dtype,
-) -> float:
-    """``tau_init: auto``: the temperature that fits the pretrained weights best."""
-    weights = (state[f"{name}.weight"].to(compute_dtype) for name in names)
-    return component.method.fit_temperature(weights)
-
-
 def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
     """Raises ValueError if the names or shapes of ``state`` are not those of ``model``."""
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in state.items()}
-    if expected == found:
-        return
+    expected, found = (
+        {name: tuple(value.shape) for name, value in values.items()}
+        for values in (model.state_dict(), state)
+    )
     problems = [f"no {name}" for name in expected if name not in found]
     problems += [f"unexpected {name}" for name in found if name not in expected]
     problems += [
         f"{name} is {found[name]} instead of {shape}"
         for name, shape in expected.items()
-        if name in found and found[name] != shape
+        if found.get(name, shape) != shape
     ]
-    raise ValueError(
-        f"the checkpoint in {source} is of another model than the config's: "
-        f"{'; '.join(problems[:3])}{' ...' if len(problems) > 3 else ''}"
-    )
+    if problems:
+        raise ValueError(
+            f"the checkpoint in {source} is of another model than the config's: "
+            f"{'; '.join(problems[:3])}{' ...' if len(problems) > 3 else ''}"
+        )
 
 
 def apply_activation_checkpointing(model: nn.Module, cfg: DictConfig) -> None:
@@ -142,6 +153,16 @@ def build_buffers(model: nn.Module, device: torch.device | str) -> None:
         for module in model.modules():
             if hasattr(module, "rope_init"):
                 module.rope_init()
+
+
+def ready_for_inference(
+    model: nn.Module, device: torch.device | str, dtype: torch.dtype
+) -> nn.Module:
+    """The model with parameters in ``dtype`` on ``device``, frozen, RoPE tables made (float32)."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device=device, dtype=dtype)
+    build_buffers(model, device)
+    return model.requires_grad_(False).eval()
 
 
 def materialize(

@@ -158,8 +158,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if tau_init == "auto" and resume_meta is not None:
             tau_init = resume_meta["identity"]["schedule.tau_init"]
         elif tau_init == "auto":
-            fit = build.fit_temperature
-            tau_init = on_first_rank(lambda: fit(state, names, component, self._dtype))
+            weights = (state[f"{name}.weight"].to(self._dtype) for name in names)
+            tau_init = on_first_rank(lambda: component.method.fit_temperature(weights))
             utils.log_rank_zero(log, f"tau_init auto: {tau_init:.4f}")
         return AnnealingSchedule(
             self.total_steps, rho=options.rho, tau_init=tau_init, alpha=options.alpha
