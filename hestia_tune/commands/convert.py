@@ -24,6 +24,7 @@ from hestia_tune.export.source import SafetensorsFolder
 from hestia_tune.files import require_writable_dir, write_atomically
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import complete_checkpoints, read_latents
+from hestia_tune.models.generation import generate_config
 from hestia_tune.models.names import HuggingFaceNames
 from hestia_tune.models.packed import packed_entries, write_packed
 from hestia_tune.modules import quantized_linears
@@ -191,39 +192,8 @@ class ConvertRecipe:
             ),
             quantized=quantized,
             description=self.description | {"hestia_tune": hestia_tune.__version__},
-            generate=self._generate_config(self.target(name)),
-            overwrite=self.options.overwrite,
+            generate=generate_config(self.cfg, self.method, self.target(name)),
         )
-
-    def _generate_config(self, folder: Path) -> dict[str, Any]:
-        """What torchtune's own generate recipe needs."""
-        sections = OmegaConf.to_container(self.cfg, resolve=True)
-        layers = {key: sections["quantizer"].get(key) for key in ("include", "exclude")}
-        return {
-            "output_dir": sections["output_dir"],
-            "model": sections["model"],
-            "tokenizer": sections["tokenizer"],
-            "checkpointer": {
-                "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
-                "checkpoint_dir": str(folder),
-                "checkpoint_files": ["model.pt"],
-                "output_dir": sections["output_dir"],
-                "model_type": sections["checkpointer"]["model_type"],
-            },
-            "quantizer": {
-                "_component_": "hestia_tune.models.PackedWeights",
-                "method": self.method.key(),
-                **layers,
-            },
-            "device": sections["device"],
-            "dtype": "bf16",
-            "seed": 0,
-            "prompt": {"system": None, "user": "Once upon a time"},
-            "max_new_tokens": 64,
-            "temperature": 0.7,
-            "top_k": 50,
-            "enable_kv_cache": True,
-        }
 
 
 def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:

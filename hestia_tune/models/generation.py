@@ -1,8 +1,11 @@
-"""Packed weights in torchtune's own recipes: a component for their ``quantizer`` key."""
+"""Packed weights in torchtune's own generate recipe: its config, and a ``quantizer`` for it."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune.training import quantization
 
@@ -44,3 +47,29 @@ class PackedWeights:
 
 
 quantization._quantizer_to_mode[PackedWeights] = "hestia"
+
+
+def generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str, Any]:
+    """What ``tune run generate`` needs for a packed folder of a run: the content of a YAML file."""
+    sections = OmegaConf.to_container(cfg, resolve=True)
+    quantizer = {"_component_": "hestia_tune.models.PackedWeights", "method": method.key()}
+    quantizer |= {key: sections["quantizer"].get(key) for key in ("include", "exclude")}
+    checkpointer = {
+        "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
+        "checkpoint_dir": str(folder),
+        "checkpoint_files": ["model.pt"],
+        "output_dir": sections["output_dir"],
+        "model_type": sections["checkpointer"]["model_type"],
+    }
+    return {
+        **{key: sections[key] for key in ("output_dir", "model", "tokenizer", "device")},
+        "checkpointer": checkpointer,
+        "quantizer": quantizer,
+        "dtype": "bf16",
+        "seed": 0,
+        "prompt": {"system": None, "user": "Once upon a time"},
+        "max_new_tokens": 64,
+        "temperature": 0.7,
+        "top_k": 50,
+        "enable_kv_cache": True,
+    }

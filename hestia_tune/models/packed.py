@@ -22,7 +22,7 @@ from hestia_tune.export.folder import DESCRIPTION_FILE, copy_side_files, require
 from hestia_tune.files import staged
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
-from hestia_tune.tensors import pack, pack_hard
+from hestia_tune.tensors import pack
 
 FORMAT_VERSION = 1
 WEIGHTS_FILE = "model.pt"
@@ -58,7 +58,7 @@ def packed_entries(
         dense = stored = weight.to(torch.bfloat16).contiguous()
         if name in quantized and method.codes_follow_from_hard:
             try:
-                stored = pack_hard(method, dense, packed_format)
+                stored = pack(method, dense, packed_format, is_hard=True)
             except ValueError as error:
                 raise ValueError(f"{name} is not a hard weight: {error}") from None
         elif name in quantized:
@@ -77,30 +77,26 @@ def write_packed(
     quantized: Collection[str],
     description: Mapping[str, Any],
     generate: Mapping[str, Any],
-    overwrite: bool,
 ) -> dict[str, Any]:
     """Writes the packed folder, reads it back and compares it, tensor by tensor.
 
     Args:
         source: Hugging Face folder whose config and tokenizer are copied.
-        folder: what to write.
+        folder: what to write; a packed folder that is there is replaced.
         entries: gives the tensors, twice; see `packed_entries`.
         quantized: names of those that are packed.
         description: goes into hestia.json; must have the model section under "model".
         generate: the content of generate.yaml.
-        overwrite: replace a folder that is there.
 
     Returns:
         bytes, parameters, quantized_parameters and bits per weight, as `gguf_summary`.
 
     Raises:
-        FileExistsError: if the folder exists.
+        FileExistsError: if another folder has that name.
         ValueError: naming the weight that cannot be packed.
         OSError: if the disk is full.
         RuntimeError: if what was read back is not the model; nothing is left behind.
     """
-    if folder.exists() and not overwrite:
-        raise FileExistsError(f"{folder} exists; choose another name or convert.overwrite=True")
     if folder.exists() and not (folder / DESCRIPTION_FILE).is_file():
         raise FileExistsError(f"{folder} is no packed model and is not replaced; choose another")
     state = {name: stored for name, _, stored in entries()}

@@ -1,7 +1,7 @@
 """Packed weights for inference, their bits, and the way to torchao's own tensor.
 
-`pack` and `pack_hard` are how the rest of the package makes them: what a method's codes go into is
-one of its ``packed_formats``, and here is the one table of those.
+`pack` is how the rest of the package makes them: what a method's codes go into is one of its
+``packed_formats``, and here is the one table of those.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from hestia_tune.tensors.ternary_tensor import TernaryTensor
 __all__ = [
     "Fairy2iTensor",
     "TernaryTensor",
+    "check_format",
     "pack",
     "pack2",
-    "pack_hard",
     "packed_linear",
     "to_intx",
     "unpack2",
@@ -46,33 +46,30 @@ def check_format(method: Method, packed_format: str | None) -> str:
     return packed_format
 
 
-def pack(method: Method, latent: torch.Tensor, packed_format: str | None = None) -> torch.Tensor:
-    """The packed hard weight of a latent weight (out_features, in_features), in its dtype.
+def pack(
+    method: Method,
+    weight: torch.Tensor,
+    packed_format: str | None = None,
+    *,
+    is_hard: bool = False,
+) -> torch.Tensor:
+    """The packed hard weight of a latent weight, in its dtype.
 
     Args:
         method: the method it was trained with.
-        latent: the latent weight.
+        weight: (out_features, in_features), the latent weight.
         packed_format: one of the method's ``packed_formats``; None takes the first.
+        is_hard: whether ``weight`` is the hard weight already, which is then packed as it is; only
+            of a method whose ``codes_follow_from_hard``.
 
     Raises:
-        ValueError: if the method has no packed format of that name.
+        ValueError: if the method has no packed format of that name, or if a weight that should be
+            hard is not.
     """
     packed_format = check_format(method, packed_format)
-    codes, scale = method.codes(latent)
-    return _FROM_CODES[packed_format](codes, scale, dtype=latent.dtype)
-
-
-def pack_hard(method: Method, hard: torch.Tensor, packed_format: str | None = None) -> torch.Tensor:
-    """As `pack`, of a hard weight that is already there, exactly.
-
-    Args:
-        method: one whose ``codes_follow_from_hard``.
-        hard: (out_features, in_features), every weight scale times code.
-        packed_format: one of the method's ``packed_formats``; None takes the first.
-
-    Raises:
-        ValueError: if ``hard`` is no hard weight of the method, or on another format.
-    """
-    packed_format = check_format(method, packed_format)
-    own = _FROM_HARD[method.packed_formats[0]](hard, **dataclasses.asdict(method))
-    return _FROM_CODES[packed_format](own.codes(), own.scale, dtype=hard.dtype)
+    if is_hard:
+        read = _FROM_HARD[method.packed_formats[0]](weight, **dataclasses.asdict(method))
+        codes, scale = read.codes(), read.scale
+    else:
+        codes, scale = method.codes(weight)
+    return _FROM_CODES[packed_format](codes, scale, dtype=weight.dtype)
