@@ -38,8 +38,8 @@ NAMES = ("pretrained", "naive", "trained", "packed", "checkpoint", "checkpoint_h
 
 
 def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
-    """(kind, folder) of a model; kind is "pretrained", "naive", "folder", "packed", "checkpoint"
-    or "checkpoint_hard".
+    """(kind, folder) of a model; kind is "folder", "naive", "packed", "checkpoint" or
+    "checkpoint_hard".
 
     Raises:
         FileNotFoundError: if it is not there; the message says what would make it.
