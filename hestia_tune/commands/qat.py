@@ -18,11 +18,11 @@ def run_qat(run: Run) -> int:
         run = _with_sensitivity(run)
     recipe = HestiaQATRecipe(run)
     recipe.setup(run.cfg)
-    finished = recipe.train()
+    recipe.train()
     if recipe.is_first_rank:
-        print(recipe.summary(finished))
+        print(recipe.summary())
     recipe.cleanup()
-    return 0 if finished else INTERRUPTED
+    return 0 if recipe.finished else INTERRUPTED
 
 
 def _with_sensitivity(run: Run) -> Run:

@@ -12,7 +12,8 @@ output_dir/
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,123 +24,156 @@ from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
 import hestia_tune
-from hestia_tune.commands.evaluate import metrics_of, plain_outputs
 from hestia_tune.data import DataStreamError
-from hestia_tune.distributed import StopRequest, on_first_rank, sum_over_ranks
+from hestia_tune.distributed import StopRequest, end_process_group, on_first_rank, sum_over_ranks
+from hestia_tune.evaluation import metrics_of, plain_outputs
 from hestia_tune.files import write_atomically
 from hestia_tune.modules import full_tensor
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.training import checkpoint
-from hestia_tune.training.data_setup import shifted_labels
+from hestia_tune.training.data import shifted_labels
 from hestia_tune.training.hard_model import hard_state_dict, write_hard_model
-from hestia_tune.training.history import results_table
-from hestia_tune.training.memory import memory_metrics, record_memory_history
+from hestia_tune.training.monitoring import (
+    check_finite,
+    memory_metrics,
+    record_memory_history,
+    results_table,
+)
 from hestia_tune.training.setup import RecipeSetup
-from hestia_tune.training.statistics import check_finite
 
 log = utils.get_logger("DEBUG")
 
 PRETRAINED, HARD = "pretrained", "trained, hard"
 
 
-class HestiaQATRecipe(RecipeSetup):
-    """Trains latent weights through relaxed quantization and writes the hard model."""
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step says of itself.
 
-    def train(self) -> bool:
-        """Trains to the end, or to the first Ctrl-C; returns whether the end was reached."""
+    Attributes:
+        loss: mean over the predicted tokens of all ranks and micro-batches, in nats.
+        num_tokens: of all ranks.
+        grad_norm: before clipping; None if gradients are not clipped.
+        stop_requested: whether some rank was asked to stop.
+    """
+
+    loss: float
+    num_tokens: int
+    grad_norm: float | None
+    stop_requested: bool
+
+
+class HestiaQATRecipe(RecipeSetup):
+    """Trains latent weights through relaxed quantization and writes the hard model.
+
+    Attributes:
+        finished: whether `train` reached the last step.
+    """
+
+    def train(self) -> None:
+        """Trains to the end, or to the first Ctrl-C, which saves; sets ``finished``."""
         if self._device.type == "cuda":
             training.cleanup_before_training()
         if self.global_step == 0 and self.data.val_loader is not None:
             self._evaluate_baselines()
         if self._statistics is not None and self.global_step < self.total_steps:
             self._statistics.update()
-        if hasattr(self, "_resumed_random_state"):
-            checkpoint.set_random_state(self._resumed_random_state, self._device)
-        self._profiler.start()
-        with StopRequest().installed() as stop:
-            finished = self._train_epochs(stop)
-        self._profiler.stop()
-        if finished:
-            self._finish()
-            if self.options.eval.at_end:
-                self._evaluate_tasks()
-        return finished
-
-    def _train_epochs(self, stop: StopRequest) -> bool:
+        if self._restored_random_state is not None:
+            checkpoint.set_random_state(self._restored_random_state, self._device)
         progress = tqdm(
             total=self.total_steps, initial=self.global_step, disable=not self._is_rank_zero
         )
-        with progress:
+        self._profiler.start()
+        with progress, StopRequest().installed() as self._stop:
             while self.global_step < self.total_steps:
-                batches = self.data.begin(self._epoch)
-                end = min((self._epoch + 1) * self.data.steps_per_epoch, self.total_steps)
-                while self.global_step < end:
-                    stopping = self._train_step(batches, stop, progress)
+                epoch_end = (self.epochs_run + 1) * self.data.steps_per_epoch
+                batches = self.data.begin(self.epochs_run)
+                for _ in range(self.global_step, min(epoch_end, self.total_steps)):
+                    started = time.perf_counter()
+                    result = self.train_step(self._fetch(batches))
+                    progress.update(1)
+                    progress.set_postfix_str(f"{self._tokens_read()}, loss {result.loss:.4f}")
+                    self._log_step(result, time.perf_counter() - started)
                     at_end = self.global_step == self.total_steps
-                    if stopping and not at_end:  # at once: torchrun's patience is 30 seconds
-                        self._save()
-                        return False
-                    try:
-                        self._validate_if_due(at_end)
-                    except DataStreamError:
-                        self._save()
-                        raise
-                    every = self.options.save_every_n_steps
-                    tasks_due = self._tasks_due()
-                    if at_end or tasks_due or (every and self.global_step % every == 0):
-                        self._save()
-                    if tasks_due and not at_end:
-                        self._evaluate_tasks()
-                self._epoch += 1
-        return True
+                    if result.stop_requested and not at_end:
+                        self._save()  # at once: torchrun's patience is 30 seconds
+                        self._profiler.stop()
+                        return
+                    self._validate_save_evaluate(at_end)
+                self.epochs_run += 1
+        self._profiler.stop()
+        self._finish()
+        if self.options.eval.at_end:
+            self._evaluate_tasks()
+        self.finished = True
 
-    def _train_step(self, batches: Iterator, stop: StopRequest, progress: tqdm) -> bool:
-        """One optimizer step; returns whether some rank was asked to stop."""
-        started = time.perf_counter()
+    def train_step(self, batches: Sequence[dict[str, Any]]) -> StepResult:
+        """One optimizer step on this rank's micro-batches. Collective."""
         step = self.global_step
         self.driver.set_step(step)
         if self._is_rank_zero:
             record_memory_history(self, step)
         losses, counts = [], []
-        for batch in self._fetch(batches):
-            loss, count = self._loss_sum(batch)
+        for batch in batches:
+            loss, count = self.loss_sum(batch)
             loss.backward()
             losses.append(loss.detach())
             counts.append(count)
-        sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), float(stop.requested)]
-        loss_sum, num_tokens, stopping = sum_over_ranks(sums, self._device)
+        stop = float(self._stop.requested)
+        sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
+        loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
         self._check_loss(loss_sum, num_tokens)
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
         grad_norm = self._clip_gradients()
+        self._learning_rate = get_lr(self._optimizer)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        learning_rate = get_lr(self._optimizer)
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()
-        self.global_step += 1
         self._profiler.step()
-        loss = loss_sum / num_tokens
-        progress.update(1)
+        self.global_step += 1
         self.tokens_seen += int(num_tokens)
-        progress.set_postfix_str(f"{self._tokens_read()}, loss {loss:.4f}")
-        if self.global_step % self._log_every_n_steps == 0 or self.global_step == self.total_steps:
-            seconds = time.perf_counter() - started
-            self._log(
-                {
-                    "loss": loss,
-                    "lr": learning_rate,
-                    "tokens_per_second_per_gpu": num_tokens / seconds / self.world_size,
-                    "tokens_seen": self.tokens_seen,
-                    "data_wait": self.data.seconds_waited / seconds,
-                }
-                | ({} if grad_norm is None else {"grad_norm": grad_norm})
-                | self._schedule_metrics(step)
-                | ({} if self._statistics is None else self._statistics.update())
-                | memory_metrics(self._device, self._log_peak_memory_stats)
-            )
-        return stopping > 0
+        return StepResult(loss_sum / num_tokens, int(num_tokens), grad_norm, stop_requests > 0)
+
+    def _log_step(self, result: StepResult, seconds: float) -> None:
+        if self.global_step % self._log_every_n_steps and self.global_step != self.total_steps:
+            return
+        step = self.global_step - 1  # whose temperatures it was
+        taus = list(self.driver.temperatures(step).values())
+        metrics = {
+            "loss": result.loss,
+            "lr": self._learning_rate,
+            "tokens_per_second_per_gpu": result.num_tokens / seconds / self.world_size,
+            "tokens_seen": self.tokens_seen,
+            "data_wait": self.data.seconds_waited / seconds,
+            "pressure": self.schedule.pressure(step),
+            "tau_min": min(taus),
+            "tau_mean": sum(taus) / len(taus),
+            "tau_max": max(taus),
+        }
+        if result.grad_norm is not None:
+            metrics["grad_norm"] = result.grad_norm
+        if self._statistics is not None:
+            metrics |= self._statistics.update()
+        self._log(metrics | memory_metrics(self._device, self._log_peak_memory_stats))
+
+    def _validate_save_evaluate(self, at_end: bool) -> None:
+        """What is due after a step."""
+        step, every = self.global_step, self.options.run_val_every_n_steps
+        if self.data.val_loader is not None and (at_end or (every and step % every == 0)):
+            try:
+                self._validate()
+            except DataStreamError:
+                self._save()
+                raise
+        every, eval_every = self.options.save_every_n_steps, self.options.eval.every_n_steps
+        tasks_due = eval_every is not None and step % eval_every == 0
+        if at_end or tasks_due or (every and step % every == 0):
+            self._save()
+        if tasks_due and not at_end:
+            self._evaluate_tasks()
 
     def _tokens_read(self) -> str:
         """Tokens so far, of those there will be where that is known."""
@@ -173,12 +207,14 @@ class HestiaQATRecipe(RecipeSetup):
                 "the data, or start anew with a lower learning rate"
             )
 
-    def _loss_sum(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_sum(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of the loss over predicted tokens, number of predicted tokens) of one batch."""
         utils.batch_to_device(batch, self._device)
         ignore = self._loss_fn.ignore_index
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
+        # Without a token to predict the mean would be NaN; any label will do, its weight is 0.
+        labels = torch.where(count > 0, labels, torch.zeros_like(labels))
         with self.activations_handling_ctx:
             logits = self._model(**batch)
         if not isinstance(logits, list):
@@ -193,15 +229,6 @@ class HestiaQATRecipe(RecipeSetup):
             self._model.parameters(), max_norm=float(self._clip_grad_norm)
         )
         return float(full_tensor(norm))
-
-    def _schedule_metrics(self, step: int) -> dict[str, float]:
-        taus = list(self.driver.temperatures(step).values())
-        return {
-            "pressure": self.schedule.pressure(step),
-            "tau_min": min(taus),
-            "tau_mean": sum(taus) / len(taus),
-            "tau_max": max(taus),
-        }
 
     def _log(self, metrics: dict[str, float]) -> None:
         if self._is_rank_zero:
@@ -219,8 +246,8 @@ class HestiaQATRecipe(RecipeSetup):
             if own_samples is not None:
                 labels[max(0, own_samples - seen) :] = self._loss_fn.ignore_index
             seen += len(labels)
-            loss, tokens = self._loss_sum(batch)
-            total = total + torch.where(tokens > 0, loss, torch.zeros_like(loss)).double()
+            loss, tokens = self.loss_sum(batch)
+            total = total + loss.double()
             count = count + tokens
         self._model.train()
         total, count = sum_over_ranks([total, count], self._device)
@@ -229,7 +256,7 @@ class HestiaQATRecipe(RecipeSetup):
     @property
     def _naive(self) -> str:
         """Label of the pretrained model quantized as it is: "naive ternary"."""
-        return f"naive {self.method_key.partition(',')[0]}"
+        return f"naive {self.component.method.name}"
 
     def _evaluate_baselines(self) -> None:
         with self.driver.latent():
@@ -239,21 +266,13 @@ class HestiaQATRecipe(RecipeSetup):
         for label, loss in self.validation_losses.items():
             utils.log_rank_zero(log, f"validation loss, {label}: {loss:.4f}")
 
-    def _validate_if_due(self, at_end: bool) -> None:
-        every = self.options.run_val_every_n_steps
-        due = at_end or (every is not None and self.global_step % every == 0)
-        if self.data.val_loader is None or not due:
-            return
+    def _validate(self) -> None:
         self.driver.set_step(self.global_step)
         relaxed = self.evaluate()
         with self.driver.hard():
             hard = self.evaluate()
         self._log({"val_loss_relaxed": relaxed, "val_loss_hard": hard})
         self.validation_losses[HARD] = hard
-
-    def _tasks_due(self) -> bool:
-        every = self.options.eval.every_n_steps
-        return every is not None and self.global_step % every == 0
 
     def _evaluate_tasks(self) -> None:
         """The ``eval`` section's tasks and texts on the hard model, into the metric logger.
@@ -267,7 +286,7 @@ class HestiaQATRecipe(RecipeSetup):
     def _save(self, position: Any = None) -> None:
         """Writes a checkpoint; ``position`` is that of the data if it is not the present one."""
         check_finite(self._model, self._device, self.global_step)
-        epoch_done = self.global_step == (self._epoch + 1) * self.data.steps_per_epoch
+        epoch_done = self.global_step == (self.epochs_run + 1) * self.data.steps_per_epoch
         scheduler = self._lr_scheduler
         checkpoint.save_checkpoint(
             self.checkpoint_folder,
@@ -275,7 +294,7 @@ class HestiaQATRecipe(RecipeSetup):
             model=self._model,
             optimizer=self._optimizer,
             rank_state={
-                "epoch": self._epoch + epoch_done,
+                "epoch": self.epochs_run + epoch_done,
                 "dataloader": None if epoch_done else position or self.data.position(),
                 "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
                 "random": checkpoint.random_state(self._device),
@@ -320,9 +339,9 @@ class HestiaQATRecipe(RecipeSetup):
         """Whether this process speaks for all."""
         return self._is_rank_zero
 
-    def summary(self, finished: bool) -> str:
+    def summary(self) -> str:
         """What to print at the end."""
-        if finished:
+        if self.finished:
             return f"\n{self.table()}\n\n{self.output_dir}: hard_model, results.json, curves.png"
         return (
             f"stopped after step {self.global_step}, checkpoint written; "
@@ -341,11 +360,10 @@ class HestiaQATRecipe(RecipeSetup):
         order = (PRETRAINED, self._naive, HARD)
         return {k: self.validation_losses[k] for k in order if k in self.validation_losses}
 
-    def cleanup(self, end_process_group: bool = True) -> None:
+    def cleanup(self) -> None:
         """Lets go of everything that holds the process group, and ends it once all are here."""
         torch.distributed.barrier()
-        self._model = self._optimizer = self._mesh = None
+        self._model = self._optimizer = None
         if self._is_rank_zero:
             self._metric_logger.close()
-        if end_process_group:
-            torch.distributed.destroy_process_group()
+        end_process_group()

@@ -1,0 +1,166 @@
+"""What a run says of itself: log, table, codes, memory, and whether its weights are finite."""
+
+import contextlib
+import json
+import math
+import resource
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtune import training
+
+from hestia_tune.files import write_atomically
+from hestia_tune.modules import QuantizedLinear, full_tensor
+from hestia_tune.selection import clean_fqn
+
+
+class History:
+    """Rows in ``metrics.jsonl``, kept across resumes.
+
+    Args:
+        path: the file.
+        resume_step: rows after this step are dropped, since they will be made again; 0 starts anew.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0):
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        if resume_step and path.is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # a line cut off by a kill
+                    self.rows.append(json.loads(line))
+            self.rows = [row for row in self.rows if row["step"] <= resume_step]
+        write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in self.rows))
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Adds a row; it must have ``step``."""
+        self.rows.append(dict(row))
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(self.rows[-1])}\n")
+
+
+def results_table(rows: Iterable[tuple[str, float]], reference: str, worst: str) -> str:
+    """A Markdown table of validation losses.
+
+    Args:
+        rows: (label, loss in nats per token).
+        reference: label of the model to recover.
+        worst: label of the model that has lost the most; the last column is the share of the gap
+            between the two that a row has won back.
+    """
+    losses = dict(rows)
+    gap = losses[worst] - losses[reference] if worst in losses and reference in losses else 0.0
+    width = max(len(label) for label in losses)
+    lines = [
+        f"| {'model':<{width}} | val loss | perplexity | gap recovered |",
+        f"|{'-' * (width + 2)}|---------:|-----------:|--------------:|",
+    ]
+    for label, loss in losses.items():
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        share = f"{(losses[worst] - loss) / gap:.1%}" if gap > 0 else "-"
+        lines.append(f"| {label:<{width}} | {loss:8.4f} | {perplexity:10.2f} | {share:>13} |")
+    return "\n".join(lines)
+
+
+class CodeStatistics:
+    """What the codes are doing: flips since the last call, zeros, error.
+
+    Gathering whole weights costs one all-gather of the model, as a forward does, and is done only
+    when a step is logged. Layer i is the business of rank i modulo the number of ranks, so memory
+    for the codes to compare with (int8, one byte a weight) and work are shared out evenly.
+
+    Args:
+        layers: the quantized linears, by name, the same on every rank.
+        compute_dtype: in which the forward sees the weights.
+        device: of the collectives.
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, QuantizedLinear],
+        compute_dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._layers = layers
+        self._compute_dtype = compute_dtype
+        self._device = device
+        self._previous: dict[str, torch.Tensor] = {}
+        self._is_first_call = True
+        methods = [layer.weight_fake_quantizer.method for layer in layers.values()]
+        self._has_zero = all(method.has_zero for method in methods)
+
+    @torch.no_grad()
+    def update(self) -> dict[str, float]:
+        """``flip_rate`` since the last call, ``zero_fraction`` (if the codes have a zero),
+        ``quantization_error``.
+
+        The error is ||W - Q(W)||^2 / ||W||^2 over all layers. The first call, having nothing to
+        compare with, returns no flip rate. Collective.
+        """
+        counts = torch.zeros(5, dtype=torch.float64, device=self._device)
+        for index, (name, layer) in enumerate(self._layers.items()):
+            weight = full_tensor(layer.weight)
+            if index % dist.get_world_size() != dist.get_rank():
+                continue
+            weight = weight.to(self._compute_dtype)
+            method = layer.weight_fake_quantizer.method
+            codes, _ = method.codes(weight)
+            error = (weight - method.hard(weight)).float().square().sum(dtype=torch.float64)
+            norm = weight.float().square().sum(dtype=torch.float64)
+            flips = (codes != self._previous.get(name, codes)).sum()
+            zeros = (codes == 0).sum()
+            row = [flips, zeros, torch.tensor(codes.numel()), error, norm]
+            counts += torch.stack([value.double().to(self._device) for value in row])
+            self._previous[name] = codes
+        dist.all_reduce(counts)
+        flips, zeros, total, error, norm = counts.tolist()
+        statistics = {"quantization_error": error / max(norm, 1e-300)}
+        if self._has_zero:
+            statistics["zero_fraction"] = zeros / total
+        if not self._is_first_call:
+            statistics = {"flip_rate": flips / total} | statistics
+        self._is_first_call = False
+        return statistics
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
+    """Raises FloatingPointError that names the parameters with NaN or infinity. Collective."""
+    names, flags = [], []
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        names.append(clean_fqn(name))
+        flags.append((~torch.isfinite(local)).any().to(device))
+    bad = torch.stack(flags).to(torch.int32)
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    found = [name for name, flag in zip(names, bad.tolist(), strict=True) if flag]
+    if found:
+        raise FloatingPointError(
+            f"NaN or infinity in the weights after step {step}: {', '.join(found[:3])}"
+            f"{' ...' if len(found) > 3 else ''}; start anew with a lower learning rate "
+            "or clip_grad_norm"
+        )
+
+
+def memory_metrics(device: torch.device, peak_of_device: bool) -> dict[str, float]:
+    """torchtune's peak statistics of the device, or this process's peak resident set."""
+    if peak_of_device:
+        return training.get_memory_stats(device=device)
+    return {"peak_memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+
+def record_memory_history(recipe: Any, step: int) -> None:
+    """Starts and ends CUDA's memory history around the profiler's active steps."""
+    if recipe._device.type != "cuda" or not getattr(recipe, "profiler_profile_memory", False):
+        return
+    if hasattr(recipe, "profiler_wait_steps"):
+        first = recipe.profiler_wait_steps + recipe.profiler_warmup_steps
+        if step == first:
+            torch.cuda.memory._record_memory_history()
+        elif step == first + recipe.profiler_active_steps:
+            torch.cuda.memory._record_memory_history(enabled=None)

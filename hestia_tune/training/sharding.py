@@ -1,0 +1,83 @@
+"""Activation checkpointing, FSDP2 and weights, on a prepared model on the meta device."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torchtune import modules, training
+from torchtune.training.activations import apply_selective_activation_checkpointing
+
+from hestia_tune.models.build import build_buffers
+from hestia_tune.modules import quantized_linears
+
+
+def apply_activation_checkpointing(
+    model: nn.Module, enabled: bool, ac_mode: str | None, ac_option: int | None
+) -> None:
+    """Full (``enabled``) or selective (``ac_mode``), as in torchtune."""
+    if enabled and ac_mode is None:
+        training.set_activation_checkpointing(
+            model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+        )
+    elif not enabled and ac_mode is not None:
+        apply_selective_activation_checkpointing(model, ac_mode, ac_option)
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    cpu_offload: bool,
+    reshard_after_forward: bool,
+    names_to_match: list[str] | None,
+) -> None:
+    """FSDP2 on every block and on the whole, in place.
+
+    Parameters stay float32; forward and backward see them in ``compute_dtype``; gradients are
+    reduced in float32.
+
+    Raises:
+        ValueError: if the model has no blocks.
+    """
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
+    if compute_dtype != torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32
+        )
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    num_sharded = 0
+    for name, module in reversed(list(model.named_modules())):
+        if training.get_shard_conditions(name, module, names_to_match):
+            fully_shard(module, **options)
+            num_sharded += 1
+    if num_sharded == 0:
+        raise ValueError(
+            "the model has no blocks to shard (modules named layers.N); "
+            "name them by custom_sharded_layers"
+        )
+    fully_shard(model, **options)
+
+
+def materialize(
+    model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device, cpu_offload: bool
+) -> None:
+    """Creates the buffers on ``device`` and loads the weights that the first process read.
+
+    Args:
+        state: the full state dict on the first process, an empty one on the others.
+    """
+    build_buffers(model, device)
+    for layer in quantized_linears(model).values():
+        layer.weight_fake_quantizer.reset_buffers(device)
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
+    )
+    latents = {name: value.to(torch.float32) for name, value in state.items()}
+    set_model_state_dict(model, latents, options=options)
+    training.validate_no_params_on_meta_device(model)
