@@ -1,27 +1,21 @@
-"""From the YAML's model section to a prepared, sharded, loaded model.
+"""From the YAML's sections to a prepared model on the meta device, and to one ready for inference.
 
 The order matters. Linears are swapped right after the model is made on the meta device, before
-compile, activation checkpointing and FSDP see them, and before weights are loaded, so that a wrong
-config fails in a second whatever the size of the model. FSDP is applied on one process too: it
-does the mixed precision (float32 latent weights, bfloat16 compute), and one code path is easier to
-keep exact than two.
+anything else sees them (compile, activation checkpointing and FSDP are training's, in
+`hestia_tune.training.sharding`), and before weights are loaded, so that a wrong config fails in a
+second whatever the size of the model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torchtune import config, modules, training
+from torchtune import config, training
 from torchtune.config._errors import InstantiationError
-from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from hestia_tune.config import one_line
-from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
 
 # What a component raises on a wrong argument or a missing file.
@@ -88,6 +82,17 @@ def read_checkpoint(
     return loaded
 
 
+def fit_temperature(
+    state: Mapping[str, torch.Tensor],
+    names: Iterable[str],
+    component: QATQuantizerBase,
+    compute_dtype: torch.dtype,
+) -> float:
+    """``tau_init: auto``: the temperature that fits the pretrained weights best."""
+    weights = (state[f"{name}.weight"].to(compute_dtype) for name in names)
+    return component.method.fit_temperature(weights)
+
+
 def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
     """Raises ValueError if the names or shapes of ``state`` are not those of ``model``."""
     expected, found = (
@@ -108,45 +113,6 @@ def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source
         )
 
 
-def apply_activation_checkpointing(model: nn.Module, cfg: DictConfig) -> None:
-    """Full (``enable_activation_checkpointing``) or selective (``ac_mode``), as in torchtune."""
-    if cfg.enable_activation_checkpointing and cfg.ac_mode is None:
-        training.set_activation_checkpointing(
-            model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
-        )
-    elif not cfg.enable_activation_checkpointing and cfg.ac_mode is not None:
-        apply_selective_activation_checkpointing(model, cfg.ac_mode, cfg.ac_option)
-
-
-def shard(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """FSDP2 on every block and on the whole, in place.
-
-    Parameters stay float32; forward and backward see them in ``compute_dtype``; gradients are
-    reduced in float32.
-    """
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": cfg.fsdp_reshard_after_forward,
-    }
-    if compute_dtype != torch.float32:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32
-        )
-    if cfg.fsdp_cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy()
-    num_sharded = 0
-    for name, module in reversed(list(model.named_modules())):
-        if training.get_shard_conditions(name, module, cfg.custom_sharded_layers):
-            fully_shard(module, **options)
-            num_sharded += 1
-    if num_sharded == 0:
-        raise ValueError(
-            "the model has no blocks to shard (modules named layers.N); "
-            "name them by custom_sharded_layers"
-        )
-    fully_shard(model, **options)
-
-
 def build_buffers(model: nn.Module, device: torch.device | str) -> None:
     """Makes the RoPE tables of a model that was built on the meta device."""
     with torch.device(device):
@@ -163,25 +129,3 @@ def ready_for_inference(
         parameter.data = parameter.data.to(device=device, dtype=dtype)
     build_buffers(model, device)
     return model.requires_grad_(False).eval()
-
-
-def materialize(
-    model: nn.Module,
-    state: Mapping[str, torch.Tensor],
-    device: torch.device,
-    cpu_offload: bool,
-) -> None:
-    """Creates the buffers on ``device`` and loads the weights that the first process read.
-
-    Args:
-        state: the full state dict on the first process, an empty one on the others.
-    """
-    build_buffers(model, device)
-    for layer in quantized_linears(model).values():
-        layer.weight_fake_quantizer.reset_buffers(device)
-    options = StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
-    )
-    latents = {name: value.to(torch.float32) for name, value in state.items()}
-    set_model_state_dict(model, latents, options=options)
-    training.validate_no_params_on_meta_device(model)
