@@ -278,11 +278,11 @@ class ConvertConfig(Section):
         "wrote it, else quantized as it is",
     )
     output: str | None = option(None, "the folder to write into; null is converted in output_dir")
-    target: str = option(
-        "ternary",
-        'of "torchao": "ternary", TernaryTensor; or "intx", torchao\'s own int2 tensors, a byte '
-        "per weight, that need nothing of this package",
-        choices=("ternary", "intx"),
+    target: str | None = option(
+        None,
+        'of "torchao": a packed format of the method; null is its own tensor ("ternary", '
+        '"fairy2i"); "intx", of ternary ones, is torchao\'s int2 tensor, a byte per weight, that '
+        "needs nothing of this package",
     )
     block_type: str | list[str] = option("auto", 'of "gguf": see `hestia_tune.export.write_gguf`')
     overwrite: bool = option(False, "replace what is there")
