@@ -142,7 +142,13 @@ def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
         return in_our_words(inner, section) if nested else inner
     if isinstance(error, MissingMandatoryValue):
         return ValueError(f"{key} must be given")
-    fields = dataclasses.fields(error.object_type or Section)
+    scalar = re.search(r"is not a subclass of (\w+)\. value: (.*)", str(error))
+    if scalar or "is not Optional" in str(error):  # in place of a section or list
+        sections = {cls.__name__: cls.section for cls in Section.__subclasses__()}
+        where = key if error.full_key else sections[scalar[1]]
+        kind = "a list" if error.object_type is list else "a mapping of options"
+        return TypeError(f"{where} must be {kind}; got {scalar and scalar[2]}")
+    fields = () if error.object_type in (dict, list) else dataclasses.fields(error.object_type)
     declared = {field.name: str(field.type) for field in fields}.get(str(error.key), "")
     declared = re.sub(r"\[.*\]", "", declared)
     words = [word for name, word in _TYPE_WORDS.items() if re.search(rf"\b{name}\b", declared)]
@@ -231,7 +237,9 @@ class EstimationConfig(Section):
     epsilon: float = option(
         1e-8, "keeps Eq. 11 finite if all traces are equal", low=0, high=1, remedy="the paper's"
     )
-    seed: int | None = option(None, "of samples and probes; null takes the run's own", low=0)
+    seed: int | None = option(
+        None, "of samples and probes; null takes the run's own", low=0, high=2**63 - 1
+    )
     vectors_at_once: int = option(
         1,
         "probes that go through a block together, at as many times its memory; more than 1 pays on "

@@ -95,12 +95,11 @@ def estimate_sensitivity(
         wall_time_seconds=round(time.perf_counter() - started, 3),
     )
     for name in artifact.unresolved:
+        found = traces[name]
         log.warning(
-            "the trace of %s, %.3g +- %.2g, is not known to be positive; it takes the smallest "
-            "resolved one (raise sensitivity_estimation.num_probes for a better estimate)",
-            name,
-            traces[name].trace,
-            traces[name].standard_error,
+            f"the trace of {name}, {found.trace:.3g} +- {found.standard_error:.2g}, is not known to "
+            "be positive; it takes the smallest resolved one (raise "
+            "sensitivity_estimation.num_probes for a better estimate)"
         )
     return artifact
 

@@ -102,7 +102,9 @@ def cut(
         with torch.no_grad():
             first = model.tok_embeddings(batch.tokens)
             loss = functools.reduce(lambda hidden, forward: forward(hidden), forwards, first)
-            same = loss.is_meta or math.isclose(loss, whole(batch.tokens), rel_tol=1e-3)
+            same = loss.is_meta or math.isclose(
+                loss, whole(batch.tokens), rel_tol=1e-3, abs_tol=1e-6
+            )
         if same:
             parts: list[dict[str, nn.Parameter]] = [{} for _ in forwards]
             for name, weight in weights.items():
