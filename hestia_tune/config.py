@@ -97,7 +97,7 @@ class Section:
         try:
             typed = OmegaConf.structured(self)
         except OmegaConfBaseException as error:
-            raise in_our_words(error, self.section) from None
+            raise in_our_words(error, self.section, self) from None
         for field in dataclasses.fields(self):
             name, value = f"{self.section}.{field.name}".lstrip("."), getattr(self, field.name)
             if value is not None and not OmegaConf.is_config(typed[field.name]):
@@ -128,8 +128,15 @@ _TYPE_WORDS = {
 }
 
 
-def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
-    """An error of OmegaConf with the whole key, the rule and the value, on one line."""
+def in_our_words(
+    error: OmegaConfBaseException, section: str, made: Section | None = None
+) -> Exception:
+    """An error of OmegaConf with the whole key, the rule and the value, on one line.
+
+    Args:
+        section: what the key is in.
+        made: the section that was being made in Python, of which the error knows less.
+    """
     key = f"{section}.{error.full_key or error.key or ''}".strip(".")
     if isinstance(error, ConfigKeyError):
         known = [field.name for field in dataclasses.fields(error.object_type or Section)]
@@ -143,18 +150,17 @@ def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
     if isinstance(error, MissingMandatoryValue):
         return ValueError(f"{key} must be given")
     scalar = re.search(r"is not a subclass of (\w+)\. value: (.*)", str(error))
-    if scalar or "is not Optional" in str(error):  # in place of a section or list
+    if scalar or error.key is None or error.object_type is dict:  # in place of a section
         sections = {cls.__name__: cls.section for cls in Section.__subclasses__()}
-        where = key if error.full_key else sections[scalar[1]]
-        kind = "a list" if error.object_type is list else "a mapping of options"
-        return TypeError(f"{where} must be {kind}; got {scalar and scalar[2]}")
-    fields = () if error.object_type in (dict, list) else dataclasses.fields(error.object_type)
+        where = sections.get(scalar[1], key) if scalar and not error.full_key else key
+        return TypeError(f"{where} must be a mapping of options; got {scalar and scalar[2]}")
+    owner = error.object_type or made or Section
+    fields = () if owner is list else dataclasses.fields(owner)
     declared = {field.name: str(field.type) for field in fields}.get(str(error.key), "")
     declared = re.sub(r"\[.*\]", "", declared)
     words = [word for name, word in _TYPE_WORDS.items() if re.search(rf"\b{name}\b", declared)]
-    return TypeError(
-        f"{key} must be {' or '.join(words) or 'of another type'}; got {error.value!r}"
-    )
+    value = getattr(made, str(error.key), None) if error.value is None else error.value
+    return TypeError(f"{key} must be {' or '.join(words) or 'of another type'}; got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,8 +97,8 @@ def estimate_sensitivity(
     for name in artifact.unresolved:
         found = traces[name]
         log.warning(
-            f"the trace of {name}, {found.trace:.3g} +- {found.standard_error:.2g}, is not known to "
-            "be positive; it takes the smallest resolved one (raise "
+            f"the trace of {name}, {found.trace:.3g} +- {found.standard_error:.2g}, is not known "
+            "to be positive; it takes the smallest resolved one (raise "
             "sensitivity_estimation.num_probes for a better estimate)"
         )
     return artifact
