@@ -154,31 +154,23 @@ class SensitivityRecipe:
         """The artifact that is already there, if it is the one wanted."""
         if not self.path.exists():
             return None
-        remedy = (
-            "set sensitivity_estimation.overwrite=True to replace it, or "
-            "sensitivity_estimation.output to another path"
-        )
         try:
             found = SensitivityArtifact.load(self.path)
+            differing = found.differences(identity)
+            if differing == ["kappa"]:  # the same traces, other scores
+                found, differing = found.rescored(self.settings.kappa), []
+            if differing:
+                raise ValueError(
+                    f"{self.path} is an artifact of another estimation; it differs in "
+                    f"{', '.join(differing)}"
+                )
         except ValueError as error:
             if self.settings.overwrite:
                 return None
-            raise ValueError(f"{error}; {remedy}") from None
-        wanted = identity["estimator"]
-        differing = [key for key, value in wanted.items() if found.estimator.get(key) != value]
-        if found.model_fingerprint != identity["model_fingerprint"]:
-            differing.insert(0, "the model's weights")
-        if found.dataset.get("digest") != identity["samples"]:
-            differing.append("the calibration samples")
-        if differing and self.settings.overwrite:
-            return None
-        if differing == ["kappa"]:  # the same traces, other scores
-            found, differing = found.rescored(self.settings.kappa), []
-        if differing:
             raise ValueError(
-                f"{self.path} is an artifact of another estimation; it differs in "
-                f"{', '.join(differing)}; {remedy}"
-            )
+                f"{error}; set sensitivity_estimation.overwrite=True to replace it, or "
+                "sensitivity_estimation.output to another path"
+            ) from None
         log.info(f"sensitivity: {self.path} is there already")
         return found
 

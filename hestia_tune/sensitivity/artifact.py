@@ -219,6 +219,16 @@ class SensitivityArtifact:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"sensitivity file {path} is not valid: {error}; {_COMPUTE}") from None
 
+    def differences(self, identity: Mapping[str, Any]) -> list[str]:
+        """In what this is not the artifact of an `estimation_identity`: settings, or the data."""
+        wanted, found = identity["estimator"], self.estimator
+        differing = [key for key, value in wanted.items() if found.get(key) != value]
+        if self.model_fingerprint != identity["model_fingerprint"]:
+            differing.append("the model's weights")
+        if self.dataset.get("digest") != identity["samples"]:
+            differing.append("the calibration samples")
+        return differing
+
     def check_model(self, names: Iterable[str], fingerprint: str | None = None) -> None:
         """Raises ValueError unless the artifact is of this model.
 

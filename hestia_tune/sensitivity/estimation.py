@@ -12,6 +12,7 @@ one uninterrupted process.
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import math
@@ -176,6 +177,12 @@ class _Estimation:
     journal: Journal
     progress: bool
 
+    @functools.cached_property
+    def _shares(self) -> torch.Tensor:
+        """Of the tokens, by batch: float64 (batches,)."""
+        tokens = torch.tensor([b.num_predicted for b in self.batches], dtype=torch.float64)
+        return tokens / tokens.sum()
+
     def traces(self) -> dict[str, TraceEstimate]:
         """Runs all rounds."""
         settings = self.settings
@@ -197,16 +204,14 @@ class _Estimation:
         found = torch.tensor(measured, dtype=torch.float64)  # (batches, count, 1 or 2)
         if self.settings.fixed:  # (trace, standard error), once
             traces, variances = found[:, 0, 0], found[:, 0, 1].square()
-            count = 2 * min(self.settings.rank, self.weights[name].numel())
-            count += self.settings.num_probes
+            rank = min(self.settings.rank, self.weights[name].numel())
+            count = 2 * rank + self.settings.num_probes
         else:
             variances, traces = torch.var_mean(found[..., 0], 1)
             variances = variances / count
-        tokens = torch.tensor([b.num_predicted for b in self.batches], dtype=torch.float64)
-        shares = tokens / tokens.sum()  # (batches,)
         return TraceEstimate(
-            trace=(shares * traces).sum().item(),
-            standard_error=(shares.square() * variances).sum().sqrt().item(),
+            trace=(self._shares * traces).sum().item(),
+            standard_error=(self._shares.square() * variances).sum().sqrt().item(),
             probes=count * len(batches),
         )
 
