@@ -31,17 +31,13 @@ def plot_training_curves(
         ("val_loss_relaxed", "validation, relaxed", {"marker": "o", "markersize": 3}),
         ("val_loss_hard", "validation, hard", {"marker": "s", "markersize": 3}),
     ):
-        points = [(row["step"], row[key]) for row in history if row.get(key) is not None]
-        if points:
-            loss_axis.plot(*zip(*points, strict=True), label=label, **style)
+        _draw_logged(loss_axis, history, key, label=label, **style)
     for index, (label, value) in enumerate(baselines.items()):
         loss_axis.axhline(value, linestyle=("--", ":", "-.")[index % 3], color="grey", label=label)
     loss_axis.set_ylabel("loss (nats per token)")
     loss_axis.legend()
 
-    points = [(row["step"], row["pressure"]) for row in history if row.get("pressure") is not None]
-    if points:
-        pressure_axis.plot(*zip(*points, strict=True))
+    _draw_logged(pressure_axis, history, "pressure")
     pressure_axis.set_ylabel("pressure")
     pressure_axis.set_ylim(-0.05, 1.05)
 
@@ -78,8 +74,6 @@ def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: s
         path: where the PNG goes.
         curvature: what the traces are of, for the label.
     """
-    from matplotlib.colors import LogNorm
-
     cells: dict[tuple[str, str], float] = {}  # (block, projection) -> trace
     for name, trace in traces.items():
         _, block, projection = re.fullmatch(r"(.*?\b(\d+)\.)?(.*)", name).groups()
@@ -87,10 +81,9 @@ def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: s
     rows, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
     figure = _figure(2 + 0.9 * len(columns), 2 + 0.25 * len(rows))
     axis = figure.subplots()
-    shown = [v for v in traces.values() if v > 0]
     image = axis.imshow(
         [[cells.get((r, c), float("nan")) for c in columns] for r in rows],
-        norm=LogNorm(min(shown), max(shown)) if shown else None,
+        norm="log" if any(trace > 0 for trace in traces.values()) else None,
         aspect="auto",
         cmap="viridis",
     )
@@ -105,6 +98,12 @@ def _figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure  # slow to import, and needed once
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def _draw_logged(axis: Any, history: Sequence[Mapping[str, Any]], key: str, **style: Any) -> None:
+    points = [(row["step"], row[key]) for row in history if row.get(key) is not None]
+    if points:
+        axis.plot(*zip(*points, strict=True), **style)
 
 
 def _draw_fan(axis: Any, x: Sequence[float], temperatures: Mapping[str, Sequence[float]]) -> None:
