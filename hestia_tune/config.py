@@ -98,7 +98,7 @@ class Section:
         try:
             typed = OmegaConf.structured(self)
         except OmegaConfBaseException as error:
-            raise in_our_words(error, self.section) from None
+            raise in_our_words(error, self.section, self) from None
         for field in dataclasses.fields(self):
             name, value = f"{self.section}.{field.name}".lstrip("."), getattr(self, field.name)
             if value is not None and not OmegaConf.is_config(typed[field.name]):
@@ -129,8 +129,15 @@ _TYPE_WORDS = {
 }
 
 
-def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
-    """An error of OmegaConf with the whole key, the rule and the value, on one line."""
+def in_our_words(
+    error: OmegaConfBaseException, section: str, made: Section | None = None
+) -> Exception:
+    """An error of OmegaConf with the whole key, the rule and the value, on one line.
+
+    Args:
+        section: what the key is in.
+        made: the section that was being made in Python, of which the error knows less.
+    """
     key = f"{section}.{error.full_key or error.key or ''}".strip(".")
     if isinstance(error, ConfigKeyError):
         known = [field.name for field in dataclasses.fields(error.object_type or Section)]
@@ -144,13 +151,18 @@ def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
         return inner if isinstance(inner, Exception) else error
     if isinstance(error, MissingMandatoryValue):
         return ValueError(f"{key} must be given")
-    fields = dataclasses.fields(error.object_type or Section)
+    scalar = re.search(r"is not a subclass of (\w+)\. value: (.*)", str(error))
+    if scalar or error.key is None or error.object_type is dict:  # in place of a section
+        sections = {cls.__name__: cls.section for cls in Section.__subclasses__()}
+        where = sections.get(scalar[1], key) if scalar and not error.full_key else key
+        return TypeError(f"{where} must be a mapping of options; got {scalar and scalar[2]}")
+    owner = error.object_type or made or Section
+    fields = () if owner is list else dataclasses.fields(owner)
     declared = {field.name: str(field.type) for field in fields}.get(str(error.key), "")
     declared = re.sub(r"\[.*\]", "", declared)
     words = [word for name, word in _TYPE_WORDS.items() if re.search(rf"\b{name}\b", declared)]
-    return TypeError(
-        f"{key} must be {' or '.join(words) or 'of another type'}; got {error.value!r}"
-    )
+    value = getattr(made, str(error.key), None) if error.value is None else error.value
+    return TypeError(f"{key} must be {' or '.join(words) or 'of another type'}; got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +245,9 @@ class EstimationConfig(Section):
     epsilon: float = option(
         1e-8, "keeps Eq. 11 finite if all traces are equal", low=0, high=1, remedy="the paper's"
     )
-    seed: int | None = option(None, "of samples and probes; null takes the run's own", low=0)
+    seed: int | None = option(
+        None, "of samples and probes; null takes the run's own", low=0, high=2**63 - 1
+    )
     vectors_at_once: int = option(
         1,
         "probes that go through a block together, at as many times its memory; more than 1 pays on "
