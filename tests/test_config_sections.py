@@ -7,11 +7,11 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from hestia_tune.config import (
+from hestia_tune.config import ScheduleConfig
+from hestia_tune.sections import (
     ConvertConfig,
     EstimationConfig,
     EvalConfig,
-    ScheduleConfig,
     TextConfig,
     TokenizeConfig,
 )

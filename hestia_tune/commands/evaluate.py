@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, training, utils
 
-from hestia_tune.config import EvalConfig
 from hestia_tune.distributed import ensure_process_group, on_first_rank
 from hestia_tune.evaluation import (
     Comparison,
@@ -30,6 +29,7 @@ from hestia_tune.evaluation.evaluate import versions
 from hestia_tune.files import require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
+from hestia_tune.sections import EvalConfig
 from hestia_tune.training.options import Run
 
 log = utils.get_logger("DEBUG")

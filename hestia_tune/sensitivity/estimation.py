@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from hestia_tune.config import EstimationConfig
+from hestia_tune.sections import EstimationConfig
 from hestia_tune.sensitivity.artifact import SensitivityArtifact, model_fingerprint, samples_digest
 from hestia_tune.sensitivity.curvature import HessianBatch, fisher_traces
 from hestia_tune.sensitivity.hutchpp import TraceEstimate, hutchpp, rademacher

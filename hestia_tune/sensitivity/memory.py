@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hestia_tune.config import EstimationConfig
+from hestia_tune.sections import EstimationConfig
 from hestia_tune.sensitivity.curvature import SegmentRun
 from hestia_tune.sensitivity.estimation import DIRECTIONS_PER_WALK
 from hestia_tune.sensitivity.segments import CalibrationBatch, Segment, cut, logits_of, mean_loss
