@@ -30,7 +30,7 @@ from hestia_tune.files import write_atomically
 from hestia_tune.modules import full_tensor
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.training import checkpoint
-from hestia_tune.training.data_setup import shifted_labels
+from hestia_tune.training.data import shifted_labels
 from hestia_tune.training.hard_model import hard_state_dict, write_hard_model
 from hestia_tune.training.history import results_table
 from hestia_tune.training.memory import memory_metrics, record_memory_history

@@ -92,7 +92,10 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             )
         self._loss_fn = config.instantiate(cfg.loss)
         self._setup_data(cfg)
-        self._reshard = resume_meta is not None and self.data.check_ranks(resume_meta)
+        if resume_path is not None:
+            same_ranks = resume_meta["world_size"] == self.world_size
+            self._rank_state = checkpoint.load_rank_state(resume_path, self.rank * same_ranks)
+            self.data.restore(self._rank_state["dataloader"])
         self.total_steps = self.data.total_steps
 
         scores = None if artifact is None else artifact.scores
@@ -205,7 +208,6 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             ignore_index=self._loss_fn.ignore_index,
             rank=self.dp_rank,
             world_size=self.dp_size,
-            device=self._device,
             seed=self.seed,
         )
         self.total_steps = self.data.total_steps
@@ -236,18 +238,11 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
     def _resume(self, path: Path, meta: dict[str, Any]) -> None:
         checkpoint.load_checkpoint(path, model=self._model, optimizer=self._optimizer)
-        rank = 0 if self._reshard else self.rank
-        rank_state = checkpoint.load_rank_state(path, rank)
-        self.global_step, self._epoch = meta["step"], rank_state["epoch"]
+        self.global_step, self._epoch = meta["step"], self._rank_state["epoch"]
         self.tokens_seen = meta.get("tokens_seen", 0)
         self.validation_losses = dict(meta["validation_losses"])
         if self._lr_scheduler is not None:
-            self._lr_scheduler.load_state_dict(rank_state["lr_scheduler"])
-        if self._reshard:
-            ranks = range(meta["world_size"])
-            states = [checkpoint.load_rank_state(path, r)["dataloader"] for r in ranks]
-            self.data.restore_shares(states)
-        else:
-            self.data.restore(rank_state["dataloader"])
-            self._resumed_random_state = rank_state["random"]
+            self._lr_scheduler.load_state_dict(self._rank_state["lr_scheduler"])
+        if meta["world_size"] == self.world_size:
+            self._resumed_random_state = self._rank_state["random"]
         utils.log_rank_zero(log, f"Resumed from {path} at step {self.global_step}")
