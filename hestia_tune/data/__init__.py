@@ -4,12 +4,14 @@ from typing import Any
 
 from hestia_tune.data.demo import demo_dataset
 from hestia_tune.data.rows import DataStreamError
+from hestia_tune.data.sampler import PositionSampler
 from hestia_tune.data.sequences import SequenceDataset
 from hestia_tune.data.stream import StreamConfig, StreamingTextDataset, text_dataset
 from hestia_tune.data.tokens import TokenizedSet, verify_token_shards, write_token_shards
 
 __all__ = [
     "DataStreamError",
+    "PositionSampler",
     "SequenceDataset",
     "StreamConfig",
     "StreamingTextDataset",

@@ -16,7 +16,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import datasets
-import fsspec
+import fsspec.asyn
+import fsspec.compression
 import pyarrow as pa
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import get_worker_info

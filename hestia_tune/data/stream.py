@@ -117,15 +117,13 @@ class StreamingTextDataset(IterableDataset):
         rank: int | None = None,
         world_size: int | None = None,
     ):
-        self.tokenizer, self.config, self.batch_size = tokenizer, config, 1
-        known = dist.is_available() and dist.is_initialized()
-        self.rank, self.world_size = (
-            (rank or 0, world_size or 1)
-            if rank is not None or not known
-            else (dist.get_rank(), dist.get_world_size())
-        )
-        if not 0 <= self.rank < self.world_size:
+        if rank is None:
+            grouped = dist.is_initialized()
+            rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        if world_size is None or not 0 <= rank < world_size:
             raise ValueError(f"rank must be 0 to world_size - 1; got {rank} of {world_size}")
+        self.tokenizer, self.config, self.batch_size = tokenizer, config, 1
+        self.rank, self.world_size = rank, world_size
         self._rows = TextRows(
             config.source,
             config.column,

@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig
-from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import config
 from torchtune.config._utils import _get_component_from_path
@@ -27,7 +26,12 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from hestia_tune.config import one_line
-from hestia_tune.data import DataStreamError, StreamingTextDataset, TokenizedSet
+from hestia_tune.data import (
+    DataStreamError,
+    PositionSampler,
+    StreamingTextDataset,
+    TokenizedSet,
+)
 from hestia_tune.distributed import raise_together
 from hestia_tune.sensitivity import CalibrationBatch
 
@@ -82,51 +86,6 @@ def _adapt_stream(stream: StreamingTextDataset, batch_size: int, seed: int | Non
             "the length of a stream in epochs is not known beforehand, and differs between ranks; "
             "give max_tokens, or a tokenized set (`tune run hestia_tokenize`)"
         )
-
-
-class PositionSampler(Sampler[int]):
-    """Indices of this rank from a position on, in an order that depends on no number of ranks.
-
-    Rank r of R takes positions r, r + R, r + 2R, ... of the order: so R ranks take the same
-    samples in one step as one rank with R times the batch.
-
-    Args:
-        length: of the dataset; None has no end.
-        shuffle: permutes each epoch by ``seed + epoch``.
-        fill: repeats samples from the start until all ranks have as many; else some are left out.
-
-    Attributes:
-        start: positions that all ranks together have taken already.
-        epoch: of the permutation.
-    """
-
-    def __init__(
-        self,
-        length: int | None,
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool = False,
-        fill: bool = False,
-    ):
-        self.length, self.rank, self.world_size = length, rank, world_size
-        self.seed, self.shuffle, self.fill = seed, shuffle, fill
-        self.start = self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        if self.length is None:
-            return count(self.start + self.rank, self.world_size)
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = range(self.length)
-        if self.shuffle:
-            order = torch.randperm(self.length, generator=generator)
-        positions = range(self.start + self.rank, len(self) * self.world_size, self.world_size)
-        return (int(order[position % self.length]) for position in positions)
-
-    def __len__(self) -> int:
-        """Samples of this rank in an epoch."""
-        return (self.length + (self.world_size - 1 if self.fill else 0)) // self.world_size
 
 
 def collate_function(name: str, pad_id: int, ignore_index: int, packed: bool) -> Callable:
@@ -313,18 +272,8 @@ class TrainingData:
             DataStreamError: on every rank, if the data of one failed or ended.
         """
         started = time.perf_counter()
-        failure, found = None, []
-        try:
-            found = list(islice(batches, self._accumulation))
-        except DataStreamError as error:
-            failure = _in_its_own_words(error)
-        if failure is None and len(found) < self._accumulation:
-            failure = DataStreamError(
-                "the stream ended before the last step; give dataset.max_tokens, or leave "
-                "dataset.epochs out"
-            )
+        found = _take_together(batches, self._accumulation, exactly=True)
         self.seconds_waited = time.perf_counter() - started
-        raise_together(failure)
         self._taken += self.sequences_per_step
         return found
 
@@ -335,16 +284,8 @@ class TrainingData:
             DataStreamError: on every rank, if the data of one failed.
         """
         batches = islice(self.val_loader, limit)
-        while True:
-            failure, batch = None, None
-            try:
-                batch = next(batches, None)
-            except DataStreamError as error:
-                failure = _in_its_own_words(error)
-            raise_together(failure)
-            if batch is None:
-                return
-            yield batch
+        while found := _take_together(batches, 1):
+            yield from found
 
     def counts(self) -> dict[str, int]:
         """Of a stream: the sequences that all ranks have taken."""
@@ -371,9 +312,23 @@ def _check_validation_stream(sequences: int | None, batch_size: int, limit: int 
         )
 
 
-def _in_its_own_words(error: DataStreamError) -> DataStreamError:
-    """A worker's error without the worker's traceback around its message."""
-    text, marker = str(error), f"{type(error).__name__}: "
-    if text.startswith("Caught ") and marker in text:
-        return type(error)(text.rsplit(marker, 1)[1].strip())
-    return error
+def _take_together(batches: Iterator, wanted: int, exactly: bool = False) -> list[dict[str, Any]]:
+    """The next batches; fewer at the end, unless it must be ``exactly`` so many. Collective.
+
+    Raises:
+        DataStreamError: on every rank, if the data of one failed or ended.
+    """
+    failure, found = None, []
+    try:
+        found = list(islice(batches, wanted))
+        if exactly and len(found) < wanted:
+            raise DataStreamError(
+                "the stream ended before the last step; give dataset.max_tokens, or leave "
+                "dataset.epochs out"
+            )
+    except DataStreamError as error:
+        failure, text = error, str(error)
+        if text.startswith("Caught "):  # a worker's: without its traceback around the message
+            failure = DataStreamError(text.rsplit("DataStreamError: ", 1)[1].strip())
+    raise_together(failure)
+    return found

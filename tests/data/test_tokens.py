@@ -10,13 +10,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hestia_tune.data import (
     DataStreamError,
+    PositionSampler,
     StreamConfig,
     TokenizedSet,
     tokens,
     verify_token_shards,
     write_token_shards,
 )
-from hestia_tune.training.data import PositionSampler
 
 
 class Wide(Bytes):

@@ -12,9 +12,8 @@ from torchtune.training.metric_logging import DiskLogger
 
 from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.commands.tokenize import run_tokenize
-from hestia_tune.data import DataStreamError
+from hestia_tune.data import DataStreamError, PositionSampler
 from hestia_tune.training import checkpoint
-from hestia_tune.training.data import PositionSampler
 
 
 @pytest.fixture(scope="module")
