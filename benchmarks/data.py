@@ -112,13 +112,13 @@ def rates(options) -> None:
             max_tokens=options.tokens,
         )
         shards = {"source": "token_shards", "data_files": folder}
-        tokens = stream(options, 10 * options.tokens, **shards)
+        tokenized = stream(options, 10 * options.tokens, **shards)
         makers = {
             "tokenizer, one by one": single,
             "tokenizer, batches": batched,
             "stream, one worker": lambda: consume(stream(options, options.tokens)),
             "tokenized set, one worker": lambda: consume(
-                map(tokens.__getitem__, range(len(tokens)))
+                map(tokenized.__getitem__, range(len(tokenized)))
             ),
         }
         # In turns, so that a slow spell of the machine meets all of them alike.
