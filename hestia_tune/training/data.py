@@ -204,10 +204,9 @@ class TrainingData:
             steps = sequences // self._batch_size // self._accumulation
             if steps == 0:
                 raise ValueError(
-                    f"dataset makes {sequences} sequences on each rank, less than one step of "
-                    f"{self._batch_size * self._accumulation} (batch_size x "
-                    "gradient_accumulation_steps); give it more data, a larger max_tokens, or "
-                    "smaller batches"
+                    f"dataset has {sequences * self._world_size} samples, one step takes "
+                    f"{self.sequences_per_step} (batch_size x gradient_accumulation_steps x "
+                    "ranks); give it more data, a larger max_tokens, or smaller batches"
                 )
         per_epoch = min(steps, cfg.max_steps_per_epoch or steps)
         total = min(cfg.epochs * per_epoch, cfg.max_steps or cfg.epochs * per_epoch)

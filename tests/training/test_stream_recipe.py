@@ -125,7 +125,7 @@ def test_validation_on_a_held_out_stream(model_dir, tmp_path, files):
         (["dataset.max_tokens=null"], "give dataset.max_tokens or max_steps"),
         (["epochs=2"], "a stream has epochs of its own"),
         (["max_steps_per_epoch=2"], "a stream has epochs of its own"),
-        (["dataset.max_tokens=50"], "makes 3 sequences on each rank, less than one step of 4"),
+        (["dataset.max_tokens=50"], "dataset has 3 samples, one step takes 4"),
         (["dataset.max_tokens=5"], "max_tokens 5 is less than one sequence of 16"),
         (["dataset.column=content"], "content"),
         (["dataset.data_files=/nowhere/*.jsonl"], "dataset could not be loaded"),
