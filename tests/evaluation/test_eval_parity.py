@@ -15,7 +15,7 @@ from torchtune import config  # noqa: E402
 from torchtune.models.convert_weights import hf_to_tune  # noqa: E402
 
 from hestia_tune.commands.configs import asset_path, config_path  # noqa: E402
-from hestia_tune.data.documents import demo_documents  # noqa: E402
+from hestia_tune.data.demo import demo_documents  # noqa: E402
 from hestia_tune.evaluation import perplexity  # noqa: E402
 from hestia_tune.evaluation.adapter import DecoderLM  # noqa: E402
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
