@@ -23,9 +23,9 @@ from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
 import hestia_tune
-from hestia_tune.commands.evaluate import metrics_of, plain_outputs
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import StopRequest, on_first_rank, sum_over_ranks
+from hestia_tune.evaluation import metrics_of, plain_outputs
 from hestia_tune.files import write_atomically
 from hestia_tune.modules import full_tensor
 from hestia_tune.plots import plot_training_curves

@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import config, training, utils
 
-from hestia_tune.commands.evaluate import Evaluator
 from hestia_tune.distributed import ensure_process_group, on_first_rank
+from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.modules import quantized_linears
@@ -87,9 +87,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self._tokenizer = config.instantiate(cfg.tokenizer)
         self._evaluator = None
         if self.options.eval.every_n_steps or self.options.eval.at_end:
-            self._evaluator = Evaluator(
-                self.options.eval, self._tokenizer, self._model.max_seq_len, cache=None
-            )
+            self._evaluator = Evaluator(self.options.eval, self._tokenizer, self._model.max_seq_len)
         self._loss_fn = config.instantiate(cfg.loss)
         self._setup_data(cfg)
         self._reshard = resume_meta is not None and self.data.check_ranks(resume_meta)
