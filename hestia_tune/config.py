@@ -131,8 +131,10 @@ _TYPE_WORDS = {
 def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
     """An error of OmegaConf with the whole key, the rule and the value, on one line."""
     key = f"{section}.{error.full_key or error.key or ''}".strip(".")
+    is_section = dataclasses.is_dataclass(error.object_type)  # else a plain mapping
+    fields = dataclasses.fields(error.object_type) if is_section else ()
     if isinstance(error, ConfigKeyError):
-        known = [field.name for field in dataclasses.fields(error.object_type or Section)]
+        known = [field.name for field in fields]
         hint = nearest(key.rpartition(".")[2], known)
         listed = f"; known: {', '.join(known)}" if len(known) < 20 else ""
         return ValueError(f"unknown key {key}{hint}{listed}")
@@ -142,7 +144,6 @@ def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
         return in_our_words(inner, section) if nested else inner
     if isinstance(error, MissingMandatoryValue):
         return ValueError(f"{key} must be given")
-    fields = dataclasses.fields(error.object_type or Section)
     declared = {field.name: str(field.type) for field in fields}.get(str(error.key), "")
     declared = re.sub(r"\[.*\]", "", declared)
     words = [word for name, word in _TYPE_WORDS.items() if re.search(rf"\b{name}\b", declared)]

@@ -278,7 +278,7 @@ def _notes(results: Sequence[ModelResult]) -> list[str]:
         names = ("limit", "num_fewshot", "seed", "add_bos")
         pairs = [(name, tasks["settings"].get(name), first["settings"].get(name)) for name in names]
         pairs += [
-            (f"{name} of version", entry["version"], first["tasks"].get(name, entry)["version"])
+            (f"version of {name}", entry["version"], first["tasks"].get(name, entry)["version"])
             for name, entry in tasks["tasks"].items()
         ]
         notes += [

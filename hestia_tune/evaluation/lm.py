@@ -64,7 +64,8 @@ class DecoderLM(HFLM):
         progress: bool = True,
     ):
         shim = Shim(model, device)
-        logging.disable(logging.WARNING)  # which it would give for any model that is not loaded
+        # It warns of a model that it did not load, and of each request that it cuts.
+        logging.getLogger(HFLM.__module__).setLevel(logging.ERROR)
         super().__init__(
             pretrained=shim,
             backend="causal",
@@ -73,7 +74,6 @@ class DecoderLM(HFLM):
             batch_size="auto",
             add_bos_token=add_bos,
         )
-        logging.disable(logging.NOTSET)
         vocab_size = shim(shim.one_token).logits.shape[-1]
         if (self.vocab_size or 0) > vocab_size:
             raise ValueError(
