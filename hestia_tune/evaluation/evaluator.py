@@ -3,7 +3,6 @@
 The same object serves the evaluation command and the training recipe.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,12 +91,10 @@ class Evaluator:
             }
         return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=dict(facts or {}))
 
-    def sources(self) -> list[str]:
-        """Files and folders that the results depend on, beside the model's."""
-        settings = self.settings
-        named = [settings.include_path, *settings.tasks]
-        named += [text.source for text in settings.perplexity.values()]
-        return [path for path in named if path is not None and os.path.exists(path)]
+    def files(self) -> list[str]:
+        """Files and folders that the results depend on, beside the model's; some may not exist."""
+        texts = [text.source for text in self.settings.perplexity.values()]
+        return [*texts, *self.settings.tasks, self.settings.include_path or ""]
 
 
 @contextmanager
@@ -116,10 +113,10 @@ def plain_outputs(model: nn.Module) -> Iterator[None]:
 
 
 def state_of_files(path: str | Path) -> list[tuple[str, int, int]]:
-    """(name, size, time of the last change) of a file, or of all files in a folder."""
+    """(name, size, time of the last change) of a file, or of all files in a folder, if any."""
     path = Path(path)
-    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-    stats = [(str(one.relative_to(path.parent)), one.stat()) for one in files]
+    files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+    stats = [(str(one), one.stat()) for one in files if one.is_file()]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 

@@ -19,7 +19,6 @@ from accelerate.utils import find_executable_batch_size
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import nn
 
 from hestia_tune.distributed import raise_together
@@ -123,22 +122,8 @@ class DecoderLM(HFLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Log-probability in nats of each text, by disjoint windows as wide as the model's."""
-
-        def answer(mine: list[Instance], disable_tqdm: bool) -> list[float]:
-            windows, owners = [], []
-            for number, request in enumerate(mine):
-                ids = self.tok_encode(request.args[0])
-                pairs = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-                windows += [(request.args, *make_disjoint_window(pair)) for pair in pairs]
-                owners += [number] * (len(windows) - len(owners))
-            sums = [0.0] * len(mine)
-            scores = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
-            for owner, (value, _) in zip(owners, scores, strict=True):
-                sums[owner] += value
-            return sums
-
         self._note(requests)
-        return self._shared(requests, answer, disable_tqdm)
+        return self._shared(requests, super().loglikelihood_rolling, disable_tqdm)
 
     def score(self, windows: list[tuple[tuple[str, ...], list[int], list[int]]]) -> list[float]:
         """Log-probabilities in nats of (name, context ids, continuation ids), on every rank."""
@@ -213,7 +198,9 @@ class DecoderLM(HFLM):
                 )
             if len(context) + size > room + 1:  # the last token is no input
                 self.truncated.add(texts)
-        answers = super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        # In rolling requests each batch is a call of its own, with a bar of its own.
+        quiet = disable_tqdm or override_bs is not None
+        answers = super()._loglikelihood_tokens(requests, quiet, override_bs)
         for (texts, _, _), (value, _) in zip(requests, answers, strict=True):
             if math.isnan(value):
                 raise FloatingPointError(
@@ -264,8 +251,9 @@ class DecoderLM(HFLM):
             last = [len(row) + len(new[0]) - 1 for row in rows]
             logits = self.model(tokens.to(self.device)).logits  # (batch, width, vocabulary)
             logits = logits[range(len(rows)), last]  # (batch, vocabulary)
-            for index, token in enumerate(logits.argmax(1).tolist()):
-                if logits[index].isnan().any():
+            best = logits.argmax(1).masked_fill(logits.isnan().any(1), -1)  # (batch,)
+            for index, token in enumerate(best.tolist()):
+                if token < 0:
                     raise FloatingPointError(
                         f"NaN in the logits of {self._name((self.tok_decode(rows[index]),))}; "
                         "check the model's weights and dtype"
