@@ -71,12 +71,8 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
 
     def digest(name: str) -> str:
         """Of all that the result of a model depends on."""
-        files = [
-            locate(name, cfg)[1],
-            *evaluator.sources(),
-            *([sensitivity] if sensitivity else []),
-        ]
-        everything = [name, inputs, [(str(file), state_of_files(file)) for file in files]]
+        files = [locate(name, cfg)[1], *evaluator.files(), sensitivity or ""]
+        everything = [name, inputs, [state_of_files(file) for file in files if file]]
         return hashlib.sha256(json.dumps(everything, default=str).encode()).hexdigest()
 
     digests = on_first_rank(lambda: {name: digest(name) for name in settings.models})
