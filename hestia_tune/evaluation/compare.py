@@ -51,7 +51,7 @@ class ModelResult:
     """What one model did, ready for JSON.
 
     Args:
-        name: of its row; unlike the other rows'.
+        name: of its column; unlike the others'.
         tasks: what `evaluate_tasks` returned; None if no tasks were run.
         perplexity: name of a text -> what `perplexity` returned.
         settings: what the model is (path, dtype, tau, pressure, ...), for the record.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hestia_tune.config import EvalConfig
+from hestia_tune.config import EvalConfig, require_number
 from hestia_tune.evaluation.compare import ModelResult
 from hestia_tune.evaluation.harness import (
     evaluate_tasks,
@@ -46,6 +46,11 @@ class Evaluator:
                 f"eval.window {settings.window} is longer than the model's {max_seq_len}; lower it"
             )
         self.window = settings.window or max_seq_len
+        self._text_windows: dict[str, int] = {}
+        for name, text in settings.perplexity.items():
+            window = min(self.window, text.window or _PERPLEXITY_WINDOW)
+            require_number(f"eval.perplexity.{name}.stride", text.stride or window, 1, window)
+            self._text_windows[name] = window
         self._documents = {name: read_documents(t) for name, t in settings.perplexity.items()}
         self._manager = find_tasks(settings.include_path) if settings.tasks else None
         self._tasks = load_tasks(settings.tasks, self._manager)
@@ -58,10 +63,10 @@ class Evaluator:
         facts: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
     ) -> ModelResult:
-        """One row. Collective if there is a process group; the same on every rank.
+        """One model. Collective if there is a process group; the same on every rank.
 
         Args:
-            name: of the row.
+            name: of the model in tables.
             model, device: see `DecoderLM`.
             facts: what the model is, for the record.
         """
@@ -83,7 +88,7 @@ class Evaluator:
                 label: perplexity(
                     lm,
                     self._documents[label],
-                    window=min(self.window, text.window or _PERPLEXITY_WINDOW),
+                    window=self._text_windows[label],
                     stride=text.stride,
                     max_tokens=text.max_tokens,
                 )
@@ -121,7 +126,7 @@ def state_of_files(path: str | Path) -> list[tuple[str, int, int]]:
 
 
 def metrics_of(result: ModelResult) -> dict[str, float]:
-    """A row as flat numbers for a metric logger: ``eval/arc_easy/acc``, ``eval/NAME/...``."""
+    """A result as flat numbers for a metric logger: ``eval/arc_easy/acc``, ``eval/NAME/...``."""
     found: dict[str, float] = {}
     averages: list[float] = []
     for task, entry in (result.tasks or {}).get("tasks", {}).items():

@@ -134,6 +134,10 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
         ("eval.perplexity.x=3", "eval.perplexity.x must be of another type; got 3"),
         ("eval.perplexity.x={sorce: y}", "did you mean source"),
         ("eval.perplexity.x={source: /nowhere.txt}", "/nowhere.txt does not exist"),
+        (
+            "eval.perplexity.x={source: y, stride: 65}",
+            "x.stride must be in .1, 64.; got 65",
+        ),
         ("eval.batch_size=0", "eval.batch_size must be at least 1; got 0"),
         ("eval.at_end=perhaps", "eval.at_end must be True or False"),
     ],
