@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from hestia_tune.commands.configs import config_path
 from hestia_tune.commands.sensitivity import SensitivityRecipe
-from hestia_tune.evaluation.evaluate import versions
+from hestia_tune.evaluation import versions
 from hestia_tune.files import write_atomically
 from hestia_tune.training.recipe import HARD, HestiaQATRecipe
 
