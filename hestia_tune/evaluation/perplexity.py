@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hestia_tune.config import TextConfig, nearest, require_number
+from hestia_tune.config import nearest, require_number
 from hestia_tune.evaluation.harness import hub_errors
+from hestia_tune.sections import TextConfig
 
 if TYPE_CHECKING:
     from hestia_tune.evaluation.lm import DecoderLM
