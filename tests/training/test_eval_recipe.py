@@ -131,7 +131,7 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
         ("eval.tasks=[]", "eval needs tasks or perplexity"),
         ("eval.tasks=[tiny_choise]", "tiny_choice"),
         ("eval.window=1000", "eval.window 1000 is longer than the model's 64"),
-        ("eval.perplexity.x=3", "eval.perplexity.x must be of another type; got 3"),
+        ("eval.perplexity.x=3", "eval.perplexity.x must be a mapping of options; got 3"),
         ("eval.perplexity.x={sorce: y}", "did you mean source"),
         ("eval.perplexity.x={source: /nowhere.txt}", "/nowhere.txt does not exist"),
         (
