@@ -35,7 +35,11 @@ recipes() {
   done
   tune run hestia_qat --config smollm2_135m output_dir="$out/smollm2" "${text[@]}" "${held_out[@]}" \
     gradient_accumulation_steps=4 max_steps=30 sensitivity_estimation.curvature=fisher \
-    compare_straight_through=True 2>&1 | tee "$out/smollm2.txt" &&
+    2>&1 | tee "$out/smollm2.txt" &&
+    tune run hestia_qat --config smollm2_135m output_dir="$out/straight_through" "${text[@]}" \
+      "${held_out[@]}" gradient_accumulation_steps=4 max_steps=30 schedule.rho=0 \
+      schedule.tau_init=0 schedule.alpha=0 sensitivity=null 2>&1 | tee "$out/straight_through.txt" &&
+    python -m hestia_tune compare "$out/smollm2" "$out/straight_through" | tee "$out/compare.txt" &&
     tune run hestia_qat --config smollm2_135m output_dir="$out/fairy2i" "${text[@]}" \
       "${held_out[@]}" quantizer._component_=hestia_tune.Fairy2iQATQuantizer ~quantizer.group_size \
       sensitivity=null gradient_accumulation_steps=4 max_steps=20 2>&1 | tee "$out/fairy2i.txt" &&

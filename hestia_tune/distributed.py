@@ -43,19 +43,20 @@ def raise_together(error: Exception | None) -> None:
         return
     told = None
     if error is not None:
-        text = "".join(traceback.format_exception(error))
-        told = (type(error), str(error), text)
+        told = (type(error), str(error), "".join(traceback.format_exception(error)))
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, told)
-    if error is None:
+    raised = error
+    if raised is None:
         rank, (kind, message, text) = next((r, e) for r, e in enumerate(everyone) if e)
         try:
-            error = kind(message)
+            raised = kind(message)
         except TypeError:  # a type that is not made from a message
-            error = RuntimeError(f"{kind.__name__}: {message}")
-        error.__cause__ = RuntimeError(f"on rank {rank}:\n{text}")
-    error.on_every_rank = True  # told once
-    raise error
+            raised = RuntimeError(f"{kind.__name__}: {message}")
+        raised.__cause__ = RuntimeError(f"on rank {rank}:\n{text}")
+    # For the launcher, which tells it once.
+    raised.on_every_rank = True  # pyright: ignore[reportAttributeAccessIssue]
+    raise raised
 
 
 def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:

@@ -20,6 +20,20 @@ def local_rows(value: torch.Tensor) -> torch.Tensor:
     return (local.latent if isinstance(local, LatentShard) else local).detach()
 
 
+def plain_shard(value: torch.Tensor) -> torch.Tensor:
+    """The same shard or tensor, its local rows plain; shares memory."""
+    if not isinstance(value, DTensor):
+        return local_rows(value)
+    return DTensor.from_local(
+        local_rows(value),
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that FSDP may have sharded, plain, detached. Collective if it has."""
     if isinstance(value, DTensor):
@@ -42,6 +56,9 @@ class FakeQuantizer(nn.Module):
         enabled: False computes with latent weights.
         is_hard: computes with `Method.hard`, whatever tau and pressure; for evaluation.
     """
+
+    tau: torch.Tensor
+    pressure: torch.Tensor
 
     def __init__(self, method: Method, *, tau: float, pressure: float, device=None):
         super().__init__()
@@ -120,6 +137,10 @@ class QuantizedLinear(FakeQuantizedLinear):
     def method_parameters(self) -> tuple[nn.Parameter, ...]:
         """The method's parameters, in its order."""
         return tuple(getattr(self, name) for name in self.method.parameter_names)
+
+    def latents(self) -> tuple[nn.Parameter, ...]:
+        """The latent weight and the method's parameters: all that the effective weight is of."""
+        return (self.weight, *self.method_parameters())
 
     def whole_latents(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The latent weight and the method's parameters, whole and detached. Collective if FSDP

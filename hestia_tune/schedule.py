@@ -13,12 +13,16 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hestia_tune.config import ScheduleConfig, require_number
+
+if TYPE_CHECKING:
+    from hestia_tune.modules import QuantizedLinear
 
 
 def pressure_at(step: int, total_steps: int, rho: float) -> float:
@@ -89,8 +93,9 @@ class ScheduleDriver:
 
     Args:
         schedule: what to write.
-        layers: fully qualified name -> module with a ``weight_fake_quantizer`` that has the 0-D
-            buffers ``tau`` and ``pressure`` (see `hestia_tune.qat.quantized_linears`).
+        layers: fully qualified name -> quantized linear (see `hestia_tune.quantized_linears`), or
+            any module with a ``weight_fake_quantizer`` that has the 0-D buffers ``tau`` and
+            ``pressure``.
         scores: sensitivity score per name, or None for the uniform schedule (every score 0, the
             paper's "w/o Hessian").
         after_write: called when the values have changed, for what depends on them
@@ -103,7 +108,7 @@ class ScheduleDriver:
     def __init__(
         self,
         schedule: AnnealingSchedule,
-        layers: Mapping[str, torch.nn.Module],
+        layers: Mapping[str, "QuantizedLinear"],
         scores: Mapping[str, float] | None = None,
         after_write: Callable[[], None] | None = None,
     ):

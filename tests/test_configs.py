@@ -88,14 +88,3 @@ def test_listing_and_printing(tmp_path):
     assert printed.stdout == config_path("llama3_2_1b").read_text()
     unknown = command(sys.executable, "-m", "hestia_tune", "configs", "llama", cwd=tmp_path)
     assert unknown.returncode == 1 and "no config named 'llama'" in unknown.stderr
-
-
-def test_torchtunes_own_command_line(tmp_path):
-    tool = str(Path(sys.executable).with_name("hestia-tune"))
-    listed = command(tool, "ls", cwd=tmp_path).stdout
-    assert (
-        "hestia_qat" in listed and "llama3_2_1b" in listed and "full_finetune_distributed" in listed
-    )
-    copied = command(tool, "cp", "smollm2_135m", "mine.yaml", cwd=tmp_path)
-    assert copied.returncode == 0, copied.stderr
-    assert (tmp_path / "mine.yaml").read_text() == config_path("smollm2_135m").read_text()

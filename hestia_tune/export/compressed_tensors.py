@@ -1,7 +1,7 @@
 """Writing a hard model in the ``pack-quantized`` layout of the library compressed-tensors.
 
 That library is the authority: it packs the codes, it writes the description of the layout that
-goes into config.json, and it unpacks what was written for the comparison. It never sees a dense
+goes into config.json, and it unpacks what it packed for the comparison. It never sees a dense
 weight, from which it would derive scales of its own. For each quantized linear the files hold
 
     NAME.weight_packed   int32 (out_features, ceil(in_features / 16)): 2-bit fields of code + 2,
@@ -25,36 +25,18 @@ Loaded by compressed-tensors 0.15 to 0.20 (transformers 5.23) and 0.12.2 (transf
 config group names the format again, for versions that would otherwise guess another for 2 bits.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from hestia_tune.export.folder import (
-    Entry,
-    check_target,
-    read_config,
-    read_description,
-    write_folder,
-)
-from hestia_tune.export.gguf_blocks import split_ternary
-from hestia_tune.export.huggingface import (
-    bfloat16_config,
-    check_quantized,
-    dense_entry,
-    exact_bfloat16,
-    weight_names,
-)
-from hestia_tune.export.source import SafetensorsFolder, row_chunks
+from hestia_tune.export.folder import FolderExport
+from hestia_tune.export.source import import_optional, split_hard
 from hestia_tune.methods.granularity import GroupSize
 
 _FORMAT = "pack-quantized"
-_NUM_BITS = 2
-_WEIGHT = ".weight"
 
 
 def write_compressed_tensors(
@@ -75,7 +57,7 @@ def write_compressed_tensors(
         overwrite: replace a model folder that is there, once the new one is complete.
 
     Returns:
-        The sizes that `hestia_tune.export.folder.write_folder` lists.
+        Sizes, as `hestia_tune.export.source.summary` lists them.
 
     Raises:
         ImportError: without the compressed-tensors package.
@@ -87,101 +69,27 @@ def write_compressed_tensors(
         RuntimeError: if the files read back are not the model. In all cases nothing is left behind,
             and a folder that was to be replaced is still there.
     """
-    import_compressed_tensors()
-    folder, target = Path(folder), Path(target)
+    library = import_optional("compressed_tensors", "compressed-tensors")
     if not quantized:
         raise ValueError("quantized must name the ternary weights; got none")
-    check_target(folder, target, overwrite)
-    config = read_config(folder)
-    source = SafetensorsFolder(folder)
-    check_quantized(source, quantized)
-    linears, head = _linears(folder)
+    export = FolderExport(folder, target, quantized, overwrite)
+    linears, head = _linears(export.folder)
     for name in quantized:
         if name not in linears or name == head:
             raise ValueError(
                 f"only linear layers other than the output head can be packed; {name} is not one; "
                 "leave it out of quantized, to be stored densely"
             )
-    layout = quantization_config(linears, quantized)
-    entries = []
-    for name in weight_names(source):
+    schemes, layout = _layout(linears, quantized)
+    state = {}
+    for name in tqdm(export.names, desc=f"packing {export.folder.name}", unit="tensor"):
+        weight = export.exact_bfloat16(name)
         if name in quantized:
-            entries.append(_packed_entry(source, name, quantized[name]))
+            state |= _pack(weight, quantized[name], schemes[name], name)
         else:
-            load = partial(exact_bfloat16, source, name)
-            entries.append(dense_entry(source, name, load, quantized=False))
-    return write_folder(
-        folder,
-        target,
-        entries,
-        config=bfloat16_config(config) | {"quantization_config": layout},
-        description=read_description(folder),
-    )
-
-
-def import_compressed_tensors() -> ModuleType:
-    """The package, or ImportError that says how to get it."""
-    try:
-        import compressed_tensors
-        import compressed_tensors.compressors
-        import compressed_tensors.quantization.lifecycle.forward
-    except ImportError as error:
-        raise ImportError(
-            "the export to compressed-tensors needs that package: "
-            f"pip install 'hestia-tune[compressed-tensors]' ({error})"
-        ) from error
-    return compressed_tensors
-
-
-def quantization_config(
-    linears: Mapping[str, str], quantized: Mapping[str, GroupSize]
-) -> dict[str, Any]:
-    """What config.json says about the layout, made by the library's own classes.
-
-    Args:
-        linears: all linear layers of the model: weight -> module, the output head included.
-        quantized: weight -> group_size of the packed ones.
-
-    Returns:
-        One config group per group size, the int sizes first; see the module docstring.
-    """
-    library = import_compressed_tensors()
-    from compressed_tensors.quantization import (
-        QuantizationConfig,
-        QuantizationScheme,
-        QuantizationStatus,
-    )
-
-    targets: dict[GroupSize, list[str]] = defaultdict(list)
-    for name, group_size in quantized.items():
-        targets["channel" if group_size == "tensor" else group_size].append(linears[name])
-    order = sorted(targets, key=lambda size: (1, 0) if size == "channel" else (0, size))
-    config = QuantizationConfig(
-        config_groups={
-            f"group_{index}": QuantizationScheme(
-                targets=targets[group_size], weights=_arguments(group_size), format=_FORMAT
-            )
-            for index, group_size in enumerate(order)
-        },
-        format=_FORMAT,
-        quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=[module for name, module in linears.items() if name not in quantized],
-    )
-    layout = config.model_dump(mode="json", exclude_none=True)
-    return {"version": library.__version__} | layout
-
-
-def _arguments(group_size: GroupSize):
-    from compressed_tensors.quantization import QuantizationArgs
-
-    grouped = isinstance(group_size, int)
-    return QuantizationArgs(
-        num_bits=_NUM_BITS,
-        type="int",
-        symmetric=True,
-        strategy="group" if grouped else "channel",
-        group_size=group_size if grouped else None,
-    )
+            state[name] = weight
+    config = export.config | {"quantization_config": {"version": library.__version__} | layout}
+    return export.write(state, config, export.read_description())
 
 
 def _linears(folder: Path) -> tuple[dict[str, str], str | None]:
@@ -202,50 +110,51 @@ def _linears(folder: Path) -> tuple[dict[str, str], str | None]:
         ) from error
     head = model.get_output_embeddings()
     modules = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    heads = [f"{name}{_WEIGHT}" for name, module in modules.items() if module is head]
-    return {f"{name}{_WEIGHT}": name for name in modules}, heads[0] if heads else None
+    heads = [f"{name}.weight" for name, module in modules.items() if module is head]
+    return {f"{name}.weight": name for name in modules}, heads[0] if heads else None
 
 
-def _packed_entry(source: SafetensorsFolder, name: str, group_size: GroupSize) -> Entry:
-    from compressed_tensors.compressors import pack_to_int32, unpack_from_int32
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
+def _layout(
+    linears: Mapping[str, str], quantized: Mapping[str, GroupSize]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The library's scheme of each quantized weight, and what config.json says about all of them.
 
-    shape = source.shapes[name]
-    arguments = _arguments("channel" if group_size == "tensor" else group_size)
-    num_scales = shape[1] // group_size if isinstance(group_size, int) else 1
-    packed, scale, size = (f"{name}_{part}" for part in ("packed", "scale", "shape"))
+    One config group per group size, the int sizes first; see the module docstring.
+    """
+    from compressed_tensors import quantization
 
-    def encode() -> dict[str, torch.Tensor]:
-        codes, scales = split_ternary(exact_bfloat16(source, name), group_size, name)
-        return {
-            packed: torch.cat([pack_to_int32(part, _NUM_BITS) for part in row_chunks(codes)]),
-            scale: scales.to(torch.bfloat16).expand(shape[0], num_scales),
-            size: torch.tensor(shape),
-        }
-
-    def holds(parts: Mapping[str, torch.Tensor]) -> bool:
-        weight = exact_bfloat16(source, name)
-        rows = len(row_chunks(weight)[0])
-        pieces = zip(*(t.split(rows) for t in (parts[packed], parts[scale], weight)), strict=True)
-        return torch.equal(parts[size], torch.tensor(shape)) and all(
-            torch.equal(
-                dequantize(
-                    unpack_from_int32(codes, _NUM_BITS, piece.shape), scales, args=arguments
-                ),
-                piece,
-            )
-            for codes, scales, piece in pieces
+    stored = {name: "channel" if size == "tensor" else size for name, size in quantized.items()}
+    schemes = {}
+    for size in sorted({*stored.values()}, key=lambda s: (1, 0) if s == "channel" else (0, s)):
+        how = {"strategy": "channel"} if size == "channel" else {"group_size": size}
+        schemes[size] = quantization.QuantizationScheme(
+            targets=[linears[name] for name in quantized if stored[name] == size],
+            weights=quantization.QuantizationArgs(num_bits=2, type="int", symmetric=True, **how),
+            format=_FORMAT,
         )
-
-    return Entry(
-        source=name,
-        quantized=True,
-        num_weights=shape.numel(),
-        parts={
-            packed: (torch.int32, torch.Size((shape[0], -(-shape[1] * _NUM_BITS // 32)))),
-            scale: (torch.bfloat16, torch.Size((shape[0], num_scales))),
-            size: (torch.int64, torch.Size((2,))),
-        },
-        encode=encode,
-        holds=holds,
+    config = quantization.QuantizationConfig(
+        config_groups={f"group_{i}": scheme for i, scheme in enumerate(schemes.values())},
+        format=_FORMAT,
+        quantization_status=quantization.QuantizationStatus.COMPRESSED,
+        ignore=[module for name, module in linears.items() if name not in quantized],
     )
+    by_name = {name: schemes[size] for name, size in stored.items()}
+    return by_name, config.model_dump(mode="json", exclude_none=True)
+
+
+def _pack(
+    weight: torch.Tensor, group_size: GroupSize, scheme: Any, name: str
+) -> dict[str, torch.Tensor]:
+    """What the files hold for a hard weight (out_features, in_features), by name."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    compressor = BaseCompressor.get_value_from_registry(_FORMAT)
+    codes, scales = split_hard(weight, group_size, name)  # weight = codes * scales, per group
+    scales = scales.expand(len(codes), -1).contiguous()
+    # Packed with scales of one: a group of zeros has the scale 0, and nothing is divided by that.
+    ones = torch.ones_like(scales)
+    parts = compressor.compress({"weight": codes.to(weight.dtype), "weight_scale": ones}, scheme)
+    parts["weight_scale"] = scales
+    if not torch.equal(compressor.decompress(parts, scheme)["weight"], weight):
+        raise RuntimeError(f"{name} unpacked by compressed-tensors differs from its source")
+    return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}

@@ -1,43 +1,46 @@
-"""Writing a Hugging Face folder: streamed, read back, and only then given its name.
+"""Writing a hard model as a dense Hugging Face folder in bfloat16, which everything loads.
 
-safetensors' own `save_file` wants all tensors of a file in memory. Here the header is written
-from the shapes alone, and each tensor goes to its place in the file as soon as it is made, so that
-memory holds one layer whatever the size of a file. A file is: 8 bytes with the length of the
-header, the header (JSON: name -> dtype, shape, place), the tensors without gaps; those of the
-widest dtype come first, so that every tensor stands at a multiple of its element size.
+Every ternary weight is gamma * {-1, 0, 1} with a bfloat16 gamma, so bfloat16 holds it exactly; it
+takes 16 bits per weight all the same. Either the folder is a hard model already, and it is checked
+that it is one and that bfloat16 loses nothing; or (``quantize=True``) its linears are made hard on
+the way by the training's own rule, without any training: naive ternarization, the baseline that
+the training has to beat, and the input of the other exports.
 
-The folder is made beside its target under a temporary name. Every tensor is read back with
-safetensors' own reader and compared with its source; then the folder gets its name, and one that
-had it goes. Cost: two passes over the source, one over the result.
+A folder of any layout is written here: shards and index by huggingface_hub, under a temporary name;
+every tensor is read back and compared; then the folder gets its name, and one that had it goes.
+Cost: memory for the tensors that change. Those of a hard model in bfloat16 stay mapped from its
+files; a model that is quantized on the way, or stored in another dtype, is held whole in bfloat16.
 """
 
 import errno
 import json
 import os
 import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from tqdm import tqdm
 
-from hestia_tune.export.source import SafetensorsFolder
+from hestia_tune.export.source import (
+    TOKENIZER_FILES,
+    SafetensorsFolder,
+    read_config,
+    same_values,
+    split_hard,
+    summary,
+)
+from hestia_tune.files import staged, write_atomically
+from hestia_tune.functional import hard_ternary
+from hestia_tune.methods.granularity import GroupSize
 
 DESCRIPTION_FILE = "hestia.json"
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "*.tiktoken",
-)
-_COMPANIONS = (
-    *_TOKENIZERS,
+_SIDE_FILES = (
+    *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -52,71 +55,204 @@ _COMPANIONS = (
     "NOTICE*",
     "USE_POLICY*",
 )
-_DTYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One tensor of the source and what is written for it.
+def write_huggingface(
+    folder: str | Path,
+    target: str | Path,
+    *,
+    quantized: Mapping[str, GroupSize],
+    quantize: bool = False,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    overwrite: bool = False,
+    description: Mapping[str, Any] | None = None,
+    shard_bytes: int = 5_000_000_000,
+) -> dict[str, Any]:
+    """Writes a Hugging Face model of any architecture as dense bfloat16 safetensors.
 
-    Attributes:
-        source: its name.
-        quantized: whether it is ternary.
-        num_weights: its number of elements.
-        parts: name in the written folder -> dtype and shape.
-        encode: makes the parts.
-        holds: whether parts that were read back are the source, exactly.
-    """
+    Args:
+        folder: Hugging Face folder: config.json, safetensors of any floating dtype, tokenizer.
+        target: the folder to write; its parents are made.
+        quantized: name in the safetensors -> group_size ("channel" and "tensor" included) of every
+            ternary weight.
+        quantize: False: ``folder`` is a hard model, and what is written equals it, whatever its
+            dtype. True: it is a pretrained or latent model; the weights in ``quantized`` are made
+            hard from their value in ``compute_dtype``, as the training's forward pass does, and
+            the others are rounded to bfloat16.
+        compute_dtype: bfloat16, float16 or float32; read only with ``quantize``.
+        overwrite: replace a model folder that is there, once the new one is complete.
+        description: content of ``hestia.json``: how the weights were made. None copies that of
+            a hard model, if it has one.
+        shard_bytes: largest size of one safetensors file, unless one tensor is larger.
 
-    source: str
-    quantized: bool
-    num_weights: int
-    parts: Mapping[str, tuple[torch.dtype, torch.Size]]
-    encode: Callable[[], Mapping[str, torch.Tensor]]
-    holds: Callable[[Mapping[str, torch.Tensor]], bool]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(shape.numel() * dtype.itemsize for dtype, shape in self.parts.values())
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder that can be converted.
+    Returns:
+        Sizes, as `hestia_tune.export.source.summary` lists them.
 
     Raises:
-        FileNotFoundError: without config.json or a tokenizer.
-        ValueError: if the weights are quantized already.
+        FileExistsError, FileNotFoundError: the target exists; config, weights or tokenizer do not.
+        ValueError: on a name that the folder lacks, a group size that does not fit, without
+            ``quantize`` a weight that is not ternary or that bfloat16 would round, an option out
+            of range.
+        OSError: if the disk is full.
+        RuntimeError: if the files read back are not the model. In all cases nothing is left behind,
+            and a folder that was to be replaced is still there.
     """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; pass a Hugging Face folder")
-    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZERS):
-        raise FileNotFoundError(
-            f"no tokenizer in {folder} ({', '.join(_TOKENIZERS)}); copy the model's into it"
+    if compute_dtype not in _COMPUTE_DTYPES:
+        raise ValueError(f"compute_dtype must be one of {_COMPUTE_DTYPES}; got {compute_dtype}")
+    if shard_bytes <= 0:
+        raise ValueError(f"shard_bytes must be positive; got {shard_bytes}")
+    if quantize and not quantized:
+        raise ValueError("quantize=True needs the names of weights in quantized; got none")
+    export = FolderExport(folder, target, quantized, overwrite)
+    state = {}
+    for name in tqdm(export.names, desc=f"reading {export.folder.name}", unit="tensor"):
+        if not quantize:
+            state[name] = export.exact_bfloat16(name)
+            if name in quantized:
+                split_hard(state[name], quantized[name], name)
+            continue
+        tensor = export.read_float(name)
+        if name in quantized:
+            tensor = hard_ternary(tensor.to(compute_dtype), group_size=quantized[name])
+        state[name] = tensor.to(torch.bfloat16)
+    if description is None and not quantize:
+        description = export.read_description()
+    return export.write(state, export.config, description, shard_bytes)
+
+
+class FolderExport:
+    """A Hugging Face folder and the one that is written from it.
+
+    Args:
+        folder, target, quantized, overwrite: as for `write_huggingface`.
+
+    Attributes:
+        config: the parsed config.json, of a model in bfloat16 for any transformers.
+        names: all tensors but the rotary buffers of old checkpoints, which loading computes.
+
+    Raises:
+        FileExistsError: if ``target`` must not be written or replaced.
+        FileNotFoundError: without config.json, weights or a tokenizer.
+        ValueError: if the weights are quantized already, or ``quantized`` does not fit them.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        target: str | Path,
+        quantized: Mapping[str, GroupSize],
+        overwrite: bool,
+    ):
+        self.folder, self.target, self.quantized = Path(folder), Path(target), quantized
+        self._check_target(overwrite)
+        self.config = read_config(self.folder) | {"torch_dtype": "bfloat16"}
+        self.config.pop("dtype", None)
+        self._source = SafetensorsFolder(self.folder)
+        self._source.check_quantized(quantized)
+        self.names = [name for name in self._source.shapes if "rotary_emb." not in name]
+
+    def _check_target(self, overwrite: bool) -> None:
+        target = self.target
+        source, resolved = self.folder.resolve(), target.resolve()
+        if resolved == source or resolved in source.parents:
+            raise FileExistsError(f"{target} holds the source {self.folder}; choose another name")
+        if not os.path.lexists(target):
+            return
+        if not overwrite:
+            raise FileExistsError(f"{target} exists; choose another name or overwrite=True")
+        if not (target / "config.json").is_file() or target.is_symlink():
+            raise FileExistsError(
+                f"{target} is no model folder and is not replaced; choose another"
+            )
+
+    def read_description(self) -> dict[str, Any] | None:
+        """How the weights of a hard model were made; None if its folder does not say."""
+        file = self.folder / DESCRIPTION_FILE
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def read_float(self, name: str) -> torch.Tensor:
+        """One tensor; ValueError if it is not floating point."""
+        tensor = self._source.read(name)
+        if not tensor.is_floating_point():
+            raise ValueError(f"weights must be floating point; {name} is {tensor.dtype}; remove it")
+        return tensor
+
+    def exact_bfloat16(self, name: str) -> torch.Tensor:
+        """One tensor of a hard model in bfloat16; ValueError if that would round a value."""
+        tensor = self.read_float(name)
+        rounded = tensor.to(torch.bfloat16)
+        if not same_values(rounded, tensor):
+            raise ValueError(
+                f"a hard model is exact in bfloat16; {name} ({tensor.dtype}) is not; save the "
+                "model in bfloat16 and evaluate that one, or pass quantize=True for a model that "
+                "is not hard yet"
+            )
+        return rounded
+
+    def write(
+        self,
+        state: dict[str, torch.Tensor],
+        config: Mapping[str, Any],
+        description: Mapping[str, Any] | None,
+        shard_bytes: int = 5_000_000_000,
+    ) -> dict[str, Any]:
+        """Writes ``state`` with the side files of the source (tokenizer, generation settings).
+
+        Args:
+            state: what goes into the safetensors; the parts of a quantized tensor are named
+                after it: NAME, NAME_scale and so on.
+            config, description: become config.json and hestia.json (None writes none).
+            shard_bytes: as for `write_huggingface`.
+
+        Returns:
+            Sizes, as `hestia_tune.export.source.summary` lists them.
+
+        Raises:
+            OSError: if the disk is full.
+            RuntimeError: if what was read back is not ``state``. Nothing is left in either case.
+        """
+        require_space(self.target, sum(tensor.nbytes for tensor in state.values()))
+        with staged(self.target) as staging:
+            staging.mkdir()
+            copy_side_files(self.folder, staging)
+            config_file = staging / "config.json"
+            write_atomically(config_file, json.dumps(config, indent=2) + "\n")
+            if description is not None:
+                text = json.dumps(dict(description), indent=2) + "\n"
+                write_atomically(staging / DESCRIPTION_FILE, text)
+            try:
+                save_torch_state_dict(state, staging, max_shard_size=shard_bytes)
+            except SafetensorError as error:  # its word for a write that failed
+                raise OSError(f"{staging} could not be written: {error}") from error
+            files = [*staging.glob("*.safetensors")]
+            for file in files:  # made readable for their owner alone
+                file.chmod(config_file.stat().st_mode)
+            _verify(staging, state)
+            size = sum(file.stat().st_size for file in files)
+        parts = [t for n, t in state.items() if {n, n.rpartition("_")[0]} & self.quantized.keys()]
+        return summary(
+            num_bytes=size,
+            parameters=sum(self._source.shapes[name].numel() for name in self.names),
+            quantized_parameters=sum(self._source.shapes[name].numel() for name in self.quantized),
+            quantized_bytes=sum(part.nbytes for part in parts),
+            types=Counter(_TYPES[tensor.dtype] for tensor in state.values()),
         )
-    config = json.loads(file.read_text(encoding="utf-8"))
-    if method := (config.get("quantization_config") or {}).get("quant_method"):
-        raise ValueError(f"export wants dense weights; {folder} is quantized already ({method})")
-    return config
 
 
-def read_description(folder: Path) -> dict[str, Any] | None:
-    """How the weights of a hard model were made; None if its folder does not say."""
-    file = folder / DESCRIPTION_FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-
-
-def check_target(folder: Path, target: Path, overwrite: bool) -> None:
-    """Raises FileExistsError if ``target`` must not be written or replaced."""
-    source, resolved = folder.resolve(), target.resolve()
-    if resolved == source or resolved in source.parents:
-        raise FileExistsError(f"{target} holds the source {folder}; choose another name")
-    if not os.path.lexists(target):
-        return
-    if not overwrite:
-        raise FileExistsError(f"{target} exists; choose another name or overwrite=True")
-    if not (target / "config.json").is_file() or target.is_symlink():
-        raise FileExistsError(f"{target} is no model folder and is not replaced; choose another")
+def _verify(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Compares every tensor of the files with what was to be written."""
+    written = SafetensorsFolder(folder)
+    if written.shapes.keys() != state.keys():
+        raise RuntimeError(f"{folder} read back has other tensors than were written")
+    for name, expected in tqdm(state.items(), desc="reading it back", unit="tensor"):
+        found = written.read(name)
+        if found.dtype != expected.dtype or not torch.equal(found, expected):
+            raise RuntimeError(
+                f"{name} read back from {folder} differs from its source; this is a defect of the "
+                "export or of the disk"
+            )
 
 
 def require_space(target: Path, needed: int) -> None:
@@ -130,162 +266,10 @@ def require_space(target: Path, needed: int) -> None:
         )
 
 
-def write_folder(
-    folder: Path,
-    target: Path,
-    entries: list[Entry],
-    *,
-    config: Mapping[str, Any],
-    description: Mapping[str, Any] | None = None,
-    shard_bytes: int = 5_000_000_000,
-) -> dict[str, Any]:
-    """Writes ``entries`` with the companions of ``folder`` (tokenizer, generation settings).
-
-    Args:
-        folder, target: the source; the folder to write, which is replaced if it exists.
-        entries: the tensors.
-        config: becomes config.json.
-        description: becomes hestia.json; None writes none.
-        shard_bytes: a file is begun anew before its tensors would exceed this.
-
-    Returns:
-        bytes: of all safetensors files, their headers included.
-        parameters, quantized_parameters: number of weights, and of those that are ternary.
-        quantized_bits_per_weight: of the ternary weights, their scales included; None without any.
-        whole_bits_per_weight: 8 * bytes / parameters; divide 16 by it for the ratio to bfloat16.
-        types: safetensors dtype -> number of tensors.
-
-    Raises:
-        OSError: if the disk is full.
-        RuntimeError: if what was read back is not the source. Nothing is left in either case.
-    """
-    require_space(target, sum(entry.num_bytes for entry in entries))
-    # A name of its own: nothing that is there already may be mistaken for a leftover.
-    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".tmp", dir=target.parent))
-    staging = scratch / "new"
-    try:
-        staging.mkdir()
-        copy_companions(folder, staging)
-        _write_json(staging / "config.json", config)
-        if description is not None:
-            _write_json(staging / DESCRIPTION_FILE, description)
-        shards = _shards(entries, shard_bytes)
-        with tqdm(total=len(entries), desc=f"writing {target.name}", unit="tensor") as progress:
-            for file, members in shards.items():
-                _write_shard(staging / file, members, progress)
-        if len(shards) > 1:
-            _write_index(staging, shards)
-        _verify(staging, entries)
-        summary = _summarize(staging, shards)
-        replace_folder(staging, target, scratch / "old")
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return summary
-
-
-def copy_companions(folder: Path, staging: Path) -> None:
-    """Copies tokenizer, generation config, chat template and licences."""
-    for pattern in _COMPANIONS:
-        for path in folder.glob(pattern):
-            if path.is_dir():
-                shutil.copytree(path, staging / path.name)
-            else:
-                shutil.copyfile(path, staging / path.name)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")
-
-
-def _shards(entries: list[Entry], shard_bytes: int) -> dict[str, list[Entry]]:
-    """File name -> what is in it; all parts of one entry are in one file."""
-    groups: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if groups[-1] and size + entry.num_bytes > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry)
-        size += entry.num_bytes
-    if len(groups) == 1:
-        return {"model.safetensors": entries}
-    count = len(groups)
-    return {f"model-{i:05}-of-{count:05}.safetensors": g for i, g in enumerate(groups, 1)}
-
-
-def _write_shard(path: Path, entries: list[Entry], progress: tqdm) -> None:
-    parts = [(name, *part) for entry in entries for name, part in entry.parts.items()]
-    parts.sort(key=lambda part: -part[1].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dtype, shape in parts:
-        start, end = end, end + shape.numel() * dtype.itemsize
-        header[name] = {
-            "dtype": _DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        data = file.tell()
-        for entry in entries:
-            for name, tensor in entry.encode().items():
-                if (tensor.dtype, tensor.shape) != entry.parts[name]:
-                    raise RuntimeError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}")
-                file.seek(data + header[name]["data_offsets"][0])
-                file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
-            progress.update()
-
-
-def _write_index(staging: Path, shards: Mapping[str, list[Entry]]) -> None:
-    names = {part: file for file, members in shards.items() for e in members for part in e.parts}
-    total = sum(entry.num_bytes for members in shards.values() for entry in members)
-    index = {"metadata": {"total_size": total}, "weight_map": names}
-    _write_json(staging / "model.safetensors.index.json", index)
-
-
-def _verify(staging: Path, entries: list[Entry]) -> None:
-    """Compares every tensor of the files with its source."""
-    written = SafetensorsFolder(staging)
-    if {*written.shapes} != {part for entry in entries for part in entry.parts}:
-        raise RuntimeError(f"{staging} read back has other tensors than were written")
-    for entry in tqdm(entries, desc="reading it back", unit="tensor"):
-        parts = {name: written.read(name) for name in entry.parts}
-        same = all((p.dtype, p.shape) == entry.parts[name] for name, p in parts.items())
-        if not same or not entry.holds(parts):
-            raise RuntimeError(
-                f"{entry.source} read back from {staging} differs from its source; this is a "
-                "defect of the export or of the disk"
-            )
-
-
-def _summarize(staging: Path, shards: Mapping[str, list[Entry]]) -> dict[str, Any]:
-    entries = [entry for members in shards.values() for entry in members]
-    packed = [entry for entry in entries if entry.quantized]
-    total = sum(entry.num_weights for entry in entries)
-    quantized = sum(entry.num_weights for entry in packed)
-    size = sum((staging / file).stat().st_size for file in shards)
-    types = Counter(_DTYPES[dtype] for entry in entries for dtype, _ in entry.parts.values())
-    return {
-        "bytes": size,
-        "parameters": total,
-        "quantized_parameters": quantized,
-        "quantized_bits_per_weight": (
-            8 * sum(entry.num_bytes for entry in packed) / quantized if quantized else None
-        ),
-        "whole_bits_per_weight": 8 * size / total,
-        "types": dict(types),
-    }
-
-
-def replace_folder(staging: Path, target: Path, old: Path) -> None:
-    """Renames; a folder of that name is set aside first and comes back if that fails."""
-    try:
-        if target.exists():
-            os.rename(target, old)
-        os.rename(staging, target)
-    finally:
-        if old.exists() and not target.exists():
-            os.rename(old, target)
+def copy_side_files(folder: Path, target: Path) -> None:
+    """Copies tokenizer, generation config, chat template and licences of a model folder."""
+    for path in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
+        if path.is_dir():
+            shutil.copytree(path, target / path.name)
+        else:
+            shutil.copyfile(path, target / path.name)

@@ -1,97 +1,69 @@
 """A Hugging Face Llama or Qwen2 as llama.cpp names and orders it.
 
-What differs: the names of tensors and hyperparameters; for Llama the order of the rows of the
-query and key projections (Hugging Face rotates the two halves of a head, llama.cpp's Llama
-neighbouring pairs; Qwen2 keeps the halves); Llama 3's long-context rotary factors, which
-become a tensor. With tied embeddings there is no output matrix: llama.cpp takes the embedding.
+What differs: the names of tensors and hyperparameters, which the gguf package knows; for Llama the
+order of the rows of the query and key projections (Hugging Face rotates the two halves of a head,
+llama.cpp's Llama neighbouring pairs; Qwen2 keeps the halves); Llama 3's long-context rotary
+factors, which become a tensor. With tied embeddings there is no output matrix: llama.cpp takes the
+embedding.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hestia_tune.export.gguf_blocks import import_gguf
+
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
-_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_LAYER = ("input_layernorm", *_PROJECTIONS, "post_attention_layernorm", *_MLP)
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-@dataclass(frozen=True)
 class LlamaModel:
-    """What a config means for llama.cpp; ``config`` is the parsed ``config.json``.
+    """What a config means for llama.cpp.
+
+    Args:
+        config: the parsed ``config.json``.
+
+    Attributes:
+        architecture: "llama" or "qwen2".
+        heads: query heads, key heads.
+        head_dim: size of each.
+        rope: the rotary settings, of ``rope_parameters`` (transformers 5) or the older keys.
 
     Raises:
         ValueError: on an architecture, an activation or a rotary scaling that llama.cpp's Llama
             and Qwen2 do not have, or that is not translated here.
     """
 
-    config: Mapping[str, Any]
-
-    def __post_init__(self):
-        names = self.config.get("architectures") or []
+    def __init__(self, config: Mapping[str, Any]):
+        names = config.get("architectures") or []
         if len(names) != 1 or names[0] not in _ARCHITECTURES:
             raise ValueError(
                 f"GGUF export knows the architectures {', '.join(_ARCHITECTURES)}; got {names}; "
                 "export to another format"
             )
-        activation = self.config.get("hidden_act", "silu")
+        activation = config.get("hidden_act", "silu")
         if activation != "silu":
             raise ValueError(f'llama.cpp computes hidden_act "silu"; got {activation!r}')
-        if self.config.get("use_sliding_window"):
+        if config.get("use_sliding_window"):
             raise ValueError("llama.cpp's Qwen2 has no sliding window; got use_sliding_window true")
-        self.rope_type()
-
-    @property
-    def architecture(self) -> str:
-        return _ARCHITECTURES[self.config["architectures"][0]]
-
-    @property
-    def tied(self) -> bool:
-        return bool(self.config.get("tie_word_embeddings"))
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Query heads, key heads."""
-        query = self.config["num_attention_heads"]
-        return query, self.config.get("num_key_value_heads") or query
-
-    @property
-    def head_dim(self) -> int:
-        return self.config.get("head_dim") or self.config["hidden_size"] // self.heads[0]
-
-    def _rope(self) -> dict[str, Any]:
-        """The rotary settings: ``rope_parameters`` of transformers 5, or the older keys."""
-        own = {"rope_theta": self.config.get("rope_theta", 10000.0)}
-        scaling = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        return own | scaling
-
-    def rope_type(self) -> str:
-        """ "default", "linear" or "llama3"."""
-        rope = self._rope()
-        kind = rope.get("rope_type") or rope.get("type") or "default"
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in ("default", "linear", "llama3"):
             raise ValueError(
                 f'GGUF export translates the rotary scalings "linear" and "llama3"; got {kind!r}; '
                 "export to another format"
             )
-        return kind
+        self.config, self.architecture = config, _ARCHITECTURES[names[0]]
+        self.rope = {"rope_theta": config.get("rope_theta", 10000.0)} | scaling
+        self.rope["rope_type"] = kind
+        query = config["num_attention_heads"]
+        self.heads = query, config.get("num_key_value_heads") or query
+        self.head_dim = config.get("head_dim") or config["hidden_size"] // query
 
     def rope_factors(self) -> torch.Tensor | None:
         """float32 (head_dim / 2,): what llama.cpp divides the rotary frequencies by (Llama 3).
@@ -99,9 +71,9 @@ class LlamaModel:
         A wavelength below context / high_freq_factor keeps its frequency, one above context /
         low_freq_factor is slowed by ``factor``, with a linear blend of frequencies in between.
         """
-        if self.rope_type() != "llama3":
+        rope = self.rope
+        if rope["rope_type"] != "llama3":
             return None
-        rope = self._rope()
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
         wavelengths = 2 * math.pi * rope["rope_theta"] ** exponents
@@ -115,39 +87,38 @@ class LlamaModel:
         Raises:
             ValueError: on tensors that the architecture lacks, or that are missing.
         """
-        layers = range(self.config["num_hidden_layers"])
-        weights = {k: v for k, v in _TOP.items() if not (self.tied and k == "lm_head.weight")}
-        biases = {}
-        for layer in layers:
-            for theirs, ours in _IN_LAYER.items():
-                weights[f"model.layers.{layer}.{theirs}.weight"] = f"blk.{layer}.{ours}.weight"
-                if "norm" not in ours:
-                    biases[f"model.layers.{layer}.{theirs}.bias"] = f"blk.{layer}.{ours}.bias"
-        known = weights | biases
+        gguf, count = import_gguf(), self.config["num_hidden_layers"]
+        tied = bool(self.config.get("tie_word_embeddings"))
+        weights = ["model.embed_tokens.weight", "model.norm.weight"]
+        weights += [] if tied else ["lm_head.weight"]
+        layers = [f"model.layers.{layer}.{part}" for layer in range(count) for part in _LAYER]
+        weights += [f"{part}.weight" for part in layers]
+        known = weights + [f"{part}.bias" for part in layers if not part.endswith("norm")]
         # Not weights: buffers of old checkpoints, and a copy of tied embeddings.
-        unknown = [n for n in present if n not in known and "rotary_emb" not in n]
-        if self.tied:
-            unknown = [n for n in unknown if n != "lm_head.weight"]
+        skipped = {"lm_head.weight"} if tied else set()
+        unknown = [n for n in present if n not in {*known, *skipped} and "rotary_emb" not in n]
         missing = [n for n in weights if n not in present]
         if unknown or missing:
             raise ValueError(
-                f"the tensors do not match config.json ({self.architecture}, {len(layers)} "
-                f"layers); missing: {missing[:4]}, unknown: {unknown[:4]}"
+                f"the tensors do not match config.json ({self.architecture}, {count} layers); "
+                f"missing: {missing[:4]}, unknown: {unknown[:4]}"
             )
-        return {name: known[name] for name in known if name in present}
+        table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], count)
+        return {n: table.get_name(n, (".weight", ".bias")) for n in known if n in present}
 
-    def row_order(self, name: str) -> torch.Tensor | None:
-        """Rows of a Hugging Face tensor in llama.cpp's order; None if it stays as it is."""
+    def row_order(self, name: str) -> torch.Tensor | slice:
+        """Rows of a Hugging Face tensor in llama.cpp's order: an index."""
         kind = name.rsplit(".", 2)[-2]
         if self.architecture != "llama" or kind not in ("q_proj", "k_proj"):
-            return None
+            return slice(None)
         heads = self.heads[kind == "k_proj"]
         rows = torch.arange(heads * self.head_dim)
+        # (heads, 2 halves, head_dim / 2) -> (heads, head_dim / 2, pairs)
         return rows.view(heads, 2, self.head_dim // 2).transpose(1, 2).reshape(-1)
 
     def add_to(self, writer: Any) -> None:
         """Adds the hyperparameters to a ``gguf.GGUFWriter``."""
-        config, rope = self.config, self._rope()
+        config, rope = self.config, self.rope
         query_heads, key_heads = self.heads
         writer.add_block_count(config["num_hidden_layers"])
         writer.add_context_length(config["max_position_embeddings"])
@@ -161,8 +132,6 @@ class LlamaModel:
         writer.add_vocab_size(config["vocab_size"])
         writer.add_rope_dimension_count(self.head_dim)
         writer.add_rope_freq_base(rope["rope_theta"])
-        if self.rope_type() == "linear":
-            import gguf
-
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        if rope["rope_type"] == "linear":
+            writer.add_rope_scaling_type(import_gguf().RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])

@@ -8,77 +8,35 @@ error rather than a guess, because a wrong name gives other token ids without a 
                                 llama-bpe, qwen2, smollm, gpt-2
     SentencePiece BPE ("llama") pieces with U+2581 for a space and bytes as <0x00>; its merges
                                 become scores, the earlier the higher
+
+Merges and chat templates are read, and with the special tokens written, by ``gguf.SpecialVocab``.
+Which special tokens there are is decided here: it overlooks those that are no added tokens, and
+takes the flags of ``tokenizer_config.json`` over what ``tokenizer.json`` does to a text.
 """
 
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(__name__)
+from hestia_tune.export.gguf_blocks import import_gguf
 
-# Token types of GGUF.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+log = logging.getLogger(__name__)
 
 _SPLIT_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLIT_NAMES = {_SPLIT_WORDS % r"\p{N}{1,3}": "llama-bpe", _SPLIT_WORDS % r"\p{N}": "qwen2"}
-_SPECIAL = ("bos", "eos", "unk", "pad")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """What GGUF says about a tokenizer.
-
-    Attributes:
-        model: "gpt2" or "llama", GGUF's names of the two families.
-        pre: name of the rule that cuts text into words.
-        tokens, types, scores: one per id; scores are empty for "gpt2".
-        merges: "left right", for "gpt2".
-        special: "bos", "eos", "unk", "pad" to the id, those that exist.
-        add_bos, add_eos, add_space_prefix: what the tokenizer adds to a text by itself.
-        chat_template: Jinja source or None.
-    """
-
-    model: str
-    pre: str
-    tokens: list[str]
-    types: list[int]
-    scores: list[float] = field(default_factory=list)
-    merges: list[str] = field(default_factory=list)
-    special: dict[str, int]
-    add_bos: bool
-    add_eos: bool
-    add_space_prefix: bool
-    chat_template: str | None
-
-    def add_to(self, writer: Any) -> None:
-        """Adds the metadata to a ``gguf.GGUFWriter``."""
-        writer.add_tokenizer_model(self.model)
-        writer.add_tokenizer_pre(self.pre)
-        writer.add_token_list(self.tokens)
-        if self.scores:
-            writer.add_token_scores(self.scores)
-        writer.add_token_types(self.types)
-        if self.merges:
-            writer.add_token_merges(self.merges)
-        for name, token_id in self.special.items():
-            getattr(writer, f"add_{name}_token_id")(token_id)
-        writer.add_add_bos_token(self.add_bos)
-        writer.add_add_eos_token(self.add_eos)
-        writer.add_add_space_prefix(self.add_space_prefix)
-        if self.chat_template:
-            writer.add_chat_template(self.chat_template)
-
-
-def read_vocabulary(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary of a Hugging Face folder.
+def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    """Adds the tokenizer of a Hugging Face folder to a ``gguf.GGUFWriter``.
 
     Args:
+        writer: gets family, rule of cutting text, tokens with their types (and scores or merges),
+            special tokens, what is added to a text, and the chat template.
         folder: with ``tokenizer.json``; ``tokenizer_config.json`` names the special tokens, and
             ``config`` gives the ids of those that it leaves out.
         config: the model's; ids up to its ``vocab_size`` without a token are filled up as unused.
@@ -93,48 +51,28 @@ def read_vocabulary(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
             f"a GGUF file carries its tokenizer, and {file} does not exist; copy the tokenizer of "
             "the pretrained model into the folder"
         )
-    tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    settings = _read_json(folder / "tokenizer_config.json")
-    model = tokenizer["model"]
-    if model.get("type", "BPE") != "BPE":
+    tokenizer, settings = _read_json(file), _read_json(folder / "tokenizer_config.json")
+    if (kind := tokenizer["model"].get("type", "BPE")) != "BPE":
         raise ValueError(
-            f"GGUF export knows BPE tokenizers; {file} is of type {model.get('type')!r}; "
-            "export to another format"
+            f"GGUF export knows BPE tokenizers; {file} is of type {kind!r}; export to another "
+            "format"
         )
+    is_sentencepiece = _is_sentencepiece(tokenizer)
     tokens, types = _tokens(tokenizer, settings, config["vocab_size"], file)
-    ids = {token: index for index, token in enumerate(tokens)}
-    add_bos, add_eos = _template_additions(tokenizer, settings)
-    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-    common = {
-        "special": _special_ids(settings, config, ids),
-        "add_bos": add_bos,
-        "add_eos": add_eos,
-        "chat_template": _chat_template(folder, settings),
-    }
-    if _is_sentencepiece(tokenizer):
-        for index, token in enumerate(tokens):
-            if types[index] == NORMAL and len(token) == 6 and token.startswith("<0x"):
-                types[index] = BYTE
-        if model.get("unk_token") in ids:
-            types[ids[model["unk_token"]]] = UNKNOWN
-        return Vocabulary(
-            model="llama",
-            pre="default",
-            tokens=tokens,
-            types=types,
-            scores=_scores(tokens, types, merges),
-            add_space_prefix=_adds_space_prefix(tokenizer),
-            **common,
-        )
-    return Vocabulary(
-        model="gpt2",
-        pre=_pre_tokenizer_name(tokenizer, file),
-        tokens=tokens,
-        types=types,
-        merges=[" ".join(merge) for merge in merges],
-        add_space_prefix=False,
-        **common,
-    )
+    special = import_gguf().SpecialVocab(folder, load_merges=True, special_token_types=())
+    writer.add_tokenizer_model("llama" if is_sentencepiece else "gpt2")
+    writer.add_tokenizer_pre("default" if is_sentencepiece else _split_name(tokenizer, file))
+    writer.add_token_list(tokens)
+    if is_sentencepiece:
+        writer.add_token_scores(_scores(tokens, types, special.merges))
+        special.merges, special.load_merges = [], False
+    writer.add_token_types(types)
+    special.special_token_ids = _special_ids(settings, config, tokens)
+    special.add_special_token = _added_to_a_text(tokenizer, settings)
+    if (template := folder / "chat_template.jinja").is_file():  # before the tokenizer's own
+        special.chat_template = template.read_text(encoding="utf-8")
+    special.add_to_gguf(writer, quiet=True)
+    writer.add_add_space_prefix(is_sentencepiece and _adds_space_prefix(tokenizer))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -145,21 +83,27 @@ def _tokens(
     tokenizer: dict, settings: dict, vocab_size: int, file: Path
 ) -> tuple[list[str], list[int]]:
     """Token and type of every id below ``vocab_size``."""
-    by_id = {index: (token, NORMAL) for token, index in tokenizer["model"]["vocab"].items()}
-    added = {token["id"]: token for token in tokenizer.get("added_tokens", [])}
-    for index, token in settings.get("added_tokens_decoder", {}).items():
-        added.setdefault(int(index), token)
+    kinds, model = import_gguf().TokenType, tokenizer["model"]
+    by_id = {index: (token, kinds.NORMAL) for token, index in model["vocab"].items()}
+    added = {int(index): token for index, token in settings.get("added_tokens_decoder", {}).items()}
+    added |= {token["id"]: token for token in tokenizer.get("added_tokens", [])}
     for index, token in added.items():
-        by_id[index] = (token["content"], CONTROL if token.get("special") else USER_DEFINED)
+        kind = kinds.CONTROL if token.get("special") else kinds.USER_DEFINED
+        by_id[index] = (token["content"], kind)
+    if _is_sentencepiece(tokenizer):
+        for index, (token, kind) in by_id.items():
+            if token == model.get("unk_token"):
+                by_id[index] = (token, kinds.UNKNOWN)
+            elif kind == kinds.NORMAL and len(token) == 6 and token.startswith("<0x"):
+                by_id[index] = (token, kinds.BYTE)
     if max(by_id) >= vocab_size:
         raise ValueError(
             f"the model has {vocab_size} token ids, {file} has one up to {max(by_id)}; take the "
             "tokenizer that belongs to the model"
         )
-    missing = vocab_size - len(by_id)
-    if missing:
+    if missing := vocab_size - len(by_id):
         log.info("%d ids of the model have no token; GGUF lists them as unused", missing)
-    filled = [by_id.get(index, (f"[PAD{index}]", UNUSED)) for index in range(vocab_size)]
+    filled = [by_id.get(index, (f"[PAD{index}]", kinds.UNUSED)) for index in range(vocab_size)]
     return [token for token, _ in filled], [kind for _, kind in filled]
 
 
@@ -181,22 +125,18 @@ def _is_sentencepiece(tokenizer: dict) -> bool:
 
 def _adds_space_prefix(tokenizer: dict) -> bool:
     normalizers = _steps(tokenizer.get("normalizer"), "Sequence", "normalizers")
-    if any(step["type"] == "Prepend" for step in normalizers):
-        return True
-    return any(step.get("prepend_scheme", "always") != "never" for step in _pre_steps(tokenizer))
+    return any(step["type"] == "Prepend" for step in normalizers) or any(
+        step.get("prepend_scheme", "always") != "never" for step in _pre_steps(tokenizer)
+    )
 
 
-def _scores(tokens: list[str], types: list[int], merges: list[tuple[str, ...]]) -> list[float]:
+def _scores(tokens: list[str], types: list[int], merges: list[str]) -> list[float]:
     """Minus the rank of the first merge that makes the token; 0 for those that no merge makes."""
-    rank: dict[str, int] = {}
-    for index, merge in enumerate(merges):
-        rank.setdefault("".join(merge), index)
-    unreachable = [
-        t
-        for t, k in zip(tokens, types, strict=True)
-        if k == NORMAL and len(t) > 1 and t not in rank
-    ]
-    if unreachable:
+    made = [merge.replace(" ", "", 1) for merge in merges]
+    rank = {token: index for index, token in reversed([*enumerate(made)])}
+    normal = import_gguf().TokenType.NORMAL
+    pieces = [t for t, kind in zip(tokens, types, strict=True) if kind == normal and len(t) > 1]
+    if unreachable := [piece for piece in pieces if piece not in rank]:
         log.warning(
             "%d pieces are the result of no merge (%s, ...); llama.cpp may still use them",
             len(unreachable),
@@ -205,7 +145,7 @@ def _scores(tokens: list[str], types: list[int], merges: list[tuple[str, ...]]) 
     return [-float(rank.get(token, 0)) for token in tokens]
 
 
-def _pre_tokenizer_name(tokenizer: dict, file: Path) -> str:
+def _split_name(tokenizer: dict, file: Path) -> str:
     steps = _pre_steps(tokenizer)
     kinds = [step["type"] for step in steps]
     if kinds and kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
@@ -225,35 +165,22 @@ def _pre_tokenizer_name(tokenizer: dict, file: Path) -> str:
     )
 
 
-def _template_additions(tokenizer: dict, settings: dict) -> tuple[bool, bool]:
-    """Whether the tokenizer puts a special token before a text, and one after it."""
+def _added_to_a_text(tokenizer: dict, settings: dict) -> dict[str, bool]:
+    """Whether the tokenizer puts a special token before a text ("bos"), and one after it."""
     for step in _steps(tokenizer.get("post_processor"), "Sequence", "processors"):
         if step["type"] == "TemplateProcessing":
             special = ["SpecialToken" in part for part in step["single"]]
-            return special[0], special[-1]
-    return bool(settings.get("add_bos_token")), bool(settings.get("add_eos_token"))
+            return {"bos": special[0], "eos": special[-1]}
+    return {kind: bool(settings.get(f"add_{kind}_token")) for kind in ("bos", "eos")}
 
 
-def _special_ids(settings: dict, config: Mapping[str, Any], ids: dict[str, int]) -> dict[str, int]:
-    special = {}
-    for name in _SPECIAL:
-        token = settings.get(f"{name}_token")
+def _special_ids(settings: dict, config: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:
+    """Kind of a special token -> its id, for those that exist."""
+    ids, special = {token: index for index, token in enumerate(tokens)}, {}
+    for kind in ("bos", "eos", "unk", "pad"):
+        token, token_id = settings.get(f"{kind}_token"), config.get(f"{kind}_token_id")
         token = token["content"] if isinstance(token, dict) else token
-        token_id = ids.get(token)
-        if token_id is None:
-            token_id = config.get(f"{name}_token_id")
-            token_id = token_id[0] if isinstance(token_id, list) else token_id
-        if token_id is not None:
-            special[name] = int(token_id)
+        token_id = token_id[0] if isinstance(token_id, list) else token_id
+        if (token_id := ids.get(token, token_id)) is not None:
+            special[kind] = int(token_id)
     return special
-
-
-def _chat_template(folder: Path, settings: dict) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several by name
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        template = by_name.get("default")
-    return template

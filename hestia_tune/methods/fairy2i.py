@@ -123,10 +123,11 @@ def _scales(z: Complex, over_rows: bool, total: Total | None = None) -> Complex:
         sums = sums if total is None else total(sums)
     means = sums[0] / sums[2].clamp(min=1.0), sums[1] / sums[3].clamp(min=1.0)
     poison = (means[0] + means[1]) * 0.0  # not finite on one axis: NaN on both
-    return tuple(
+    s_re, s_im = (
         round_to_bfloat16((mean.clamp(min=SCALE_EPS) + poison).to(torch.float32)).to(hi.dtype)
         for mean in means
     )
+    return s_re, s_im
 
 
 def _digits(z: Complex) -> Complex:
@@ -214,7 +215,7 @@ class Fairy2iMethod(Method):
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
         check_even(in_features, out_features, name)
         columns = in_features // 2
-        if self.granularity != "tensor" and columns % self.granularity:
+        if isinstance(self.granularity, int) and columns % self.granularity:
             usable = [g for g in range(16, columns + 1, 16) if columns % g == 0]
             sizes = "".join(f"{g}, " for g in [*usable, *([columns] if columns % 16 else [])])
             raise ValueError(

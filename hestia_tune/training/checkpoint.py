@@ -9,10 +9,8 @@ A run that is killed while writing leaves only a folder with a temporary name, w
 removes. On several nodes the folder must be on a shared file system.
 """
 
-import hashlib
 import json
 import random
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,25 +28,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-_STEP_FOLDER = re.compile(r"step_(\d+)")
-META_FILE = "meta.json"
+from hestia_tune.models.checkpoints import META_FILE, complete_checkpoints, digest, read_meta
+from hestia_tune.modules import plain_shard
 
-
-def digest(value: Any) -> str:
-    """A short digest of anything JSON holds."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every complete checkpoint in ``folder``, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = []
-    for path in folder.iterdir():
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match and (path / META_FILE).is_file():
-            found.append((int(match.group(1)), path))
-    return sorted(found)
+__all__ = [
+    "complete_checkpoints",
+    "digest",
+    "load_checkpoint",
+    "load_rank_state",
+    "random_state",
+    "read_meta",
+    "save_checkpoint",
+    "set_random_state",
+]
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -95,8 +87,7 @@ def save_checkpoint(
             shutil.rmtree(leftover)
         temporary.mkdir()
     dist.barrier()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(temporary))
+    dcp.save(_state(model, optimizer), checkpoint_id=str(temporary))
     torch.save(dict(rank_state), temporary / f"rank_{dist.get_rank()}.pt")
     dist.barrier()
     if is_first:
@@ -117,9 +108,11 @@ def save_checkpoint(
     return final
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint."""
-    return json.loads((path / META_FILE).read_text(encoding="utf-8"))
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Latent weights and optimizer state by name, as plain shards that share the model's memory."""
+    weights, moments = get_state_dict(model, optimizer)
+    plain = {key: plain_shard(value) for key, value in weights.items()}
+    return {"model": plain, "optimizer": moments}
 
 
 def load_rank_state(path: Path, rank: int) -> dict[str, Any]:
@@ -129,8 +122,7 @@ def load_rank_state(path: Path, rank: int) -> dict[str, Any]:
 
 def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
     """Restores model and optimizer in place, on any number of ranks. Collective."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=str(path))
     set_state_dict(
         model,

@@ -127,7 +127,7 @@ class HestiaQATRecipe(RecipeSetup):
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
         sharded.pull_back(quantized_linears(self._model).values())
-        grad_norm = self._clip_gradients()
+        grad_norm = self.clip_gradients()
         self._learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -223,7 +223,8 @@ class HestiaQATRecipe(RecipeSetup):
         loss = self._loss_fn(logits, labels)
         return loss * count, count
 
-    def _clip_gradients(self) -> float | None:
+    def clip_gradients(self) -> float | None:
+        """The norm of the gradient before clipping; None if it is not clipped. Collective."""
         if self._clip_grad_norm is None:
             return None
         norm = torch.nn.utils.clip_grad_norm_(
@@ -304,14 +305,13 @@ class HestiaQATRecipe(RecipeSetup):
                 "identity": self._identity,
                 "validation_losses": self.validation_losses,
                 "tokens_seen": self.tokens_seen,
-                "num_workers": self.cfg.num_workers,
             },
             keep_last=self.options.keep_last_checkpoints,
         )
 
     def _finish(self) -> None:
         """Writes the hard model, the results and the curves."""
-        state = hard_state_dict(self._model, self._dtype)
+        state = hard_state_dict(self._model)
         description = {
             "hestia_tune": hestia_tune.__version__,
             "step": self.global_step,
@@ -366,10 +366,14 @@ class HestiaQATRecipe(RecipeSetup):
         order = (PRETRAINED, self._naive, HARD)
         return {k: self.validation_losses[k] for k in order if k in self.validation_losses}
 
-    def cleanup(self) -> None:
-        """Lets go of everything that holds the process group, and ends it once all are here."""
+    def release(self) -> None:
+        """Lets go of the model and the logger; the process group stays, for another recipe."""
         torch.distributed.barrier()
         self._model = self._optimizer = None
         if self._is_rank_zero:
             self._metric_logger.close()
+
+    def cleanup(self) -> None:
+        """`release`, and the end of the process group once all ranks are here."""
+        self.release()
         end_process_group()

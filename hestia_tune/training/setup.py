@@ -101,10 +101,13 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             ignore_index=self._loss_fn.ignore_index,
             rank=self.rank,
             world_size=self.world_size,
-            device=self._device,
             seed=self.seed,
         )
         self.total_steps = self.data.total_steps
+        if resume_path is not None:  # at once: a stream cannot go on on other ranks
+            same_ranks = resume_meta["world_size"] == self.world_size
+            rank_state = checkpoint.load_rank_state(resume_path, self.rank * same_ranks)
+            self.data.restore(rank_state["dataloader"])
 
         plain = build.plain_on_meta(cfg.model)
         state = on_first_rank(lambda: self.read_pretrained(plain, artifact), share=False) or {}
@@ -141,7 +144,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self._lr_scheduler = self._setup_lr_scheduler(cfg.lr_scheduler, self.total_steps, -1)
         self._profiler = self._setup_profiler(cfg.profiler)
         if resume_path is not None:
-            self._resume(resume_path, resume_meta)
+            self._resume(resume_path, resume_meta, rank_state)
         if self._is_rank_zero:
             if resume_path is None:  # an earlier run's, and only now that nothing can fail any more
                 for name in ("checkpoints", "hard_model", "results.json", "curves.png"):
@@ -293,17 +296,13 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             optimizer.add_param_group({"params": methods, "weight_decay": 0.0, **rate})
         return optimizer
 
-    def _resume(self, path: Path, meta: dict[str, Any]) -> None:
+    def _resume(self, path: Path, meta: dict[str, Any], rank_state: dict[str, Any]) -> None:
         checkpoint.load_checkpoint(path, model=self._model, optimizer=self._optimizer)
-        # A set that resumes on another number of ranks has one position for all of them.
-        same_ranks = meta["world_size"] == self.world_size
-        rank_state = checkpoint.load_rank_state(path, self.rank if same_ranks else 0)
         self.global_step, self.epochs_run = meta["step"], rank_state["epoch"]
         self.tokens_seen = meta.get("tokens_seen", 0)
         self.validation_losses = dict(meta["validation_losses"])
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(rank_state["lr_scheduler"])
-        self.data.restore(rank_state["dataloader"])
-        if same_ranks:
+        if meta["world_size"] == self.world_size:
             self._restored_random_state = rank_state["random"]
         utils.log_rank_zero(log, f"Resumed from {path} at step {self.global_step}")

@@ -5,26 +5,27 @@ import numpy as np
 import pytest
 import torch
 
+from hestia_tune.export.gguf import packed_entry
 from hestia_tune.export.gguf_blocks import (
     BLOCK_TYPES,
     FP16_MAX,
     FP16_MIN_NORMAL,
-    block_scales,
     choose_block_type,
-    split_ternary,
     to_fp16_scales,
 )
+from hestia_tune.export.source import split_hard
 from hestia_tune.functional import hard_ternary, ternary_codes
 
 NAMES = tuple(BLOCK_TYPES)
 
 
-def random_blocks(name: str, seed: int, count: int = 40) -> tuple[np.ndarray, np.ndarray]:
+def random_rows(name: str, seed: int, rows: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of rows of two blocks each, and a scale for each block."""
     generator = np.random.default_rng(seed)
-    codes = generator.integers(-1, 2, (count, BLOCK_TYPES[name].block), dtype=np.int8)
+    codes = generator.integers(-1, 2, (rows, 2 * BLOCK_TYPES[name].block), dtype=np.int8)
     codes[:3] = np.array([[-1], [0], [1]])
-    scales = generator.uniform(0.001, 2, count).astype(np.float16)
-    scales[1] = 0
+    scales = generator.uniform(0.001, 2, (rows, 2)).astype(np.float16)
+    scales[1, 1] = 0
     return codes, scales
 
 
@@ -58,38 +59,37 @@ def slow_decode(name: str, block: bytes) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_packing_has_an_exact_inverse(name, seed):
     block_type = BLOCK_TYPES[name]
-    codes, scales = random_blocks(name, seed)
+    codes, scales = random_rows(name, seed)
     data = block_type.pack(codes, scales)
-    assert data.dtype == np.uint8 and data.shape == (len(codes), block_type.num_bytes)
-    found_codes, found_scales = block_type.unpack(data)
-    assert found_codes.dtype == np.int8 and found_scales.dtype == np.float16
-    assert np.array_equal(found_codes, codes) and np.array_equal(found_scales, scales)
+    assert data.dtype == np.uint8 and data.shape == (len(codes), 2, block_type.num_bytes)
+    found = block_type.unpack(data.reshape(len(codes), -1))
+    assert found.dtype == np.float32
+    assert np.array_equal(found, codes * scales.astype(np.float32).repeat(block_type.block, 1))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packing_is_ggmls_layout(name):
     block_type = BLOCK_TYPES[name]
-    codes, scales = random_blocks(name, seed=7)
-    for row, block in enumerate(block_type.pack(codes, scales)):
-        assert slow_decode(name, bytes(block)) == codes[row].tolist()
-        scale = bytes(block[:2] if name.startswith("Q") else block[-2:])
-        assert np.frombuffer(scale, "<f2")[0] == scales[row]
+    codes, scales = random_rows(name, seed=7)
+    blocks = block_type.pack(codes, scales).reshape(-1, block_type.num_bytes)
+    codes = codes.reshape(len(blocks), -1)
+    for codes_of_block, scale, block in zip(codes, scales.reshape(-1), blocks, strict=True):
+        assert slow_decode(name, bytes(block)) == codes_of_block.tolist()
+        found = bytes(block[:2] if name.startswith("Q") else block[-2:])
+        assert np.frombuffer(found, "<f2")[0] == scale  # a block of zeros keeps its row's too
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "TQ1_0", "TQ2_0"])
-def test_the_gguf_package_reads_the_blocks(name):
-    codes, scales = random_blocks(name, seed=11)
-    data = BLOCK_TYPES[name].pack(codes, scales)
+def test_the_gguf_package_knows_the_types(name):
     quant_type = gguf.GGMLQuantizationType[name]
     assert quant_type == BLOCK_TYPES[name].ggml_id
+    assert gguf.LlamaFileType[f"MOSTLY_{name}"] == BLOCK_TYPES[name].file_type
     expected_size = (BLOCK_TYPES[name].block, BLOCK_TYPES[name].num_bytes)
     assert gguf.GGML_QUANT_SIZES[quant_type] == expected_size
-    found = gguf.quants.dequantize(data, quant_type)
-    assert np.array_equal(found, codes * scales.astype(np.float32)[:, None])
 
 
 def test_types_stand_smallest_first():
-    bits = [block_type.bits_per_weight for block_type in BLOCK_TYPES.values()]
+    bits = [8 * kind.num_bytes / kind.block for kind in BLOCK_TYPES.values()]
     assert bits == sorted(bits) == [1.6875, 2.0625, 2.25, 4.5]
 
 
@@ -100,45 +100,53 @@ def test_split_recovers_codes_and_scales(dtype, group_size, seed):
     torch.manual_seed(seed)
     latent = torch.randn(12, 256) * 0.03
     hard = hard_ternary(latent, group_size=group_size).to(dtype)
-    codes, scales = split_ternary(hard, group_size)
+    codes, scales = split_hard(hard, group_size, "layer")
     expected_codes, expected_scales = ternary_codes(latent, group_size=group_size)
     assert codes.dtype == torch.int8 and torch.equal(codes, expected_codes)
-    assert scales.dtype == torch.float32 and torch.equal(scales, expected_scales.float())
-    for block_type in BLOCK_TYPES.values():
-        if not block_type.fits(256, group_size):
-            continue
-        per_block = block_scales(scales, hard.shape, block_type.block)
-        assert per_block.shape == (12, 256 // block_type.block)
-        rebuilt = codes.unflatten(1, (-1, block_type.block)) * per_block[..., None]
-        assert torch.equal(rebuilt.flatten(1), hard.float())
+    assert scales.dtype == torch.bfloat16 and torch.equal(scales, expected_scales)
+    per_weight = scales.float().expand(12, -1).repeat_interleave(256 // scales.shape[1], 1)
+    assert torch.equal(codes * per_weight, hard.float())
 
 
-def test_one_row_has_scales_of_its_own():
-    hard = hard_ternary(torch.randn(1, 128), group_size=32)
-    _, scales = split_ternary(hard, 32)
-    assert torch.equal(block_scales(scales, hard.shape, 32), scales)
+@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, "channel", "tensor"])
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_stand_in_every_block_of_their_group(name, group_size, rows):
+    torch.manual_seed(0)
+    kind, hard = BLOCK_TYPES[name], hard_ternary(torch.randn(rows, 512), group_size=group_size)
+    order = torch.randperm(rows)
+    if not kind.fits(512, group_size):
+        with pytest.raises(ValueError, match=f"layer .* does not fit {name}"):
+            choose_block_type((name,), 512, group_size, "layer")
+        return
+    entry = packed_entry(hard, kind, group_size, order, "layer")
+    assert entry.shape == hard.shape and entry.data.shape == (
+        rows,
+        512 // kind.block * kind.num_bytes,
+    )
+    assert torch.equal(torch.from_numpy(kind.unpack(entry.data)), hard[order])
 
 
 def test_a_group_of_zeros_has_scale_zero():
     hard = hard_ternary(torch.randn(4, 64), group_size=32)
     hard[2, 32:] = 0
-    codes, scales = split_ternary(hard, 32)
+    codes, scales = split_hard(hard, 32, "layer")
     assert scales[2, 1] == 0 and not codes[2, 32:].any()
-    assert torch.equal(to_fp16_scales(scales, "layer").float(), scales)
+    assert torch.equal(to_fp16_scales(scales, "layer").float(), scales.float())
 
 
 def test_split_refuses_what_is_not_ternary():
     hard = hard_ternary(torch.randn(6, 128), group_size=64)
-    with pytest.raises(ValueError, match="some_layer has the magnitudes .* group 0 of row 0"):
-        split_ternary(hard, 128, "some_layer")
-    hard[3, 70] *= 1.5
-    with pytest.raises(ValueError, match="group 1 of row 3 .*group_size 64"):
-        split_ternary(hard, 64, "some_layer")
+    with pytest.raises(ValueError, match="some_layer is not a hard weight: .* row 0, group 0"):
+        split_hard(hard, 128, "some_layer")
+    hard[3, 70] = 1.5 * hard.abs().max()
+    with pytest.raises(ValueError, match="some_layer .* group of 64.* row 3, group 1"):
+        split_hard(hard, 64, "some_layer")
     for value in (float("nan"), float("inf")):
         broken = hard_ternary(torch.randn(6, 128), group_size=64)
         broken[5, 1] = value
-        with pytest.raises(ValueError, match="group 0 of row 5"):
-            split_ternary(broken, 64)
+        with pytest.raises(ValueError, match="row 5, group 0"):
+            split_hard(broken, 64, "some_layer")
 
 
 def test_scales_are_exact_in_float16_or_refused():

@@ -132,11 +132,9 @@ def test_ternary_qwen2(tmp_path, group_size, block_type):
     assert both["types"][block_type] == 14
 
 
-@pytest.mark.parametrize("dense_type", ["F16", "BF16", "F32"])
-def test_dense_llama(tmp_path, dense_type):
+def test_dense_llama(tmp_path):
     ternarize(DEMO, tmp_path / "model", 128)
-    tolerance = 0.02 if dense_type == "BF16" else 0.002
-    compare(tmp_path / "model", {}, tolerance, dense_type=dense_type)
+    compare(tmp_path / "model", {}, 0.002)
 
 
 def test_dense_qwen2(tmp_path):
@@ -162,7 +160,7 @@ def test_rotary_scaling(tmp_path, scaling):
     ternarize(DEMO, folder, 128)
     unscaled = Reference(folder)
     edit_json(folder / "config.json", rope_scaling=scaling)
-    both = compare(folder, {}, 0.002, dense_type="F32")
+    both = compare(folder, {}, 0.002)
     ids = both["reference"].tokenizer(TEXTS[2])["input_ids"]
     scaled = both["client"].logits(ids)  # the scaling matters at all:
     assert (scaled - unscaled.logits(ids)).norm() > 0.02 * scaled.norm()
@@ -178,7 +176,7 @@ def test_biases_of_llama(tmp_path):
         bias = 0.3 * torch.randn(state[name].shape[0])
         state[name.replace(".weight", ".bias")] = bias.bfloat16()
     save_file(state, folder / "model.safetensors")
-    compare(folder, {}, 0.005, dense_type="F32")
+    compare(folder, {}, 0.005)
 
 
 @pytest.mark.parametrize("digits", [r"\p{N}", r"\p{N}{1,3}", "individual"])
@@ -187,14 +185,14 @@ def test_pre_tokenizers(tmp_path, digits):
     folder = tmp_path / "model"
     ternarize(DEMO, folder, 128)
     edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer(digits))
-    compare(folder, {}, 0.002, dense_type="F32")
+    compare(folder, {}, 0.002)
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs ../shared/models/stories260K")
 def test_sentencepiece_story(tmp_path):
     folder = tmp_path / "model"
     ternarize(STORIES, folder, "channel")
-    compare(folder, {}, 0.005, dense_type="F32")
+    compare(folder, {}, 0.005)
     state = load_file(STORIES / "model.safetensors")
     save_file(state, folder / "model.safetensors")
     both = compare(folder, {}, 0.005)

@@ -1,11 +1,14 @@
 """Tokenizers as GGUF metadata: which family, which name, which special tokens."""
 
 import json
+from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 from gguf_models import DEMO, edit_json, pre_tokenizer
 
-from hestia_tune.export.gguf_vocab import read_vocabulary
+from hestia_tune.export.gguf_vocab import add_vocabulary
 
 CONFIG = {"vocab_size": 1024, "bos_token_id": 7, "eos_token_id": [8, 9]}
 
@@ -15,6 +18,20 @@ def folder(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((DEMO / name).read_bytes())
     return tmp_path
+
+
+def read_vocabulary(folder: Path, config: dict) -> dict[str, Any]:
+    """What goes into the file, by key without its beginning."""
+    writer = gguf.GGUFWriter(None, "llama")
+    add_vocabulary(writer, folder, config)
+    (data,) = writer.kv_data
+    return {
+        key.removeprefix("tokenizer.").removeprefix("ggml."): v.value for key, v in data.items()
+    }
+
+
+def special_ids(vocabulary: dict[str, Any]) -> dict[str, int]:
+    return {key[:-9]: value for key, value in vocabulary.items() if key.endswith("_token_id")}
 
 
 def template(*parts: str) -> dict:
@@ -35,8 +52,8 @@ def template(*parts: str) -> dict:
 def test_names_of_pre_tokenizers(folder, digits, name):
     edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer(digits))
     vocabulary = read_vocabulary(folder, CONFIG)
-    assert (vocabulary.model, vocabulary.pre) == ("gpt2", name)
-    assert not vocabulary.scores and len(vocabulary.merges) == 767
+    assert (vocabulary["model"], vocabulary["pre"]) == ("gpt2", name)
+    assert "scores" not in vocabulary and len(vocabulary["merges"]) == 767
 
 
 @pytest.mark.parametrize(
@@ -76,15 +93,15 @@ def test_what_is_added_to_a_text(folder, processor, flags, expected):
     edit_json(folder / "tokenizer.json", post_processor=processor)
     edit_json(folder / "tokenizer_config.json", **flags)
     vocabulary = read_vocabulary(folder, CONFIG)
-    assert (vocabulary.add_bos, vocabulary.add_eos) == expected
+    assert (vocabulary["add_bos_token"], vocabulary["add_eos_token"]) == expected
 
 
 def test_special_ids_come_from_the_tokenizer_then_from_the_config(folder):
-    assert read_vocabulary(folder, CONFIG).special == {"bos": 0, "eos": 0, "pad": 0}
+    assert special_ids(read_vocabulary(folder, CONFIG)) == {"bos": 0, "eos": 0, "padding": 0}
     edit_json(folder / "tokenizer_config.json", eos_token={"content": "!"}, pad_token=None)
-    assert read_vocabulary(folder, CONFIG).special == {"bos": 0, "eos": 1}
+    assert special_ids(read_vocabulary(folder, CONFIG)) == {"bos": 0, "eos": 1}
     (folder / "tokenizer_config.json").unlink()
-    assert read_vocabulary(folder, CONFIG).special == {"bos": 7, "eos": 8}
+    assert special_ids(read_vocabulary(folder, CONFIG)) == {"bos": 7, "eos": 8}
 
 
 def test_added_tokens_beyond_the_vocabulary(folder):
@@ -94,21 +111,22 @@ def test_added_tokens_beyond_the_vocabulary(folder):
     ]
     edit_json(folder / "tokenizer.json", added_tokens=added)
     vocabulary = read_vocabulary(folder, CONFIG | {"vocab_size": 1028})
-    assert vocabulary.tokens[1024:] == ["<|turn|>", "[PAD1025]", "<tool>", "[PAD1027]"]
-    assert vocabulary.types[1024:] == [3, 5, 4, 5]
+    assert vocabulary["tokens"][1024:] == ["<|turn|>", "[PAD1025]", "<tool>", "[PAD1027]"]
+    assert vocabulary["token_type"][1024:] == [3, 5, 4, 5]
     with pytest.raises(ValueError, match="1024 token ids, .* one up to 1026"):
         read_vocabulary(folder, CONFIG)
 
 
 def test_chat_templates(folder):
-    assert read_vocabulary(folder, CONFIG).chat_template is None
+    assert "chat_template" not in read_vocabulary(folder, CONFIG)
     several = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
     edit_json(folder / "tokenizer_config.json", chat_template=several)
-    assert read_vocabulary(folder, CONFIG).chat_template == "d"
+    vocabulary = read_vocabulary(folder, CONFIG)
+    assert (vocabulary["chat_template"], vocabulary["chat_template.tool"]) == ("d", "t")
     edit_json(folder / "tokenizer_config.json", chat_template="c")
-    assert read_vocabulary(folder, CONFIG).chat_template == "c"
+    assert read_vocabulary(folder, CONFIG)["chat_template"] == "c"
     (folder / "chat_template.jinja").write_text("j")
-    assert read_vocabulary(folder, CONFIG).chat_template == "j"
+    assert read_vocabulary(folder, CONFIG)["chat_template"] == "j"
 
 
 @pytest.mark.parametrize("space", ["Prepend", "Metaspace", "none"])
@@ -131,8 +149,9 @@ def test_sentencepiece(folder, space, caplog):
     tokenizer["pre_tokenizer"] = metaspace if space == "Metaspace" else None
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     vocabulary = read_vocabulary(folder, {"vocab_size": 10})
-    assert (vocabulary.model, vocabulary.tokens) == ("llama", pieces)
-    assert vocabulary.types == [2, 3, 3, 6, 1, 1, 1, 1, 1, 1]
-    assert vocabulary.scores == [0, 0, 0, 0, 0, 0, 0, 0, -1, 0]
-    assert vocabulary.add_space_prefix == (space != "none")
+    assert (vocabulary["model"], vocabulary["tokens"]) == ("llama", pieces)
+    assert vocabulary["token_type"] == [2, 3, 3, 6, 1, 1, 1, 1, 1, 1]
+    assert vocabulary["scores"] == [0, 0, 0, 0, 0, 0, 0, 0, -1, 0]
+    assert vocabulary["add_space_prefix"] == (space != "none")
+    assert "merges" not in vocabulary
     assert "1 pieces are the result of no merge (aa, ...)" in caplog.text

@@ -3,7 +3,6 @@
 import json
 import resource
 import shutil
-import weakref
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.export import folder as folder_export
-from hestia_tune.export.huggingface import write_huggingface
+from hestia_tune.export.folder import write_huggingface
 from hestia_tune.export.source import SafetensorsFolder
 
 transformers = pytest.importorskip("transformers")
@@ -73,7 +72,7 @@ def test_a_hard_model_comes_back_bit_for_bit(tmp_path, kind, group_size):
         assert torch.equal(logits(target, dtype), logits(folder, dtype))
 
 
-def test_companions_and_config(demo, tmp_path):
+def test_side_files_and_config(demo, tmp_path):
     folder, quantized = demo
     for name in ("chat_template.jinja", "LICENSE.txt", "generation_config.json"):
         (folder / name).write_text(f"{{}} {name}")
@@ -109,7 +108,9 @@ def test_companions_and_config(demo, tmp_path):
     write_huggingface(folder, tmp_path / "naive", quantized=quantized, quantize=True)
     assert not (tmp_path / "naive" / "hestia.json").exists()
     (tmp_path / "plain").mkdir()
-    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "plain" / "file").touch()
+    for made, plain in (("out", "plain"), ("out/model.safetensors", "plain/file")):
+        assert (tmp_path / made).stat().st_mode == (tmp_path / plain).stat().st_mode
 
 
 @pytest.mark.parametrize("group_size", [64, "channel", "tensor"])
@@ -239,7 +240,7 @@ def test_wrong_options(demo, tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "match"),
-    [(0.123, f"scale \\* .*{NAME} has the magnitudes .* row 5"), (float("nan"), f"finite; {NAME}")],
+    [(0.123, f"{NAME} is not a hard weight: .* row 5, group 0"), (float("nan"), f"finite; {NAME}")],
 )
 def test_weights_that_are_not_hard(demo, tmp_path, value, match):
     folder, quantized = demo
@@ -259,16 +260,16 @@ def test_integers_are_no_weights(demo, tmp_path):
 @pytest.mark.parametrize("name", [NAME, "model.embed_tokens.weight", "model.norm.weight"])
 def test_a_difference_in_the_file_is_found(demo, tmp_path, monkeypatch, name):
     folder, quantized = demo
-    write = folder_export._write_shard
+    save = folder_export.save_torch_state_dict
 
-    def flip_a_bit(path, entries, progress):
-        write(path, entries, progress)
-        state = load_file(path)
-        bits = state[name].view(-1)[-1:].view(torch.int16)
+    def flip_a_bit(state, staging, **options):
+        save(state, staging, **options)
+        written = load_file(staging / "model.safetensors")
+        bits = written[name].view(-1)[-1:].view(torch.int16)
         bits ^= 1
-        save_file(state, path)
+        save_file(written, staging / "model.safetensors")
 
-    monkeypatch.setattr(folder_export, "_write_shard", flip_a_bit)
+    monkeypatch.setattr(folder_export, "save_torch_state_dict", flip_a_bit)
     refuse(folder, tmp_path, quantized, RuntimeError, f"{name} .* differs")
 
 
@@ -288,29 +289,30 @@ def test_a_full_disk_leaves_nothing(demo, tmp_path, monkeypatch):
 
 def test_the_old_folder_comes_back_if_the_new_one_cannot_be_named(demo, tmp_path, monkeypatch):
     folder, quantized = demo
-    rename = folder_export.os.rename
 
     def fail(source, target):
-        if Path(source).name == "new":
-            raise KeyboardInterrupt
-        rename(source, target)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(folder_export.os, "rename", fail)
+    monkeypatch.setattr("hestia_tune.files.os.replace", fail)
     refuse(folder, tmp_path, quantized, KeyboardInterrupt, "^$")
 
 
-def test_one_tensor_at_a_time(demo, tmp_path, monkeypatch):
-    """Peak memory is that of a tensor: none of those read is kept."""
+def test_a_hard_model_in_bfloat16_stays_mapped(demo, tmp_path, monkeypatch):
+    """What does not change takes no memory of its own: it is written from the source's pages."""
     folder, quantized = demo
-    alive: list[weakref.ref] = []
-    read = SafetensorsFolder.read
+    read, save = SafetensorsFolder.read, folder_export.save_torch_state_dict
+    seen: dict[str, int] = {}
 
     def watched(self, name):
-        assert sum(ref() is not None for ref in alive) <= 1, name
         tensor = read(self, name)
-        alive.append(weakref.ref(tensor))
+        seen.setdefault(name, tensor.data_ptr())
         return tensor
 
+    def check(state, staging, **options):
+        assert {name: tensor.data_ptr() for name, tensor in state.items()} == seen
+        save(state, staging, **options)
+
     monkeypatch.setattr(SafetensorsFolder, "read", watched)
+    monkeypatch.setattr(folder_export, "save_torch_state_dict", check)
     write_huggingface(folder, tmp_path / "out", quantized=quantized)
-    assert len(alive) == 3 * 38
+    assert len(seen) == 38

@@ -1,0 +1,87 @@
+"""The documentation: its commands parse, its links lead somewhere, its file map is whole."""
+
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from torchtune.config._utils import _get_component_from_path
+
+from hestia_tune.commands.configs import config_path, packaged_configs
+from hestia_tune.training.options import Run
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+RECIPES = {path.stem for path in (REPOSITORY / "recipes").glob("*.py")}
+
+
+def code_of(path: Path) -> list[str]:
+    """The lines of a page's shell blocks and inline code, or of a config's header, continued lines
+    joined."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        rest = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        inline = [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", rest)]
+        text = "\n".join([*blocks, *inline])
+    else:
+        comments = (line for line in text.splitlines() if line.startswith("#"))
+        text = "\n".join(line.removeprefix("#").strip() for line in comments)
+    return re.sub(r"\\\n\s*", "", text).splitlines()
+
+
+def commands() -> list[tuple[str, str, list[str]]]:
+    """(file and command, config, overrides) of every command that names a config of the package."""
+    found = []
+    for path in [*PAGES, *packaged_configs().values()]:
+        for line in code_of(path):
+            if not re.match(r"(pip install .* && )?tune run ", line):
+                continue
+            words = shlex.split(line.partition("&& ")[2] or line, comments=True)
+            if RECIPES.isdisjoint(words) or words[words.index("--config") + 1] == "NAME":
+                continue
+            overrides = [word for word in words if "=" in word]
+            found.append((f"{path.name}: {line}", words[words.index("--config") + 1], overrides))
+    return found
+
+
+COMMANDS = commands()
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) > 40
+
+
+@pytest.mark.parametrize("name, overrides", [c[1:] for c in COMMANDS], ids=[c[0] for c in COMMANDS])
+def test_commands_parse(name, overrides):
+    assert name in packaged_configs()
+    changes = OmegaConf.from_dotlist(overrides)
+    cfg = OmegaConf.merge(OmegaConf.load(config_path(name)), changes)
+    Run.of(cfg)
+    for key in ("dataset", "quantizer"):
+        own = dict(cfg[key])
+        component = _get_component_from_path(own.pop("_component_"))
+        required = {"tokenizer": None} if key == "dataset" else {}
+        inspect.signature(component).bind(**required, **own)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+        path = page.parent / target if target else page
+        assert path.is_file(), f"{page.name} links to {target}"
+        headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}
+
+
+def test_readme_is_short_and_its_file_map_whole():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    rooms = text.partition("## Where things are")[2]
+    mapped = {name.rstrip("/") for name in re.findall(r"`([\w.]+/?)`", rooms)}
+    package = REPOSITORY / "hestia_tune"
+    python = {path.parent for path in package.glob("*/*.py")} | set(package.glob("[!_]*.py"))
+    assert {path.name for path in python} <= mapped
