@@ -80,6 +80,21 @@ def random_dataset(tokenizer, *, num: int, seq_len: int = 16, seed: int = 0) -> 
     return SequenceDataset(1 + (start + 5 * torch.arange(seq_len) + noise) % 200)
 
 
+class _HalfIgnored(SequenceDataset):
+    """Every other four samples have no token to predict."""
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        if index // 4 % 2:
+            sample["labels"] = [-100] * len(sample["labels"])
+        return sample
+
+
+def half_ignored_dataset(tokenizer, *, num: int) -> SequenceDataset:
+    """`random_dataset` of which half the batches of 4 are ignored."""
+    return _HalfIgnored(random_dataset(tokenizer, num=num).sequences)
+
+
 class SignallingLogger(DiskLogger):
     """Sends this process a signal when a given step is logged, once."""
 

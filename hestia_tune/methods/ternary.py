@@ -72,7 +72,7 @@ def _mean_scale(
         keep_ternary: take gamma itself of a group that is gamma·{-1, 0, 1} already, gamma a
             bfloat16 number. Its mean is gamma times the share of nonzeros, so that quantizing it a
             second time would shrink it. By Cauchy-Schwarz, nonzero |w| are equal where
-            (sum|w|)^2 = nonzeros·sum w^2, and float64 holds both sides exactly for a bfloat16 gamma.
+            (sum|w|)^2 = nonzeros·sum w^2; float64 holds both sides exactly for a bfloat16 gamma.
     """
     magnitude = blocks.detach().abs()
     sums = [magnitude.sum(-1, keepdim=True, dtype=torch.float64)]

@@ -87,7 +87,9 @@ class RunOptions(Section):
     convert: ConvertConfig = option(ConvertConfig())
     eval: EvalConfig = option(EvalConfig())
     tokenize: TokenizeConfig = option(TokenizeConfig())
-    dataset_val: Any = option(None, "what the losses of the results are measured on")
+    dataset_val: Any = option(
+        None, "what the losses of the results are measured on; null switches validation off"
+    )
     batch_size_val: int | None = option(None, low=1)
     run_val_every_n_steps: int | None = option(
         None, "null validates only before and after training", low=1
@@ -128,8 +130,6 @@ class RunOptions(Section):
             require_number("clip_grad_norm", self.clip_grad_norm, 0, 1e30, "null switches it off")
         if self.fsdp_cpu_offload and self.device != "cuda":
             raise ValueError(f"fsdp_cpu_offload needs device cuda; got {self.device}; leave it out")
-        if self.run_val_every_n_steps is not None and self.dataset_val is None:
-            raise ValueError("run_val_every_n_steps needs dataset_val; add one, or leave it out")
         if self.prefetch_factor is not None and self.num_workers == 0:
             raise ValueError("prefetch_factor needs num_workers; raise that, or leave it out")
         seed = self.sensitivity_estimation.seed

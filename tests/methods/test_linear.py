@@ -190,12 +190,12 @@ def test_compiled_without_bias_or_with_strided_tensors_equals_eager(compiled):
 def test_operators_keep_their_promises():
     """Schemas, and shapes and strides of the fake kernels, as torch.library checks them."""
     x, weight, bias = make_inputs(requires_grad=False)
-    scalars = TAU, PRESSURE, QUANTIZER.key()
+    scalars = TAU, PRESSURE, [], QUANTIZER.key()
     ops = torch.ops.hestia
     for op, args in (
-        (ops.linear, (x, weight, bias, *scalars)),
-        (ops.linear, (x[0, 0], weight, None, *scalars)),
-        (ops.linear, (x.permute(1, 0, 2), weight, None, *scalars)),
+        (ops.linear, (x, bias, weight, *scalars)),
+        (ops.linear, (x[0, 0], None, weight, *scalars)),
+        (ops.linear, (x.permute(1, 0, 2), None, weight, *scalars)),
         (ops.input_grad, (torch.ones(1).expand(2, 3, 48), weight, *scalars)),
         (ops.input_grad, (torch.randn(48, 3, 2).permute(2, 1, 0), weight, *scalars)),
         (ops.weight_grad, (torch.randn(48, 64), weight, *scalars)),

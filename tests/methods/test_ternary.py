@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references import eq1_scale, eq2_hard, eq7_effective, lemma1_slope
+from references import eq1_scale, eq2_hard, eq6_relaxed, eq7_effective, lemma1_slope
 
 from hestia_tune.functional import hard_ternary, relaxed_ternary, ternary_codes
 from hestia_tune.methods import TernaryMethod
@@ -52,8 +52,8 @@ def test_gradcheck_with_the_scale_held_fixed(tau, monkeypatch):
     import hestia_tune.methods.ternary as ternary
 
     w = weight(shape=(2, 8)).requires_grad_()
-    fixed = ternary._scale(w.detach().unflatten(1, (-1, 4)))
-    monkeypatch.setattr(ternary, "_scale", lambda blocks: fixed)
+    fixed = ternary._mean_scale(w.detach().unflatten(1, (-1, 4)))
+    monkeypatch.setattr(ternary, "_mean_scale", lambda *_, **__: fixed)
     assert torch.autograd.gradcheck(lambda v: relaxed_ternary(v, tau, 0.6, group_size=4), (w,))
 
 
@@ -78,7 +78,7 @@ def test_lemma_2_the_slope_concentrates_at_the_boundary():
     w = torch.cat([grid, rest.view(1, 1)], 1)
     assert method.codes(w)[1].item() == gamma
     for tau, share in ((0.03, 0.99), (0.01, 0.999999)):
-        slope = method.vjp(torch.ones_like(w), w, scalar(tau), scalar(1.0))[0, :-1]
+        slope = method.vjp(torch.ones_like(w), w, scalar(tau), scalar(1.0))[0][0, :-1]
         integral = torch.trapezoid(slope, grid[0])
         assert share * gamma < integral < gamma
 
@@ -222,3 +222,73 @@ def test_saves_only_the_weight():
 def test_errors(error, message, call):
     with pytest.raises(error, match=message):
         call(weight())
+
+
+def learned(group_size=4):
+    return TernaryMethod(group_size=group_size, scale="learned")
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.3, 2.0])
+@pytest.mark.parametrize("pressure", [0.4, 1.0])
+def test_gradients_of_a_learned_scale_are_those_of_autograd(tau, pressure):
+    """gamma = 2·sigmoid(t)·start, rounded to bfloat16 with the gradient passed as it is."""
+    w = weight(shape=(3, 8)).requires_grad_()
+    logit, start = learned().initial_parameters(w)
+    logit = (logit.double() + torch.randn(3, 2, dtype=torch.float64) * 0.3).requires_grad_()
+    start = start.double()
+    grad = torch.randn(3, 8, dtype=torch.float64)
+    exact = 2 * torch.sigmoid(logit) * start
+    rounded = exact.detach().to(torch.bfloat16).double()
+    scale = exact + (rounded - exact).detach()
+    gamma = scale.repeat_interleave(4, dim=1)
+    expected = (1 - pressure) * w + pressure * eq6_relaxed(w, gamma, tau)
+    expected.backward(grad)
+    scalars = (torch.tensor(v, dtype=torch.float64) for v in (tau, pressure))
+    parameters = (logit.detach(), start)
+    method = learned()
+    found = method.effective_weight(w.detach(), *scalars, parameters)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12)
+    scalars = (torch.tensor(v, dtype=torch.float64) for v in (tau, pressure))
+    grad_w, grad_logit, grad_start = method.vjp(grad, w.detach(), *scalars, parameters)
+    torch.testing.assert_close(grad_w, w.grad, rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(grad_logit, logit.grad, rtol=1e-7, atol=1e-10)
+    assert not grad_start.any()
+
+
+def test_a_learned_scale_starts_as_the_mean_and_is_exported():
+    w = weight(shape=(6, 8)).float()
+    method, plain = learned(), TernaryMethod(group_size=4)
+    parameters = method.initial_parameters(w)
+    assert torch.equal(method.hard(w, parameters), plain.hard(w))
+    moved = parameters[0] + 0.7, parameters[1]
+    codes, scale = method.codes(w, moved)
+    hard = method.hard(w, moved)
+    assert torch.equal((codes.unflatten(1, (-1, 4)) * scale.unsqueeze(-1)).flatten(1).float(), hard)
+    assert method.key() == "ternary, group_size=4, scale=learned"
+    assert plain.key() == "ternary, group_size=4"
+    assert type(method).from_key(method.key()) == method
+    with pytest.raises(ValueError, match="scales that lie within rows"):
+        TernaryMethod(group_size="tensor", scale="learned")
+
+
+def test_the_hard_limit_of_a_learned_scale_is_a_straight_through_rounding():
+    """At tau 0: d(gamma·round(w/gamma))/dgamma = round(z) - z, and the code where it is clipped."""
+    w = torch.tensor([[0.2, -0.7, 1.2, -3.0]], dtype=torch.float64)
+    parameters = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    zero, one = torch.tensor(0.0), torch.tensor(1.0)
+    *_, grad_logit, _ = learned().vjp(torch.ones_like(w), w, zero, one, parameters)
+    # dgamma/dt = 2·start·s·(1 - s) = 1/2 at t = 0
+    assert grad_logit.item() == pytest.approx(0.5 * (-0.2 - 0.3 - 0.2 - 1.0))
+
+
+@pytest.mark.parametrize("group_size", [4, "channel", "tensor"])
+def test_a_hard_weight_stays_as_it_is(group_size):
+    method = TernaryMethod(group_size=group_size)
+    hard = method.hard(weight(shape=(6, 8)).float())
+    assert torch.equal(method.hard(hard), hard)
+    codes, scale = method.codes(hard)
+    again = method.codes(method.hard(hard))
+    assert torch.equal(codes, again[0]) and torch.equal(scale, again[1])
+    nudged = hard.clone()
+    nudged[0, 0] = hard.abs().max() * 1.01  # no longer ternary: quantized as anything else
+    assert not torch.equal(method.hard(nudged), nudged)

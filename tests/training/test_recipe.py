@@ -9,17 +9,21 @@ import torch
 from safetensors.torch import load_file
 from tiny import (
     NUM_QUANTIZED,
+    SHAPE,
     GraphCountingLogger,
     logged,
     make_config,
     make_model_dir,
     random_dataset,
     run,
+    signal_at,
 )
 from torchtune.models.convert_weights import hf_to_tune
 
+from hestia_tune import AnnealingSchedule, HestiaQATQuantizer, ScheduleDriver
 from hestia_tune.functional import hard_ternary
-from hestia_tune.modules import quantized_linears
+from hestia_tune.models import llama
+from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 
 
@@ -160,15 +164,105 @@ def test_bfloat16_compute_keeps_float32_latents(model_dir, tmp_path):
         dtypes.update(p.dtype for p in recipe._model.parameters())
         states = recipe._optimizer.state.values()
         dtypes.update(state["exp_avg"].dtype for state in states)
-        # The hard weights come from what the forward saw: latents rounded to bfloat16.
-        weight = recipe._model.layers[0].mlp.w1.weight.full_tensor()
-        recipe.expected = hard_ternary(weight.to(torch.bfloat16), group_size=32)
+        # The hard weights come from what the forward saw: the float32 latents.
+        weight = full_tensor(recipe.model.layers[0].mlp.w1.weight)
+        recipe.expected = hard_ternary(weight, group_size=32).to(torch.bfloat16)
 
     cfg = make_config(model_dir, tmp_path, "dtype=bf16", "max_steps_per_epoch=3")
     recipe = run(cfg, before_cleanup=collect)
     assert dtypes == {torch.float32}
     state = load_file(next((tmp_path / "hard_model").glob("*.safetensors")))
     assert torch.equal(state["model.layers.0.mlp.gate_proj.weight"], recipe.expected)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [(), ("quantizer.scale=learned",), ("~group_size", "hestia_tune.Fairy2iQATQuantizer")],
+    ids=["ternary", "learned", "fairy2i"],
+)
+def test_bfloat16_gradients_stay_those_of_float32(model_dir, tmp_path, method):
+    """To the last step, where a latent on a boundary would have a slope without bound."""
+    norms = {}
+    for dtype in ("fp32", "bf16"):
+        options = [o for o in method if o.startswith("quantizer.")]
+        cfg = make_config(model_dir, tmp_path / dtype, f"dtype={dtype}", "epochs=8", *options)
+        if "~group_size" in method:
+            cfg.quantizer = {"_component_": method[1]}
+        run(cfg)
+        norms[dtype] = logged(tmp_path / dtype, "grad_norm")
+    assert len(norms["fp32"]) == 48
+    for step, norm in norms["fp32"].items():
+        assert norms["bf16"][step] < 1.5 * norm, (step, norms["bf16"][step], norm)
+
+
+def test_a_step_equals_a_loop_by_hand(model_dir, tmp_path):
+    """Against plain autograd through the effective weights, with accumulation and clipping."""
+    options = ("gradient_accumulation_steps=3", "max_steps_per_epoch=1", "lr_scheduler=null")
+    seen = {}
+
+    def keep(recipe):
+        seen["latents"] = {k: full_tensor(v) for k, v in recipe.model.state_dict().items()}
+
+    cfg = make_config(model_dir, tmp_path, *options, "shuffle=False", "clip_grad_norm=0.1")
+    run(cfg, before_cleanup=keep)
+    model = HestiaQATQuantizer(group_size=32).prepare(llama(**SHAPE))
+    state = load_file(model_dir / "model.safetensors")
+    heads = {"num_heads": SHAPE["num_heads"], "num_kv_heads": SHAPE["num_kv_heads"]}
+    model.load_state_dict(hf_to_tune(state, dim=SHAPE["embed_dim"], **heads))
+    schedule = AnnealingSchedule(1, rho=0.2, tau_init=0.3)
+    ScheduleDriver(schedule, quantized_linears(model)).set_step(0)
+    dataset = random_dataset(None, num=24)
+    tokens = torch.tensor([dataset[index]["tokens"] for index in range(12)])
+    logits = model(tokens)[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2]},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1).step()
+    assert logged(tmp_path)[1] == pytest.approx(loss.item(), rel=1e-6)
+    assert logged(tmp_path, "grad_norm")[1] == pytest.approx(norm.item(), rel=1e-5)
+    for name, value in model.state_dict().items():
+        # A step of Adam is lr times a sign where gradients are tiny: compared in the large.
+        error = (seen["latents"][name] - value).norm() / value.norm()
+        assert error < 1e-5, name
+
+
+def test_batches_without_a_token_to_predict_count_as_none(model_dir, tmp_path):
+    options = ("dataset._component_=tiny.half_ignored_dataset", "gradient_accumulation_steps=2")
+    run(make_config(model_dir, tmp_path, *options, "shuffle=False"))
+    assert all(math.isfinite(loss) for loss in logged(tmp_path).values())
+    assert set(logged(tmp_path, "tokens_seen").values()) == {60, 120, 180}
+
+
+def test_learned_scales_have_their_own_rate_and_are_resumed_and_exported(model_dir, tmp_path):
+    seen = {}
+
+    def keep(recipe):
+        layer = quantized_linears(recipe.model)["layers.0.mlp.w1"]
+        latent, parameters = layer.whole_latents()
+        seen["hard"] = layer.method.hard(latent, parameters).to(torch.bfloat16)
+        seen["logit"] = parameters[0]
+        seen["rates"] = [group["lr"] for group in recipe._optimizer.param_groups]
+        seen["decay"] = [group["weight_decay"] for group in recipe._optimizer.param_groups]
+
+    options = ("quantizer.scale=learned", "quantizer.scale_lr=0.05", "lr_scheduler=null")
+    run(make_config(model_dir, tmp_path / "whole", *options), before_cleanup=keep)
+    whole = dict(seen)
+    assert whole["rates"] == [3e-3, 3e-3, 0.05] and whole["decay"] == [0.1, 0.0, 0.0]
+    assert whole["logit"].abs().max() > 0.1
+    state = load_file(next((tmp_path / "whole" / "hard_model").glob("*.safetensors")))
+    assert torch.equal(state["model.layers.0.mlp.gate_proj.weight"], whole["hard"])
+    assert not any("scale" in name for name in state)
+    stop = signal_at(3, "SIGINT")
+    assert not run(make_config(model_dir, tmp_path / "cut", *options, *stop)).finished
+    resume = "resume_from_checkpoint=True"
+    run(make_config(model_dir, tmp_path / "cut", *options, resume), before_cleanup=keep)
+    assert torch.equal(seen["logit"], whole["logit"])
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
 
 
 def test_straight_through_is_the_schedule_without_temperature(model_dir, tmp_path):
