@@ -19,6 +19,8 @@ Scales that span ranks are sums over them (one all-reduce of a few numbers a lay
 pairs row i with row i + n/2 (Fairy2i) exchanges rows, so that each rank holds both of a pair:
 all-to-all of the shard, 4 bytes a weight there and 2 back in a refresh, 8 there and 4 back in a
 pull-back, divided by the ranks; nothing on one rank.
+
+With FSDP2's CPU offloading, rows wait on the CPU and are worked on where tau is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -140,15 +142,15 @@ def refresh(layers: Iterable[QuantizedLinear], dtype: torch.dtype) -> None:
     """
     for layer in layers:
         fake, rows = layer.weight_fake_quantizer, _Rows(layer)
-        latent = rows.to_pairs(local_rows(layer.weight))
-        parameters = [local_rows(value) for value in layer.method_parameters()]
+        latent, *parameters = (local_rows(v).to(fake.tau.device) for v in layer.latents())
         if fake.is_hard:
-            effective = layer.method.hard(latent, parameters, rows.total())
+            effective = layer.method.hard(rows.to_pairs(latent), parameters, rows.total())
         else:
             effective = layer.method.effective_weight(
-                latent, fake.tau, fake.pressure, parameters, rows.total()
+                rows.to_pairs(latent), fake.tau, fake.pressure, parameters, rows.total()
             )
-        layer.effective_rows = rows.from_pairs(effective.to(dtype))
+        effective = rows.from_pairs(effective.to(dtype))
+        layer.effective_rows = effective.to(local_rows(layer.weight).device)
 
 
 def reshard(model: nn.Module) -> None:
@@ -172,23 +174,24 @@ def pull_back(layers: Iterable[QuantizedLinear]) -> None:
         seen.add(id(layer.weight))
         fake, rows = layer.weight_fake_quantizer, _Rows(layer)
         grad = local_rows(layer.weight.grad)
-        parameters = layer.method_parameters()
+        latent, *parameters = (local_rows(v).to(fake.tau.device) for v in layer.latents())
         pulled, *others = layer.method.vjp(
-            rows.to_pairs(grad),
-            rows.to_pairs(local_rows(layer.weight)),
+            rows.to_pairs(grad.to(fake.tau.device)),
+            rows.to_pairs(latent),
             fake.tau,
             fake.pressure,
-            [local_rows(value) for value in parameters],
+            parameters,
             rows.total(),
         )
         grad.copy_(rows.from_pairs(pulled))
-        _set_gradients(parameters, others)
+        _set_gradients(layer.method_parameters(), others)
 
 
 def _set_gradients(parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
     for parameter, grad in zip(parameters, grads, strict=True):
         if not parameter.requires_grad:
             continue
+        grad = grad.to(parameter.device)
         if isinstance(parameter, DTensor):
             spec = parameter.device_mesh, parameter.placements
             grad = DTensor.from_local(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from hestia_tune import Fairy2iQATQuantizer, HestiaQATQuantizer, quantized_linears
 from hestia_tune.modules import full_tensor
@@ -147,6 +147,8 @@ def as_rank(rank: int, world: int, port: str, path: Path) -> None:
         kept = train(name, torch.float32, sharded=True, reshard_after_forward=False)
         results[name, "kept"] = kept
         results[name, "bf16"] = train(name, torch.bfloat16, sharded=True)
+        offload = CPUOffloadPolicy(pin_memory=False)
+        results[name, "offload"] = train(name, torch.float32, True, offload_policy=offload)
     if rank == 0:
         torch.save(results, path)
     dist.barrier()
@@ -169,6 +171,7 @@ def test_shards_equal_the_whole(sharded, name, world):
     reference = train(name, torch.float32, sharded=False)
     assert_same(reference, sharded[world][name], 2e-5)
     assert_same(reference, sharded[world][name, "kept"], 2e-5)
+    assert_same(reference, sharded[world][name, "offload"], 2e-5)
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
@@ -184,3 +187,33 @@ def test_hard_equals_converted(sharded, name, world, dtype):
     """Zero difference between the sharded model, hard, and the converted one in the dtype."""
     *_, hard, plain = sharded[world][(name, dtype) if dtype else name]
     assert torch.equal(hard, plain)
+
+
+def test_tied_weights():
+    """Two quantized linears may share a weight; with anything else a weight cannot be shared."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    HestiaQATQuantizer(group_size=4, include=["*"]).prepare(model)
+    quantize_shards(model)
+    assert model[0].weight is model[1].weight
+    assert type(model[0].weight.data).__name__ == "LatentShard"
+    tied = nn.ModuleDict({"embedding": nn.Embedding(4, 4), "head": nn.Linear(4, 4, bias=False)})
+    tied["head"].weight = tied["embedding"].weight
+    HestiaQATQuantizer(group_size=4, include=["head"]).prepare(tied)
+    with pytest.raises(ValueError, match="embedding.weight is the weight of a quantized linear"):
+        quantize_shards(tied)
+
+
+def test_rounded_latents_are_refused():
+    """FSDP2's mixed precision would hand them over; a model that is cast as a whole is another."""
+    model, _ = prepared("channel")
+    layer = next(iter(quantized_linears(model).values()))
+    x = torch.randn(2, layer.in_features)
+    layer(x)
+    rounded = layer.weight.detach().bfloat16()
+    latent, layer.weight = layer.weight, nn.Parameter(rounded)
+    with pytest.raises(ValueError, match="quantize_shards"):
+        layer(x.bfloat16())
+    layer.weight = latent
+    model.bfloat16()
+    assert layer(x.bfloat16()).dtype == torch.bfloat16

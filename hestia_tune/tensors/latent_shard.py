@@ -86,7 +86,7 @@ class LatentShard(torch.Tensor):
         mp_policy: MixedPrecisionPolicy,
     ):
         """What FSDP2 gathers: the effective rows that `refresh` has made, padded as it needs."""
-        effective = module.effective_rows
+        effective = module.effective_rows.to(self.device)
         padded = -(-outer_size[0] // mesh.size())
         if effective.shape[0] < padded:
             missing = padded - effective.shape[0]
