@@ -32,7 +32,7 @@ def test_llama_equals_transformers(tmp_path):
 
 
 def test_llama_refuses_heads_that_do_not_divide():
-    with pytest.raises(ValueError, match="must divide"):
+    with pytest.raises(ValueError, match="must be divisible"):
         llama(**SHAPE | {"num_heads": 5})
 
 
