@@ -3,7 +3,7 @@
 Every format is written from the hard model's Hugging Face folder, tensor by tensor. A model that
 was not trained is made hard first, by the method of the config, in a folder that is deleted at the
 end (or is the ``huggingface`` format). Only a method whose codes do not follow from hard weights is
-packed from latent weights, which the newest checkpoint of the run holds. Everything that can be
+packed from latent weights, which the last checkpoint of the run holds. Everything that can be
 refused is refused before anything is written.
 """
 
@@ -20,9 +20,7 @@ import hestia_tune
 from hestia_tune.export import write_compressed_tensors, write_gguf, write_huggingface
 from hestia_tune.export.folder import DESCRIPTION_FILE
 from hestia_tune.files import require_writable_dir, write_atomically
-from hestia_tune.models import build
-from hestia_tune.models.checkpoints import complete_checkpoints, read_latents
-from hestia_tune.models.names import names_in_files, read_weights
+from hestia_tune.models import build, checkpoints
 from hestia_tune.models.packed import packed_entries, write_packed
 from hestia_tune.modules import quantized_linears
 from hestia_tune.tensors import check_format
@@ -65,7 +63,7 @@ class ConvertRecipe:
         self.method = component.method
         self.model = build.build_on_meta(self.cfg.model, component)
         self.layers = list(quantized_linears(self.model))
-        names = names_in_files(self.cfg.checkpointer.model_type, self.source)
+        names = checkpoints.names_in_files(self.cfg.checkpointer.model_type, self.source)
         if missing := [layer for layer in self.layers if f"{layer}.weight" not in names]:
             raise ValueError(
                 f"{self.source} is of another model than the config's: no {missing[0]}"
@@ -75,9 +73,8 @@ class ConvertRecipe:
         section = OmegaConf.to_container(self.cfg.model, resolve=True)
         self.description = self._describe() | {"model": section}
         self._check_formats()
-        self.checkpoint = None
-        if self.is_hard and not self.method.codes_follow_from_hard:
-            self.checkpoint = self._latest_checkpoint()
+        needs_latents = self.is_hard and not self.method.codes_follow_from_hard
+        self.checkpoint = self._checkpoint() if needs_latents else None
 
     def _describe(self) -> dict[str, Any]:
         """Method and layers: of the hard model if it is one, else what the config says."""
@@ -94,32 +91,29 @@ class ConvertRecipe:
         return found
 
     def _check_formats(self) -> None:
+        if "torchao" in self.options.formats:
+            check_format(self.method, self.options.target)
         for name in self.options.formats:
             if name not in self.method.file_formats:
+                known = ", ".join(self.method.file_formats)
                 raise ValueError(
-                    f"a model of {self.method.key()} is written as "
-                    f"{', '.join(self.method.file_formats)}; got {name}; its dense form is "
-                    "hard_model"
+                    f"a model of {self.method.key()} is written as {known}; got {name}"
                 )
             if self.target(name).exists() and not self.options.overwrite:
                 raise FileExistsError(
-                    f"{self.target(name)} exists; set convert.overwrite=True to replace it, or "
-                    "convert.output to another folder"
+                    f"{self.target(name)} exists; set convert.overwrite=True to replace it"
                 )
-        if "torchao" in self.options.formats:
-            check_format(self.method, self.options.target)
 
-    def _latest_checkpoint(self) -> Path:
+    def _checkpoint(self) -> Path:
         """The one whose latent weights the hard model was made from."""
         folder, step = self.source.parent / "checkpoints", self.description["step"]
-        for found, path in complete_checkpoints(folder):
-            if found == step:
-                return path
-        raise FileNotFoundError(
-            f"the codes of {self.method.key()} follow from latent weights, and there is no "
-            f"checkpoint of step {step} in {folder}; train again, or convert.source=pretrained for "
-            "the naive model"
-        )
+        found = dict(checkpoints.complete_checkpoints(folder))
+        if step not in found:
+            raise FileNotFoundError(
+                f"the codes of {self.method.key()} follow from latent weights, and there is no "
+                f"checkpoint of step {step} in {folder}; train again"
+            )
+        return found[step]
 
     def target(self, name: str) -> Path:
         """Where a format goes."""
@@ -148,20 +142,19 @@ class ConvertRecipe:
 
     def _write(self, folder: Path, name: str) -> dict[str, Any]:
         target = self.target(name)
-        if name != "torchao":
-            write, own = {
-                "huggingface": (write_huggingface, {"description": self.description}),
-                "compressed_tensors": (write_compressed_tensors, {}),
-                "gguf": (write_gguf, {"block_type": self.options.block_type}),
-            }[name]
-            common = {"quantized": self.quantized, "overwrite": self.options.overwrite}
-            return write(folder, target, **common, **own)
+        common = {"quantized": self.quantized, "overwrite": self.options.overwrite}
+        if name == "huggingface":
+            return write_huggingface(folder, target, **common, description=self.description)
+        if name == "compressed_tensors":
+            return write_compressed_tensors(folder, target, **common)
+        if name == "gguf":
+            return write_gguf(folder, target, **common, block_type=self.options.block_type)
         entries = packed_entries(
-            read_weights(self.cfg.checkpointer.model_type, folder),
+            checkpoints.read_weights(self.cfg.checkpointer.model_type, folder),
             {f"{layer}.weight" for layer in self.layers},
             self.method,
             self.options.target,
-            latents=self.checkpoint and read_latents(self.checkpoint, self.model),
+            latents=self.checkpoint and checkpoints.read_latents(self.checkpoint, self.model),
             compute_dtype=self.dtype,
         )
         description = self.description | {"hestia_tune": hestia_tune.__version__}

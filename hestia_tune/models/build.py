@@ -18,9 +18,6 @@ from torchtune.config._errors import InstantiationError
 from hestia_tune.config import one_line
 from hestia_tune.qat import QATQuantizerBase
 
-# What a component raises on a wrong argument or a missing file.
-_COMPONENT_ERRORS = (TypeError, ValueError, OSError, ImportError, InstantiationError)
-
 
 def instantiate(section: DictConfig | None, key: str, *args: Any) -> Any:
     """The component of a section of the YAML; None of none.
@@ -35,7 +32,7 @@ def instantiate(section: DictConfig | None, key: str, *args: Any) -> Any:
     """
     try:
         return config.instantiate(section, *args)
-    except _COMPONENT_ERRORS as error:
+    except (TypeError, ValueError, OSError, ImportError, InstantiationError) as error:
         raise ValueError(f"{key}: {one_line(error)}") from error
 
 
@@ -82,12 +79,12 @@ def read_checkpoint(
 
 def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
     """Raises ValueError if the names or shapes of ``state`` are not those of ``model``."""
-    expected, found = (
-        {name: tuple(value.shape) for name, value in values.items()}
-        for values in (model.state_dict(), state)
-    )
-    for name in [*expected, *found]:
-        here, there = expected.get(name, "absent"), found.get(name, "absent")
+    expected = model.state_dict()
+    for name in [*expected, *state]:
+        here, there = (
+            tuple(values[name].shape) if name in values else "absent"
+            for values in (expected, state)
+        )
         if here != there:
             raise ValueError(
                 f"the checkpoint in {source} is of another model than the config's: {name} is "

@@ -19,15 +19,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from hestia_tune.export.folder import DESCRIPTION_FILE
-from hestia_tune.models import build
-from hestia_tune.models.checkpoints import (
-    META_FILE,
-    complete_checkpoints,
-    digest,
-    read_latents,
-    read_meta,
-)
-from hestia_tune.models.names import read_weights
+from hestia_tune.models import build, checkpoints
 from hestia_tune.models.packed import load_quantized
 from hestia_tune.modules import QuantizedLinear, quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
@@ -45,28 +37,23 @@ def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
     """
     output_dir, pretrained = Path(cfg.output_dir), Path(cfg.checkpointer.checkpoint_dir)
     if name in ("checkpoint", "checkpoint_hard"):
-        found = complete_checkpoints(output_dir / "checkpoints")
+        found = checkpoints.complete_checkpoints(output_dir / "checkpoints")
         if not found:
             raise FileNotFoundError(f"no complete checkpoint in {output_dir}; train first")
         return name, found[-1][1]
     folder, remedy = {
         "pretrained": (pretrained, "check checkpointer.checkpoint_dir"),
         "naive": (pretrained, "check checkpointer.checkpoint_dir"),
-        "trained": (output_dir / "hard_model", "train first with `tune run hestia_qat`"),
-        "packed": (
-            output_dir / "converted" / "torchao",
-            "write it first with `tune run hestia_convert`",
-        ),
+        "trained": (output_dir / "hard_model", "train first"),
+        "packed": (output_dir / "converted" / "torchao", "write it first with hestia_convert"),
     }.get(name, (Path(name), f"give a folder, or one of {', '.join(NAMES)}"))
-    if (folder / META_FILE).is_file():
+    if (folder / checkpoints.META_FILE).is_file():
         return "checkpoint", folder
-    if not folder.is_dir():
-        raise FileNotFoundError(f"model {name!r}: {folder} does not exist; {remedy}")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"model {name!r}: no config.json in {folder}; {remedy}")
     description = folder / DESCRIPTION_FILE
     if description.is_file() and "weights" in json.loads(description.read_text(encoding="utf-8")):
         return "packed", folder
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"model {name!r}: {folder} is no model (no config.json); {remedy}")
     return ("naive" if name == "naive" else "folder"), folder
 
 
@@ -95,7 +82,7 @@ def load_model(
         return load_quantized(folder, device=device, dtype=dtype), facts
     component = build.instantiate(cfg.quantizer, "quantizer")
     if kind in ("folder", "naive"):
-        state = dict(read_weights(cfg.checkpointer.model_type, folder))
+        state = dict(checkpoints.read_weights(cfg.checkpointer.model_type, folder))
         model = build.plain_on_meta(cfg.model)
         build.check_state_dict(model, state, str(folder))
         model.load_state_dict(state, assign=True)
@@ -104,7 +91,7 @@ def load_model(
             return model, facts
         model = component.convert(component.prepare(model))
         return model, facts | {"quantizer": component.method.key()}
-    meta = read_meta(folder)
+    meta = checkpoints.read_meta(folder)
     if meta["identity"]["quantizer"] != component.method.key():
         raise ValueError(
             f"{folder} was trained with quantizer {meta['identity']['quantizer']}, the config has "
@@ -112,7 +99,7 @@ def load_model(
         )
     facts |= {"quantizer": component.method.key(), "step": meta["step"]}
     model = build.build_on_meta(cfg.model, component)
-    model.load_state_dict(read_latents(folder, model), assign=True)
+    model.load_state_dict(checkpoints.read_latents(folder, model), assign=True)
     build.ready_for_inference(model, device, dtype)
     layers = quantized_linears(model)
     for layer in layers.values():
@@ -135,7 +122,7 @@ def _set_schedule(
         ScheduleDriver(schedule, layers).write(dict.fromkeys(layers, 0.0), 1.0)
         return {}
     scores = None if sensitivity is None else SensitivityArtifact.load(sensitivity).scores
-    if digest(scores) != identity["sensitivity"]:
+    if checkpoints.digest(scores) != identity["sensitivity"]:
         raise ValueError(
             f"the checkpoint was trained with other sensitivity scores than {sensitivity}; set "
             "sensitivity to the file that it was trained with (null if with none)"

@@ -20,7 +20,6 @@ from torch import nn
 from torchao.utils import TorchAOBaseTensor
 from torchtune.training import quantization
 
-from hestia_tune.config import one_line
 from hestia_tune.export.folder import DESCRIPTION_FILE, copy_side_files, require_space
 from hestia_tune.export.source import summary
 from hestia_tune.files import staged
@@ -108,7 +107,7 @@ def write_packed(
     Raises:
         FileExistsError: if another folder has that name.
         ValueError: naming the weight that cannot be packed.
-        OSError: if the disk is full.
+        OSError: if the disk has no room.
         RuntimeError: if what was read back is not the model; nothing is left behind.
     """
     if folder.exists() and not (folder / DESCRIPTION_FILE).is_file():
@@ -120,10 +119,7 @@ def write_packed(
     with staged(folder) as temporary:
         temporary.mkdir()
         path = temporary / WEIGHTS_FILE
-        try:
-            torch.save(state, path)
-        except RuntimeError as error:  # torch's word for a write that failed
-            raise OSError(f"{path} could not be written: {one_line(error)}") from error
+        torch.save(state, path)
         copy_side_files(source, temporary)
         shutil.copyfile(source / "config.json", temporary / "config.json")
         (temporary / DESCRIPTION_FILE).write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
@@ -229,8 +225,7 @@ def load_quantized(
     description = Path(folder) / DESCRIPTION_FILE
     if not description.is_file():
         raise FileNotFoundError(
-            f"{description} does not exist; give a folder that `tune run hestia_convert` wrote "
-            "(convert.formats: [torchao])"
+            f"{description} does not exist; give a folder that `tune run hestia_convert` wrote"
         )
     facts = json.loads(description.read_text(encoding="utf-8"))
     found = (facts.get("format_version"), facts.get("weights"))

@@ -1,6 +1,5 @@
-"""Writing the hard model: a Hugging Face folder in bfloat16 that any tool loads.
+"""Writing the hard model: a Hugging Face folder in bfloat16, which is exact, that any tool loads.
 
-Every quantized weight is gamma·{-1, 0, 1} with a bfloat16 gamma, so bfloat16 holds it exactly.
 torchtune's own checkpointer maps the names back and copies config and tokenizer.
 """
 
@@ -14,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torchtune import training
-from torchtune.training import FullModelHFCheckpointer
+from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
 from hestia_tune.export.folder import DESCRIPTION_FILE
 from hestia_tune.files import staged, write_atomically
@@ -56,11 +54,10 @@ def write_hard_model(
     with staged(folder) as temporary, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         writer = copy.copy(checkpointer)
         writer._output_dir = Path(scratch)  # it writes into a folder epoch_0 of this
-        writer.save_checkpoint({training.MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
+        writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
         (Path(scratch) / "epoch_0").rename(temporary)
-        config_file = temporary / "config.json"
-        config = json.loads(config_file.read_text("utf-8")) | {"torch_dtype": "bfloat16"}
-        config.pop("dtype", None)
+        config = json.loads((temporary / "config.json").read_text("utf-8"))
+        config = {k: v for k, v in config.items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
         # Replacements, not writes: the copied files may be read-only, as the originals were.
-        write_atomically(config_file, json.dumps(config, indent=2) + "\n")
-        write_atomically(temporary / DESCRIPTION_FILE, json.dumps(description, indent=1) + "\n")
+        for name, content in (("config.json", config), (DESCRIPTION_FILE, description)):
+            write_atomically(temporary / name, json.dumps(content, indent=1) + "\n")

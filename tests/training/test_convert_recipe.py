@@ -20,7 +20,7 @@ from hestia_tune.commands.convert import ConvertRecipe, run_convert
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import packed
 from hestia_tune.models.builders import llama
-from hestia_tune.models.names import names_in_files, read_weights
+from hestia_tune.models.checkpoints import names_in_files, read_weights
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
 TOKENS = torch.tensor([[5, 9, 200, 13, 42], [1, 2, 3, 4, 5]])
