@@ -30,10 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from hestia_tune.export.folder import FolderExport
-from hestia_tune.export.source import import_optional, split_hard
+from hestia_tune.export.folder import write_folder
+from hestia_tune.export.source import ModelFolder, import_optional
 from hestia_tune.methods.granularity import GroupSize
 
 _FORMAT = "pack-quantized"
@@ -49,47 +48,48 @@ def write_compressed_tensors(
     """Writes a hard model as a 2-bit ``pack-quantized`` Hugging Face folder.
 
     Args:
-        folder: hard model: a Hugging Face folder of an architecture that the installed
-            transformers has, with safetensors that bfloat16 holds exactly, and a tokenizer.
-        target: the folder to write; its parents are made.
-        quantized: name in the safetensors -> group_size ("channel" and "tensor" included) of every
-            ternary weight; weights of linear layers, the output head excepted.
-        overwrite: replace a model folder that is there, once the new one is complete.
+        folder: hard model, of an architecture that the installed transformers has.
+        target, overwrite: as for `hestia_tune.export.write_huggingface`.
+        quantized: as there; weights of linear layers, the output head excepted.
 
     Returns:
-        Sizes, as `hestia_tune.export.source.summary` lists them.
+        Sizes, as `hestia_tune.export.source.ModelFolder.summary` lists them.
 
     Raises:
         ImportError: without the compressed-tensors package.
-        FileExistsError, FileNotFoundError: the target exists; config, weights or tokenizer do not.
-        ValueError: on an architecture that transformers lacks, a name that is no linear layer of
-            it, a group size that does not fit, a weight that is not ternary or a tensor that
-            bfloat16 would round.
-        OSError: if the disk is full.
-        RuntimeError: if the files read back are not the model. In all cases nothing is left behind,
-            and a folder that was to be replaced is still there.
+        ValueError: besides the reasons there, on an architecture that transformers lacks, a name
+            that is no linear layer of it, or none at all.
+        FileExistsError, FileNotFoundError, OSError, RuntimeError: as there.
     """
-    library = import_optional("compressed_tensors", "compressed-tensors")
-    if not quantized:
-        raise ValueError("quantized must name the ternary weights; got none")
-    export = FolderExport(folder, target, quantized, overwrite)
-    linears, head = _linears(export.folder)
-    for name in quantized:
-        if name not in linears or name == head:
-            raise ValueError(
-                f"only linear layers other than the output head can be packed; {name} is not one; "
-                "leave it out of quantized, to be stored densely"
-            )
+    library = import_optional("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+
+    source = ModelFolder(Path(folder), quantized)
+    linears, head = _linears(source.folder)
+    wrong = [name for name in quantized if name not in linears or name == head]
+    if wrong or not quantized:
+        raise ValueError(
+            "quantized must name linear layers other than the output head; got "
+            f"{wrong[0] if wrong else 'none'}; what it leaves out is stored densely"
+        )
     schemes, layout = _layout(linears, quantized)
-    state = {}
-    for name in tqdm(export.names, desc=f"packing {export.folder.name}", unit="tensor"):
-        weight = export.exact_bfloat16(name)
-        if name in quantized:
-            state |= _pack(weight, quantized[name], schemes[name], name)
-        else:
-            state[name] = weight
-    config = export.config | {"quantization_config": {"version": library.__version__} | layout}
-    return export.write(state, config, export.read_description())
+    compressor = BaseCompressor.get_value_from_registry(_FORMAT)
+
+    def stored(name: str) -> dict[str, torch.Tensor]:
+        weight = source.read_hard(name)
+        if name not in quantized:
+            return {name: weight}
+        hard = source.pack(name, weight)
+        scales = hard.scale.expand(len(hard), -1).contiguous()  # (out_features, groups)
+        # Packed with scales of one: nothing is divided by the scale 0 of a group of zeros.
+        codes = {"weight": hard.codes().bfloat16(), "weight_scale": torch.ones_like(scales)}
+        parts = compressor.compress(codes, schemes[name]) | {"weight_scale": scales}
+        if not torch.equal(compressor.decompress(parts, schemes[name])["weight"], weight):
+            raise RuntimeError(f"{name} unpacked by compressed-tensors differs from its source")
+        return {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+
+    config = source.config | {"quantization_config": {"version": library.__version__} | layout}
+    return write_folder(source, Path(target), stored, config, source.description, overwrite)
 
 
 def _linears(folder: Path) -> tuple[dict[str, str], str | None]:
@@ -103,15 +103,14 @@ def _linears(folder: Path) -> tuple[dict[str, str], str | None]:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except (ValueError, KeyError) as error:
         raise ValueError(
             f"transformers {transformers.__version__} does not build the model of {folder} "
             f"({error}); use a newer one, or export to another format"
         ) from error
-    head = model.get_output_embeddings()
     modules = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    heads = [f"{name}.weight" for name, module in modules.items() if module is head]
-    return {f"{name}.weight": name for name in modules}, heads[0] if heads else None
+    heads = [f"{n}.weight" for n, m in modules.items() if m is model.get_output_embeddings()]
+    return {f"{name}.weight": name for name in modules}, next(iter(heads), None)
 
 
 def _layout(
@@ -140,21 +139,3 @@ def _layout(
     )
     by_name = {name: schemes[size] for name, size in stored.items()}
     return by_name, config.model_dump(mode="json", exclude_none=True)
-
-
-def _pack(
-    weight: torch.Tensor, group_size: GroupSize, scheme: Any, name: str
-) -> dict[str, torch.Tensor]:
-    """What the files hold for a hard weight (out_features, in_features), by name."""
-    from compressed_tensors.compressors import BaseCompressor
-
-    compressor = BaseCompressor.get_value_from_registry(_FORMAT)
-    codes, scales = split_hard(weight, group_size, name)  # weight = codes * scales, per group
-    scales = scales.expand(len(codes), -1).contiguous()
-    # Packed with scales of one: a group of zeros has the scale 0, and nothing is divided by that.
-    ones = torch.ones_like(scales)
-    parts = compressor.compress({"weight": codes.to(weight.dtype), "weight_scale": ones}, scheme)
-    parts["weight_scale"] = scales
-    if not torch.equal(compressor.decompress(parts, scheme)["weight"], weight):
-        raise RuntimeError(f"{name} unpacked by compressed-tensors differs from its source")
-    return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}

@@ -18,20 +18,12 @@ since build b9916 of July 2026, some forks use the same number for a block of 12
 """
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 import torch
 
-from hestia_tune.export.source import import_optional
+from hestia_tune.export.source import is_exact
 from hestia_tune.methods.granularity import GroupSize
-
-FP16_MIN_NORMAL, FP16_MAX = 2.0**-14, 65504.0
-
-
-def import_gguf() -> ModuleType:
-    """The gguf package, or ImportError that says how to get it."""
-    return import_optional("gguf", "gguf")
 
 
 @dataclass(frozen=True)
@@ -55,17 +47,24 @@ class TensorType:
         group = in_features if isinstance(group_size, str) else group_size
         return in_features % self.block == 0 and group % self.block == 0
 
+    def size_of(self, weights: int) -> int:
+        """Bytes of so many weights."""
+        return weights // self.block * self.num_bytes
+
     def pack(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """Blocks as bytes: uint8 (rows, in_features / block, num_bytes).
 
         Args:
             codes: int8 (rows, in_features) in {-1, 0, 1}.
-            scales: float16 (rows, in_features / block).
+            scales: float16 (rows, groups), each group of whole blocks.
         """
+        blocks_in_row = codes.shape[1] // self.block
+        scales = scales.repeat(blocks_in_row // scales.shape[1], axis=1)
         shape = (*scales.shape, self.num_bytes)
         scales = scales.astype("<f2")[..., None].view(np.uint8)
         if self.name.startswith("TQ"):
-            gguf = import_gguf()
+            import gguf
+
             kind = gguf.GGMLQuantizationType(self.ggml_id)
             blocks = gguf.quants.quantize(codes.astype(np.float32), kind).reshape(shape)
             blocks[..., -2:] = scales
@@ -79,15 +78,16 @@ class TensorType:
         return np.concatenate([scales, packed], axis=-1)
 
     def unpack(self, data: np.ndarray) -> np.ndarray:
-        """Weights, float32 (rows, in_features), from the bytes of the rows, uint8 (rows, n)."""
+        """Weights, float32, from the bytes of their blocks; one-dimensional both."""
         if self.name != "Q2_0":
-            gguf = import_gguf()
+            import gguf
+
             return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(self.ggml_id))
-        blocks = data.reshape(len(data), -1, self.num_bytes)
-        scales = np.ascontiguousarray(blocks[..., :2]).view("<f2").astype(np.float32)
-        fields = (blocks[..., 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & np.uint8(3)
-        codes = fields.reshape(*blocks.shape[:2], self.block).astype(np.int8) - 1
-        return (codes * scales).reshape(len(data), -1)
+        blocks = data.reshape(-1, self.num_bytes)
+        scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+        fields = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & np.uint8(3)
+        codes = fields.reshape(len(blocks), self.block).astype(np.int8) - 1
+        return (codes * scales).reshape(-1)
 
 
 # Smallest first.
@@ -97,8 +97,8 @@ BLOCK_TYPES = {
     "Q2_0": TensorType("Q2_0", 42, 41, 64, 18),
     "Q4_0": TensorType("Q4_0", 2, 2, 32, 18),
 }
-# In the order in which they are tried, with what a tensor has to be exact in.
-DENSE_TYPES = {
+# In the order in which they are tried.
+_DENSE_TYPES = {
     torch.float16: TensorType("F16", 1, 1, 1, 2),
     torch.bfloat16: TensorType("BF16", 30, 32, 1, 2),
     torch.float32: TensorType("F32", 0, 0, 1, 4),
@@ -108,24 +108,26 @@ DENSE_TYPES = {
 def choose_block_type(
     preferences: tuple[str, ...], in_features: int, group_size: GroupSize, name: str
 ) -> TensorType:
-    """The first of ``preferences`` that holds such groups exactly.
-
-    Raises:
-        ValueError: if none does; lists the block types that can and what each needs.
-    """
+    """The first of ``preferences`` that holds such groups exactly; ValueError if none does."""
     able = [t.name for t in BLOCK_TYPES.values() if t.fits(in_features, group_size)]
     for candidate in preferences:
         if candidate in able:
             return BLOCK_TYPES[candidate]
-    needs = ", ".join(f"{t.name} multiples of {t.block}" for t in BLOCK_TYPES.values())
     remedy = "no GGUF block type holds it; leave it out of quantized, to be stored densely"
     if able:
         remedy = f"use block_type {' or '.join(able)}"
     raise ValueError(
-        f"group_size {group_size} of {name} (in_features {in_features}) does not fit "
-        f"{' or '.join(preferences)}: a block may not straddle two scales, and in_features and an "
-        f"int group_size must both be multiples of the block ({needs}); {remedy}"
+        f"a block of {' or '.join(preferences)} would straddle rows or scales of {name} "
+        f"(in_features {in_features}, group_size {group_size}); {remedy}"
     )
+
+
+def choose_dense_type(tensor: torch.Tensor, name: str) -> tuple[torch.dtype, TensorType]:
+    """The first floating type that holds a tensor; ValueError, naming it, if none does."""
+    for dtype, kind in _DENSE_TYPES.items():
+        if is_exact(tensor, dtype) and (tensor.dim() > 1 or kind.name == "F32"):
+            return dtype, kind
+    raise ValueError(f"GGUF export holds up to float32; {name} has more digits")
 
 
 def to_fp16_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
@@ -135,15 +137,13 @@ def to_fp16_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
         ValueError: naming layer, group and scale, if one is neither 0 nor exact in fp16's normal
             range.
     """
-    half = scales.to(torch.float16)
-    in_range = (scales >= FP16_MIN_NORMAL) & (scales <= FP16_MAX)
-    bad = (scales != 0) & ~(in_range & (half.float() == scales.float()))
+    half, smallest = scales.to(torch.float16), torch.finfo(torch.float16).smallest_normal
+    bad = (half.to(scales.dtype) != scales) | ((scales != 0) & (scales < smallest))
     if bad.any():
         row, group = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"a GGUF scale is a float16 of the normal range ({FP16_MIN_NORMAL:.3g} to "
-            f"{FP16_MAX:g}); group {group} of row {row} of {name} has the scale "
-            f"{scales[row, group].item():.9g}, which would not come back as it is; leave that "
-            "layer out of quantized, to be stored densely"
+            f"a GGUF scale is a float16 of the normal range; group {group} of row {row} of {name} "
+            f"has the scale {scales[row, group].item():.9g}, which would not come back as it is; "
+            "leave that layer out of quantized, to be stored densely"
         )
     return half

@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hestia_tune.export.gguf_blocks import import_gguf
-
 log = logging.getLogger(__name__)
 
 _SPLIT_WORDS = (
@@ -45,109 +43,46 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
         FileNotFoundError: without ``tokenizer.json``.
         ValueError: if llama.cpp has no tokenizer for it, or it has more tokens than the model.
     """
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"a GGUF file carries its tokenizer, and {file} does not exist; copy the tokenizer of "
-            "the pretrained model into the folder"
-        )
-    tokenizer, settings = _read_json(file), _read_json(folder / "tokenizer_config.json")
+    import gguf
+
+    file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    tokenizer, settings = json.loads(file.read_text(encoding="utf-8")), {}
+    if settings_file.is_file():
+        settings = json.loads(settings_file.read_text(encoding="utf-8"))
     if (kind := tokenizer["model"].get("type", "BPE")) != "BPE":
         raise ValueError(
             f"GGUF export knows BPE tokenizers; {file} is of type {kind!r}; export to another "
             "format"
         )
-    is_sentencepiece = _is_sentencepiece(tokenizer)
+    name = _split_name(tokenizer, file)
     tokens, types = _tokens(tokenizer, settings, config["vocab_size"], file)
-    special = import_gguf().SpecialVocab(folder, load_merges=True, special_token_types=())
-    writer.add_tokenizer_model("llama" if is_sentencepiece else "gpt2")
-    writer.add_tokenizer_pre("default" if is_sentencepiece else _split_name(tokenizer, file))
+    special = gguf.SpecialVocab(folder, load_merges=True, special_token_types=())
+    writer.add_tokenizer_model("llama" if name == "default" else "gpt2")
+    writer.add_tokenizer_pre(name)
     writer.add_token_list(tokens)
-    if is_sentencepiece:
+    writer.add_token_types(types)
+    writer.add_add_space_prefix(name == "default" and _adds_space_prefix(tokenizer))
+    if name == "default":
         writer.add_token_scores(_scores(tokens, types, special.merges))
         special.merges, special.load_merges = [], False
-    writer.add_token_types(types)
     special.special_token_ids = _special_ids(settings, config, tokens)
     special.add_special_token = _added_to_a_text(tokenizer, settings)
     if (template := folder / "chat_template.jinja").is_file():  # before the tokenizer's own
         special.chat_template = template.read_text(encoding="utf-8")
     special.add_to_gguf(writer, quiet=True)
-    writer.add_add_space_prefix(is_sentencepiece and _adds_space_prefix(tokenizer))
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def _tokens(
-    tokenizer: dict, settings: dict, vocab_size: int, file: Path
-) -> tuple[list[str], list[int]]:
-    """Token and type of every id below ``vocab_size``."""
-    kinds, model = import_gguf().TokenType, tokenizer["model"]
-    by_id = {index: (token, kinds.NORMAL) for token, index in model["vocab"].items()}
-    added = {int(index): token for index, token in settings.get("added_tokens_decoder", {}).items()}
-    added |= {token["id"]: token for token in tokenizer.get("added_tokens", [])}
-    for index, token in added.items():
-        kind = kinds.CONTROL if token.get("special") else kinds.USER_DEFINED
-        by_id[index] = (token["content"], kind)
-    if _is_sentencepiece(tokenizer):
-        for index, (token, kind) in by_id.items():
-            if token == model.get("unk_token"):
-                by_id[index] = (token, kinds.UNKNOWN)
-            elif kind == kinds.NORMAL and len(token) == 6 and token.startswith("<0x"):
-                by_id[index] = (token, kinds.BYTE)
-    if max(by_id) >= vocab_size:
-        raise ValueError(
-            f"the model has {vocab_size} token ids, {file} has one up to {max(by_id)}; take the "
-            "tokenizer that belongs to the model"
-        )
-    if missing := vocab_size - len(by_id):
-        log.info("%d ids of the model have no token; GGUF lists them as unused", missing)
-    filled = [by_id.get(index, (f"[PAD{index}]", kinds.UNUSED)) for index in range(vocab_size)]
-    return [token for token, _ in filled], [kind for _, kind in filled]
-
-
-def _steps(part: dict | None, kind: str, children: str) -> list[dict]:
-    """The parts of a sequence, or of one part alone; ``kind`` is the type that holds others."""
-    if part is None:
-        return []
-    return part[children] if part["type"] == kind else [part]
-
-
-def _pre_steps(tokenizer: dict) -> list[dict]:
-    return _steps(tokenizer.get("pre_tokenizer"), "Sequence", "pretokenizers")
-
-
-def _is_sentencepiece(tokenizer: dict) -> bool:
-    kinds = [step["type"] for step in _pre_steps(tokenizer)]
-    return bool(tokenizer["model"].get("byte_fallback")) and kinds in ([], ["Metaspace"])
-
-
-def _adds_space_prefix(tokenizer: dict) -> bool:
-    normalizers = _steps(tokenizer.get("normalizer"), "Sequence", "normalizers")
-    return any(step["type"] == "Prepend" for step in normalizers) or any(
-        step.get("prepend_scheme", "always") != "never" for step in _pre_steps(tokenizer)
-    )
-
-
-def _scores(tokens: list[str], types: list[int], merges: list[str]) -> list[float]:
-    """Minus the rank of the first merge that makes the token; 0 for those that no merge makes."""
-    made = [merge.replace(" ", "", 1) for merge in merges]
-    rank = {token: index for index, token in reversed([*enumerate(made)])}
-    normal = import_gguf().TokenType.NORMAL
-    pieces = [t for t, kind in zip(tokens, types, strict=True) if kind == normal and len(t) > 1]
-    if unreachable := [piece for piece in pieces if piece not in rank]:
-        log.warning(
-            "%d pieces are the result of no merge (%s, ...); llama.cpp may still use them",
-            len(unreachable),
-            unreachable[0],
-        )
-    return [-float(rank.get(token, 0)) for token in tokens]
+def _steps(part: dict | None, children: str) -> list[dict]:
+    """The parts of a sequence, which stand under ``children``, or of one part alone."""
+    return part.get(children, [part]) if part else []
 
 
 def _split_name(tokenizer: dict, file: Path) -> str:
-    steps = _pre_steps(tokenizer)
+    """llama.cpp's name of how text is cut; that of SentencePiece is "default"."""
+    steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
     kinds = [step["type"] for step in steps]
+    if tokenizer["model"].get("byte_fallback") and kinds in ([], ["Metaspace"]):
+        return "default"
     if kinds and kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
         own_words = steps[-1].get("use_regex", True)
         if kinds == ["ByteLevel"] and own_words:
@@ -165,9 +100,58 @@ def _split_name(tokenizer: dict, file: Path) -> str:
     )
 
 
+def _tokens(
+    tokenizer: dict, settings: dict, vocab_size: int, file: Path
+) -> tuple[list[str], list[int]]:
+    """Token and type of every id below ``vocab_size``."""
+    from gguf import TokenType
+
+    model = tokenizer["model"]
+    by_id = {index: (token, TokenType.NORMAL) for token, index in model["vocab"].items()}
+    added = {int(index): token for index, token in settings.get("added_tokens_decoder", {}).items()}
+    added |= {token["id"]: token for token in tokenizer.get("added_tokens", [])}
+    for index, token in added.items():
+        kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+        by_id[index] = (token["content"], kind)
+    if model.get("byte_fallback"):
+        for index, (token, kind) in by_id.items():
+            if token == model.get("unk_token"):
+                by_id[index] = (token, TokenType.UNKNOWN)
+            elif kind == TokenType.NORMAL and len(token) == 6 and token.startswith("<0x"):
+                by_id[index] = (token, TokenType.BYTE)
+    if max(by_id) >= vocab_size:
+        raise ValueError(
+            f"the model has {vocab_size} token ids, {file} has one up to {max(by_id)}; take the "
+            "tokenizer that belongs to the model"
+        )
+    filled = [by_id.get(i, (f"[PAD{i}]", TokenType.UNUSED)) for i in range(vocab_size)]
+    return [token for token, _ in filled], [kind for _, kind in filled]
+
+
+def _adds_space_prefix(tokenizer: dict) -> bool:
+    normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
+    cuts = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    return any(step["type"] == "Prepend" for step in normalizers) or any(
+        step.get("prepend_scheme", "always") != "never" for step in cuts
+    )
+
+
+def _scores(tokens: list[str], types: list[int], merges: list[str]) -> list[float]:
+    """Minus the rank of the first merge that makes the token; 0 for those that no merge makes."""
+    from gguf import TokenType
+
+    rank = {}
+    for index, merge in enumerate(merges):
+        rank.setdefault(merge.replace(" ", "", 1), index)
+    pieces = (t for t, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL)
+    if unmade := [piece for piece in pieces if len(piece) > 1 and piece not in rank]:
+        log.warning("no merge makes %s, which llama.cpp may still use", unmade[0])
+    return [-float(rank.get(token, 0)) for token in tokens]
+
+
 def _added_to_a_text(tokenizer: dict, settings: dict) -> dict[str, bool]:
     """Whether the tokenizer puts a special token before a text ("bos"), and one after it."""
-    for step in _steps(tokenizer.get("post_processor"), "Sequence", "processors"):
+    for step in _steps(tokenizer.get("post_processor"), "processors"):
         if step["type"] == "TemplateProcessing":
             special = ["SpecialToken" in part for part in step["single"]]
             return {"bos": special[0], "eos": special[-1]}
@@ -176,11 +160,12 @@ def _added_to_a_text(tokenizer: dict, settings: dict) -> dict[str, bool]:
 
 def _special_ids(settings: dict, config: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:
     """Kind of a special token -> its id, for those that exist."""
-    ids, special = {token: index for index, token in enumerate(tokens)}, {}
+    special = {}
     for kind in ("bos", "eos", "unk", "pad"):
         token, token_id = settings.get(f"{kind}_token"), config.get(f"{kind}_token_id")
         token = token["content"] if isinstance(token, dict) else token
         token_id = token_id[0] if isinstance(token_id, list) else token_id
-        if (token_id := ids.get(token, token_id)) is not None:
-            special[kind] = int(token_id)
+        token_id = tokens.index(token) if token in tokens else token_id
+        if token_id is not None:
+            special[kind] = token_id
     return special

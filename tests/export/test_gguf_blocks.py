@@ -5,18 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from hestia_tune.export.gguf import packed_entry
-from hestia_tune.export.gguf_blocks import (
-    BLOCK_TYPES,
-    FP16_MAX,
-    FP16_MIN_NORMAL,
-    choose_block_type,
-    to_fp16_scales,
-)
-from hestia_tune.export.source import split_hard
-from hestia_tune.functional import hard_ternary, ternary_codes
+from hestia_tune.export.gguf_blocks import BLOCK_TYPES, choose_block_type, to_fp16_scales
+from hestia_tune.functional import hard_ternary
+from hestia_tune.tensors import TernaryTensor
 
 NAMES = tuple(BLOCK_TYPES)
+FP16_MIN_NORMAL, FP16_MAX = 2.0**-14, 65504.0
 
 
 def random_rows(name: str, seed: int, rows: int = 20) -> tuple[np.ndarray, np.ndarray]:
@@ -62,8 +56,10 @@ def test_packing_has_an_exact_inverse(name, seed):
     codes, scales = random_rows(name, seed)
     data = block_type.pack(codes, scales)
     assert data.dtype == np.uint8 and data.shape == (len(codes), 2, block_type.num_bytes)
-    found = block_type.unpack(data.reshape(len(codes), -1))
+    assert data.size == block_type.size_of(codes.size)
+    found = block_type.unpack(data.reshape(-1))
     assert found.dtype == np.float32
+    found = found.reshape(codes.shape)
     assert np.array_equal(found, codes * scales.astype(np.float32).repeat(block_type.block, 1))
 
 
@@ -93,60 +89,29 @@ def test_types_stand_smallest_first():
     assert bits == sorted(bits) == [1.6875, 2.0625, 2.25, 4.5]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, "channel", "tensor"])
-@pytest.mark.parametrize("seed", range(2))
-def test_split_recovers_codes_and_scales(dtype, group_size, seed):
-    torch.manual_seed(seed)
-    latent = torch.randn(12, 256) * 0.03
-    hard = hard_ternary(latent, group_size=group_size).to(dtype)
-    codes, scales = split_hard(hard, group_size, "layer")
-    expected_codes, expected_scales = ternary_codes(latent, group_size=group_size)
-    assert codes.dtype == torch.int8 and torch.equal(codes, expected_codes)
-    assert scales.dtype == torch.bfloat16 and torch.equal(scales, expected_scales)
-    per_weight = scales.float().expand(12, -1).repeat_interleave(256 // scales.shape[1], 1)
-    assert torch.equal(codes * per_weight, hard.float())
-
-
 @pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, "channel", "tensor"])
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_stand_in_every_block_of_their_group(name, group_size, rows):
     torch.manual_seed(0)
     kind, hard = BLOCK_TYPES[name], hard_ternary(torch.randn(rows, 512), group_size=group_size)
-    order = torch.randperm(rows)
     if not kind.fits(512, group_size):
-        with pytest.raises(ValueError, match=f"layer .* does not fit {name}"):
+        with pytest.raises(ValueError, match=f"{name} would straddle .* of layer"):
             choose_block_type((name,), 512, group_size, "layer")
         return
-    entry = packed_entry(hard, kind, group_size, order, "layer")
-    assert entry.shape == hard.shape and entry.data.shape == (
-        rows,
-        512 // kind.block * kind.num_bytes,
-    )
-    assert torch.equal(torch.from_numpy(kind.unpack(entry.data)), hard[order])
+    packed = TernaryTensor.from_hard(hard, group_size=group_size)
+    scales = to_fp16_scales(packed.scale, "layer").expand(rows, -1)
+    data = kind.pack(packed.codes().numpy(), scales.numpy())
+    assert data.shape == (rows, 512 // kind.block, kind.num_bytes)
+    assert torch.equal(torch.from_numpy(kind.unpack(data.reshape(-1))).view(rows, 512), hard)
 
 
 def test_a_group_of_zeros_has_scale_zero():
     hard = hard_ternary(torch.randn(4, 64), group_size=32)
     hard[2, 32:] = 0
-    codes, scales = split_hard(hard, 32, "layer")
-    assert scales[2, 1] == 0 and not codes[2, 32:].any()
-    assert torch.equal(to_fp16_scales(scales, "layer").float(), scales.float())
-
-
-def test_split_refuses_what_is_not_ternary():
-    hard = hard_ternary(torch.randn(6, 128), group_size=64)
-    with pytest.raises(ValueError, match="some_layer is not a hard weight: .* row 0, group 0"):
-        split_hard(hard, 128, "some_layer")
-    hard[3, 70] = 1.5 * hard.abs().max()
-    with pytest.raises(ValueError, match="some_layer .* group of 64.* row 3, group 1"):
-        split_hard(hard, 64, "some_layer")
-    for value in (float("nan"), float("inf")):
-        broken = hard_ternary(torch.randn(6, 128), group_size=64)
-        broken[5, 1] = value
-        with pytest.raises(ValueError, match="row 5, group 0"):
-            split_hard(broken, 64, "some_layer")
+    packed = TernaryTensor.from_hard(hard, group_size=32)
+    assert packed.scale[2, 1] == 0 and not packed.codes()[2, 32:].any()
+    assert torch.equal(to_fp16_scales(packed.scale, "layer").float(), packed.scale.float())
 
 
 def test_scales_are_exact_in_float16_or_refused():
@@ -192,9 +157,9 @@ def test_the_smallest_exact_type_is_chosen(in_features, group_size, expected):
 
 
 def test_a_group_that_does_not_fit_names_the_types_that_do():
-    with pytest.raises(ValueError, match=r"blk.0 .* Q2_0 multiples of 64.*; use block_type Q4_0"):
+    with pytest.raises(ValueError, match="TQ2_0 or Q2_0 .* blk.0 .*; use block_type Q4_0"):
         choose_block_type(("TQ2_0", "Q2_0"), 576, 96, "blk.0")
     with pytest.raises(ValueError, match="no GGUF block type holds it"):
         choose_block_type(NAMES, 172, "channel", "blk.0")
-    with pytest.raises(ValueError, match="group_size 16 .* no GGUF block type holds it"):
+    with pytest.raises(ValueError, match="group_size 16.*; no GGUF block type holds it"):
         choose_block_type(NAMES, 576, 16, "blk.0")
