@@ -10,8 +10,8 @@ error rather than a guess, because a wrong name gives other token ids without a 
                                 become scores, the earlier the higher
 
 Merges and chat templates are read, and with the special tokens written, by ``gguf.SpecialVocab``.
-Which special tokens there are is decided here: it overlooks those that are no added tokens, and
-takes the flags of ``tokenizer_config.json`` over what ``tokenizer.json`` does to a text.
+Which special tokens there are is decided here, as it overlooks those that are no added tokens. What
+is added to a text is seen on a text that the tokenizers library encodes.
 """
 
 import json
@@ -19,6 +19,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +35,7 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
     """Adds the tokenizer of a Hugging Face folder to a ``gguf.GGUFWriter``.
 
     Args:
-        writer: gets family, rule of cutting text, tokens with their types (and scores or merges),
-            special tokens, what is added to a text, and the chat template.
+        writer: gets tokens, special tokens, what is added to a text, and the chat template.
         folder: with ``tokenizer.json``; ``tokenizer_config.json`` names the special tokens, and
             ``config`` gives the ids of those that it leaves out.
         config: the model's; ids up to its ``vocab_size`` without a token are filled up as unused.
@@ -49,54 +50,54 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
     tokenizer, settings = json.loads(file.read_text(encoding="utf-8")), {}
     if settings_file.is_file():
         settings = json.loads(settings_file.read_text(encoding="utf-8"))
-    if (kind := tokenizer["model"].get("type", "BPE")) != "BPE":
-        raise ValueError(
-            f"GGUF export knows BPE tokenizers; {file} is of type {kind!r}; export to another "
-            "format"
-        )
     name = _split_name(tokenizer, file)
+    is_sentencepiece = name == "default"
     tokens, types = _tokens(tokenizer, settings, config["vocab_size"], file)
     special = gguf.SpecialVocab(folder, load_merges=True, special_token_types=())
-    writer.add_tokenizer_model("llama" if name == "default" else "gpt2")
+    writer.add_tokenizer_model("llama" if is_sentencepiece else "gpt2")
     writer.add_tokenizer_pre(name)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_add_space_prefix(name == "default" and _adds_space_prefix(tokenizer))
-    if name == "default":
+    if is_sentencepiece:
         writer.add_token_scores(_scores(tokens, types, special.merges))
         special.merges, special.load_merges = [], False
+    encoder = Tokenizer.from_file(str(file))
+    encoder.no_padding()
+    seen = encoder.encode("a")
+    added = [bool(mask) for mask in seen.special_tokens_mask]
+    first_token = seen.tokens[added.index(False)]
+    writer.add_add_space_prefix(is_sentencepiece and first_token.startswith("\u2581"))
+    ends = {"bos": added[0], "eos": added[-1]}
+    if not any(added):
+        ends = {kind: bool(settings.get(f"add_{kind}_token")) for kind in ends}
+    special.add_special_token = ends
     special.special_token_ids = _special_ids(settings, config, tokens)
-    special.add_special_token = _added_to_a_text(tokenizer, settings)
     if (template := folder / "chat_template.jinja").is_file():  # before the tokenizer's own
         special.chat_template = template.read_text(encoding="utf-8")
     special.add_to_gguf(writer, quiet=True)
 
 
-def _steps(part: dict | None, children: str) -> list[dict]:
-    """The parts of a sequence, which stand under ``children``, or of one part alone."""
-    return part.get(children, [part]) if part else []
-
-
 def _split_name(tokenizer: dict, file: Path) -> str:
     """llama.cpp's name of how text is cut; that of SentencePiece is "default"."""
-    steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
-    kinds = [step["type"] for step in steps]
-    if tokenizer["model"].get("byte_fallback") and kinds in ([], ["Metaspace"]):
+    model, cut = tokenizer["model"], tokenizer.get("pre_tokenizer")
+    steps = cut.get("pretokenizers", [cut]) if cut else []
+    kinds = [model.get("type", "BPE"), *(step["type"] for step in steps)]
+    if model.get("byte_fallback") and kinds in (["BPE"], ["BPE", "Metaspace"]):
         return "default"
-    if kinds and kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
+    if kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
         own_words = steps[-1].get("use_regex", True)
-        if kinds == ["ByteLevel"] and own_words:
+        if kinds == ["BPE", "ByteLevel"] and own_words:
             return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and own_words and steps[0]["individual_digits"]:
+        if kinds == ["BPE", "Digits", "ByteLevel"] and own_words and steps[0]["individual_digits"]:
             return "smollm"
-        if kinds == ["Split", "ByteLevel"] and not own_words:
+        if kinds == ["BPE", "Split", "ByteLevel"] and not own_words:
             pattern = steps[0]["pattern"].get("Regex")
             if steps[0]["behavior"] == "Isolated" and pattern in _SPLIT_NAMES:
                 return _SPLIT_NAMES[pattern]
     raise ValueError(
-        f"llama.cpp selects its rule of cutting text by name, and the pre_tokenizer of {file} "
-        f"({' + '.join(kinds) or 'none'}) is none of those known here (Llama 3, Qwen2, SmolLM, "
-        "GPT-2, SentencePiece BPE); export to another format"
+        f"llama.cpp selects its tokenizer by name, and {file} ({' + '.join(kinds)}) is none of "
+        "those known here (Llama 3, Qwen2, SmolLM, GPT-2, SentencePiece BPE); export to another "
+        "format"
     )
 
 
@@ -128,14 +129,6 @@ def _tokens(
     return [token for token, _ in filled], [kind for _, kind in filled]
 
 
-def _adds_space_prefix(tokenizer: dict) -> bool:
-    normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
-    cuts = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
-    return any(step["type"] == "Prepend" for step in normalizers) or any(
-        step.get("prepend_scheme", "always") != "never" for step in cuts
-    )
-
-
 def _scores(tokens: list[str], types: list[int], merges: list[str]) -> list[float]:
     """Minus the rank of the first merge that makes the token; 0 for those that no merge makes."""
     from gguf import TokenType
@@ -147,15 +140,6 @@ def _scores(tokens: list[str], types: list[int], merges: list[str]) -> list[floa
     if unmade := [piece for piece in pieces if len(piece) > 1 and piece not in rank]:
         log.warning("no merge makes %s, which llama.cpp may still use", unmade[0])
     return [-float(rank.get(token, 0)) for token in tokens]
-
-
-def _added_to_a_text(tokenizer: dict, settings: dict) -> dict[str, bool]:
-    """Whether the tokenizer puts a special token before a text ("bos"), and one after it."""
-    for step in _steps(tokenizer.get("post_processor"), "processors"):
-        if step["type"] == "TemplateProcessing":
-            special = ["SpecialToken" in part for part in step["single"]]
-            return {"bos": special[0], "eos": special[-1]}
-    return {kind: bool(settings.get(f"add_{kind}_token")) for kind in ("bos", "eos")}
 
 
 def _special_ids(settings: dict, config: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:

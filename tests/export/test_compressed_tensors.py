@@ -240,13 +240,12 @@ def test_wrong_names_and_sizes(demo, tmp_path):
     [
         {"model_type": "perceptive", "architectures": ["PerceptiveForCausalLM"]},
         {"model_type": "vit", "architectures": ["ViTModel"]},
-        {"hidden_act": "warble"},
     ],
 )
 def test_models_that_transformers_does_not_build(demo, tmp_path, changes):
     folder, quantized = demo
     edit_json(folder / "config.json", **changes)
-    refuse(folder, tmp_path, quantized, ValueError, "transformers .* does not build")
+    refuse(folder, tmp_path, quantized, ValueError, "Transformers does not|Unrecognized")
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "config.json", "model.safetensors"])
