@@ -74,12 +74,12 @@ class LlamaModel:
             names.pop("lm_head.weight", None)  # a copy
         else:
             needed.append("lm_head")
-        unknown = [name for name, ours in names.items() if ours is None]
-        missing = [name for name in needed if f"{name}.weight" not in names]
-        if unknown or missing:
+        wrong = [f"{name} is missing" for name in needed if f"{name}.weight" not in names]
+        wrong += [f"{name} is unknown" for name, ours in names.items() if ours is None]
+        if wrong:
             raise ValueError(
-                f"the tensors do not match config.json ({self.architecture}, {count} layers); "
-                f"missing: {missing[:1]}, unknown: {unknown[:1]}"
+                f"the tensors do not match config.json ({self.architecture}, {count} layers): "
+                f"{wrong[0]}; take the config that belongs to the model"
             )
         return names
 

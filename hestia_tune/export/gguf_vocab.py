@@ -71,7 +71,12 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
     if not any(added):
         ends = {kind: bool(settings.get(f"add_{kind}_token")) for kind in ends}
     special.add_special_token = ends
-    special.special_token_ids = _special_ids(settings, config, tokens)
+    for kind in ("bos", "eos", "unk", "pad"):
+        token, index = settings.get(f"{kind}_token") or "", config.get(f"{kind}_token_id")
+        found = encoder.token_to_id(token["content"] if isinstance(token, dict) else token)
+        index = index[0] if isinstance(index, list) else index
+        if found is not None or index is not None:
+            special.special_token_ids[kind] = index if found is None else found
     if (template := folder / "chat_template.jinja").is_file():  # before the tokenizer's own
         special.chat_template = template.read_text(encoding="utf-8")
     special.add_to_gguf(writer, quiet=True)
@@ -140,16 +145,3 @@ def _scores(tokens: list[str], types: list[int], merges: list[str]) -> list[floa
     if unmade := [piece for piece in pieces if len(piece) > 1 and piece not in rank]:
         log.warning("no merge makes %s, which llama.cpp may still use", unmade[0])
     return [-float(rank.get(token, 0)) for token in tokens]
-
-
-def _special_ids(settings: dict, config: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:
-    """Kind of a special token -> its id, for those that exist."""
-    special = {}
-    for kind in ("bos", "eos", "unk", "pad"):
-        token, token_id = settings.get(f"{kind}_token"), config.get(f"{kind}_token_id")
-        token = token["content"] if isinstance(token, dict) else token
-        token_id = token_id[0] if isinstance(token_id, list) else token_id
-        token_id = tokens.index(token) if token in tokens else token_id
-        if token_id is not None:
-            special[kind] = token_id
-    return special

@@ -77,12 +77,9 @@ class SafetensorsFolder:
 class ModelFolder(SafetensorsFolder):
     """A Hugging Face folder that can be exported.
 
-    Args:
+    Attributes:
         folder: with config.json, safetensors and a tokenizer.
         quantized: name in the safetensors -> group_size of every ternary weight.
-
-    Attributes:
-        folder, quantized: as given.
         config: the parsed config.json.
         description: the parsed hestia.json, how a hard model was made; None without one.
 
@@ -137,11 +134,9 @@ class ModelFolder(SafetensorsFolder):
             types: of each tensor in the files.
 
         Returns:
-            bytes: ``num_bytes``.
-            parameters, quantized_parameters: number of weights, and of those that are ternary.
-            quantized_bits_per_weight: of the ternary weights; None without any.
-            whole_bits_per_weight: 8 * bytes / parameters; bfloat16 has 16.
-            types: name of a type -> number of tensors.
+            bytes, parameters, quantized_parameters (those that are ternary), types (name -> number
+            of tensors), quantized_bits_per_weight (of the ternary weights; None without any), and
+            whole_bits_per_weight = 8 * bytes / parameters, which is 16 in bfloat16.
         """
         parameters = sum(shape.numel() for shape in self.shapes.values())
         ternary = sum(self.shapes[name].numel() for name in self.quantized)
