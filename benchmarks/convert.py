@@ -23,9 +23,9 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torchtune import config
+from torchtune.models.convert_weights import tune_to_hf
 
 from hestia_tune.commands.configs import config_path
-from hestia_tune.models.names import HuggingFaceNames
 
 FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf")
 
@@ -71,15 +71,20 @@ def random_model(cfg, folder: Path, tokenizer: Path) -> None:
     (folder / "config.json").write_text(json.dumps(hf_config))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / file, folder / file)
-    names = HuggingFaceNames(cfg.checkpointer.model_type, hf_config)
     generator = torch.Generator().manual_seed(0)
     index = {}
     for number, (name, value) in enumerate(model.state_dict().items()):
         file = f"model-{number:05d}.safetensors"
         tensor = torch.randn(value.shape, generator=generator).mul_(0.02).to(torch.bfloat16)
-        hf_name = names.hugging_face_name(name)
-        save_file({hf_name: tensor}, folder / file, metadata={"format": "pt"})
-        index[hf_name] = file
+        in_file = tune_to_hf(
+            {name: tensor},
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            dim=hidden,
+            head_dim=attention.head_dim,
+        )
+        save_file(in_file, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(in_file, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 

@@ -20,17 +20,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from torchtune import config
 from tqdm import tqdm
 
 from hestia_tune.commands.configs import config_path
 from hestia_tune.commands.sensitivity import SensitivityRecipe
-from hestia_tune.config import from_mapping
 from hestia_tune.models import build
 from hestia_tune.modules import quantized_linears
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
+from hestia_tune.sensitivity.curvature import double_backward_attention
 from hestia_tune.sensitivity.hutchpp import hutchpp
-from hestia_tune.sensitivity.hvp import double_backward_attention
 from hestia_tune.sensitivity.scores import is_resolved
 from hestia_tune.sensitivity.segments import logits_of, mean_loss
 
@@ -64,15 +62,18 @@ def authors_way(model, weights, batches, settings) -> SensitivityArtifact:
                 loss = mean_loss(logits_of(model, batch), batch.labels)
                 (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
 
-            def matvec(v, gradient=gradient, weight=weight):
-                (product,) = torch.autograd.grad(
-                    gradient, weight, v.view_as(weight), retain_graph=True
-                )
-                return product.flatten()
+            def products(vectors, gradient=gradient, weight=weight):
+                for vector in vectors:
+                    v = vector()
+                    (product,) = torch.autograd.grad(
+                        gradient, weight, v.view_as(weight), retain_graph=True
+                    )
+                    yield v, product.flatten()
 
             estimate = hutchpp(
-                matvec,
-                weight.numel(),
+                lambda vectors: (product for _, product in products(vectors)),
+                lambda vectors: [float(v @ product) for v, product in products(vectors)],
+                weight.detach(),
                 rank=settings.rank,
                 num_probes=settings.num_probes,
                 generator=generator,
@@ -80,14 +81,12 @@ def authors_way(model, weights, batches, settings) -> SensitivityArtifact:
             trace += count / sum(tokens) * estimate.trace
             variance += (count / sum(tokens) * estimate.standard_error) ** 2
         traces[name], errors[name] = trace, variance**0.5
-    resolved = {name: is_resolved(traces[name], errors[name]) for name in traces}
-    products = (2 * settings.rank + settings.num_probes) * len(batches)
-    return SensitivityArtifact.from_traces(
-        traces,
-        errors,
-        resolved,
+    return SensitivityArtifact(
+        traces=traces,
+        standard_errors=errors,
+        resolved={name: is_resolved(traces[name], errors[name]) for name in traces},
+        probes=dict.fromkeys(traces, estimate.probes * len(batches)),
         model_fingerprint="",
-        probes=dict.fromkeys(traces, products),
     )
 
 
@@ -122,14 +121,14 @@ def main() -> None:
         {"sensitivity_estimation": settings, "sensitivity": None},
     )
     recipe = SensitivityRecipe(cfg)
-    meta = build.build_on_meta(cfg.model, config.instantiate(cfg.quantizer))
-    batches = [batch.to(recipe.device) for batch in recipe._calibration_batches()]
-    model = recipe._load(recipe._read_pretrained(meta))
+    meta = build.build_on_meta(recipe.cfg.model, recipe.component)
+    batches = [batch.to(recipe.device) for batch in recipe.calibration_batches()]
+    model = recipe.load(recipe.read_pretrained(meta))
     names = spread(list(quantized_linears(meta)), options.layers)
     weights = {name: model.get_submodule(name).weight for name in names}
 
     def run(**changes) -> SensitivityArtifact:
-        chosen = from_mapping(EstimationConfig, settings | changes, "settings")
+        chosen = EstimationConfig.parse(settings | changes)
         return estimate_sensitivity(model, weights, batches, chosen)
 
     ways = {"fisher": lambda: run(curvature="fisher"), "adaptive": lambda: run()}
@@ -137,7 +136,7 @@ def main() -> None:
         ways[f"adaptive {target:g}"] = lambda t=target: run(target_standard_error=t)
     if not options.skip_authors:
         ways["authors"] = lambda: authors_way(
-            model, weights, batches, from_mapping(EstimationConfig, settings, "settings")
+            model, weights, batches, EstimationConfig.parse(settings)
         )
     results, wall, cores = {}, {}, {}
     for label, way in ways.items():

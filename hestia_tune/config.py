@@ -98,7 +98,7 @@ class Section:
         try:
             typed = OmegaConf.structured(self)
         except OmegaConfBaseException as error:
-            raise in_our_words(error, self.section) from None
+            raise in_our_words(error, self.section, self) from None
         for field in dataclasses.fields(self):
             name, value = f"{self.section}.{field.name}".lstrip("."), getattr(self, field.name)
             if value is not None and not OmegaConf.is_config(typed[field.name]):
@@ -129,8 +129,15 @@ _TYPE_WORDS = {
 }
 
 
-def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
-    """An error of OmegaConf with the whole key, the rule and the value, on one line."""
+def in_our_words(
+    error: OmegaConfBaseException, section: str, made: Section | None = None
+) -> Exception:
+    """An error of OmegaConf with the whole key, the rule and the value, on one line.
+
+    Args:
+        section: what the key is in.
+        made: the section that was being made in Python, of which the error knows less.
+    """
     key = f"{section}.{error.full_key or error.key or ''}".strip(".")
     if isinstance(error, ConfigKeyError):
         known = [field.name for field in dataclasses.fields(error.object_type or Section)]
@@ -144,13 +151,18 @@ def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
         return inner if isinstance(inner, Exception) else error
     if isinstance(error, MissingMandatoryValue):
         return ValueError(f"{key} must be given")
-    fields = dataclasses.fields(error.object_type or Section)
+    scalar = re.search(r"is not a subclass of (\w+)\. value: (.*)", str(error))
+    if scalar or error.key is None or error.object_type is dict:  # in place of a section
+        sections = {cls.__name__: cls.section for cls in Section.__subclasses__()}
+        where = sections.get(scalar[1], key) if scalar and not error.full_key else key
+        return TypeError(f"{where} must be a mapping of options; got {scalar and scalar[2]}")
+    owner = error.object_type or made or Section
+    fields = () if owner is list else dataclasses.fields(owner)
     declared = {field.name: str(field.type) for field in fields}.get(str(error.key), "")
     declared = re.sub(r"\[.*\]", "", declared)
     words = [word for name, word in _TYPE_WORDS.items() if re.search(rf"\b{name}\b", declared)]
-    return TypeError(
-        f"{key} must be {' or '.join(words) or 'of another type'}; got {error.value!r}"
-    )
+    value = getattr(made, str(error.key), None) if error.value is None else error.value
+    return TypeError(f"{key} must be {' or '.join(words) or 'of another type'}; got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,200 +199,3 @@ class ScheduleConfig(Section):
             raise TypeError(
                 f'schedule.tau_init must be a number; got {self.tau_init!r}; or use "auto"'
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EstimationConfig(Section):
-    """The YAML's ``sensitivity_estimation`` section."""
-
-    section: ClassVar[str] = "sensitivity_estimation"
-    curvature: str = option(
-        "hessian",
-        '"hessian" (Eq. 10, the paper\'s), or "fisher", the Gauss-Newton matrix by plain backward '
-        "passes, all layers at once",
-        choices=("hessian", "fisher"),
-    )
-    num_samples: int = option(50, "calibration samples, drawn from the dataset by the seed", low=1)
-    batch_size: int = option(
-        1,
-        "samples that go through the model together; every batch has probes of its own, so small "
-        "batches give more of them at the same cost",
-        low=1,
-    )
-    target_standard_error: float = option(
-        0.01,
-        "of the scores; a layer gets more probes until it is met",
-        low=1e-6,
-        high=0.5,
-        remedy="0.01 is the default",
-    )
-    min_probes: int = option(
-        2,
-        "per batch, the least that every layer gets (a standard error needs 2); with few batches "
-        "it is raised until there are 8 in all",
-        low=2,
-    )
-    num_probes: int = option(20, "per batch, the most that a layer gets", low=2)
-    fixed: bool = option(
-        False,
-        "Hutch++ on every batch with just rank and num_probes (Appendix B), whatever the standard "
-        'error; of "hessian" only',
-    )
-    rank: int = option(10, "sketch columns of Hutch++, for fixed", low=0)
-    kappa: float = option(
-        1.0, "gain of the scores (Eq. 11)", low=0, high=1e3, remedy="the paper uses 1"
-    )
-    epsilon: float = option(
-        1e-8, "keeps Eq. 11 finite if all traces are equal", low=0, high=1, remedy="the paper's"
-    )
-    seed: int | None = option(None, "of samples and probes; null takes the run's own", low=0)
-    vectors_at_once: int = option(
-        1,
-        "probes that go through a block together, at as many times its memory; more than 1 pays on "
-        "GPUs with small models",
-        low=1,
-    )
-    output: str | None = option(
-        None, "path of the artifact; null is sensitivity.json in output_dir"
-    )
-    overwrite: bool = option(
-        False, "replace an artifact of another model, or of other settings, found there"
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.min_probes > self.num_probes:
-            raise ValueError(
-                f"{self.section}.min_probes {self.min_probes} must not be above num_probes "
-                f"{self.num_probes}; raise num_probes"
-            )
-        if self.fixed and self.curvature != "hessian":
-            raise ValueError(
-                f"{self.section}.fixed is Hutch++, which the fisher trace does not need; "
-                "use curvature: hessian, or leave fixed out"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertConfig(Section):
-    """The YAML's ``convert`` section."""
-
-    section: ClassVar[str] = "convert"
-    formats: list[str] = option(
-        ["torchao"],
-        "what to write",
-        choices=("torchao", "huggingface", "compressed_tensors", "gguf"),
-    )
-    source: str = option(
-        "trained",
-        '"trained", the hard model in output_dir; "pretrained", the checkpoint that training would '
-        "start from, quantized as it is (naive); or a Hugging Face folder, hard if hestia_qat "
-        "wrote it, else quantized as it is",
-    )
-    output: str | None = option(None, "the folder to write into; null is converted in output_dir")
-    target: str = option(
-        "ternary",
-        'of "torchao": "ternary", TernaryTensor; or "intx", torchao\'s own int2 tensors, a byte '
-        "per weight, that need nothing of this package",
-        choices=("ternary", "intx"),
-    )
-    block_type: str | list[str] = option("auto", 'of "gguf": see `hestia_tune.export.write_gguf`')
-    overwrite: bool = option(False, "replace what is there")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.formats:
-            raise ValueError("convert.formats must name at least one format")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextConfig(Section):
-    """A text to measure perplexity on: one entry of ``eval.perplexity``."""
-
-    section: ClassVar[str] = "eval.perplexity"
-    source: str = option(text="a text file, a parquet file, or a Hugging Face dataset")
-    column: str = option("text", "of the text, in parquet files and datasets")
-    name: str | None = option(None, "configuration of a dataset")
-    split: str = option("test", "of a dataset")
-    limit: int | None = option(None, "documents from the beginning; null is all", low=1)
-    join: str | None = option(
-        None, "put between documents to make one of them all; null keeps them apart"
-    )
-    window: int | None = option(
-        None, "tokens a forward sees; null is the model's longest, at most 2048", low=1
-    )
-    stride: int | None = option(
-        None, "tokens by which the window moves on; null is the window", low=1
-    )
-    max_tokens: int | None = option(None, "score only the first so many tokens", low=1)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.stride is not None and self.window is not None and self.stride > self.window:
-            raise ValueError(
-                f"eval.perplexity: stride {self.stride} must not be above window {self.window}; "
-                "tokens between windows would not be scored"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig(Section):
-    """The YAML's ``eval`` section."""
-
-    section: ClassVar[str] = "eval"
-    models: list[str] = option(
-        ["pretrained", "naive", "trained"],
-        'what to compare, the first with all others: "pretrained", "naive", "trained", "packed", '
-        '"checkpoint", "checkpoint_hard", or folders',
-    )
-    tasks: list[str] = option(
-        ["hestia_zeroshot"],
-        'of lm-eval, or "hestia_zeroshot" (ARC-Easy, ARC-Challenge, HellaSwag, PIQA, WinoGrande); '
-        "empty for none",
-    )
-    include_path: str | None = option(None, "folder with YAML files of tasks of your own")
-    limit: int | float | None = option(None, "documents per task (a fraction below 1); null is all")
-    num_fewshot: int | None = option(
-        None, "examples in each prompt; null is as each task says", low=0
-    )
-    batch_size: int | str = option("auto", 'an int, or "auto"', low=1)
-    window: int | None = option(None, "longest input in tokens; null is the model's longest", low=1)
-    perplexity: dict[str, TextConfig] = option({}, "name -> text")
-    output: str | None = option(None, "path of the results; null is evaluation.json in output_dir")
-    every_n_steps: int | None = option(
-        None,
-        "during training, evaluate the hard model so often; null does not",
-        low=1,
-    )
-    at_end: bool = option(False, "evaluate the hard model when training ends")
-
-    def __post_init__(self):
-        super().__post_init__()
-        for key in ("models", "tasks"):
-            value = getattr(self, key)
-            if len(set(value)) < len(value):
-                raise ValueError(f"eval.{key} names something twice: {', '.join(value)}")
-        if not self.models:
-            raise ValueError("eval.models must name at least one model")
-        if not self.tasks and not self.perplexity:
-            raise ValueError("eval needs tasks or perplexity; both are empty")
-        if self.limit is not None and not (
-            self.limit >= 1 if isinstance(self.limit, int) else 0 < self.limit < 1
-        ):
-            raise ValueError(f"eval.limit must be a count, or a share below 1; got {self.limit}")
-        if isinstance(self.batch_size, str) and self.batch_size != "auto":
-            raise ValueError(
-                f'eval.batch_size must be a positive int or "auto"; got {self.batch_size!r}'
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizeConfig(Section):
-    """The YAML's ``tokenize`` section."""
-
-    section: ClassVar[str] = "tokenize"
-    output: str | None = option(None, "folder of the token file; null is tokens in output_dir")
-    max_tokens: int | None = option(
-        None, "stops at the document that reaches so many; null takes dataset.max_tokens", low=1
-    )
-    verify: bool = option(True, "reads the file again at the end and compares its checksum")

@@ -30,7 +30,7 @@ def test_convert_packs_in_place(target, dtype):
     packed = [m for m in model.modules() if isinstance(getattr(m, "weight", None), kind)]
     assert packed and all(tuple(m.weight.block_size) == (1, 32) for m in packed)
     assert torch.equal(model(TOKENS), dense(TOKENS))
-    with pytest.raises(ValueError, match='target must be "dense", "ternary" or "intx"; got'):
+    with pytest.raises(ValueError, match='target must be one of "dense", "ternary", "intx"; got'):
         HestiaConfig(target="int4")
 
 
@@ -45,5 +45,5 @@ def test_convert_packs_complex_codes_in_place(num_stages, dtype):
     packed = [m for m in model.modules() if isinstance(getattr(m, "weight", None), Fairy2iTensor)]
     assert len(packed) == 4 and all(m.weight.num_stages == num_stages for m in packed)
     assert torch.equal(model(TOKENS), dense(TOKENS))
-    with pytest.raises(ValueError, match='target must be "dense" or "fairy2i"; got'):
+    with pytest.raises(ValueError, match='target must be one of "dense", "fairy2i"; got'):
         Fairy2iConfig(target="ternary")

@@ -112,7 +112,7 @@ def test_zero_initial_temperature_and_rho_are_straight_through_from_the_start():
         (True, {}, TypeError, "total_steps must be an int; got True"),
         (10, {"rho": -0.1}, ValueError, r"schedule.rho must be in \[0, 1\]; got -0.1"),
         (10, {"rho": 1.1}, ValueError, r"schedule.rho must be in \[0, 1\]; got 1.1"),
-        (10, {"rho": "0.2"}, TypeError, "schedule.rho must be a number; got '0.2'"),
+        (10, {"rho": "low"}, TypeError, "schedule.rho must be a number; got 'low'"),
         (10, {"tau_init": -0.3}, ValueError, "schedule.tau_init must be in .* got -0.3"),
         (10, {"tau_init": float("nan")}, ValueError, "schedule.tau_init must be in .* got nan"),
         (10, {"tau_init": float("inf")}, ValueError, "schedule.tau_init must be in .* got inf"),

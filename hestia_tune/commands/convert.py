@@ -1,38 +1,34 @@
-"""The conversion recipe: one hard model in, the formats that the config asks for out.
+"""``hestia_convert``: one model in, the formats that the config asks for out.
 
 Every format is written from the hard model's Hugging Face folder, tensor by tensor. A model that
-was not trained is made hard first, by the quantizer of the config, in a folder that is deleted at
-the end (or is the ``huggingface`` format).
+was not trained is made hard first, by the method of the config, in a folder that is deleted at the
+end (or is the ``huggingface`` format). Only a method whose codes do not follow from hard weights is
+packed from latent weights, which the newest checkpoint of the run holds. Everything that can be
+refused is refused before anything is written.
 """
 
+import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config, training, utils
+from torchtune import training, utils
 
 import hestia_tune
 from hestia_tune.export import write_compressed_tensors, write_gguf, write_huggingface
 from hestia_tune.export.folder import DESCRIPTION_FILE
 from hestia_tune.export.source import SafetensorsFolder
 from hestia_tune.files import require_writable_dir, write_atomically
-from hestia_tune.methods import Method
-from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.models import build
-from hestia_tune.models.load import read_latents
+from hestia_tune.models.checkpoints import complete_checkpoints, read_latents
+from hestia_tune.models.generation import generate_config
 from hestia_tune.models.names import HuggingFaceNames
-from hestia_tune.models.packed import (
-    Entries,
-    fairy2i_entries,
-    ternary_entries,
-    write_packed,
-)
+from hestia_tune.models.packed import packed_entries, write_packed
 from hestia_tune.modules import quantized_linears
-from hestia_tune.training.checkpoint import complete_checkpoints
+from hestia_tune.tensors import check_format
 from hestia_tune.training.options import Run
 
 log = utils.get_logger("DEBUG")
@@ -42,65 +38,34 @@ class ConvertRecipe:
     """Converts the model of a config.
 
     Args:
-        cfg: the run's YAML, checked here.
+        cfg: the run, or its YAML.
+
+    Attributes:
+        output: the folder that everything goes into.
 
     Raises:
         TypeError, ValueError, FileNotFoundError, FileExistsError: before anything is written.
     """
 
-    def __init__(self, cfg: DictConfig):
+    def __init__(self, cfg: DictConfig | Run):
         run = Run.of(cfg)
-        self.cfg, self.settings = run.cfg, run.options.convert
-        self.output = require_writable_dir(self.settings.output)
+        self.cfg, self.options = run.cfg, run.options.convert
+        self.output = require_writable_dir(self.options.output)
         self.source, self.is_hard = self._choose_source()
         self.names = HuggingFaceNames.of_folder(self.cfg.checkpointer.model_type, self.source)
         # In which the training saw, or would see, the latent weights.
         self.dtype = training.get_dtype(self.cfg.dtype, utils.get_device("cpu"))
-        self.about = self._describe()
-        self.method = Method.from_key(self.about["quantizer"])
-        if self.method.name != "ternary":
-            self._check_formats()
-        if not self.settings.overwrite:
-            for name in self.settings.formats:
-                if self.target(name).exists():
-                    raise FileExistsError(
-                        f"{self.target(name)} exists; set convert.overwrite=True to replace it, or "
-                        "convert.output to another folder"
-                    )
-
-    def _check_formats(self) -> None:
-        """Complex codes have one packed form, and follow from latent weights alone."""
-        others = [name for name in self.settings.formats if name != "torchao"]
-        if others or self.settings.target != "ternary":
-            raise ValueError(
-                f"a model of {self.about['quantizer']} is packed as torchao only; got "
-                f"{', '.join(others) or self.settings.target}; its dense form is hard_model"
-            )
-        if self.is_hard:
-            step, _ = latest = self._latest_checkpoint()
-            if step != self.about["step"]:
-                raise ValueError(
-                    f"the codes follow from the latent weights of step {self.about['step']}, and "
-                    f"the newest checkpoint is {latest[1]}"
-                )
-
-    def _latest_checkpoint(self) -> tuple[int, Path]:
-        folder = self.source.parent / "checkpoints"
-        found = complete_checkpoints(folder)
-        if not found:
-            raise FileNotFoundError(
-                f"the codes of {self.about['quantizer']} follow from latent weights, and there is "
-                f"no checkpoint in {folder}"
-            )
-        return found[-1]
-
-    def target(self, name: str) -> Path:
-        """Where a format goes."""
-        return self.output / ("model.gguf" if name == "gguf" else name)
+        component = build.instantiate(self.cfg.quantizer, "quantizer")
+        self.method = component.method
+        self.model = build.build_on_meta(self.cfg.model, component)
+        self.description = self._describe()
+        self._check_formats()
+        self.needs_latents = self.is_hard and not self.method.codes_follow_from_hard
+        self.checkpoint = self._latest_checkpoint() if self.needs_latents else None
 
     def _choose_source(self) -> tuple[Path, bool]:
         """(Hugging Face folder, whether its weights are hard)."""
-        named = self.settings.source
+        named = self.options.source
         folder = {
             "trained": Path(self.cfg.output_dir) / "hard_model",
             "pretrained": Path(self.cfg.checkpointer.checkpoint_dir),
@@ -114,145 +79,121 @@ class ConvertRecipe:
 
     def _describe(self) -> dict[str, Any]:
         """Method and layers: of the hard model if it is one, else what the config says."""
-        section = OmegaConf.to_container(self.cfg.model, resolve=True)
-        own = config.instantiate(self.cfg.quantizer)
-        layers = list(quantized_linears(build.build_on_meta(self.cfg.model, own)))
-        about = {"quantizer": own.method.key(), "layers": layers, "step": 0}
+        key, layers = self.method.key(), list(quantized_linears(self.model))
+        found = {"quantizer": key, "layers": layers, "step": 0}
         if self.is_hard:
-            file = self.source / DESCRIPTION_FILE
-            about = json.loads(file.read_text(encoding="utf-8"))
-            if about["quantizer"] != own.method.key() or set(about["layers"]) != set(layers):
+            found = json.loads((self.source / DESCRIPTION_FILE).read_text(encoding="utf-8"))
+            if found["quantizer"] != key or set(found["layers"]) != set(layers):
                 raise ValueError(
-                    f"{self.source} was trained with quantizer {about['quantizer']} on "
-                    f"{len(about['layers'])} layers, the config has {own.method.key()} on "
-                    f"{len(layers)}; use the config that trained it"
+                    f"{self.source} was trained with quantizer {found['quantizer']} on "
+                    f"{len(found['layers'])} layers, the config has {key} on {len(layers)}; use "
+                    "the config that trained it"
                 )
-        return about | {"model": section}
+        return found | {"model": OmegaConf.to_container(self.cfg.model, resolve=True)}
 
-    def _group_sizes(self) -> dict[str, GroupSize]:
-        """torchtune's parameter name -> group size."""
-        return {f"{layer}.weight": self.method.group_size for layer in self.about["layers"]}
+    def _check_formats(self) -> None:
+        others = [name for name in self.options.formats if name not in self.method.file_formats]
+        if others:
+            raise ValueError(
+                f"a model of {self.method.key()} is written as "
+                f"{', '.join(self.method.file_formats)}; got {', '.join(others)}; its dense form "
+                "is hard_model"
+            )
+        if "torchao" in self.options.formats:
+            check_format(self.method, self.options.target)
+        there = [name for name in self.options.formats if self.target(name).exists()]
+        if there and not self.options.overwrite:
+            raise FileExistsError(
+                f"{self.target(there[0])} exists; set convert.overwrite=True to replace it, or "
+                "convert.output to another folder"
+            )
+
+    def _latest_checkpoint(self) -> Path:
+        """The one whose latent weights the hard model was made from."""
+        folder, key = self.source.parent / "checkpoints", self.method.key()
+        found = complete_checkpoints(folder)
+        if not found:
+            raise FileNotFoundError(
+                f"the codes of {key} follow from latent weights, and there is no checkpoint in "
+                f"{folder}; train again, or convert.source=pretrained for the naive model"
+            )
+        step, path = found[-1]
+        if step != self.description["step"]:
+            raise ValueError(
+                f"the codes follow from the latent weights of step {self.description['step']}, and "
+                f"the newest checkpoint is {path}; finish that run first"
+            )
+        return path
+
+    def target(self, name: str) -> Path:
+        """Where a format goes."""
+        return self.output / ("model.gguf" if name == "gguf" else name)
 
     def run(self) -> dict[str, dict[str, Any]]:
         """Writes every format; returns their summaries."""
-        is_ternary = self.method.name == "ternary"
-        summaries = self._write_ternary() if is_ternary else {"torchao": self._write_complex()}
+        summaries = {}
+        with self._folder_to_write_from() as folder:
+            for name in self.options.formats:
+                log.info(f"writing {self.target(name)}")
+                write = self._write_packed if name == "torchao" else self._export
+                summaries[name] = write(folder, name)
         write_atomically(self.output / "sizes.json", json.dumps(summaries, indent=1) + "\n")
         return summaries
 
-    def _write_ternary(self) -> dict[str, dict[str, Any]]:
-        by_name = self._group_sizes()
-        in_files = {self.names.hugging_face_name(name): g for name, g in by_name.items()}
-        overwrite = self.settings.overwrite
-        summaries = {}
+    @contextlib.contextmanager
+    def _folder_to_write_from(self) -> Iterator[Path]:
+        """The source, or where codes are read off hard weights and it has none, a hard copy."""
+        if self.is_hard or not self.method.codes_follow_from_hard:
+            yield self.source
+            return
+        log.info(f"{self.source} was not trained: quantized as it is (naive)")
         with tempfile.TemporaryDirectory(dir=self.output, prefix=".hard_") as temporary:
-            hard = self.source
-            if not self.is_hard:
-                log.info(f"{self.source} was not trained: quantized as it is (naive)")
-                hard = Path(temporary) / "hard"
-                write_huggingface(
-                    self.source, hard, quantized=in_files, quantize=True, compute_dtype=self.dtype
-                )
-                write_atomically(hard / DESCRIPTION_FILE, json.dumps(self.about, indent=1) + "\n")
-            for name in self.settings.formats:
-                log.info(f"writing {self.target(name)}")
-                if name == "torchao":
-                    summary = self._write_packed(hard, by_name)
-                elif name == "huggingface":
-                    summary = write_huggingface(
-                        hard,
-                        self.target(name),
-                        quantized=in_files,
-                        overwrite=overwrite,
-                        description=self.about,
-                    )
-                elif name == "compressed_tensors":
-                    summary = write_compressed_tensors(
-                        hard, self.target(name), quantized=in_files, overwrite=overwrite
-                    )
-                else:
-                    summary = write_gguf(
-                        hard,
-                        self.target(name),
-                        quantized=in_files,
-                        block_type=self.settings.block_type,
-                        overwrite=overwrite,
-                    )
-                summaries[name] = summary
-        return summaries
+            hard = Path(temporary) / "hard"
+            write_huggingface(
+                self.source,
+                hard,
+                quantized=self._quantized_in_files(),
+                quantize=True,
+                compute_dtype=self.dtype,
+                description=self.description,
+            )
+            yield hard
 
-    def _write_packed(self, hard: Path, quantized: Mapping[str, GroupSize]) -> dict[str, Any]:
-        source = SafetensorsFolder(hard)
-        return self._pack(
-            hard,
-            lambda: ternary_entries(source, self.names, quantized, self.settings.target),
-            quantized,
-        )
+    def _quantized_in_files(self) -> dict[str, Any]:
+        """Name in the safetensors -> group size."""
+        names = self.names.in_files(SafetensorsFolder(self.source))
+        layers = self.description["layers"]
+        return {names[f"{layer}.weight"]: self.method.group_size for layer in layers}
 
-    def _write_complex(self) -> dict[str, Any]:
-        source = SafetensorsFolder(self.source)
-        quantized = [f"{layer}.weight" for layer in self.about["layers"]]
+    def _export(self, folder: Path, name: str) -> dict[str, Any]:
+        write, own = {
+            "huggingface": (write_huggingface, {"description": self.description}),
+            "compressed_tensors": (write_compressed_tensors, {}),
+            "gguf": (write_gguf, {"block_type": self.options.block_type}),
+        }[name]
+        common = {"quantized": self._quantized_in_files(), "overwrite": self.options.overwrite}
+        return write(folder, self.target(name), **common, **own)
 
-        def in_folder() -> Iterator[tuple[str, torch.Tensor]]:
-            return self.names.read(source)
-
-        latents, hard = in_folder, None
-        if self.is_hard:
-            hard = dict(in_folder()).__getitem__
-            _, path = self._latest_checkpoint()
-            own = config.instantiate(self.cfg.quantizer)
-            state = read_latents(path, build.build_on_meta(self.cfg.model, own))
-            latents = lambda: iter(state.items())  # noqa: E731
-        return self._pack(
-            self.source,
-            lambda: fairy2i_entries(latents, hard, quantized, self.method, self.dtype),
-            quantized,
-        )
-
-    def _pack(
-        self, companions: Path, entries: Callable[[], Entries], quantized: Collection[str]
-    ) -> dict[str, Any]:
-        folder, settings = self.target("torchao"), self.settings
-        generate = self._generate_config(folder)
+    def _write_packed(self, folder: Path, name: str) -> dict[str, Any]:
+        quantized = {f"{layer}.weight" for layer in self.description["layers"]}
+        source, latents = SafetensorsFolder(folder), None
+        if self.checkpoint is not None:
+            latents = read_latents(self.checkpoint, self.model)
         return write_packed(
-            companions,
             folder,
-            entries=entries,
+            self.target(name),
+            entries=lambda: packed_entries(
+                self.names.read(source),
+                quantized,
+                self.method,
+                self.options.target,
+                latents=latents,
+                compute_dtype=self.dtype,
+            ),
             quantized=quantized,
-            container="pt",
-            packing="2bit",
-            description=self.about | {"hestia_tune": hestia_tune.__version__},
-            generate=generate,
-            overwrite=settings.overwrite,
+            description=self.description | {"hestia_tune": hestia_tune.__version__},
+            generate=generate_config(self.cfg, self.method, self.target(name)),
         )
-
-    def _generate_config(self, folder: Path) -> dict[str, Any]:
-        """What torchtune's own generate recipe needs."""
-        quantizer = OmegaConf.to_container(self.cfg.quantizer, resolve=True)
-        name = "PackedWeights" if self.method.name == "ternary" else "PackedFairy2iWeights"
-        component = {"_component_": f"hestia_tune.models.generation.{name}"}
-        quantizer.pop("skip_incompatible", None)
-        return {
-            "output_dir": str(self.cfg.output_dir),
-            "model": OmegaConf.to_container(self.cfg.model, resolve=True),
-            "tokenizer": OmegaConf.to_container(self.cfg.tokenizer, resolve=True),
-            "checkpointer": {
-                "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
-                "checkpoint_dir": str(folder),
-                "checkpoint_files": ["model.pt"],
-                "output_dir": str(self.cfg.output_dir),
-                "model_type": self.cfg.checkpointer.model_type,
-            },
-            "quantizer": quantizer | component,
-            "device": self.cfg.device,
-            "dtype": "bf16",
-            "seed": 0,
-            "prompt": {"system": None, "user": "Once upon a time"},
-            "max_new_tokens": 64,
-            "temperature": 0.7,
-            "top_k": 50,
-            "enable_kv_cache": True,
-        }
 
 
 def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
@@ -270,9 +211,8 @@ def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def run_convert(cfg: DictConfig) -> int:
-    """The recipe as a command; returns its exit code."""
-    recipe = ConvertRecipe(cfg)
-    summaries = recipe.run()
-    print(f"\n{sizes_table(summaries)}\n\n{recipe.output}")
+def run_convert(run: DictConfig | Run) -> int:
+    """Converts; returns the exit code."""
+    recipe = ConvertRecipe(run)
+    print(f"\n{sizes_table(recipe.run())}\n\n{recipe.output}")
     return 0

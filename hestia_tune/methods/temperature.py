@@ -32,10 +32,11 @@ def search_temperature(
         ValueError: if the errors are not finite, or all zero.
     """
     low, high = (math.log(bound) for bound in SEARCH_RANGE)
-    for _ in range(rounds):
+    for round_number in range(rounds):
         grid = [low + (high - low) * k / (points - 1) for k in range(points)]
         found = [float(error) for error in errors([math.exp(value) for value in grid])]
-        if not all(math.isfinite(error) for error in found) or max(found) <= 0:
+        # (Later brackets may be free of error: of weights that are ternary already.)
+        if round_number == 0 and not (max(found) > 0 and all(map(math.isfinite, found))):
             raise ValueError(
                 "tau_init auto needs finite weights that are not all zero; give tau_init a number"
             )

@@ -15,32 +15,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from omegaconf import DictConfig
 from torch import nn
-from torchtune import config
 
 from hestia_tune.export.folder import DESCRIPTION_FILE
 from hestia_tune.export.source import SafetensorsFolder
 from hestia_tune.models import build
+from hestia_tune.models.checkpoints import (
+    META_FILE,
+    complete_checkpoints,
+    digest,
+    read_latents,
+    read_meta,
+)
 from hestia_tune.models.names import HuggingFaceNames
 from hestia_tune.models.packed import load_quantized
 from hestia_tune.modules import quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact
-from hestia_tune.training.checkpoint import (
-    META_FILE,
-    complete_checkpoints,
-    digest,
-    read_meta,
-)
 
 NAMES = ("pretrained", "naive", "trained", "packed", "checkpoint", "checkpoint_hard")
 
 
 def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
-    """(kind, folder) of a model; kind is "pretrained", "naive", "folder", "packed", "checkpoint"
-    or "checkpoint_hard".
+    """(kind, folder) of a model; kind is "folder", "naive", "packed", "checkpoint" or
+    "checkpoint_hard".
 
     Raises:
         FileNotFoundError: if it is not there; the message says what would make it.
@@ -95,17 +94,28 @@ def load_model(
         FileNotFoundError, ValueError: if it is not there, of another model, or not finite.
     """
     kind, folder = locate(name, cfg)
-    about: dict[str, Any] = {"source": str(folder), "kind": kind, "dtype": str(dtype)}
+    facts: dict[str, Any] = {"source": str(folder), "kind": kind, "dtype": str(dtype)}
     if kind == "packed":
-        return load_quantized(folder, device=device, dtype=dtype), about
+        return load_quantized(folder, device=device, dtype=dtype), facts
     if kind == "folder":
-        return _finished(_dense(folder, cfg), device, dtype), about
-    component = config.instantiate(cfg.quantizer)
+        return build.ready_for_inference(_dense(folder, cfg), device, dtype), facts
+    component = build.instantiate(cfg.quantizer, "quantizer")
+    facts["quantizer"] = component.method.key()
     if kind == "naive":
-        model = component.prepare(_finished(_dense(folder, cfg), device, dtype))
-        component.convert(model)
-        return model, about | {"quantizer": component.method.key()}
-    return _checkpoint(folder, kind, cfg, component, device, dtype, sensitivity, about)
+        model = build.ready_for_inference(_dense(folder, cfg), device, dtype)
+        return component.convert(component.prepare(model)), facts
+    meta = read_meta(folder)
+    if meta["identity"]["quantizer"] != component.method.key():
+        raise ValueError(
+            f"{folder} was trained with quantizer {meta['identity']['quantizer']}, the config has "
+            f"{component.method.key()}; use the config that trained it"
+        )
+    model = build.build_on_meta(cfg.model, component)
+    model.load_state_dict(read_latents(folder, model), assign=True)
+    build.ready_for_inference(model, device, dtype)
+    for layer in quantized_linears(model).values():
+        layer.weight_fake_quantizer.reset_buffers(device)
+    return model, facts | {"step": meta["step"]} | _set_schedule(kind, model, meta, sensitivity)
 
 
 def _dense(folder: Path, cfg: DictConfig) -> nn.Module:
@@ -118,70 +128,28 @@ def _dense(folder: Path, cfg: DictConfig) -> nn.Module:
     return model
 
 
-def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Buffers made, everything in place and in ``dtype`` (RoPE tables stay float32)."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(device=device, dtype=dtype)
-    build.build_buffers(model, device)
-    return model.requires_grad_(False).eval()
-
-
-def _checkpoint(
-    folder: Path,
-    kind: str,
-    cfg: DictConfig,
-    component: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    sensitivity: str | None,
-    about: Mapping[str, Any],
-) -> tuple[nn.Module, dict[str, Any]]:
-    meta = read_meta(folder)
-    identity, step = meta["identity"], meta["step"]
-    if identity["quantizer"] != component.method.key():
-        raise ValueError(
-            f"{folder} was trained with quantizer {identity['quantizer']}, the config has "
-            f"{component.method.key()}; use the config that trained it"
-        )
-    model = build.build_on_meta(cfg.model, component)
-    model.load_state_dict(read_latents(folder, model), assign=True)
-    layers = quantized_linears(model)
-    for layer in layers.values():
-        layer.weight_fake_quantizer.reset_buffers(device)
-    _finished(model, device, dtype)
-    scores = None
-    if sensitivity is not None and kind == "checkpoint":
-        scores = SensitivityArtifact.load(sensitivity).scores
-    if kind == "checkpoint" and digest(scores) != identity["sensitivity"]:
-        raise ValueError(
-            f"{folder} was trained with other sensitivity scores than {sensitivity}; set "
-            "sensitivity to the file that it was trained with (null if with none)"
-        )
+def _set_schedule(
+    kind: str, model: nn.Module, meta: Mapping[str, Any], sensitivity: str | None
+) -> dict[str, Any]:
+    """Brings a prepared model to the temperatures and the pressure of its checkpoint, or makes it
+    hard; returns what was set."""
+    identity, layers = meta["identity"], quantized_linears(model)
     schedule = AnnealingSchedule(
         identity["total_steps"],
         rho=identity["schedule.rho"],
         tau_init=identity["schedule.tau_init"],
         alpha=identity["schedule.alpha"],
     )
-    driver = ScheduleDriver(schedule, layers, scores)
-    about = {**about, "step": step, "quantizer": identity["quantizer"]}
     if kind == "checkpoint_hard":
-        driver.write(dict.fromkeys(layers, 0.0), 1.0)
-        return model, about
-    driver.set_step(step)
-    taus = driver.temperatures(step).values()
-    about |= {"pressure": schedule.pressure(step), "tau": [min(taus), max(taus)]}
-    return model, about
-
-
-def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The latent weights of a training checkpoint, whole, in float32 on the CPU.
-
-    Args:
-        folder: the checkpoint.
-        model: prepared, on the meta device; names and shapes.
-    """
-    shapes = model.state_dict().items()
-    state = {"model": {name: torch.empty_like(p, device="cpu") for name, p in shapes}}
-    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    return state["model"]
+        ScheduleDriver(schedule, layers).write(dict.fromkeys(layers, 0.0), 1.0)
+        return {}
+    scores = None if sensitivity is None else SensitivityArtifact.load(sensitivity).scores
+    if digest(scores) != identity["sensitivity"]:
+        raise ValueError(
+            f"the checkpoint was trained with other sensitivity scores than {sensitivity}; set "
+            "sensitivity to the file that it was trained with (null if with none)"
+        )
+    driver = ScheduleDriver(schedule, layers, scores)
+    driver.set_step(meta["step"])
+    taus = driver.temperatures(meta["step"]).values()
+    return {"pressure": schedule.pressure(meta["step"]), "tau": [min(taus), max(taus)]}

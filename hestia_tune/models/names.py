@@ -1,22 +1,22 @@
-"""Hugging Face names and row orders to torchtune's and back, one tensor at a time."""
+"""Hugging Face names and row orders to torchtune's, one tensor at a time."""
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torchtune.models import convert_weights
-from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
+from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
 from hestia_tune.export.source import SafetensorsFolder
 
-_LLAMA_LIKE = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL")
-_QWEN = ("QWEN2",)
+_MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "QWEN2")
 
 
 class HuggingFaceNames:
-    """The two ways between a Hugging Face state dict and torchtune's, for one model.
+    """The way from a Hugging Face state dict to torchtune's, for one model.
 
     Args:
         model_type: of the checkpointer section.
@@ -27,22 +27,19 @@ class HuggingFaceNames:
     """
 
     def __init__(self, model_type: str, hf_config: Mapping[str, Any]):
-        if model_type not in _LLAMA_LIKE + _QWEN:
+        if model_type not in _MODEL_TYPES:
             raise ValueError(
                 f"model_type {model_type} is not supported here; it must be one of "
-                f"{', '.join(_LLAMA_LIKE + _QWEN)}"
+                f"{', '.join(_MODEL_TYPES)}"
             )
         heads, dim = hf_config["num_attention_heads"], hf_config["hidden_size"]
-        self._arguments = {
-            "num_heads": heads,
-            "num_kv_heads": hf_config.get("num_key_value_heads", heads),
-            "dim": dim,
-        }
-        self._is_qwen = model_type in _QWEN
-        if self._is_qwen:
-            self._arguments["tie_word_embeddings"] = hf_config.get("tie_word_embeddings", False)
+        kv_heads = hf_config.get("num_key_value_heads", heads)
+        if model_type == "QWEN2":
+            tied = hf_config.get("tie_word_embeddings", False)
+            convert = partial(qwen2_hf_to_tune, tie_word_embeddings=tied)
         else:
-            self._arguments["head_dim"] = hf_config.get("head_dim")
+            convert = partial(convert_weights.hf_to_tune, head_dim=hf_config.get("head_dim"))
+        self._convert = partial(convert, num_heads=heads, num_kv_heads=kv_heads, dim=dim)
 
     @classmethod
     def of_folder(cls, model_type: str, folder: Path) -> "HuggingFaceNames":
@@ -56,17 +53,12 @@ class HuggingFaceNames:
 
     def to_torchtune(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Any part of a Hugging Face state dict under torchtune's names and in its row order."""
-        convert = qwen2_hf_to_tune if self._is_qwen else convert_weights.hf_to_tune
-        return convert(dict(state), **self._arguments)
+        return self._convert(dict(state))
 
-    def hugging_face_name(self, name: str) -> str:
-        """torchtune's name of a parameter -> its name in Hugging Face files."""
-        back = qwen2_tune_to_hf if self._is_qwen else convert_weights.tune_to_hf
-        dim = self._arguments["dim"]
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = "num_heads" if "q_proj" in name else "num_kv_heads"
-            head_dim = self._arguments.get("head_dim") or dim // self._arguments["num_heads"]
-            probe = torch.empty(self._arguments[heads] * head_dim, dim, device="meta")
-        else:
-            probe = torch.empty(1, device="meta")
-        return next(iter(back({name: probe}, **self._arguments)))
+    def in_files(self, source: SafetensorsFolder) -> dict[str, str]:
+        """torchtune's name -> the name in the files, for every tensor of a folder."""
+        return {
+            ours: theirs
+            for theirs, shape in source.shapes.items()
+            for ours in self.to_torchtune({theirs: torch.empty(shape, device="meta")})
+        }

@@ -1,10 +1,10 @@
 """The packed model as torchtune sees it: a folder to write and to load.
 
 folder/
-    model.pt or model.safetensors   packed weights and the rest in bfloat16, torchtune's names
-    hestia.json                     the model section, the quantizer, the packed layers
+    model.pt                        packed weights and the rest in bfloat16, torchtune's names
+    hestia.json                     the model section, the method, the packed layers
     config.json, tokenizer files    copied
-    generate.yaml                   for `tune run generate` (model.pt only)
+    generate.yaml                   for `tune run generate`
 """
 
 import json
@@ -16,180 +16,119 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from torch import nn
-from torchtune import config, training
 
 from hestia_tune.config import one_line
-from hestia_tune.export.folder import (
-    DESCRIPTION_FILE,
-    copy_companions,
-    replace_folder,
-    require_space,
-)
-from hestia_tune.export.source import SafetensorsFolder
-from hestia_tune.files import write_atomically
-from hestia_tune.methods import Fairy2iMethod
-from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.models.build import build_buffers
-from hestia_tune.models.names import HuggingFaceNames
-from hestia_tune.tensors import (
-    Fairy2iTensor,
-    TernaryTensor,
-    load_safetensors,
-    save_safetensors,
-    to_intx,
-)
+from hestia_tune.export.folder import DESCRIPTION_FILE, copy_side_files, require_space
+from hestia_tune.files import staged
+from hestia_tune.methods import Method
+from hestia_tune.models.build import plain_on_meta, ready_for_inference
+from hestia_tune.tensors import pack
 
 FORMAT_VERSION = 1
-
+WEIGHTS_FILE = "model.pt"
 
 # (torchtune's name, dense bfloat16 tensor, what to store for it), one tensor at a time.
 Entries = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
 
 
-def ternary_entries(
-    source: SafetensorsFolder,
-    names: HuggingFaceNames,
-    quantized: Mapping[str, GroupSize],
-    target: str,
+def packed_entries(
+    weights: Iterator[tuple[str, torch.Tensor]],
+    quantized: Collection[str],
+    method: Method,
+    packed_format: str | None = None,
+    *,
+    latents: Mapping[str, torch.Tensor] | None = None,
+    compute_dtype: torch.dtype = torch.bfloat16,
 ) -> Entries:
-    """Of a hard ternary model, whose codes follow from its weights.
+    """What is stored for each weight of a model, and the dense weight that it must equal.
 
     Args:
-        source: a hard model's Hugging Face folder.
-        names: its names in torchtune.
-        quantized: torchtune's parameter names of the ternary weights -> group size.
-        target: "ternary" or "intx".
+        weights: (torchtune's name, weight) of the hard model. Without ``latents``, of a method
+            whose codes do not follow from hard weights, of the latent model.
+        quantized: torchtune's parameter names of the quantized weights.
+        method: what they were, or are to be, quantized by.
+        packed_format: one of the method's; None takes its first.
+        latents: name -> latent weight, of a method whose codes do not follow from hard weights.
+        compute_dtype: of the training, in which it saw the latent weights.
 
     Raises:
-        ValueError: naming the weight that is not ternary.
+        ValueError: naming the weight that is not hard.
     """
-    for name, value in names.read(source):
-        dense = value.to(torch.bfloat16).contiguous()
-        stored = dense
-        if name in quantized:
+    for name, weight in weights:
+        dense = stored = weight.to(torch.bfloat16).contiguous()
+        if name in quantized and method.codes_follow_from_hard:
             try:
-                stored = TernaryTensor.from_hard(dense, group_size=quantized[name])
+                stored = pack(method, dense, packed_format, is_hard=True)
             except ValueError as error:
                 raise ValueError(f"{name} is not a hard weight: {error}") from None
-            if target == "intx":
-                stored = to_intx(stored.codes(), stored.scale)
-        yield name, dense, stored
-
-
-def fairy2i_entries(
-    latents: Callable[[], Iterator[tuple[str, torch.Tensor]]],
-    hard: Callable[[str], torch.Tensor] | None,
-    quantized: Collection[str],
-    method: Fairy2iMethod,
-    compute_dtype: torch.dtype,
-) -> Entries:
-    """Of a complex-valued model, whose codes only the latent weights tell.
-
-    Args:
-        latents: gives (torchtune's name, latent weight).
-        hard: name -> the hard model's weight to compare with; None is the method's own.
-        quantized: torchtune's parameter names of the quantized weights.
-        method: the method.
-        compute_dtype: of the training.
-    """
-    for name, latent in latents():
-        seen = latent.to(compute_dtype) if name in quantized else latent
-        stored = seen.to(torch.bfloat16)
-        if name in quantized:
-            stored = Fairy2iTensor.from_codes(*method.codes(seen), dtype=torch.bfloat16)
-        dense = stored
-        if hard is not None:
-            dense = hard(name).to(torch.bfloat16)
         elif name in quantized:
-            dense = method.hard(seen).to(torch.bfloat16)
+            latent = (weight if latents is None else latents[name]).to(compute_dtype)
+            stored = pack(method, latent, packed_format).to(torch.bfloat16)
+            if latents is None:
+                dense = method.hard(latent).to(torch.bfloat16)
         yield name, dense, stored
 
 
 def write_packed(
-    companions: Path,
+    source: Path,
     folder: Path,
     *,
     entries: Callable[[], Entries],
     quantized: Collection[str],
-    container: str,
-    packing: str,
     description: Mapping[str, Any],
-    generate: Mapping[str, Any] | None,
-    overwrite: bool,
+    generate: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Writes the packed folder, reads it back and compares it, tensor by tensor.
 
     Args:
-        companions: Hugging Face folder whose config and tokenizer are copied.
-        folder: what to write.
-        entries: gives the tensors, twice; see `ternary_entries`.
+        source: Hugging Face folder whose config and tokenizer are copied.
+        folder: what to write; a packed folder that is there is replaced.
+        entries: gives the tensors, twice; see `packed_entries`.
         quantized: names of those that are packed.
-        container, packing: see `hestia_tune.export.settings.ConvertConfig`.
         description: goes into hestia.json; must have the model section under "model".
-        generate: the content of generate.yaml; None writes none.
-        overwrite: replace a folder that is there.
+        generate: the content of generate.yaml.
 
     Returns:
         bytes, parameters, quantized_parameters and bits per weight, as `gguf_summary`.
 
     Raises:
-        FileExistsError: if the folder exists.
+        FileExistsError: if another folder has that name.
         ValueError: naming the weight that cannot be packed.
         OSError: if the disk is full.
         RuntimeError: if what was read back is not the model; nothing is left behind.
     """
-    if folder.exists() and not overwrite:
-        raise FileExistsError(f"{folder} exists; choose another name or convert.overwrite=True")
     if folder.exists() and not (folder / DESCRIPTION_FILE).is_file():
         raise FileExistsError(f"{folder} is no packed model and is not replaced; choose another")
-    staging = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        state = {name: stored for name, _, stored in entries()}
-        if missing := set(quantized) - state.keys():
-            raise ValueError(f"the model has no {', '.join(sorted(missing)[:3])}")
-        path = staging / f"model.{container}"
-        require_space(path, sum(_stored_bytes(value) for value in state.values()))
-        if container == "pt":
-            try:
-                torch.save(state, path)
-            except RuntimeError as error:  # torch's word for a write that failed
-                raise OSError(f"{path} could not be written: {one_line(error)}") from error
-        else:
-            save_safetensors(state, path, packing=packing)
-        copy_companions(companions, staging)
-        shutil.copyfile(companions / "config.json", staging / "config.json")
-        about = {"format_version": FORMAT_VERSION, "weights": path.name, **description}
-        write_atomically(staging / DESCRIPTION_FILE, json.dumps(about, indent=1) + "\n")
-        if generate is not None:
-            write_atomically(
-                staging / "generate.yaml", OmegaConf.to_yaml(OmegaConf.create(generate))
-            )
+    state = {name: stored for name, _, stored in entries()}
+    if missing := set(quantized) - state.keys():
+        raise ValueError(f"the model has no {', '.join(sorted(missing)[:3])}")
+    require_space(folder, sum(_num_bytes(value) for value in state.values()))
+    with staged(folder) as temporary:
+        temporary.mkdir()
+        path = temporary / WEIGHTS_FILE
+        try:
+            torch.save(state, path)
+        except RuntimeError as error:  # torch's word for a write that failed
+            raise OSError(f"{path} could not be written: {one_line(error)}") from error
         del state
-        found = read_state(path)
-        summary = _verified_summary(found, entries(), quantized)
-        summary["bytes"] = path.stat().st_size
-        summary["whole_bits_per_weight"] = 8 * summary["bytes"] / summary["parameters"]
-        old = folder.with_name(f"{folder.name}.old.tmp")
-        replace_folder(staging, folder, old)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return summary
+        copy_side_files(source, temporary)
+        shutil.copyfile(source / "config.json", temporary / "config.json")
+        facts = {"format_version": FORMAT_VERSION, "weights": WEIGHTS_FILE, **description}
+        text = json.dumps(facts, indent=1) + "\n"
+        (temporary / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
+        OmegaConf.save(OmegaConf.create(dict(generate)), temporary / "generate.yaml")
+        return _verified_summary(path, entries(), quantized)
 
 
-def _stored_bytes(value: torch.Tensor) -> int:
+def _num_bytes(value: torch.Tensor) -> int:
     names = getattr(type(value), "tensor_data_names", None)
     parts = [value] if names is None else [getattr(value, name) for name in names]
     return sum(part.nbytes for part in parts)
 
 
-def _verified_summary(
-    found: Mapping[str, torch.Tensor],
-    expected: Entries,
-    quantized: Collection[str],
-) -> dict[str, Any]:
+def _verified_summary(path: Path, expected: Entries, quantized: Collection[str]) -> dict[str, Any]:
+    """The sizes of a weights file, once all that is read back from it equals the dense model."""
+    found = read_state(path)
     parameters = packed_parameters = packed_bytes = 0
     for name, dense, _ in expected:
         stored = found[name]
@@ -199,18 +138,19 @@ def _verified_summary(
         parameters += dense.numel()
         if name in quantized:
             packed_parameters += dense.numel()
-            packed_bytes += _stored_bytes(stored)
+            packed_bytes += _num_bytes(stored)
+    size = path.stat().st_size
     return {
         "parameters": parameters,
         "quantized_parameters": packed_parameters,
         "quantized_bits_per_weight": 8 * packed_bytes / max(1, packed_parameters),
+        "bytes": size,
+        "whole_bits_per_weight": 8 * size / parameters,
     }
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict of either container, without running code from it."""
-    if path.suffix == ".safetensors":
-        return load_safetensors(path)[0]
+    """The state dict of a weights file, without running code from it."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -232,16 +172,13 @@ def load_quantized(
         ValueError: if the folder is of another kind or version.
     """
     folder = Path(folder)
-    about = describe_packed(folder)
-    state = read_state(folder / about["weights"])
-    with torch.device("meta"), training.set_default_dtype(dtype):
-        model = config.instantiate(OmegaConf.create(about["model"]))
-    model.load_state_dict({k: v.to(device).to(dtype) for k, v in state.items()}, assign=True)
-    build_buffers(model, device)
-    return model.requires_grad_(False).eval()
+    section = OmegaConf.create(_read_packed_description(folder)["model"])
+    model = plain_on_meta(section)
+    model.load_state_dict(read_state(folder / WEIGHTS_FILE), assign=True)
+    return ready_for_inference(model, device, dtype)
 
 
-def describe_packed(folder: Path) -> dict[str, Any]:
+def _read_packed_description(folder: Path) -> dict[str, Any]:
     """hestia.json of a packed folder, checked."""
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
@@ -249,17 +186,18 @@ def describe_packed(folder: Path) -> dict[str, Any]:
             f"{path} does not exist; give a folder that `tune run hestia_convert` wrote "
             "(convert.formats: [torchao])"
         )
-    about = json.loads(path.read_text(encoding="utf-8"))
-    if "weights" not in about or "model" not in about:
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    if "weights" not in facts or "model" not in facts:
         raise ValueError(
             f"{folder} holds no packed model (its {DESCRIPTION_FILE} names no weights); pack it "
             "with `tune run hestia_convert`"
         )
-    if about.get("format_version") != FORMAT_VERSION:
+    version, file = facts.get("format_version"), facts["weights"]
+    if (version, file) != (FORMAT_VERSION, WEIGHTS_FILE):
         raise ValueError(
-            f"{folder} has format_version {about.get('format_version')}, this version reads "
-            f"{FORMAT_VERSION}; convert the model again"
+            f"{folder} has format_version {version} and weights in {file}, this version reads "
+            f"{FORMAT_VERSION} and {WEIGHTS_FILE}; convert the model again"
         )
-    if not (folder / about["weights"]).is_file():
-        raise FileNotFoundError(f"{folder / about['weights']} does not exist; convert again")
-    return about
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise FileNotFoundError(f"{folder / WEIGHTS_FILE} does not exist; convert again")
+    return facts

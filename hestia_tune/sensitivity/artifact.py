@@ -21,30 +21,62 @@ worked. JSON has no NaN here, and a pickle could run code.
 """
 
 import dataclasses
+import hashlib
 import json
-import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hestia_tune.files import write_atomically
+from hestia_tune.schedule import tau_scale
 from hestia_tune.sensitivity.scores import (
+    log_moments,
     score_standard_errors,
     sensitivity_scores,
-    usable_errors,
     usable_traces,
 )
+from hestia_tune.sensitivity.segments import CalibrationBatch
 
 SCHEMA_VERSION = 2
 _COMPUTE = "compute it with `tune run hestia_sensitivity --config NAME`"
 
 
-def _first(names: Iterable[str]) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_NUMBER = ("a finite number", _is_number)
+_MAPPING = ("a mapping", lambda value: isinstance(value, dict))
+# What stands at the top of the file: field -> (its rule, whether a value keeps it).
+_HEADER = {
+    "model_fingerprint": ("a string", lambda value: isinstance(value, str)),
+    "estimator": _MAPPING,
+    "dataset": _MAPPING,
+    "tokens_seen": _NUMBER,
+    "wall_time_seconds": _NUMBER,
+    "alpha": _NUMBER,
+}
+# What each layer has: field -> (its name in the file, its rule, whether a value keeps it).
+_COLUMNS = {
+    "traces": ("trace", *_NUMBER),
+    "standard_errors": (
+        "standard_error",
+        "a finite number >= 0",
+        lambda value: _is_number(value) and value >= 0,
+    ),
+    "probes": ("probes", "a non-negative int", _is_count),
+    "resolved": ("resolved", "true or false", lambda value: isinstance(value, bool)),
+    "scores": ("score", "a number in [0, 1]", lambda value: _is_number(value) and 0 <= value <= 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +87,8 @@ class SensitivityArtifact:
         traces: fully qualified name -> trace of that weight's diagonal block of the Hessian
             (Eq. 10) or of the Gauss-Newton matrix, of the loss in nats per token.
         standard_errors: of the traces as estimates for the calibration samples, same keys.
-        scores: s_i in (0, 1) (Eq. 11), same keys.
+        scores: s_i in (0, 1) (Eq. 11), same keys; empty for those that the estimator's kappa and
+            epsilon give, an unresolved trace counting as the smallest resolved one.
         model_fingerprint: see `model_fingerprint`.
         probes: matrix-vector products (or backward passes) behind each trace; empty if unknown.
         resolved: whether each trace is known to be positive; empty if all are.
@@ -66,12 +99,13 @@ class SensitivityArtifact:
         alpha: of the config (Eq. 13), for the column tau_scale.
 
     Raises:
-        ValueError: naming the layers that are missing or whose numbers are out of range.
+        ValueError: naming the layer whose number is out of range; if the columns name different
+            layers; if scores are to be made and no trace is resolved.
     """
 
     traces: dict[str, float]
     standard_errors: dict[str, float]
-    scores: dict[str, float]
+    scores: dict[str, float] = field(default_factory=dict)
     model_fingerprint: str
     probes: dict[str, int] = field(default_factory=dict)
     resolved: dict[str, bool] = field(default_factory=dict)
@@ -82,79 +116,39 @@ class SensitivityArtifact:
     alpha: float = 0.4
 
     def __post_init__(self):
-        if not isinstance(self.model_fingerprint, str):
-            raise ValueError(f"model_fingerprint must be a string; got {self.model_fingerprint!r}")
-        for key in ("estimator", "dataset"):
-            if not isinstance(getattr(self, key), dict):
-                raise ValueError(f"{key} must be a mapping; got {getattr(self, key)!r}")
-        for key in ("tokens_seen", "wall_time_seconds", "alpha"):
-            if not _is_finite_number(getattr(self, key)):
-                raise ValueError(f"{key} must be a finite number; got {getattr(self, key)!r}")
-        names = set(self.traces)
-        if not names or names != set(self.scores) or names != set(self.standard_errors):
-            raise ValueError(
-                "traces, standard_errors and scores must name the same layers, at least one"
-            )
-        for key, default in (("probes", 0), ("resolved", True)):
-            if not getattr(self, key):
-                object.__setattr__(self, key, dict.fromkeys(self.traces, default))
-            if set(getattr(self, key)) != names:
-                raise ValueError(f"{key} must name the same layers as traces")
-        for name in names:
-            trace, error, score = self.traces[name], self.standard_errors[name], self.scores[name]
-            if not all(_is_finite_number(v) for v in (trace, error, score)):
-                raise ValueError(
-                    f"trace, standard_error and score of {name} must be finite numbers"
-                )
-            if error < 0:
-                raise ValueError(f"standard_error of {name} must not be negative; got {error}")
-            if not 0.0 <= score <= 1.0:
-                raise ValueError(f"score of {name} must be in [0, 1]; got {score}")
-            resolved, probes = self.resolved[name], self.probes[name]
-            if not isinstance(resolved, bool):
-                raise ValueError(f"resolved of {name} must be true or false; got {resolved!r}")
-            if isinstance(probes, bool) or not isinstance(probes, int) or probes < 0:
-                raise ValueError(f"probes of {name} must be a non-negative int; got {probes!r}")
-            if resolved and trace <= 0:
+        for key, (rule, holds) in _HEADER.items():
+            if not holds(getattr(self, key)):
+                raise ValueError(f"{key} must be {rule}; got {getattr(self, key)!r}")
+        for column, (key, rule, holds) in _COLUMNS.items():
+            values = getattr(self, column) or self._default(column)
+            object.__setattr__(self, column, values)
+            if not values or values.keys() != self.traces.keys():
+                raise ValueError(f"{column} and traces must name the same layers, at least one")
+            for name, value in values.items():
+                if not holds(value):
+                    raise ValueError(f"{key} of {name} must be {rule}; got {value!r}")
+        for name, trace in self.traces.items():
+            if self.resolved[name] and trace <= 0:
                 raise ValueError(f"trace of {name} is resolved and so must be > 0; got {trace}")
 
-    @classmethod
-    def from_traces(
-        cls,
-        traces: Mapping[str, float],
-        standard_errors: Mapping[str, float],
-        resolved: Mapping[str, bool],
-        *,
-        kappa: float = 1.0,
-        epsilon: float = 1e-8,
-        **fields: Any,
-    ) -> "SensitivityArtifact":
-        """The artifact with the scores that Eq. 11 gives; an unresolved trace counts as the
-        smallest resolved one.
-
-        Raises:
-            ValueError: if no trace is resolved.
-        """
-        usable = usable_traces(traces, resolved)
-        estimator = {**fields.pop("estimator", {}), "kappa": kappa, "epsilon": epsilon}
-        return cls(
-            traces=dict(traces),
-            standard_errors=dict(standard_errors),
-            resolved=dict(resolved),
-            scores=sensitivity_scores(usable, kappa=kappa, epsilon=epsilon),
-            estimator=estimator,
-            **fields,
-        )
+    def _default(self, column: str) -> dict[str, Any]:
+        """What stands for an empty column."""
+        if column == "scores":
+            return sensitivity_scores(self._usable[0], **self._gain)
+        value = {"probes": 0, "resolved": True}.get(column)
+        return {} if value is None else dict.fromkeys(self.traces, value)
 
     def rescored(self, kappa: float) -> "SensitivityArtifact":
         """The same traces with the scores of another gain kappa (Eq. 11)."""
-        epsilon = self.estimator.get("epsilon", 1e-8)
-        usable = usable_traces(self.traces, self.resolved)
-        return dataclasses.replace(
-            self,
-            scores=sensitivity_scores(usable, kappa=kappa, epsilon=epsilon),
-            estimator=self.estimator | {"kappa": kappa},
-        )
+        return dataclasses.replace(self, scores={}, estimator=self.estimator | {"kappa": kappa})
+
+    @property
+    def _usable(self) -> tuple[dict[str, float], dict[str, float]]:
+        return usable_traces(self.traces, self.standard_errors, self.resolved)
+
+    @property
+    def _gain(self) -> dict[str, float]:
+        return {key: self.estimator[key] for key in ("kappa", "epsilon") if key in self.estimator}
 
     @property
     def unresolved(self) -> list[str]:
@@ -164,47 +158,25 @@ class SensitivityArtifact:
     @property
     def score_standard_errors(self) -> dict[str, float]:
         """Standard errors of the scores, from those of the traces."""
-        return score_standard_errors(
-            usable_traces(self.traces, self.resolved),
-            usable_errors(self.traces, self.standard_errors, self.resolved),
-            kappa=self.estimator.get("kappa", 1.0),
-            epsilon=self.estimator.get("epsilon", 1e-8),
-        )
-
-    def _summary(self) -> dict[str, Any]:
-        logs = [math.log(h) for h in usable_traces(self.traces, self.resolved).values()]
-        mean = math.fsum(logs) / len(logs)
-        return {
-            "mean_log_trace": mean,
-            "std_log_trace": math.sqrt(math.fsum((v - mean) ** 2 for v in logs) / len(logs)),
-            "max_score_standard_error": max(self.score_standard_errors.values()),
-            "unresolved": self.unresolved,
-        }
+        return score_standard_errors(*self._usable, **self._gain)
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON file (temporary name, then rename)."""
+        mean, deviation = log_moments(self._usable[0])
+        summary = {
+            "mean_log_trace": mean,
+            "std_log_trace": deviation,
+            "max_score_standard_error": max(self.score_standard_errors.values()),
+            "unresolved": self.unresolved,
+        }
         layers = {
-            name: {
-                "trace": self.traces[name],
-                "standard_error": self.standard_errors[name],
-                "probes": self.probes[name],
-                "resolved": self.resolved[name],
-                "score": self.scores[name],
-                "tau_scale": math.exp(self.alpha * self.scores[name]),
-            }
+            name: {key: getattr(self, column)[name] for column, (key, *_) in _COLUMNS.items()}
+            | {"tau_scale": tau_scale(self.alpha, self.scores[name])}
             for name in self.traces
         }
-        document = {
-            "schema_version": SCHEMA_VERSION,
-            "model_fingerprint": self.model_fingerprint,
-            "estimator": self.estimator,
-            "dataset": self.dataset,
-            "tokens_seen": self.tokens_seen,
-            "wall_time_seconds": self.wall_time_seconds,
-            "alpha": self.alpha,
-            "summary": self._summary(),
-            "layers": layers,
-        }
+        document = {"schema_version": SCHEMA_VERSION}
+        document |= {key: getattr(self, key) for key in _HEADER}
+        document |= {"summary": summary, "layers": layers}
         write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
     @classmethod
@@ -234,35 +206,28 @@ class SensitivityArtifact:
                     f"schema_version must be {SCHEMA_VERSION}; got {version}, which "
                     + (f"is outdated; {_COMPUTE}" if older else "this version cannot read")
                 )
-            layers = document["layers"]
+            layers = document["layers"].items()
             columns = {
-                key: {name: entry[key] for name, entry in layers.items()}
-                for key in ("trace", "standard_error", "score", "probes", "resolved")
+                column: {name: entry[key] for name, entry in layers}
+                for column, (key, *_) in _COLUMNS.items()
             }
-            return cls(
-                traces=columns["trace"],
-                standard_errors=columns["standard_error"],
-                scores=columns["score"],
-                probes=columns["probes"],
-                resolved=columns["resolved"],
-                **{
-                    key: document[key]
-                    for key in (
-                        "model_fingerprint",
-                        "estimator",
-                        "dataset",
-                        "tokens_seen",
-                        "wall_time_seconds",
-                        "alpha",
-                    )
-                },
-            )
+            return cls(**columns, **{key: document[key] for key in _HEADER})
         except KeyError as error:
             raise ValueError(
                 f"sensitivity file {path} lacks the field {error}; {_COMPUTE}"
             ) from None
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"sensitivity file {path} is not valid: {error}; {_COMPUTE}") from None
+
+    def differences(self, identity: Mapping[str, Any]) -> list[str]:
+        """In what this is not the artifact of an `estimation_identity`: settings, or the data."""
+        wanted, found = identity["estimator"], self.estimator
+        differing = [key for key, value in wanted.items() if found.get(key) != value]
+        if self.model_fingerprint != identity["model_fingerprint"]:
+            differing.append("the model's weights")
+        if self.dataset.get("digest") != identity["samples"]:
+            differing.append("the calibration samples")
+        return differing
 
     def check_model(self, names: Iterable[str], fingerprint: str | None = None) -> None:
         """Raises ValueError unless the artifact is of this model.
@@ -285,10 +250,10 @@ class SensitivityArtifact:
             )
 
 
-def _is_finite_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= sys.float_info.max
+def _first(names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _no_constant(name: str):
@@ -296,8 +261,35 @@ def _no_constant(name: str):
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} stands there twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name} stands there twice")
+        found[name] = value
     return found
+
+
+def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+    """A digest of the names, shapes and weights (as bfloat16) of the quantized layers.
+
+    The same for a model stored in bfloat16 and in float32; another for other weights.
+
+    Args:
+        weights: fully qualified name of each quantized linear -> its pretrained weight.
+    """
+    rounded = ((name, weights[name].detach().to(torch.bfloat16)) for name in sorted(weights))
+    return _digest((name, weight.view(torch.int16)) for name, weight in rounded)
+
+
+def samples_digest(batches: Sequence[CalibrationBatch]) -> str:
+    """A digest of the calibration tokens, their labels, and how they are batched."""
+    values = ((b.tokens, b.labels, *b.model_inputs.values()) for b in batches)
+    return _digest(("", value) for batch in values for value in batch)
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, value in tensors:
+        digest.update(f"{name}{tuple(value.shape)}".encode())
+        digest.update(value.cpu().contiguous().numpy())
+    return f"sha256:{digest.hexdigest()}"

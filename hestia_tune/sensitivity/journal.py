@@ -23,14 +23,14 @@ class Journal:
 
     def __init__(self, stem: Path | None = None, rank: int = 0):
         self.values: dict[Key, list[float]] = {}
-        self._stem, self._path = stem, None
-        if stem is not None:
-            self._path = stem.with_name(f"{stem.name}-rank{rank}.jsonl")
-            for path in self._files():
-                for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                    self._read(line)
+        self._stem, self._rank = stem, rank
+        for path in self._files():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                self._read(line)
 
     def _files(self) -> list[Path]:
+        if self._stem is None:
+            return []
         return sorted(self._stem.parent.glob(f"{self._stem.name}-rank*.jsonl"))
 
     def _read(self, line: str) -> None:
@@ -44,15 +44,15 @@ class Journal:
     def add(self, measured: dict[Key, list[float]]) -> None:
         """Records measurements, on disk too."""
         self.values |= measured
-        if self._path is None or not measured:
+        if self._stem is None or not measured:
             return
         lines = [json.dumps([*key, values]) for key, values in measured.items()]
         # Begins with a line break: the last line of an earlier run may lack its own.
-        with self._path.open("a", encoding="utf-8") as file:
+        path = self._stem.with_name(f"{self._stem.name}-rank{self._rank}.jsonl")
+        with path.open("a", encoding="utf-8") as file:
             file.write("\n" + "\n".join(lines) + "\n")
 
     def remove(self) -> None:
         """Deletes the files of all ranks."""
-        if self._stem is not None:
-            for path in self._files():
-                path.unlink(missing_ok=True)
+        for path in self._files():
+            path.unlink(missing_ok=True)

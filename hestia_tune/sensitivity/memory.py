@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hestia_tune.config import EstimationConfig
-from hestia_tune.sensitivity.hvp import Link
-from hestia_tune.sensitivity.rounds import DIRECTIONS_PER_WALK
+from hestia_tune.sections import EstimationConfig
+from hestia_tune.sensitivity.curvature import SegmentRun
+from hestia_tune.sensitivity.estimation import DIRECTIONS_PER_WALK
 from hestia_tune.sensitivity.segments import CalibrationBatch, Segment, cut, logits_of, mean_loss
 
 
@@ -25,10 +25,21 @@ def saved_bytes(function: Callable[[], object]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = function()
-    total = sum(storage.nbytes() for storage in kept.values())
-    del result
-    return total
+        function()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def graph_bytes(segment: Segment, hidden: torch.Tensor) -> int:
+    """What is kept of a segment to differentiate it twice."""
+    with torch.no_grad():
+        delta = torch.ones_like(segment.forward(hidden))
+
+    def differentiated() -> SegmentRun:
+        run = SegmentRun(segment, hidden, delta, segment.weights)
+        run.differentiate(with_hidden=hidden.is_floating_point())
+        return run
+
+    return saved_bytes(differentiated)
 
 
 def estimation_memory(
@@ -44,29 +55,17 @@ def estimation_memory(
     """
     batch = batch.to("meta")
     weights = {name: model.get_submodule(name).weight for name in names}
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    largest = max(w.numel() * w.element_size() for w in weights.values())
+    parts = {"model": sum(p.nbytes for p in model.parameters())}
     if settings.curvature == "fisher":
-        gradients = sum(w.numel() * w.element_size() for w in weights.values())
         graph = saved_bytes(lambda: mean_loss(logits_of(model, batch), batch.labels))
-        return {"model": parameters, "graph": graph, "gradients": gradients}
+        return parts | {"graph": graph, "gradients": sum(w.nbytes for w in weights.values())}
     hidden, segments = cut(model, weights, batch)
     state = hidden.nbytes if hidden.is_floating_point() else 0
-    graph = max(
-        saved_bytes(lambda k=k: _graph(segments[k], hidden)) for k in {0, len(segments) - 1}
-    )
-    return {
-        "model": parameters,
+    graph = max(graph_bytes(segments[k], hidden) for k in {0, len(segments) - 1})
+    largest = max(w.nbytes for w in weights.values())
+    return parts | {
         "graph": graph * settings.vectors_at_once,
         "hidden states": 2 * len(segments) * state,
         "directions": 2 * DIRECTIONS_PER_WALK * state + 2 * largest,
         "sketch": 3 * settings.rank * largest if settings.fixed else 0,
     }
-
-
-def _graph(segment: Segment, hidden: torch.Tensor) -> Link:
-    with torch.no_grad():
-        incoming = torch.ones_like(segment.forward(hidden))
-    link = Link.run(segment, hidden, incoming, list(segment.weights))
-    link.differentiate(with_hidden=hidden.is_floating_point())
-    return link

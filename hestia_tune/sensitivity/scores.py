@@ -8,6 +8,7 @@ scores of all other layers.
 
 import math
 from collections.abc import Mapping
+from statistics import fmean, pstdev
 
 # An interval of this many standard errors around a trace must not reach 0 (95%).
 RESOLVED_ERRORS = 2.0
@@ -18,46 +19,44 @@ def is_resolved(trace: float, standard_error: float) -> bool:
     return trace - RESOLVED_ERRORS * standard_error > 0
 
 
-def usable_traces(traces: Mapping[str, float], resolved: Mapping[str, bool]) -> dict[str, float]:
-    """The traces with every unresolved one replaced by the smallest resolved one.
+def usable_traces(
+    traces: Mapping[str, float],
+    standard_errors: Mapping[str, float],
+    resolved: Mapping[str, bool],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Traces and standard errors, in which an unresolved layer has those of the smallest resolved.
 
     Raises:
         ValueError: if none is resolved.
     """
-    known = [trace for name, trace in traces.items() if resolved[name]]
+    known = [name for name in traces if resolved[name]]
     if not known:
         raise ValueError(
             "no layer's trace is known to be positive; take more samples or probes, or "
             "curvature: fisher, whose traces are never negative"
         )
-    smallest = min(known)
-    return {name: trace if resolved[name] else smallest for name, trace in traces.items()}
+    smallest = min(known, key=traces.__getitem__)
+    source = {name: name if resolved[name] else smallest for name in traces}
+    return tuple({n: column[s] for n, s in source.items()} for column in (traces, standard_errors))
 
 
-def usable_errors(
-    traces: Mapping[str, float],
-    standard_errors: Mapping[str, float],
-    resolved: Mapping[str, bool],
-) -> dict[str, float]:
-    """Standard errors of `usable_traces`: an unresolved layer has that of the trace it took."""
-    taken = min((name for name in traces if resolved[name]), key=traces.__getitem__)
-    return {name: standard_errors[name if resolved[name] else taken] for name in traces}
+def log_moments(traces: Mapping[str, float]) -> tuple[float, float]:
+    """mu and sigma of Eq. 11: mean and (population) standard deviation of the log traces."""
+    logs = [math.log(trace) for trace in traces.values()]
+    return fmean(logs), pstdev(logs)
 
 
 def _standardised(traces: Mapping[str, float], epsilon: float) -> tuple[list[float], float]:
     """((log h_i - mu)/(sigma + eps), sigma + eps)."""
-    logs = [math.log(trace) for trace in traces.values()]
-    mu = math.fsum(logs) / len(logs)
-    sigma = math.sqrt(math.fsum((v - mu) ** 2 for v in logs) / len(logs)) + epsilon
-    return [(v - mu) / sigma if sigma else 0.0 for v in logs], sigma
+    mu, sigma = log_moments(traces)
+    sigma += epsilon
+    return [(math.log(h) - mu) / sigma if sigma else 0.0 for h in traces.values()], sigma
 
 
 def sensitivity_scores(
     traces: Mapping[str, float], *, kappa: float = 1.0, epsilon: float = 1e-8
 ) -> dict[str, float]:
-    """s_i = sigmoid(kappa·(log h_i - mu)/(sigma + eps)) over all layers (Eq. 11).
-
-    mu and sigma are the mean and the (population) standard deviation of the log traces h_i.
+    """s_i = sigmoid(kappa·(log h_i - mu)/(sigma + eps)) over all layers (Eq. 11), h_i the traces.
 
     Raises:
         ValueError: naming the layers whose trace is not positive and finite.
@@ -67,12 +66,9 @@ def sensitivity_scores(
         raise ValueError(
             f"Hessian traces must be positive and finite; not so: {bad[:5] or 'none given'}"
         )
-    values, _ = _standardised(traces, epsilon)
+    standardised = zip(traces, _standardised(traces, epsilon)[0], strict=True)
     # A sigmoid by tanh, which does not overflow.
-    return {
-        name: 0.5 * (1.0 + math.tanh(0.5 * kappa * value))
-        for name, value in zip(traces, values, strict=True)
-    }
+    return {name: 0.5 * (1.0 + math.tanh(0.5 * kappa * z)) for name, z in standardised}
 
 
 def score_standard_errors(
@@ -99,8 +95,7 @@ def score_standard_errors(
     relative = [standard_errors[name] / trace for name, trace in traces.items()]
     errors = {}
     for i, (name, score) in enumerate(scores.items()):
-        variance = math.fsum(
-            (((i == j) - 1 / n - z[i] * z[j] / n) * relative[j] / sigma) ** 2 for j in range(n)
-        )
-        errors[name] = kappa * score * (1 - score) * math.sqrt(variance)
+        slopes = (((i == j) - 1 / n - z[i] * z[j] / n) / sigma for j in range(n))
+        error = math.hypot(*(d * r for d, r in zip(slopes, relative, strict=True)))
+        errors[name] = kappa * score * (1 - score) * error
     return errors

@@ -10,8 +10,13 @@ like it) is cut between its blocks. Any other model is one segment: right, but w
 in memory.
 """
 
+import dataclasses
+import functools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -42,20 +47,18 @@ class CalibrationBatch:
 
     def to(self, device: torch.device | str) -> "CalibrationBatch":
         """The same batch on another device."""
-        return CalibrationBatch(
-            tokens=self.tokens.to(device),
-            labels=self.labels.to(device),
-            model_inputs={key: value.to(device) for key, value in self.model_inputs.items()},
-        )
+        inputs = {key: value.to(device) for key, value in self.model_inputs.items()}
+        moved = {"tokens": self.tokens.to(device), "labels": self.labels.to(device)}
+        return dataclasses.replace(self, model_inputs=inputs, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One link of the chain.
+    """One part of the chain.
 
     Args:
-        forward: hidden states (batch, seq_len, dim) to hidden states; in the last link, to the
-            scalar mean loss. The input of the first link may be token ids.
+        forward: hidden states (batch, seq_len, dim) to hidden states; in the last segment, to the
+            scalar mean loss. The input of the first may be token ids.
         weights: the weights in here whose curvature is wanted, by fully qualified name.
     """
 
@@ -75,57 +78,50 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def cut(
-    model: nn.Module,
-    weights: Mapping[str, nn.Parameter],
-    batch: CalibrationBatch,
-    *,
-    whole: bool = False,
+    model: nn.Module, weights: Mapping[str, nn.Parameter], batch: CalibrationBatch
 ) -> tuple[torch.Tensor, list[Segment]]:
     """(input of the first segment, the segments in order) for one batch.
+
+    As one segment, if several would not compute the model's loss (which two forwards find out,
+    except on the meta device), or if a weight is used by more than one.
 
     Args:
         model: takes tokens and the batch's ``model_inputs``, gives logits.
         weights: fully qualified name -> weight of each layer to measure.
-        whole: as one segment, whatever the model looks like.
     """
-    places = {} if whole else _places(model)
-    if any(id(weight) not in places for weight in weights.values()):
 
-        def forward(tokens: torch.Tensor) -> torch.Tensor:
-            return mean_loss(logits_of(model, batch), batch.labels)
-
-        return batch.tokens, [Segment(forward=forward, weights=weights)]
-
-    def block(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda hidden: model.layers[index](hidden, **batch.model_inputs)
+    def whole(tokens: torch.Tensor) -> torch.Tensor:
+        return mean_loss(logits_of(model, batch), batch.labels)
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
         return mean_loss(model.output(model.norm(hidden)), batch.labels)
 
-    forwards = [block(index) for index in range(len(model.layers))] + [head]
-    segments = [
-        Segment(
-            forward=forward,
-            weights={name: w for name, w in weights.items() if places[id(w)] == index},
-        )
-        for index, forward in enumerate(forwards)
-    ]
-    with torch.no_grad():
-        hidden = model.tok_embeddings(batch.tokens)
-    return hidden, segments
+    places = _places(model)
+    if all(id(weight) in places for weight in weights.values()):
+        forwards = [*(partial(block, **batch.model_inputs) for block in model.layers), head]
+        with torch.no_grad():
+            first = model.tok_embeddings(batch.tokens)
+            loss = functools.reduce(lambda hidden, forward: forward(hidden), forwards, first)
+            same = loss.is_meta or math.isclose(
+                loss, whole(batch.tokens), rel_tol=1e-3, abs_tol=1e-6
+            )
+        if same:
+            parts: list[dict[str, nn.Parameter]] = [{} for _ in forwards]
+            for name, weight in weights.items():
+                parts[places[id(weight)]][name] = weight
+            pairs = zip(forwards, parts, strict=True)
+            return first, [Segment(forward=f, weights=part) for f, part in pairs]
+    return batch.tokens, [Segment(forward=whole, weights=weights)]
 
 
 def _places(model: nn.Module) -> dict[int, int]:
     """Parameter id -> index of the only segment that uses it; empty if the model is no chain."""
     blocks = getattr(model, "layers", None)
-    others = ("tok_embeddings", "norm", "output")
-    if not isinstance(blocks, nn.ModuleList) or not all(hasattr(model, name) for name in others):
+    others = [getattr(model, name, None) for name in ("tok_embeddings", "norm", "output")]
+    if not isinstance(blocks, nn.ModuleList) or None in others:
         return {}
-    owners = [*blocks, model.output]
-    places: dict[int, int] = {}
-    shared = {id(p) for p in model.tok_embeddings.parameters()}
-    for index, owner in enumerate(owners):
-        for parameter in owner.parameters() if isinstance(owner, nn.Module) else ():
-            if places.setdefault(id(parameter), index) != index:
-                shared.add(id(parameter))
-    return {key: index for key, index in places.items() if key not in shared}
+    users: dict[int, set[int]] = defaultdict(set)
+    for index, user in enumerate([others[0], *blocks, others[2]], start=-1):  # embeddings: -1
+        for parameter in user.parameters() if isinstance(user, nn.Module) else ():
+            users[id(parameter)].add(index)
+    return {key: min(found) for key, found in users.items() if len(found) == 1 and -1 not in found}

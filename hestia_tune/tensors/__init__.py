@@ -1,55 +1,75 @@
-"""Packed weights for inference, their bits, files, and the way to torchao's own tensor."""
+"""Packed weights for inference, their bits, and the way to torchao's own tensor.
+
+`pack` is how the rest of the package makes them: what a method's codes go into is one of its
+``packed_formats``, and here is the one table of those.
+"""
+
+import dataclasses
 
 import torch
 
-# The modules in the next lines register what the packed tensors do under torch's operators.
+# The modules in the next line register what the packed tensors do under torch's operators.
 from hestia_tune.methods import Method
-from hestia_tune.tensors import (  # noqa: F401
-    fairy2i_ops,
-    ternary_collectives,
-    ternary_ops,
-    ternary_views,
-)
-from hestia_tune.tensors.bitpack import pack2, pack_base3, unpack2, unpack_base3
+from hestia_tune.tensors import ternary_collectives, ternary_views  # noqa: F401
+from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
 from hestia_tune.tensors.intx import to_intx
-from hestia_tune.tensors.serialization import load_safetensors, save_safetensors
+from hestia_tune.tensors.packed_tensor import packed_linear
 from hestia_tune.tensors.ternary_tensor import TernaryTensor
 
 __all__ = [
     "Fairy2iTensor",
     "TernaryTensor",
-    "load_safetensors",
+    "check_format",
     "pack",
     "pack2",
-    "pack_base3",
-    "save_safetensors",
+    "packed_linear",
     "to_intx",
     "unpack2",
-    "unpack_base3",
 ]
 
-_FORMATS = {
+_FROM_CODES = {
     "ternary": TernaryTensor.from_codes,
     "intx": to_intx,
     "fairy2i": Fairy2iTensor.from_codes,
 }
+# Of a method's first format, where codes follow from hard weights.
+_FROM_HARD = {"ternary": TernaryTensor.from_hard}
 
 
-def pack(method: Method, latent: torch.Tensor, packed_format: str | None = None) -> torch.Tensor:
-    """The packed hard weight of a latent weight (out_features, in_features), in its dtype.
-
-    Args:
-        method: the method it was trained with.
-        latent: the latent weight.
-        packed_format: one of the method's ``packed_formats``; None takes the first.
-
-    Raises:
-        ValueError: if the method has no packed format of that name.
-    """
+def check_format(method: Method, packed_format: str | None) -> str:
+    """``packed_format``, or the method's first if None; ValueError if it has none of that name."""
     packed_format = packed_format or next(iter(method.packed_formats), None)
     if packed_format not in method.packed_formats:
         known = ", ".join(method.packed_formats) or "none"
-        raise ValueError(f"{method.key()} packs as {known}; got {packed_format}")
-    codes, scale = method.codes(latent)
-    return _FORMATS[packed_format](codes, scale, dtype=latent.dtype)
+        raise ValueError(f"{method.key()} packs as {known}; got {packed_format}; use one of those")
+    return packed_format
+
+
+def pack(
+    method: Method,
+    weight: torch.Tensor,
+    packed_format: str | None = None,
+    *,
+    is_hard: bool = False,
+) -> torch.Tensor:
+    """The packed hard weight of a latent weight, in its dtype.
+
+    Args:
+        method: the method it was trained with.
+        weight: (out_features, in_features), the latent weight.
+        packed_format: one of the method's ``packed_formats``; None takes the first.
+        is_hard: whether ``weight`` is the hard weight already, which is then packed as it is; only
+            of a method whose ``codes_follow_from_hard``.
+
+    Raises:
+        ValueError: if the method has no packed format of that name, or if a weight that should be
+            hard is not.
+    """
+    packed_format = check_format(method, packed_format)
+    if is_hard:
+        read = _FROM_HARD[method.packed_formats[0]](weight, **dataclasses.asdict(method))
+        codes, scale = read.codes(), read.scale
+    else:
+        codes, scale = method.codes(weight)
+    return _FROM_CODES[packed_format](codes, scale, dtype=weight.dtype)

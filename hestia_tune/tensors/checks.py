@@ -1,4 +1,4 @@
-"""The rules that codes, scales and packed shapes obey, and the errors of those that do not.
+"""The rules that codes and scales obey, and the errors of those that do not.
 
 Checks that look at values are skipped on the meta device, where there are none.
 """
@@ -6,36 +6,16 @@ Checks that look at values are skipped on the meta device, where there are none.
 import torch
 
 from hestia_tune.methods.base import require_float
-from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.tensors.bitpack import packed_width
 
 
-def packed_dim(qdata_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The axis along which codes share bytes: the last, or 0 if transposed.
-
-    Raises:
-        ValueError: if ``qdata`` has not the shape that ``shape`` needs.
-    """
-    shape, qdata_shape = tuple(shape), tuple(qdata_shape)
-    if shape and qdata_shape == (*shape[:-1], packed_width(shape[-1])):
-        return len(shape) - 1
-    if len(shape) == 2 and qdata_shape == (packed_width(shape[0]), shape[1]):
-        return 0
-    raise ValueError(
-        f"qdata must hold 4 codes a byte along the last axis of the shape {shape}; got the "
-        f"shape {qdata_shape}; use TernaryTensor.from_codes"
-    )
-
-
-def checked_codes(codes: torch.Tensor) -> torch.Tensor:
-    """``codes``; raises unless they are int8 in {-1, 0, 1}."""
+def check_codes(codes: torch.Tensor, low: int, high: int) -> None:
+    """Raises unless ``codes`` are int8 from ``low`` to ``high``."""
     if codes.dtype != torch.int8:
         raise TypeError(f"codes must be int8; got {codes.dtype}")
     if not codes.is_meta and codes.numel():
-        low, high = codes.aminmax()
-        if low < -1 or high > 1:
-            raise ValueError(f"codes must be -1, 0 or 1; got {low.item()} to {high.item()}")
-    return codes
+        found = [value.item() for value in codes.aminmax()]
+        if found[0] < low or found[1] > high:
+            raise ValueError(f"codes must be {low} to {high}; got {found[0]} to {found[1]}")
 
 
 def exact_bfloat16(scale: torch.Tensor) -> torch.Tensor:
@@ -67,15 +47,4 @@ def block_size_of(codes: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
     raise ValueError(
         "scale must have the shape (out_features, groups) with groups that divide in_features, "
         f"(out_features, 1) or (1, 1); got {tuple(scale.shape)} for codes {tuple(codes.shape)}"
-    )
-
-
-def not_ternary(magnitude: torch.Tensor, row: int, group: int, group_size: GroupSize) -> str:
-    """The message for a group that is not -scale, 0, scale."""
-    values = magnitude[magnitude != 0].unique()
-    shown = ", ".join(f"{value:.8g}" for value in values[:3].tolist())
-    return (
-        f"a hard weight has one absolute value besides 0 per group of {group_size}, a bfloat16 "
-        f"value; row {row}, group {group} has {len(values)}: {shown}; convert the model first, or "
-        "use the group_size it was trained with"
     )

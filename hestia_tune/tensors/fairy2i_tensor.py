@@ -2,14 +2,13 @@
 
 The weight of a plain `nn.Linear` can be one, as it can be a `TernaryTensor`: it presents a dtype
 and is multiplied as its dequantized weight would be, to the last bit, in that dtype. T stages take
-T bits a real weight, plus the scales; the linear dequantizes one weight at a time, which takes time
-and, for that moment, the memory of a dense weight.
+T bits a real weight, plus the scales.
 
 Layout. A weight (2n, 2m) is ``qdata`` (T, 2, n, ceil(m / 4)), the powers of i of U and W in 2 bits,
 `bitpack.pack2`, and ``scale`` (T, 2, 2, 1, 1) or (T, 2, 2, n, groups): stage, U or W, s_re or s_im.
 An entry of U and W stands for two rows and two columns, i and n + i, j and m + j, so no part of a
 weight is one of these: there are transposes and whole copies, and neither slices nor shards.
-A transpose has the same parts and a flag. Operators are in `fairy2i_ops`.
+A transpose has the same parts and a flag. All its operators are `PackedTensor`'s.
 
 Checkpoints must carry codes. A hard weight does not tell them: each of its entries is a sum of 2·T
 scaled digits, rounded to the weight's dtype, that several sets of codes and scales can make, and
@@ -19,15 +18,9 @@ offered: save what `Fairy2iMethod.codes` gives for the latent weight, or the ten
 
 import torch
 
-from hestia_tune.methods.base import require_float
-from hestia_tune.methods.fairy2i import (
-    MAX_STAGES,
-    Fairy2iMethod,
-    Granularity,
-    dequantize_codes,
-)
+from hestia_tune.methods.fairy2i import MAX_STAGES, Fairy2iMethod, Granularity, dequantize_codes
 from hestia_tune.tensors.bitpack import pack2, packed_width, unpack2
-from hestia_tune.tensors.checks import exact_bfloat16
+from hestia_tune.tensors.checks import check_codes, exact_bfloat16
 from hestia_tune.tensors.packed_tensor import PackedTensor
 
 
@@ -46,8 +39,8 @@ class Fairy2iTensor(PackedTensor):
         is_transposed: whether this is `t()` of a weight.
     """
 
-    tensor_data_names = ["qdata", "scale"]
     tensor_attribute_names = ["shape", "dtype", "is_transposed"]
+    method_type = Fairy2iMethod
 
     def __new__(cls, qdata, scale, shape, dtype, is_transposed=False):
         shape = tuple(shape)
@@ -58,7 +51,7 @@ class Fairy2iTensor(PackedTensor):
 
     def __init__(self, qdata, scale, shape, dtype, is_transposed=False):
         super().__init__()
-        self._check_dtypes(qdata, scale, dtype)
+        self.check_dtypes(qdata, scale, dtype)
         shape = tuple(shape)[::-1] if is_transposed else tuple(shape)
         if len(shape) != 2 or any(size % 2 or size == 0 for size in shape):
             raise ValueError(f"shape must be two even numbers, none of them 0; got {shape}")
@@ -72,7 +65,14 @@ class Fairy2iTensor(PackedTensor):
                 f"{MAX_STAGES} stages, for a weight {shape}; got {tuple(qdata.shape)}; use "
                 "Fairy2iTensor.from_codes"
             )
-        _check_scale_shape(scale, num_stages, n, m)
+        *lead, rows, groups = scale.shape if scale.dim() > 1 else (0, 0)
+        one_pair = rows == groups == 1
+        per_row = rows == n and groups and m % groups == 0
+        if lead != [num_stages, 2, 2] or not (one_pair or per_row):
+            raise ValueError(
+                f"scale must have the shape ({num_stages}, 2, 2, 1, 1), or ({num_stages}, 2, 2, "
+                f"{n}, groups) with groups that divide {m}; got {tuple(scale.shape)}"
+            )
         self.qdata = qdata
         self.scale = scale
         self.is_transposed = is_transposed
@@ -85,7 +85,7 @@ class Fairy2iTensor(PackedTensor):
         )
 
     @classmethod
-    def _refuse(cls, func):
+    def refuse(cls, func):
         raise NotImplementedError(
             "a Fairy2iTensor can be multiplied in a linear, transposed and copied whole, and "
             "not cut, reshaped, joined or calculated with: rows i and n + i, and columns j and "
@@ -110,34 +110,13 @@ class Fairy2iTensor(PackedTensor):
             TypeError: on another dtype of codes, scales or ``dtype``.
             ValueError: on other shapes or codes, or scales that bfloat16 would round.
         """
-        _check_codes(codes)
+        check_codes(codes, 0, 3)
+        if codes.dim() != 4:
+            raise ValueError(
+                f"codes must have the shape (num_stages, 2, n, m); got {tuple(codes.shape)}"
+            )
         shape = (2 * codes.shape[2], 2 * codes.shape[3])
         return cls(pack2(codes), exact_bfloat16(scales).contiguous(), shape, dtype)
-
-    @classmethod
-    def from_hp(
-        cls,
-        weight: torch.Tensor,
-        *,
-        num_stages: int = 2,
-        granularity: Granularity = "tensor",
-        dtype: torch.dtype | None = None,
-    ) -> "Fairy2iTensor":
-        """Quantizes a high-precision weight by the training's own rule.
-
-        Args:
-            weight: (out_features, in_features), both even, floating point; the latent weight. A
-                hard weight is none: its codes are not found again.
-            num_stages, granularity: as of `Fairy2iMethod`.
-            dtype: the dtype to present; that of ``weight`` if None.
-
-        Raises:
-            TypeError: on a weight that is not floating point, or options of another type.
-            ValueError: on odd dimensions, or options that do not fit.
-        """
-        require_float(weight)
-        quantizer = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
-        return cls.from_codes(*quantizer.codes(weight), dtype=dtype or weight.dtype)
 
     @property
     def num_stages(self) -> int:
@@ -164,30 +143,10 @@ class Fairy2iTensor(PackedTensor):
         dense = dequantize_codes(self.codes(), self.scale, self.dtype)
         return dense.t() if self.is_transposed else dense
 
-
-def _check_scale_shape(scale: torch.Tensor, num_stages: int, n: int, m: int) -> None:
-    """Raises ValueError unless scales of that shape can tile the codes."""
-    *lead, rows, groups = scale.shape if scale.dim() > 1 else (0, 0)
-    one_pair = rows == groups == 1
-    if lead != [num_stages, 2, 2] or not (one_pair or (rows == n and groups and m % groups == 0)):
-        raise ValueError(
-            f"scale must have the shape ({num_stages}, 2, 2, 1, 1), or ({num_stages}, 2, 2, {n}, "
-            f"groups) with groups that divide {m}; got {tuple(scale.shape)}"
-        )
-
-
-def _check_codes(codes: torch.Tensor) -> None:
-    """Raises unless ``codes`` are int8 powers of i, (num_stages, 2, n, m); values not on meta."""
-    if codes.dtype != torch.int8:
-        raise TypeError(f"codes must be int8; got {codes.dtype}")
-    if codes.dim() != 4:
-        raise ValueError(
-            f"codes must have the shape (num_stages, 2, n, m); got {tuple(codes.shape)}"
-        )
-    if not codes.is_meta and codes.numel():
-        low, high = codes.aminmax()
-        if low < 0 or high > 3:
-            raise ValueError(f"codes must be 0, 1, 2 or 3; got {low.item()} to {high.item()}")
+    def transposed(self) -> "Fairy2iTensor":
+        """What `t()` makes: views of both parts, shape and flag turned."""
+        turned = {"shape": self.shape[::-1], "is_transposed": not self.is_transposed}
+        return self.rebuilt(*(part.detach() for part in self.parts), **turned)
 
 
 # A checkpoint that holds Fairy2iTensors loads with weights_only=True.

@@ -9,7 +9,7 @@ weight, four times the packed codes.
 import torch
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
-from hestia_tune.tensors.checks import block_size_of, checked_codes, exact_bfloat16
+from hestia_tune.tensors.checks import block_size_of, check_codes, exact_bfloat16
 
 
 def to_intx(
@@ -31,7 +31,7 @@ def to_intx(
     """
     if dtype not in (torch.bfloat16, torch.float32, torch.float16):
         raise TypeError(f"torchao's intx has bfloat16, float32 or float16 weights; got {dtype}")
-    checked_codes(codes)
+    check_codes(codes, -1, 1)
     rows_per_scale, group = block_size_of(codes, scale)
     exact = exact_bfloat16(scale)
     kept = exact.to(dtype)

@@ -2,8 +2,7 @@
 
 The weight of a plain `nn.Linear` can be one; nothing else about the model changes. It presents a
 dtype (what a dense weight in its place would have) and is multiplied as its dequantized weight
-would be, to the last bit, in that dtype. Memory at rest is 2.125 bits a weight at group size 128;
-the linear itself dequantizes one weight at a time, so it is no faster than a dense one yet.
+would be, to the last bit, in that dtype. Memory at rest is 2.125 bits a weight at group size 128.
 
 Layout. A weight (out_features, in_features) is ``qdata`` (out_features, ceil(in_features / 4)),
 code + 1 in 2 bits, `bitpack.pack2`, and ``scale`` (out_features, groups), (out_features, 1) or
@@ -12,7 +11,8 @@ code + 1 in 2 bits, `bitpack.pack2`, and ``scale`` (out_features, groups), (out_
 TernaryTensors too, as long as their groups are whole. A transposed one holds transposed views of
 both parts; which axis is packed follows from the shapes, so it takes no attribute.
 
-Operators are in `ternary_ops`, views in `ternary_views`, collectives in `ternary_collectives`.
+Operators that all packed tensors have are `PackedTensor`'s; views are in `ternary_views`,
+collectives in `ternary_collectives`.
 """
 
 import torch
@@ -20,15 +20,22 @@ import torch
 from hestia_tune.methods import TernaryMethod
 from hestia_tune.methods.base import require_float
 from hestia_tune.methods.granularity import GroupSize, block_view
-from hestia_tune.tensors.bitpack import pack2, unpack2
-from hestia_tune.tensors.checks import (
-    block_size_of,
-    checked_codes,
-    exact_bfloat16,
-    not_ternary,
-    packed_dim,
-)
+from hestia_tune.tensors.bitpack import pack2, packed_width, unpack2
+from hestia_tune.tensors.checks import block_size_of, check_codes, exact_bfloat16
 from hestia_tune.tensors.packed_tensor import PackedTensor
+
+
+def _packed_dim(qdata_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The axis along which codes share bytes: the last, or 0 if transposed."""
+    shape, qdata_shape = tuple(shape), tuple(qdata_shape)
+    if shape and qdata_shape == (*shape[:-1], packed_width(shape[-1])):
+        return len(shape) - 1
+    if len(shape) == 2 and qdata_shape == (packed_width(shape[0]), shape[1]):
+        return 0
+    raise ValueError(
+        f"qdata must hold 4 codes a byte along the last axis of the shape {shape}; got the "
+        f"shape {qdata_shape}; use TernaryTensor.from_codes"
+    )
 
 
 class TernaryTensor(PackedTensor):
@@ -47,13 +54,13 @@ class TernaryTensor(PackedTensor):
             its normal range (6e-5 to 65504) when it is dequantized.
     """
 
-    tensor_data_names = ["qdata", "scale"]
     tensor_attribute_names = ["block_size", "shape", "dtype"]
+    method_type = TernaryMethod
 
     def __new__(cls, qdata, scale, block_size, shape, dtype):
         shape = tuple(shape)
         strides = None
-        if len(shape) == 2 and packed_dim(qdata.shape, shape) == 0:
+        if len(shape) == 2 and _packed_dim(qdata.shape, shape) == 0:
             strides = (1, shape[0])
         return torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=dtype, device=qdata.device, requires_grad=False
@@ -62,14 +69,14 @@ class TernaryTensor(PackedTensor):
     def __init__(self, qdata, scale, block_size, shape, dtype):
         super().__init__()
         block_size, shape = tuple(block_size), tuple(shape)
-        self._check_dtypes(qdata, scale, dtype)
+        self.check_dtypes(qdata, scale, dtype)
         covered = tuple(n * size for n, size in zip(scale.shape, block_size, strict=False))
         if not len(scale.shape) == len(block_size) == len(shape) or covered != shape:
             raise ValueError(
                 f"scale.shape times block_size must be the shape {shape}; got scale.shape "
                 f"{tuple(scale.shape)} and block_size {block_size}"
             )
-        packed = packed_dim(qdata.shape, shape)
+        packed = _packed_dim(qdata.shape, shape)
         for axis, (n, size) in enumerate(zip(scale.shape, block_size, strict=True)):
             if axis != packed and n != 1 and size != 1:
                 raise ValueError(
@@ -102,35 +109,10 @@ class TernaryTensor(PackedTensor):
             TypeError: on another dtype of codes, scales or ``dtype``.
             ValueError: on other shapes or codes, or scales that bfloat16 would round.
         """
-        block_size = block_size_of(checked_codes(codes), scale)
-        return cls._pack(codes, exact_bfloat16(scale), block_size, dtype)
-
-    @classmethod
-    def _pack(cls, codes, scale, block_size, dtype):
-        return cls(pack2(codes + 1), scale.contiguous(), block_size, codes.shape, dtype)
-
-    @classmethod
-    def from_hp(
-        cls,
-        weight: torch.Tensor,
-        *,
-        group_size: GroupSize = 128,
-        dtype: torch.dtype | None = None,
-    ) -> "TernaryTensor":
-        """Quantizes a high-precision weight by the training's own rule (Eqs. 1-2).
-
-        Args:
-            weight: (out_features, in_features), floating point; the latent weight.
-            group_size: an int that divides in_features, "channel" or "tensor".
-            dtype: the dtype to present; that of ``weight`` if None.
-
-        Raises:
-            TypeError: on a weight that is not floating point.
-            ValueError: on a group size that does not divide in_features.
-        """
-        require_float(weight)
-        codes, scale = TernaryMethod(group_size=group_size).codes(weight)
-        return cls._pack(codes, scale, block_size_of(codes, scale), dtype or weight.dtype)
+        check_codes(codes, -1, 1)
+        block_size = block_size_of(codes, scale)
+        scale = exact_bfloat16(scale).contiguous()
+        return cls(pack2(codes + 1), scale, block_size, codes.shape, dtype)
 
     @classmethod
     def from_hard(
@@ -164,15 +146,26 @@ class TernaryTensor(PackedTensor):
         ternary = ((magnitude == largest) | (magnitude == 0)).all(-1, keepdim=True)
         if not weight.is_meta and not (exact & ternary).all():
             row, group = (~(exact & ternary)).squeeze(-1).nonzero()[0].tolist()
-            raise ValueError(not_ternary(magnitude[row, group], row, group, group_size))
+            values = magnitude[row, group].unique()
+            values = values[values != 0]
+            shown = ", ".join(f"{value:.8g}" for value in values[:3].tolist())
+            raise ValueError(
+                "a hard weight has one absolute value besides 0 per group of "
+                f"{group_size}, a bfloat16 value; row {row}, group {group} has {len(values)}: "
+                f"{shown}; convert the model first, or use the group_size it was trained with"
+            )
         codes = blocks.sign().to(torch.int8).view_as(weight)
-        scale = rounded.squeeze(-1)
-        return cls._pack(codes, scale, block_size_of(codes, scale), dtype or weight.dtype)
+        return cls.from_codes(codes, rounded.squeeze(-1), dtype=dtype or weight.dtype)
+
+    @property
+    def packed_dim(self) -> int:
+        """The axis along which codes share bytes: the last, or 0 if transposed."""
+        return _packed_dim(self.qdata.shape, self.shape)
 
     @property
     def is_transposed(self) -> bool:
         """Whether this is `t()` of a weight: codes share bytes along axis 0."""
-        return self.dim() == 2 and packed_dim(self.qdata.shape, self.shape) == 0
+        return self.dim() == 2 and self.packed_dim == 0
 
     def codes(self) -> torch.Tensor:
         """int8 in {-1, 0, 1}, of this tensor's shape."""
@@ -189,6 +182,11 @@ class TernaryTensor(PackedTensor):
         # A code times a bfloat16 scale is exact; only then comes the presented dtype.
         return (blocks * self.scale.unsqueeze(-1)).flatten(-2).to(self.dtype)
 
+    def transposed(self) -> "TernaryTensor":
+        """What `t()` makes: transposed views of both parts."""
+        turned = {"block_size": self.block_size[::-1], "shape": self.shape[::-1]}
+        return self.rebuilt(*(part.t() for part in self.parts), **turned)
+
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """What FSDP2 gathers: the packed codes, and the scales unless one covers all rows.
 
@@ -201,7 +199,7 @@ class TernaryTensor(PackedTensor):
                 f"FSDP can shard a TernaryTensor only evenly; got {outer_size[0]} rows on "
                 f"{mesh.size()} ranks; use a number of ranks that divides them"
             )
-        inputs = (self.qdata, self.scale) if self.block_size[0] == 1 else (self.qdata,)
+        inputs = self.parts if self.block_size[0] == 1 else (self.qdata,)
         return inputs, tuple(outer_size)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
@@ -211,7 +209,8 @@ class TernaryTensor(PackedTensor):
         if out is not None:  # FSDP2 has refilled the memory of the parts in place
             return None
         block_size = shape if one_scale else self.block_size
-        whole = TernaryTensor(qdata, scale, block_size, shape, param_dtype)
+        attributes = {"block_size": block_size, "shape": shape, "dtype": param_dtype}
+        whole = self.rebuilt(qdata, scale, **attributes)
         return whole, tuple(all_gather_outputs)
 
 

@@ -9,10 +9,8 @@ A run that is killed while writing leaves only a folder with a temporary name, w
 removes. On several nodes the folder must be on a shared file system.
 """
 
-import hashlib
 import json
 import random
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,25 +28,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-_STEP_FOLDER = re.compile(r"step_(\d+)")
-META_FILE = "meta.json"
+from hestia_tune.models.checkpoints import META_FILE, complete_checkpoints, digest, read_meta
 
-
-def digest(value: Any) -> str:
-    """A short digest of anything JSON holds."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every complete checkpoint in ``folder``, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = []
-    for path in folder.iterdir():
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match and (path / META_FILE).is_file():
-            found.append((int(match.group(1)), path))
-    return sorted(found)
+__all__ = [
+    "complete_checkpoints",
+    "digest",
+    "load_checkpoint",
+    "load_rank_state",
+    "random_state",
+    "read_meta",
+    "save_checkpoint",
+    "set_random_state",
+]
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -115,11 +106,6 @@ def save_checkpoint(
             shutil.rmtree(old)
     dist.barrier()
     return final
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint."""
-    return json.loads((path / META_FILE).read_text(encoding="utf-8"))
 
 
 def load_rank_state(path: Path, rank: int) -> dict[str, Any]:

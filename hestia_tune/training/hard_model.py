@@ -4,8 +4,8 @@ Every quantized weight is gamma·{-1, 0, 1} with a bfloat16 gamma, so bfloat16 h
 torchtune's own checkpointer maps the names back and copies config and tokenizer.
 """
 
+import copy
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torchtune import training
 from torchtune.training import FullModelHFCheckpointer
 
 from hestia_tune.export.folder import DESCRIPTION_FILE
-from hestia_tune.files import write_atomically
+from hestia_tune.files import staged, write_atomically
 from hestia_tune.modules import full_tensor, quantized_linears
 
 
@@ -61,25 +61,19 @@ def write_hard_model(
         folder: where the model goes.
         description: how the weights were made; goes into ``hestia.json`` beside them.
     """
-    staging = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    output_dir = checkpointer._output_dir
-    checkpointer._output_dir = staging
-    try:
-        checkpointer.save_checkpoint(
-            {training.MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False
-        )
-    finally:
-        checkpointer._output_dir = output_dir
-    written = staging / "epoch_0"
-    config_file = written / "config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config.pop("dtype", None)
-    config["torch_dtype"] = "bfloat16"
-    # A replacement, not a write: the copied file may be read-only, as the original was.
-    write_atomically(config_file, json.dumps(config, indent=2) + "\n")
-    write_atomically(written / DESCRIPTION_FILE, json.dumps(dict(description), indent=1) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    written.rename(folder)
-    shutil.rmtree(staging)
+    with staged(folder) as temporary:
+        writer = copy.copy(checkpointer)
+        writer._output_dir = temporary  # it writes into a folder epoch_0 of this
+        writer.save_checkpoint({training.MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
+        written = temporary / "epoch_0"
+        for path in written.iterdir():
+            path.rename(temporary / path.name)
+        written.rmdir()
+        config_file = temporary / "config.json"
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config.pop("dtype", None)
+        config["torch_dtype"] = "bfloat16"
+        # Replacements, not writes: the copied files may be read-only, as the originals were.
+        write_atomically(config_file, json.dumps(config, indent=2) + "\n")
+        text = json.dumps(dict(description), indent=1) + "\n"
+        write_atomically(temporary / DESCRIPTION_FILE, text)

@@ -12,17 +12,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hestia_tune.config import (
-    ConvertConfig,
-    EstimationConfig,
-    EvalConfig,
-    ScheduleConfig,
-    Section,
-    TokenizeConfig,
-    in_our_words,
-    option,
-    require_number,
-)
+from hestia_tune.config import ScheduleConfig, Section, in_our_words, option, require_number
+from hestia_tune.sections import ConvertConfig, EstimationConfig, EvalConfig, TokenizeConfig
 
 _CHECKPOINTER = "torchtune.training.FullModelHFCheckpointer"
 _DATA_PARALLEL_ONLY = "scales need whole rows; use FSDP alone"

@@ -1,4 +1,4 @@
-"""The Fairy2i quantizer against the formulas: values, gradients, limits, codes, compilation."""
+"""The Fairy2i method against the formulas: values, gradients, limits, codes, compilation."""
 
 import pytest
 import references_fairy2i as references
@@ -21,7 +21,7 @@ def make_weight(seed=0, shape=(6, 32), dtype=torch.float64, std=0.7):
     return (std * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-def make_quantizer(num_stages=2, granularity="tensor"):
+def make_method(num_stages=2, granularity="tensor"):
     return Fairy2iMethod(num_stages=num_stages, granularity=granularity)
 
 
@@ -36,10 +36,10 @@ def value_and_grad(function, weight, seed=9):
 @pytest.mark.parametrize("num_stages", STAGES)
 @pytest.mark.parametrize("tau", [0.0, *TAUS])
 def test_value_and_gradient_equal_plain_autograd(tau, num_stages, granularity):
-    quantizer = make_quantizer(num_stages, granularity)
+    method = make_method(num_stages, granularity)
     for seed, pressure in enumerate(PRESSURES):
         weight = make_weight(seed, SHAPES[seed])
-        got = value_and_grad(lambda w, p=pressure: effective_weight(w, tau, p, quantizer), weight)
+        got = value_and_grad(lambda w, p=pressure: effective_weight(w, tau, p, method), weight)
         expected = value_and_grad(
             lambda w, p=pressure: references.effective(w, tau, p, num_stages, granularity), weight
         )
@@ -50,10 +50,10 @@ def test_value_and_gradient_equal_plain_autograd(tau, num_stages, granularity):
 @pytest.mark.parametrize("tau", TAUS)
 def test_low_precision_loses_only_its_rounding(tau, dtype):
     """Computed in float32; entries close to 0, where a rounding turns the angle, are left out."""
-    quantizer = make_quantizer()
+    method = make_method()
     for seed in range(3):
         weight = make_weight(seed, dtype=dtype)
-        value, grad = value_and_grad(lambda w: effective_weight(w, tau, 0.8, quantizer), weight)
+        value, grad = value_and_grad(lambda w: effective_weight(w, tau, 0.8, method), weight)
         assert value.dtype == grad.dtype == dtype
         expected = value_and_grad(lambda w: references.effective(w, tau, 0.8), weight.double())
         rounding = 2 * torch.finfo(dtype).eps
@@ -66,12 +66,12 @@ def test_low_precision_loses_only_its_rounding(tau, dtype):
 @pytest.mark.parametrize("num_stages", STAGES)
 def test_gradcheck(num_stages, granularity):
     """Numerically: scales rounded to bfloat16 do not move under steps of 1e-8."""
-    quantizer = make_quantizer(num_stages, granularity)
+    method = make_method(num_stages, granularity)
     for seed, (tau, pressure) in enumerate([(0.3, 1.0), (0.1, 0.6), (2.0, 1.0)]):
         weight = make_weight(seed + 10, (4, 8)).requires_grad_()
         scalars = torch.tensor([tau, pressure], dtype=torch.float64).unbind()
         assert torch.autograd.gradcheck(
-            lambda w, s=scalars: effective_weight(w, *s, quantizer),
+            lambda w, s=scalars: effective_weight(w, *s, method),
             weight,
             eps=1e-8,
             rtol=1e-4,
@@ -82,29 +82,29 @@ def test_gradcheck(num_stages, granularity):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("num_stages", STAGES)
 def test_the_hard_weight_equals_the_formulas(num_stages, granularity):
-    quantizer = make_quantizer(num_stages, granularity)
+    method = make_method(num_stages, granularity)
     for seed, shape in enumerate(SHAPES):
         weight = make_weight(seed, shape)
         expected = references.quantized(weight, 0, num_stages, granularity)
-        torch.testing.assert_close(quantizer.hard(weight), expected, rtol=0, atol=1e-15)
+        torch.testing.assert_close(method.hard(weight), expected, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("num_stages", STAGES)
 def test_codes_and_scales_give_the_hard_weight_back_bit_for_bit(num_stages, granularity, dtype):
-    quantizer = make_quantizer(num_stages, granularity)
+    method = make_method(num_stages, granularity)
     for seed, shape in enumerate(SHAPES):
         weight = make_weight(seed, shape, dtype)
         n, m = shape[0] // 2, shape[1] // 2
-        codes, scales = quantizer.codes(weight)
+        codes, scales = method.codes(weight)
         assert codes.dtype == torch.int8 and scales.dtype == torch.bfloat16
         assert codes.shape == (num_stages, 2, n, m)
         grid = (1, 1) if granularity == "tensor" else (n, m // granularity)
         assert scales.shape == (num_stages, 2, 2, *grid)
         assert set(codes.unique().tolist()) <= {0, 1, 2, 3} and (scales > 0).all()
-        hard, back = quantizer.hard(weight), dequantize_codes(codes, scales, dtype)
-        straight_through = effective_weight(weight, 0.0, 1.0, quantizer)
+        hard, back = method.hard(weight), dequantize_codes(codes, scales, dtype)
+        straight_through = effective_weight(weight, 0.0, 1.0, method)
         for other in (back, straight_through):
             assert other.dtype == dtype
             assert torch.equal(other.view(torch.int16), hard.view(torch.int16))
@@ -113,7 +113,7 @@ def test_codes_and_scales_give_the_hard_weight_back_bit_for_bit(num_stages, gran
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_codes_are_the_axes_of_the_formulas(granularity):
     weight = make_weight(3, (8, 32))
-    codes, scales = make_quantizer(2, granularity).codes(weight)
+    codes, scales = make_method(2, granularity).codes(weight)
     for j, z in enumerate(references.split(weight)):
         for stage in range(2):
             assert torch.equal(codes[stage, j].long(), references.hard_axes(z))
@@ -128,24 +128,24 @@ def test_codes_are_the_axes_of_the_formulas(granularity):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_low_precision_hard_weight_is_the_float32_one_rounded_once(dtype):
-    quantizer = make_quantizer(4)
+    method = make_method(4)
     weight = make_weight(0, (8, 64), torch.bfloat16)
-    exact = quantizer.hard(weight.float())
-    assert torch.equal(quantizer.hard(weight.to(dtype)), exact.to(dtype))
+    exact = method.hard(weight.float())
+    assert torch.equal(method.hard(weight.to(dtype)), exact.to(dtype))
 
 
 def test_more_stages_leave_less():
     weight = make_weight(0, (64, 128))
-    errors = [(weight - make_quantizer(t).hard(weight)).square().mean().item() for t in STAGES]
+    errors = [(weight - make_method(t).hard(weight)).square().mean().item() for t in STAGES]
     assert errors == sorted(errors, reverse=True) and errors[1] < 0.4 * errors[0]
 
 
 @pytest.mark.parametrize("num_stages", STAGES)
 def test_annealing_ends_at_the_hard_weight(num_stages):
-    quantizer, weight = make_quantizer(num_stages), make_weight(5, (16, 32))
-    hard = quantizer.hard(weight)
+    method, weight = make_method(num_stages), make_weight(5, (16, 32))
+    hard = method.hard(weight)
     errors = [
-        (effective_weight(weight, tau, 1.0, quantizer) - hard).abs().mean().item()
+        (effective_weight(weight, tau, 1.0, method) - hard).abs().mean().item()
         for tau in (1.0, 0.1, 0.01, 1e-3, 1e-6, 1e-30)
     ]
     assert errors[-1] == 0 and errors == sorted(errors, reverse=True)
@@ -153,13 +153,13 @@ def test_annealing_ends_at_the_hard_weight(num_stages):
 
 def test_infinite_temperature_forgets_the_weight():
     """Equal probabilities: every axis cancels with its opposite."""
-    value = effective_weight(make_weight(), 1e9, 1.0, make_quantizer())
+    value = effective_weight(make_weight(), 1e9, 1.0, make_method())
     assert value.abs().max() < 1e-7
 
 
 def test_pressure_zero_is_the_weight_itself_and_blends_in_between():
-    quantizer, weight = make_quantizer(), make_weight()
-    latent, half, full = (effective_weight(weight, 0.3, p, quantizer) for p in (0.0, 0.5, 1.0))
+    method, weight = make_method(), make_weight()
+    latent, half, full = (effective_weight(weight, 0.3, p, method) for p in (0.0, 0.5, 1.0))
     assert torch.equal(latent, weight)
     torch.testing.assert_close(half, 0.5 * (weight + full))
 
@@ -168,17 +168,17 @@ def test_straight_through_gradient_is_the_identity_to_the_last_bit():
     for pressure in PRESSURES:
         weight = make_weight(dtype=torch.float32).requires_grad_()
         grad = make_weight(1, dtype=torch.float32)
-        value = effective_weight(weight, 0.0, pressure, make_quantizer())
+        value = effective_weight(weight, 0.0, pressure, make_method())
         assert torch.equal(torch.autograd.grad(value, weight, grad)[0], grad)
 
 
 def test_int_granularity_shares_scales_within_a_row_and_its_partner_only():
     """Rows i and n + i, columns j..j+g and m + j..m + j + g: nothing else is touched."""
-    quantizer, weight = make_quantizer(granularity=4), make_weight(0, (6, 32))
+    method, weight = make_method(granularity=4), make_weight(0, (6, 32))
     changed = weight.clone()
     changed[1, 5] += 3.0
     for tau in (0.0, 0.3):
-        before, after = (effective_weight(w, tau, 1.0, quantizer) for w in (weight, changed))
+        before, after = (effective_weight(w, tau, 1.0, method) for w in (weight, changed))
         rows, columns = (before != after).nonzero().unbind(1)
         assert len(rows) and set(rows.tolist()) <= {1, 4}
         assert {c % 16 for c in columns.tolist()} <= {4, 5, 6, 7}
@@ -189,13 +189,13 @@ def test_saves_only_the_weight(num_stages):
     weight = make_weight(shape=(64, 64), dtype=torch.float32).requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        effective_weight(weight, 0.3, 0.5, make_quantizer(num_stages))
+        effective_weight(weight, 0.3, 0.5, make_method(num_stages))
     assert [x.data_ptr() for x in saved if x.dim()] == [weight.data_ptr()]
     assert all(x.numel() == 1 for x in saved if not x.dim())
 
 
 def linear(x, weight, bias, tau, pressure):
-    return quantized_linear(x, weight, bias, tau, pressure, make_quantizer())
+    return quantized_linear(x, weight, bias, tau, pressure, make_method())
 
 
 @pytest.mark.parametrize("tau, pressure", [(0.3, 0.6), (0.0, 1.0)])
@@ -235,42 +235,42 @@ def test_the_compiled_linear_saves_its_input_and_the_weight_and_is_hard_to_the_l
             rtol=1e-3,
             atol=1e-3,
         )
-    assert torch.equal(got, F.linear(x, make_quantizer().hard(weight), bias))
+    assert torch.equal(got, F.linear(x, make_method().hard(weight), bias))
 
 
 def test_travels_as_its_key():
-    assert make_quantizer().key() == "fairy2i, num_stages=2, granularity=tensor"
+    assert make_method().key() == "fairy2i, num_stages=2, granularity=tensor"
     assert Method.from_key("fairy2i, num_stages=2") == Fairy2iMethod()
-    for quantizer in (make_quantizer(), make_quantizer(3, 8)):
-        again = Method.from_key(quantizer.key())
-        assert again == quantizer and hash(again) == hash(quantizer)
+    for method in (make_method(), make_method(3, 8)):
+        again = Method.from_key(method.key())
+        assert again == method and hash(again) == hash(method)
 
 
 def test_layers_are_checked_by_name():
-    make_quantizer().check_layer(64, 48, "q_proj")
-    make_quantizer(granularity=32).check_layer(64, 48, "q_proj")
+    make_method().check_layer(64, 48, "q_proj")
+    make_method(granularity=32).check_layer(64, 48, "q_proj")
     with pytest.raises(ValueError, match="got out_features 47 of q_proj; .*skip_incompatible"):
-        make_quantizer().check_layer(64, 47, "q_proj")
+        make_method().check_layer(64, 47, "q_proj")
     message = r"granularity 24 does not divide the 32 .*of q_proj; use one of 16, 32, or \"tensor\""
     with pytest.raises(ValueError, match=message):
-        make_quantizer(granularity=24).check_layer(64, 48, "q_proj")
+        make_method(granularity=24).check_layer(64, 48, "q_proj")
 
 
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (ValueError, "from 1 to 4; got 0", lambda w: make_quantizer(0)),
-        (ValueError, "from 1 to 4; got 5", lambda w: make_quantizer(5)),
-        (TypeError, "num_stages must be an int", lambda w: make_quantizer(2.0)),
-        (TypeError, "num_stages must be an int", lambda w: make_quantizer(True)),
-        (ValueError, 'must be "tensor" or a positive int', lambda w: make_quantizer(2, "row")),
-        (ValueError, "got 0", lambda w: make_quantizer(2, 0)),
-        (TypeError, "granularity must be", lambda w: make_quantizer(2, 4.0)),
-        (TypeError, "granularity must be", lambda w: make_quantizer(2, True)),
-        (ValueError, "shape", lambda w: make_quantizer().hard(w[0])),
-        (ValueError, "got in_features 31", lambda w: make_quantizer().hard(w[:, :31])),
-        (ValueError, "does not divide", lambda w: make_quantizer(2, 5).codes(w)),
-        (ValueError, "tau must be in", lambda w: effective_weight(w, -1.0, 1.0, make_quantizer())),
+        (ValueError, "from 1 to 4; got 0", lambda w: make_method(0)),
+        (ValueError, "from 1 to 4; got 5", lambda w: make_method(5)),
+        (TypeError, "num_stages must be an int", lambda w: make_method(2.0)),
+        (TypeError, "num_stages must be an int", lambda w: make_method(True)),
+        (ValueError, 'must be "tensor" or a positive int', lambda w: make_method(2, "row")),
+        (ValueError, "got 0", lambda w: make_method(2, 0)),
+        (TypeError, "granularity must be", lambda w: make_method(2, 4.0)),
+        (TypeError, "granularity must be", lambda w: make_method(2, True)),
+        (ValueError, "shape", lambda w: make_method().hard(w[0])),
+        (ValueError, "got in_features 31", lambda w: make_method().hard(w[:, :31])),
+        (ValueError, "does not divide", lambda w: make_method(2, 5).codes(w)),
+        (ValueError, "tau must be in", lambda w: effective_weight(w, -1.0, 1.0, make_method())),
     ],
 )
 def test_errors(error, message, call):

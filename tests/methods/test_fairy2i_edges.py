@@ -1,4 +1,4 @@
-"""The Fairy2i quantizer where angles are least forgiving: ties, +-pi, zero, tiny, not finite."""
+"""The Fairy2i method where angles are least forgiving: ties, +-pi, zero, tiny, not finite."""
 
 import math
 
@@ -33,9 +33,9 @@ def random_weight(seed=0, shape=(6, 32), dtype=torch.float64):
     return (0.7 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-def value_and_grad(weight, tau, quantizer=TWO, grad=None, pressure=1.0):
+def value_and_grad(weight, tau, method=TWO, grad=None, pressure=1.0):
     weight = weight.detach().requires_grad_()
-    value = effective_weight(weight, tau, pressure, quantizer)
+    value = effective_weight(weight, tau, pressure, method)
     grad = torch.ones_like(value) if grad is None else grad
     return value.detach(), torch.autograd.grad(value, weight, grad)[0]
 
@@ -82,9 +82,9 @@ def test_grid_weights_with_many_ties_equal_the_formulas():
     weight = torch.randint(-2, 3, (8, 16), generator=generator).double()
     for granularity in ("tensor", 4):
         for num_stages in (1, 2, 4):
-            quantizer = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
+            method = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
             expected = references.quantized(weight, 0, num_stages, granularity)
-            torch.testing.assert_close(quantizer.hard(weight), expected, rtol=0, atol=1e-15)
+            torch.testing.assert_close(method.hard(weight), expected, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -130,9 +130,9 @@ def test_value_and_gradient_are_continuous_through_every_axis_and_pi(axis, tau):
 @pytest.mark.parametrize("tau", [0.05, 0.3, 2.0])
 def test_signed_zeros_on_the_negative_axis_change_nothing(tau):
     """atan2(0, -1) is pi and atan2(-0, -1) is -pi."""
-    for quantizer in (ONE, TWO):
+    for method in (ONE, TWO):
         plus, minus = (
-            value_and_grad(from_u(complex(-1.0, zero), 0.4 + 1j, 1 - 0.3j), tau, quantizer)
+            value_and_grad(from_u(complex(-1.0, zero), 0.4 + 1j, 1 - 0.3j), tau, method)
             for zero in (0.0, -0.0)
         )
         torch.testing.assert_close(plus, minus, rtol=0, atol=0)
@@ -157,14 +157,14 @@ def test_the_gradient_is_exact_close_to_the_origin(tau, radius):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tau", TAUS)
-@pytest.mark.parametrize("quantizer", [ONE, TWO])
-def test_modulus_zero_has_the_axis_one_and_no_gradient_of_an_angle(quantizer, tau, dtype):
+@pytest.mark.parametrize("method", [ONE, TWO])
+def test_modulus_zero_has_the_axis_one_and_no_gradient_of_an_angle(method, tau, dtype):
     weight = from_u(0, 1 + 0.5j, -0.25 - 1j, 0.5 - 2j, dtype=dtype)
-    value, grad = value_and_grad(weight, tau, quantizer)
+    value, grad = value_and_grad(weight, tau, method)
     assert value.isfinite().all()
     # At a tie, 1e30 is the slope: more than float16 holds.
     assert grad.isfinite().all() or (tau == 1e-30 and dtype == torch.float16)
-    if quantizer is ONE and tau > 0:
+    if method is ONE and tau > 0:
         assert complex_u(grad)[0] == 0  # and nothing of the other axis:
         z = complex_u(value.double())[0]
         assert z.real > 0 and z.imag == 0
@@ -185,12 +185,12 @@ def test_gradients_stay_finite_at_every_modulus(tau):
 @pytest.mark.parametrize("tau", TAUS)
 def test_a_zero_weight_is_harmless(tau, dtype):
     for num_stages in (1, 2, 3, 4):
-        quantizer = Fairy2iMethod(num_stages=num_stages)
+        method = Fairy2iMethod(num_stages=num_stages)
         weight = torch.zeros(4, 8, dtype=dtype)
-        value, grad = value_and_grad(weight, tau, quantizer)
+        value, grad = value_and_grad(weight, tau, method)
         assert value.abs().max() < 1e-7 and grad.isfinite().all()
-        codes, scales = quantizer.codes(weight)
-        assert torch.equal(dequantize_codes(codes, scales, dtype), quantizer.hard(weight))
+        codes, scales = method.codes(weight)
+        assert torch.equal(dequantize_codes(codes, scales, dtype), method.hard(weight))
         assert scales.double().sub(1e-8).abs().max() < 1e-10
 
 
@@ -203,10 +203,10 @@ def test_an_axis_without_entries_has_the_smallest_scale():
 @pytest.mark.parametrize("granularity", ["tensor", 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales_are_exact_in_every_magnitude(dtype, granularity):
-    quantizer = Fairy2iMethod(num_stages=1, granularity=granularity)
+    method = Fairy2iMethod(num_stages=1, granularity=granularity)
     for seed, std in enumerate((1e-3, 0.02, 5.0)):
         weight = random_weight(seed, (8, 32), dtype) * std
-        _, scales = quantizer.codes(weight)
+        _, scales = method.codes(weight)
         compute = weight if dtype == torch.float64 else weight.float()
         for j, z in enumerate(references.split(compute)):
             for got, expected in zip(scales[0, j], references.scales(z, granularity), strict=True):
@@ -223,19 +223,19 @@ NON_FINITE = [math.nan, math.inf, -math.inf]
 def test_one_value_that_is_not_finite_makes_the_whole_matrix_nan(where, value, tau):
     weight = random_weight(dtype=torch.float32)
     weight[where] = value
-    for quantizer in (ONE, TWO):
-        assert quantizer.hard(weight).isnan().all()
-        assert effective_weight(weight, tau, 1.0, quantizer).isnan().all()
-        assert quantizer.codes(weight)[1].isnan().all()
+    for method in (ONE, TWO):
+        assert method.hard(weight).isnan().all()
+        assert effective_weight(weight, tau, 1.0, method).isnan().all()
+        assert method.codes(weight)[1].isnan().all()
 
 
 @pytest.mark.parametrize("value", NON_FINITE)
 def test_with_groups_it_stays_in_its_group(value):
-    quantizer = Fairy2iMethod(granularity=4)
+    method = Fairy2iMethod(granularity=4)
     weight = random_weight(dtype=torch.float32)
-    clean = quantizer.hard(weight)
+    clean = method.hard(weight)
     weight[1, 5] = value
-    broken = quantizer.hard(weight)
+    broken = method.hard(weight)
     hit = torch.zeros_like(weight, dtype=torch.bool)
     for row in (1, 4):
         hit[row, 4:8] = hit[row, 20:24] = True
@@ -254,10 +254,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_layout_of_weight_and_gradient_does_not_matter(layout, granularity):
     torch.manual_seed(0)
-    quantizer = Fairy2iMethod(granularity=granularity)
+    method = Fairy2iMethod(granularity=granularity)
     weight, grad = LAYOUTS[layout](), torch.randn(32, 6).t()
     results = [
-        (*value_and_grad(w, 0.3, quantizer, g, 0.7), quantizer.hard(w), *quantizer.codes(w))
+        (*value_and_grad(w, 0.3, method, g, 0.7), method.hard(w), *method.codes(w))
         for w, g in ((weight, grad), (weight.contiguous(), grad.contiguous()))
     ]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,4 +1,4 @@
-"""The ternary quantizer against the equations: values, gradients, limits, ties, memory."""
+"""The ternary method against the equations: values, gradients, limits, ties, memory."""
 
 import pytest
 import torch
@@ -71,14 +71,14 @@ def test_lemma_1_in_float32_where_assignments_are_confident():
 def test_lemma_2_the_slope_concentrates_at_the_boundary():
     """The integral of dH/dw over a boundary tends to gamma, wherever the interval ends."""
     gamma = 1.0
-    quantizer = TernaryMethod(group_size="tensor")
+    method = TernaryMethod(group_size="tensor")
     grid = torch.linspace(0.4, 0.6, 200_001, dtype=torch.float64).view(1, -1)
     # One more weight makes the mean, and so the scale, exactly 1.
     rest = grid.numel() + 1 - grid.sum()
     w = torch.cat([grid, rest.view(1, 1)], 1)
-    assert quantizer.codes(w)[1].item() == gamma
+    assert method.codes(w)[1].item() == gamma
     for tau, share in ((0.03, 0.99), (0.01, 0.999999)):
-        slope = quantizer.vjp(torch.ones_like(w), w, scalar(tau), scalar(1.0))[0, :-1]
+        slope = method.vjp(torch.ones_like(w), w, scalar(tau), scalar(1.0))[0, :-1]
         integral = torch.trapezoid(slope, grid[0])
         assert share * gamma < integral < gamma
 

@@ -1,4 +1,4 @@
-"""The ternary quantizer where floating point is least forgiving: ties, tiny, not finite."""
+"""The ternary method where floating point is least forgiving: ties, tiny, not finite."""
 
 import pytest
 import references

@@ -8,7 +8,7 @@ from torch import nn
 
 from hestia_tune.selection import select_linears
 from hestia_tune.sensitivity import CalibrationBatch
-from hestia_tune.sensitivity.hvp import double_backward_attention
+from hestia_tune.sensitivity.curvature import double_backward_attention
 
 VOCAB, DIM, HIDDEN = 7, 4, 3
 

@@ -54,15 +54,18 @@ def unresolved_artifact(**changes) -> SensitivityArtifact:
     """Two of five layers are not known to be positive; the smallest other trace is 0.3."""
     traces = {"a": 2.5, "b": -4.0, "c": 0.3, "d": 0.1, "e": 60.0}
     errors = {"a": 0.1, "b": 0.5, "c": 0.01, "d": 0.2, "e": 1.0} | changes.pop("errors", {})
-    resolved = {name: name not in "bd" for name in traces}
-    return SensitivityArtifact.from_traces(
-        traces, errors, resolved, model_fingerprint="sha256:0", **changes
+    return SensitivityArtifact(
+        traces=traces,
+        standard_errors=errors,
+        resolved={name: name not in "bd" for name in traces},
+        model_fingerprint="sha256:0",
+        estimator={"method": "hutchinson", "kappa": 1.0, "epsilon": 1e-8} | changes,
     )
 
 
 @pytest.mark.parametrize("kappa", [0.5, 1.0, 4.0])
 def test_unresolved_layers_score_as_the_smallest_resolved_one(tmp_path, kappa):
-    artifact = unresolved_artifact(kappa=kappa, estimator={"method": "hutchinson"})
+    artifact = unresolved_artifact(kappa=kappa)
     usable = artifact.traces | {"b": 0.3, "d": 0.3}
     assert artifact.scores == sensitivity_scores(usable, kappa=kappa)
     assert artifact.unresolved == ["b", "d"]
@@ -71,8 +74,11 @@ def test_unresolved_layers_score_as_the_smallest_resolved_one(tmp_path, kappa):
     artifact.save(tmp_path / "s.json")
     assert SensitivityArtifact.load(tmp_path / "s.json") == artifact
     with pytest.raises(ValueError, match="no layer's trace is known to be positive"):
-        SensitivityArtifact.from_traces(
-            {"a": 1.0}, {"a": 2.0}, {"a": False}, model_fingerprint="sha256:0"
+        SensitivityArtifact(
+            traces={"a": 1.0},
+            standard_errors={"a": 2.0},
+            resolved={"a": False},
+            model_fingerprint="sha256:0",
         )
 
 

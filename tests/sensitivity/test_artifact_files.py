@@ -48,18 +48,24 @@ BAD_DOCUMENTS = {
     "empty": (set_field(layers={}), "at least one"),
     "layers as a list": (set_field(layers=[1, 2]), "is not valid"),
     "entry as a number": (lambda d: d["layers"].update({"layers.0.w1": 0.5}), "is not valid"),
-    "score above 1": (set_entry("score", 1.5), r"score of layers.0.w1 must be in \[0, 1\]"),
-    "score below 0": (set_entry("score", -0.1), r"score of layers.0.w1 must be in \[0, 1\]"),
-    "score as text": (set_entry("score", "0.5"), "layers.0.w1 must be finite numbers"),
-    "score null": (set_entry("score", None), "layers.0.w1 must be finite numbers"),
-    "score true": (set_entry("score", True), "layers.0.w1 must be finite numbers"),
+    "score above 1": (
+        set_entry("score", 1.5),
+        r"score of layers.0.w1 must be a number in \[0, 1\]",
+    ),
+    "score below 0": (
+        set_entry("score", -0.1),
+        r"score of layers.0.w1 must be a number in \[0, 1\]",
+    ),
+    "score as text": (set_entry("score", "0.5"), "score of layers.0.w1 must be a number"),
+    "score null": (set_entry("score", None), "score of layers.0.w1 must be a number"),
+    "score true": (set_entry("score", True), "score of layers.0.w1 must be a number"),
     "trace NaN": (set_entry("trace", float("nan")), "NaN is not a number"),
     "trace infinite": (set_entry("trace", float("inf")), "Infinity is not a number"),
-    "trace too large": (set_entry("trace", 10**400), "layers.0.w1 must be finite numbers"),
+    "trace too large": (set_entry("trace", 10**400), "trace of layers.0.w1 must be a finite"),
     "error NaN": (set_entry("standard_error", float("nan")), "NaN is not a number"),
     "error negative": (
         set_entry("standard_error", -0.1),
-        "standard_error of layers.0.w1 must not be negative; got -0.1",
+        "standard_error of layers.0.w1 must be a finite number >= 0; got -0.1",
     ),
     "resolved at zero": (set_entry("trace", 0.0), "layers.0.w1 is resolved and so must be > 0"),
     "resolved and negative": (
@@ -151,7 +157,7 @@ def test_numbers_that_overflow_are_refused(tmp_path):
     path = tmp_path / "sensitivity.json"
     make_artifact().save(path)
     path.write_text(path.read_text().replace('"trace": 40.0', '"trace": 1e999'))
-    with pytest.raises(ValueError, match="layers.1.q_proj must be finite numbers"):
+    with pytest.raises(ValueError, match="trace of layers.1.q_proj must be a finite number"):
         SensitivityArtifact.load(path)
 
 

@@ -23,9 +23,8 @@ from hestia_tune.sensitivity import (
     model_fingerprint,
     sensitivity_scores,
 )
+from hestia_tune.sensitivity.estimation import probe_generator
 from hestia_tune.sensitivity.hutchpp import hutchpp
-from hestia_tune.sensitivity.journal import Journal
-from hestia_tune.sensitivity.rounds import Estimation
 
 DENSE = {"hessian": dense_hessian, "fisher": dense_gauss_newton}
 
@@ -155,19 +154,20 @@ def test_fixed_is_hutchpp_on_every_batch():
     batches = fitted_batches(model, 3)
     settings = EstimationConfig(fixed=True, rank=3, num_probes=5, seed=4)
     found = estimate_sensitivity(model, weights_of(model), batches, settings, progress=False)
-    source = Estimation(model, weights_of(model), batches, settings, Journal(), False)
     tokens = [data.num_predicted for data in batches]
     for name, weight in weights_of(model).items():
         traces, variance = [], 0.0
         for index, data in enumerate(batches):
             dense = dense_hessian(model, name, data)
             expected = hutchpp(
-                lambda v, dense=dense: dense @ v,
-                weight.numel(),
+                lambda vectors, dense=dense: [dense @ v() for v in vectors],
+                lambda vectors, dense=dense: [
+                    float(v @ dense @ v) for v in (vector() for vector in vectors)
+                ],
+                weight.detach(),
                 rank=3,
                 num_probes=5,
-                generator=source._generator(name, index, 0),
-                dtype=torch.float64,
+                generator=probe_generator(4, (name, index, 0), weight.device),
             )
             traces.append(expected.trace * tokens[index] / sum(tokens))
             variance += (expected.standard_error * tokens[index] / sum(tokens)) ** 2

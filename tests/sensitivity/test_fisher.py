@@ -14,7 +14,7 @@ from small_nets import (
     weights_of,
 )
 
-from hestia_tune.sensitivity.fisher import fisher_traces
+from hestia_tune.sensitivity.curvature import fisher_traces
 
 
 def passes(model, data, num, seed=0, weights=None):

@@ -8,9 +8,8 @@ from small_nets import Decoder, Wrapped, batch, weights_of
 
 from hestia_tune.models.builders import llama
 from hestia_tune.sensitivity import CalibrationBatch, EstimationConfig
-from hestia_tune.sensitivity.hvp import Link
-from hestia_tune.sensitivity.memory import estimation_memory, saved_bytes
-from hestia_tune.sensitivity.rounds import DIRECTIONS_PER_WALK
+from hestia_tune.sensitivity.estimation import DIRECTIONS_PER_WALK
+from hestia_tune.sensitivity.memory import estimation_memory, graph_bytes, saved_bytes
 from hestia_tune.sensitivity.segments import cut, logits_of, mean_loss
 
 SHAPE = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "max_seq_len": 64}
@@ -67,16 +66,9 @@ def real_graphs(model, data):
     hidden, segments = cut(model, weights, data)
     found = []
     for segment in segments:
+        found.append(graph_bytes(segment, hidden))
         with torch.no_grad():
-            out = segment.forward(hidden)
-
-        def graph(segment=segment, hidden=hidden, out=out):
-            link = Link.run(segment, hidden, torch.ones_like(out), list(segment.weights))
-            link.differentiate(with_hidden=hidden.is_floating_point())
-            return link
-
-        found.append(saved_bytes(graph))
-        hidden = out
+            hidden = segment.forward(hidden)
     return found
 
 

@@ -77,12 +77,15 @@ def test_resolved_is_two_standard_errors_above_zero(trace, error, resolved):
 def test_an_unresolved_trace_takes_the_smallest_resolved_one():
     traces = {"a": 3.0, "b": -4.0, "c": 0.5, "d": 0.1, "e": 7.0}
     resolved = {"a": True, "b": False, "c": True, "d": False, "e": False}
-    usable = usable_traces(traces, resolved)
+    errors = {name: k / 10 for k, name in enumerate(traces)}
+    usable, usable_errors = usable_traces(traces, errors, resolved)
     assert usable == {"a": 3.0, "b": 0.5, "c": 0.5, "d": 0.5, "e": 0.5}
-    assert list(usable) == list(traces)
-    assert usable_traces(traces | {"b": 4.0, "d": 0.1}, dict.fromkeys(traces, True))["d"] == 0.1
+    assert usable_errors == {"a": 0.0, "b": 0.2, "c": 0.2, "d": 0.2, "e": 0.2}
+    assert list(usable) == list(usable_errors) == list(traces)
+    positive = traces | {"b": 4.0, "d": 0.1}
+    assert usable_traces(positive, errors, dict.fromkeys(traces, True)) == (positive, errors)
     with pytest.raises(ValueError, match="no layer's trace is known to be positive"):
-        usable_traces(traces, dict.fromkeys(traces, False))
+        usable_traces(traces, errors, dict.fromkeys(traces, False))
 
 
 @pytest.mark.parametrize("kappa", [0.5, 1.0, 3.0])

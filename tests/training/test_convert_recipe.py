@@ -17,12 +17,12 @@ from torchtune.models.convert_weights import hf_to_tune
 import hestia_tune
 from hestia_tune import TernaryTensor
 from hestia_tune.commands.convert import ConvertRecipe, run_convert
+from hestia_tune.export.source import SafetensorsFolder
 from hestia_tune.functional import hard_ternary
+from hestia_tune.models import packed
 from hestia_tune.models.builders import llama
 from hestia_tune.models.names import HuggingFaceNames
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
-from hestia_tune.tensors import load_safetensors
-from hestia_tune.training import packed
 
 TOKENS = torch.tensor([[5, 9, 200, 13, 42], [1, 2, 3, 4, 5]])
 
@@ -100,8 +100,6 @@ def test_all_formats_and_the_table(model_dir, output_dir, capsys):
     [
         ((), TernaryTensor),
         (("convert.target=intx",), IntxUnpackedToInt8Tensor),
-        (("convert.container=safetensors",), TernaryTensor),
-        (("convert.container=safetensors", "convert.packing=base3"), TernaryTensor),
     ],
 )
 def test_the_packed_model_is_the_hard_model(model_dir, output_dir, overrides, kind, dtype):
@@ -111,24 +109,6 @@ def test_the_packed_model_is_the_hard_model(model_dir, output_dir, overrides, ki
     with torch.no_grad():
         expected = dense_model(output_dir / "hard_model", dtype)(TOKENS)
         assert torch.equal(model(TOKENS), expected)
-    has_generate = (converted / "torchao" / "generate.yaml").exists()
-    assert has_generate == ("convert.container=safetensors" not in overrides)
-
-
-def test_base3_is_smaller_on_disk(model_dir, output_dir):
-    sizes = []
-    for packing in ("2bit", "base3"):
-        _, found = convert(
-            model_dir,
-            output_dir,
-            "convert.container=safetensors",
-            f"convert.packing={packing}",
-            "convert.overwrite=True",
-        )
-        sizes.append(found["torchao"]["bytes"])
-    assert sizes[1] < sizes[0]
-    state, _ = load_safetensors(output_dir / "converted" / "torchao" / "model.safetensors")
-    assert isinstance(state["layers.0.mlp.w1.weight"], TernaryTensor)
 
 
 def test_naive_conversion_of_the_pretrained_model(model_dir, tmp_path):
@@ -168,11 +148,11 @@ def test_what_is_there_is_not_overwritten_without_being_told(model_dir, output_d
         (["quantizer.include=['layers.*.mlp.*']"], "on 14 layers, the config has"),
         (["convert.source=/nowhere"], "there is no model in /nowhere"),
         (["convert.formats=[guf]"], "got guf; did you mean gguf"),
-        (["convert.formats=[]"], "must name at least one of"),
+        (["convert.formats=[]"], "must name at least one format"),
         (["convert.formats=gguf"], "convert.formats must be a list"),
-        (["convert.target=int4"], "convert.target must be one of ternary, intx"),
-        (["convert.packing=base3"], "base3 is for storage in convert.container safetensors"),
-        (["convert.container=safetensors", "convert.target=intx"], "holds ternary tensors only"),
+        (["convert.target=int4"], "group_size=32 packs as ternary, intx; got int4"),
+        (["convert.target=fairy2i"], "group_size=32 packs as ternary, intx; got fairy2i"),
+        (["quantizer.groupsize=32"], "quantizer: .*groupsize"),
         (["convert.overwite=True"], "did you mean overwrite"),
         (["checkpointer.model_type=GEMMA"], "model_type GEMMA is not supported"),
     ],
@@ -234,10 +214,11 @@ def test_load_quantized_names_what_is_missing(model_dir, output_dir, tmp_path):
 def test_names_map_back(model_dir, model_type):
     config = json.loads((model_dir / "config.json").read_text())
     names = HuggingFaceNames(model_type, config)
-    for name in load_file(model_dir / "model.safetensors"):
-        shape = (64, 64) if "q_proj" in name else (32, 64)
-        mine = next(iter(names.to_torchtune({name: torch.empty(shape, device="meta")})))
-        assert names.hugging_face_name(mine) == name
+    state = load_file(model_dir / "model.safetensors")
+    by_name = names.in_files(SafetensorsFolder(model_dir))
+    assert sorted(by_name.values()) == sorted(state)
+    for ours, theirs in by_name.items():
+        assert list(names.to_torchtune({theirs: state[theirs]})) == [ours]
 
 
 def test_the_tokenizer_takes_messages(model_dir, tmp_path):

@@ -15,7 +15,7 @@ from torchtune.models.convert_weights import hf_to_tune
 
 from hestia_tune import Fairy2iQATQuantizer, Fairy2iTensor
 from hestia_tune.commands.convert import ConvertRecipe
-from hestia_tune.commands.launch import run_qat
+from hestia_tune.commands.qat import run_qat
 from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.functional import hard_fairy2i
 from hestia_tune.models.load import load_model
@@ -58,7 +58,7 @@ def test_the_hard_model_is_that_of_the_latent_weights(model_dir, tmp_path, granu
         latents.update({name: full_tensor(value).clone() for name, value in state.items()})
 
     recipe = run(config(model_dir, tmp_path, granularity=granularity), keep)
-    assert recipe.quantizer_key == f"fairy2i, num_stages=2, granularity={granularity}"
+    assert recipe.component.method.key() == f"fairy2i, num_stages=2, granularity={granularity}"
     losses = json.loads((tmp_path / "results.json").read_text())["validation_loss"]
     assert list(losses) == ["pretrained", "naive fairy2i", "trained, hard"]
     assert "zero_fraction" not in (tmp_path / "metrics.jsonl").read_text()
@@ -69,14 +69,6 @@ def test_the_hard_model_is_that_of_the_latent_weights(model_dir, tmp_path, granu
         if "proj" in name or ".mlp.w" in name:
             expected = hard_fairy2i(latent, num_stages=2, granularity=granularity)
         assert torch.equal(found[name], expected.to(torch.bfloat16)), name
-
-
-def test_straight_through_beside_relaxed(model_dir, tmp_path, capsys):
-    assert run_qat(config(model_dir, tmp_path, "compare_straight_through=True")) == 0
-    losses = json.loads((tmp_path / "results.json").read_text())["validation_loss"]
-    assert "straight-through, hard" in losses
-    assert losses["straight-through, hard"] != losses["trained, hard"]
-    assert "naive fairy2i" in capsys.readouterr().out
 
 
 def test_resuming_changes_nothing(model_dir, tmp_path):
@@ -139,9 +131,9 @@ def test_odd_dimensions_are_named_or_skipped(caplog):
 
     with pytest.raises(ValueError, match=r"layers\.0.*skip_incompatible"):
         Fairy2iQATQuantizer(include=["*"]).prepare(make())
-    quantizer = Fairy2iQATQuantizer(include=["*"], skip_incompatible=True)
-    model = quantizer.prepare(make())
-    assert quantizer.skipped == ["layers.0"] and "layers.0" in caplog.text
+    component = Fairy2iQATQuantizer(include=["*"], skip_incompatible=True)
+    model = component.prepare(make())
+    assert component.skipped == ["layers.0"] and "layers.0" in caplog.text
     assert type(model["layers"][0]) is torch.nn.Linear
     assert type(model["layers"][1]) is not torch.nn.Linear
     with pytest.raises(ValueError, match="none of the 1 selected linears"):
@@ -152,19 +144,18 @@ def test_bias_is_kept():
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(8, 6)])})
     bias, weight = model["layers"][0].bias, model["layers"][0].weight.detach().clone()
-    quantizer = Fairy2iQATQuantizer(include=["*"])
-    quantizer.prepare(model)
+    component = Fairy2iQATQuantizer(include=["*"])
+    component.prepare(model)
     assert model["layers"][0].bias is bias
-    quantizer.convert(model)
+    component.convert(model)
     x = torch.randn(3, 8)
     expected = torch.nn.functional.linear(x, hard_fairy2i(weight), bias)
     assert torch.equal(model["layers"][0](x), expected)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("container", ["pt", "safetensors"])
-def test_the_packed_model_is_the_hard_model(model_dir, tmp_path, dtype, container):
-    cfg = config(model_dir, tmp_path, f"convert.container={container}", f"dtype={dtype}")
+def test_the_packed_model_is_the_hard_model(model_dir, tmp_path, dtype):
+    cfg = config(model_dir, tmp_path, f"dtype={dtype}")
     run(cfg)
     found = ConvertRecipe(cfg).run()["torchao"]
     assert found["quantized_bits_per_weight"] == pytest.approx(2, abs=0.1)
@@ -188,9 +179,13 @@ def test_packing_the_naive_model_and_what_cannot_be(model_dir, tmp_path):
     for block, latent in zip(packed.layers, pretrained.layers, strict=True):
         expected = hard_fairy2i(latent.mlp.w1.weight).to(torch.bfloat16)
         assert torch.equal(block.mlp.w1.weight.dequantize(), expected)
-    for options in (["convert.formats=[gguf]"], ["convert.target=intx"]):
-        with pytest.raises(ValueError, match="is packed as torchao only; got (gguf|intx)"):
-            ConvertRecipe(config(model_dir, tmp_path, "convert.source=pretrained", *options))
+    refused = {
+        "convert.formats=[gguf]": "is written as torchao; got gguf",
+        "convert.target=intx": "packs as fairy2i; got intx",
+    }
+    for option, message in refused.items():
+        with pytest.raises(ValueError, match=message):
+            ConvertRecipe(config(model_dir, tmp_path, "convert.source=pretrained", option))
     run(config(model_dir, tmp_path / "b", "max_steps=1"))
     shutil.rmtree(tmp_path / "b" / "checkpoints")
     with pytest.raises(FileNotFoundError, match="follow from latent weights, and there is no"):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hestia_tune.training.lr_schedule import get_wsd_schedule, wsd_factor
+
+from hestia_tune.schedule import get_wsd_schedule, wsd_factor
 
 
 def test_table():

@@ -1,0 +1,229 @@
+"""Every option of every YAML section refuses what it cannot mean: the key, the rule, the value."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from hestia_tune.config import ScheduleConfig
+from hestia_tune.sections import (
+    ConvertConfig,
+    EstimationConfig,
+    EvalConfig,
+    TextConfig,
+    TokenizeConfig,
+)
+
+GIVEN = {TextConfig: {"source": "text.txt"}}  # fields that must be given
+
+
+def of_type(words, names, values):
+    """Values that are not of the type of these fields."""
+    return [(name, value, TypeError, words) for name in names for value in values]
+
+
+def in_range(rule, names, values):
+    """Values of the right type that are out of range."""
+    return [(name, value, ValueError, rule) for name in names for value in values]
+
+
+STRINGS, COUNTS, OPTIONAL_COUNTS = ([1], None), (2.5, "many", None, True, [2]), (2.5, "many", True)
+WRONG = {
+    ScheduleConfig: [
+        *of_type("a number", ("rho", "alpha"), ("much", None, True)),
+        *of_type("an int or a number or a string", ("tau_init",), (None, True, [0.3])),
+        *of_type("a number", ("tau_init",), ("hot", "0.3")),
+        *in_range(r"in \[0, 1\]", ("rho",), (-0.1, 1.1, math.nan, math.inf)),
+        *in_range(r"in \[0, 100\]", ("tau_init",), (-0.3, -1, 101, math.nan, math.inf)),
+        *in_range(r"in \[-4, 4\]", ("alpha",), (-4.5, 4.5, math.nan)),
+    ],
+    EstimationConfig: [
+        *of_type("a string", ("curvature",), STRINGS),
+        *in_range("one of hessian, fisher", ("curvature",), ("hutchinson", "Hessian")),
+        *of_type(
+            "an int",
+            ("num_samples", "batch_size", "min_probes", "num_probes", "rank", "vectors_at_once"),
+            COUNTS,
+        ),
+        *in_range("at least 1", ("num_samples", "batch_size", "vectors_at_once"), (0, -1)),
+        *in_range("at least 2", ("min_probes", "num_probes"), (1,)),
+        *in_range("at least 0", ("rank",), (-1,)),
+        *of_type("True or False", ("fixed", "overwrite"), ("maybe", None, [True])),
+        *of_type("a number", ("target_standard_error", "kappa", "epsilon"), ("x", None, True)),
+        *in_range(r"in \[", ("target_standard_error",), (0, 0.6, math.nan)),
+        *in_range(r"in \[", ("kappa", "epsilon"), (-0.1, math.inf, math.nan)),
+        *in_range(r"in \[0, 1000\]", ("kappa",), (1001,)),
+        *in_range(r"in \[0, 1\]", ("epsilon",), (1.5,)),
+        *of_type("an int or null", ("seed",), (1.5, True, "seven")),
+        *in_range(r"in \[0, ", ("seed",), (-1, 2**63)),
+        *of_type("a string or null", ("output",), (["a"], {"a": 1})),
+    ],
+    ConvertConfig: [
+        *of_type("a list", ("formats",), ("gguf", None)),
+        *in_range("one of torchao, huggingface", ("formats",), (["onnx"], ["gguf", "ggml"])),
+        *of_type("a string", ("source", "target"), STRINGS),
+        *in_range("one of ternary, intx", ("target",), ("int4",)),
+        *of_type("a list or a string", ("block_type",), (3, None)),
+        *of_type("a string or null", ("output",), ([1],)),
+        *of_type("True or False", ("overwrite",), ("maybe", None)),
+    ],
+    TextConfig: [
+        *of_type("a string", ("source", "column", "split"), STRINGS),
+        *of_type("a string or null", ("name", "join"), ([1],)),
+        *of_type("an int or null", ("limit", "window", "stride", "max_tokens"), OPTIONAL_COUNTS),
+        *in_range("at least 1", ("limit", "window", "stride", "max_tokens"), (0,)),
+    ],
+    EvalConfig: [
+        *of_type("a list", ("models", "tasks"), ("trained", 3, None)),
+        *of_type("a string or null", ("include_path", "output"), ([1],)),
+        *of_type("an int or a number or null", ("limit",), ("x", True)),
+        *in_range("a count, or a share below 1", ("limit",), (0, -1, -0.5, 1.5)),
+        *of_type("an int or null", ("num_fewshot", "window", "every_n_steps"), OPTIONAL_COUNTS),
+        *in_range("at least 0", ("num_fewshot",), (-1,)),
+        *in_range("at least 1", ("batch_size", "window", "every_n_steps"), (0,)),
+        *of_type("an int or a string", ("batch_size",), (None, 1.5)),
+        *in_range('a positive int or "auto"', ("batch_size",), ("fast",)),
+        *of_type("a mapping", ("perplexity",), (3, "text.txt", None)),
+        *of_type("True or False", ("at_end",), ("maybe", None)),
+    ],
+    TokenizeConfig: [
+        *of_type("a string or null", ("output",), ([1],)),
+        *of_type("an int or null", ("max_tokens",), OPTIONAL_COUNTS),
+        *in_range("at least 1", ("max_tokens",), (0,)),
+        *of_type("True or False", ("verify",), ("maybe", None)),
+    ],
+}
+TABLE = [(section, *row) for section, rows in WRONG.items() for row in rows]
+
+
+def given(section, **options):
+    return GIVEN.get(section, {}) | options
+
+
+@pytest.mark.parametrize("from_yaml", [False, True])
+@pytest.mark.parametrize(
+    ("section", "name", "value", "error", "rule"),
+    TABLE,
+    ids=[f"{section.section}.{name}={value!r}" for section, name, value, *_ in TABLE],
+)
+def test_wrong_values_name_the_option_the_rule_and_the_value(
+    section, name, value, error, rule, from_yaml
+):
+    with pytest.raises(error, match=rf"^{section.section}\.{name} must be {rule}") as caught:
+        if from_yaml:
+            section.parse(given(section, **{name: value}))
+        else:
+            section(**given(section, **{name: value}))
+    message = str(caught.value)
+    stray = value[-1] if isinstance(value, list) and error is ValueError else value
+    shown = re.search(r"got (.*?)(;|$)", message)[1]
+    assert shown in (str(stray), repr(stray)) or float(shown) == stray or shown == "nan"
+    assert "\n" not in message
+
+
+def test_every_option_has_a_wrong_value():
+    for section, rows in WRONG.items():
+        assert {f.name for f in dataclasses.fields(section)} == {name for name, *_ in rows}
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "message"),
+    [
+        (EstimationConfig, {"min_probes": 5, "num_probes": 4}, "5 must not be above .* 4; raise"),
+        (EstimationConfig, {"curvature": "fisher", "fixed": True}, "is Hutch.*curvature: hessian"),
+        (ConvertConfig, {"formats": []}, "convert.formats must name at least one format"),
+        (TextConfig, {"window": 8, "stride": 9}, "stride 9 must not be above window 8"),
+        (EvalConfig, {"models": []}, "eval.models must name at least one model"),
+        (EvalConfig, {"models": ["a", "a"]}, "eval.models names something twice: a, a"),
+        (EvalConfig, {"tasks": ["a", "a"]}, "eval.tasks names something twice: a, a"),
+        (EvalConfig, {"tasks": []}, "eval needs tasks or perplexity; both are empty"),
+        (TokenizeConfig, {"verifi": True}, "unknown key tokenize.verifi; did you mean verify"),
+        (EvalConfig, {"perplexity": {"a": {}}}, "^eval.perplexity.a.source must be given"),
+        (
+            EvalConfig,
+            {"perplexity": {"a": {"sourc": "x"}}},
+            r"key eval.perplexity.a.sourc; did you",
+        ),
+        (EvalConfig, {"perplexity": {"a": {"source": "x", "limit": 0}}}, "limit must be at least"),
+    ],
+)
+def test_options_that_contradict_each_other_or_are_unknown(section, options, message):
+    with pytest.raises(ValueError, match=message):
+        section.parse(given(section, **options))
+
+
+@pytest.mark.parametrize("section", WRONG)
+@pytest.mark.parametrize("value", [3, "text", [1]])
+def test_a_section_is_a_mapping(section, value):
+    with pytest.raises(TypeError, match=f"{section.section} must be a mapping of options; got"):
+        section.parse(value)
+    with pytest.raises(TypeError, match="^other must be a mapping of options; got"):
+        section.parse(value, section="other")
+
+
+def test_a_text_is_a_mapping():
+    for value in (3, None):
+        message = f"eval.perplexity.a must be a mapping of options; got {value}"
+        with pytest.raises(TypeError, match=message):
+            EvalConfig.parse({"perplexity": {"a": value}})
+
+
+def test_the_defaults_are_the_papers():
+    config = EstimationConfig()
+    assert (config.curvature, config.num_samples, config.rank, config.num_probes) == (
+        "hessian",
+        50,
+        10,
+        20,
+    )
+    assert (config.kappa, config.epsilon, config.target_standard_error) == (1.0, 1e-8, 0.01)
+    assert ScheduleConfig() == ScheduleConfig(rho=0.2, tau_init=0.3, alpha=0.4)
+
+
+BOUNDARIES = [
+    (ScheduleConfig, {"rho": 0.0, "tau_init": 0, "alpha": -4.0}),
+    (ScheduleConfig, {"rho": 1.0, "tau_init": "auto", "alpha": 4.0}),
+    (EstimationConfig, {"min_probes": 2, "num_probes": 2}),
+    (EstimationConfig, {"rank": 0, "fixed": True}),
+    (EstimationConfig, {"seed": 0, "kappa": 0, "epsilon": 0}),
+    (EstimationConfig, {"seed": 2**63 - 1, "curvature": "fisher"}),
+    (EstimationConfig, {"output": "a", "overwrite": True, "target_standard_error": 0.5}),
+    (ConvertConfig, {"formats": ["gguf", "torchao"], "block_type": ["Q4_0", "TQ1_0"]}),
+    (TextConfig, {"window": 8, "stride": 8, "limit": 1, "max_tokens": 1, "join": "\n"}),
+    (EvalConfig, {"limit": 0.5, "batch_size": 1, "num_fewshot": 0, "models": ["a", "b"]}),
+    (EvalConfig, {"limit": 1, "batch_size": "auto", "tasks": ["piqa"]}),
+    (TokenizeConfig, {"max_tokens": 1, "verify": False, "output": "tokens"}),
+]
+
+
+@pytest.mark.parametrize(("section", "options"), BOUNDARIES)
+def test_boundaries_are_allowed_and_frozen(section, options):
+    config = section(**given(section, **options))
+    assert all(getattr(config, name) == value for name, value in options.items())
+    assert section.parse(given(section, **options)) == config
+    assert section.parse(OmegaConf.create(given(section, **options))) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, next(iter(options)), None)
+
+
+@pytest.mark.parametrize("section", [section for section in WRONG if section not in GIVEN])
+def test_an_empty_section_has_the_defaults(section):
+    assert section.parse(None) == section.parse({}) == section()
+
+
+def test_values_arrive_as_their_type():
+    """YAML reads 1e-3 as a string, and 1 where a number is meant as an int."""
+    config = EstimationConfig.parse({"kappa": 2, "epsilon": "1e-3", "num_probes": "7"})
+    assert (config.kappa, config.epsilon, config.num_probes) == (2.0, 1e-3, 7)
+    assert isinstance(config.kappa, float) and isinstance(EstimationConfig(kappa=2).kappa, float)
+
+
+def test_interpolations_are_resolved_and_texts_become_objects():
+    whole = OmegaConf.create(
+        {"folder": "data", "eval": {"perplexity": {"held": {"source": "${folder}/a.txt"}}}}
+    )
+    parsed = EvalConfig.parse(whole.eval)
+    assert parsed.perplexity == {"held": TextConfig(source="data/a.txt")}
+    assert EvalConfig(perplexity=parsed.perplexity) == parsed

@@ -1,0 +1,27 @@
+"""Pictures: PNG files that appear whole, whatever the numbers."""
+
+import pytest
+
+from hestia_tune import AnnealingSchedule
+from hestia_tune.plots import plot_sensitivity, plot_temperatures
+
+
+@pytest.mark.parametrize(
+    "traces",
+    [
+        {f"layers.{k}.attn.{p}": 10.0**k for k in range(12) for p in ("q_proj", "k_proj")},
+        {"layers.0.attn.q_proj": 2.0, "layers.0.mlp.w1": -1.0, "layers.1.mlp.w1": 0.0},
+        {"layers.0.mlp.w1": -1.0, "output": -2.0},  # none of which has a logarithm
+        {"output": 3.0},
+    ],
+)
+def test_a_heatmap_of_any_traces(tmp_path, traces):
+    path = tmp_path / "sensitivity.png"
+    path.write_bytes(b"an older one")
+    plot_sensitivity(traces, path, "hessian")
+    assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_fan_of_temperatures(tmp_path):
+    plot_temperatures(AnnealingSchedule(10), {"a": 0.1, "b": 0.9}, tmp_path / "fan.png")
+    assert (tmp_path / "fan.png").read_bytes().startswith(b"\x89PNG")
