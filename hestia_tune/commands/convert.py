@@ -19,8 +19,7 @@ from torchtune import training, utils
 
 import hestia_tune
 from hestia_tune.export import write_compressed_tensors, write_gguf, write_huggingface
-from hestia_tune.export.folder import DESCRIPTION_FILE
-from hestia_tune.export.source import SafetensorsFolder
+from hestia_tune.export.folder import DESCRIPTION_FILE, SafetensorsFolder
 from hestia_tune.files import require_writable_dir, write_atomically
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import complete_checkpoints, read_latents

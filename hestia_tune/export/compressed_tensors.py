@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 
-from hestia_tune.export.folder import write_folder
-from hestia_tune.export.source import ModelFolder, import_optional
+from hestia_tune.export.folder import ModelFolder, import_optional, write_folder
 from hestia_tune.methods.granularity import GroupSize
 
 _FORMAT = "pack-quantized"
@@ -98,8 +97,7 @@ def _layout(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
         module = name.removesuffix(".weight")
         if linears.get(module, head) is head:
             raise ValueError(
-                f"quantized must name linear layers other than the output head; got {name}; leave "
-                "it out, to be stored densely"
+                f"only linear layers other than the output head can be packed; leave out {name}"
             )
         targets.setdefault("channel" if size == "tensor" else size, []).append(module)
     if not targets:

@@ -4,10 +4,9 @@ Codes and scales are recovered from the dense hard weight, which is exact, and g
 they are; container and metadata are the gguf package's. A type is chosen for every tensor: a block
 type for quantized weights; float32 for vectors (norms, biases), as llama.cpp wants them; for
 embeddings and other dense matrices the first of F16, BF16, F32 that holds every value. float16
-seldom does: it has more digits than bfloat16 but a smallest step of 2^-24, and a large embedding
-has some values below it. Every tensor is read back from the file, unpacked and compared with its
-source before the file gets its name. Cost: memory holds what goes into the file, and a few copies
-of the largest tensor.
+seldom does: its smallest step is 2^-24, and a large embedding has some values below it. Every
+tensor is read back from the file, unpacked and compared with its source before the file gets its
+name. Cost: memory for what goes into the file, and for a few copies of the largest tensor.
 
 The gguf package packs and unpacks, but for two types. Its Q4_0 chooses scales of its own, and it
 does not know Q2_0 (in 0.19); both are packed here. A block is a run of weights of one row with one
@@ -33,7 +32,7 @@ activations rounded so. That is why "auto" leaves out the two types that would b
 and TQ2_0 load since September 2024, mostly on the CPU; Q4_0 runs everywhere.
 """
 
-from collections import Counter
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +42,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from hestia_tune.export.gguf_model import LlamaModel
-from hestia_tune.export.gguf_vocab import add_vocabulary
-from hestia_tune.export.source import ModelFolder, import_optional, is_exact
+from hestia_tune.export.folder import ModelFolder, import_optional, is_exact
 from hestia_tune.files import staged
 from hestia_tune.methods.granularity import GroupSize
 
@@ -82,11 +79,8 @@ class TensorType:
         Raises:
             ValueError: on a scale that is neither 0 nor in fp16's normal range.
         """
-        smallest, largest = (
-            torch.finfo(torch.float16).smallest_normal,
-            torch.finfo(torch.float16).max,
-        )
-        bad = (scales != 0) & ((scales < smallest) | (scales > largest))
+        half, single = torch.finfo(torch.float16), scales.float()  # as bfloat16, half.max is more
+        bad = (single != 0) & ((single < half.smallest_normal) | (single > half.max))
         if bad.any():
             row, group = bad.nonzero()[0].tolist()
             raise ValueError(
@@ -158,10 +152,9 @@ def write_gguf(
     Args:
         path: the file to write.
         block_type: "auto", "smallest", a block type, or several, the first of which that holds a
-            weight's groups is taken for it. "auto" is ("Q2_0", "Q4_0"): 2.25 bits per weight for
-            multiples of 64, else 4.5. "smallest" is ("TQ1_0", "TQ2_0", "Q2_0", "Q4_0"), with 1.69
-            bits for whole rows and multiples of 256; the module says what that costs. Choose
-            "Q4_0" for a llama.cpp older than Q2_0.
+            weight's groups is taken for it. "auto" is ("Q2_0", "Q4_0"), "smallest" all four of the
+            table above, in its order; the module says what that costs. Choose "Q4_0" for a
+            llama.cpp older than Q2_0.
 
     Raises:
         ImportError: without the gguf package.
@@ -169,12 +162,14 @@ def write_gguf(
             group size that the block types do not hold, a scale outside float16's normal range.
     """
     gguf = import_optional("gguf")
+    from hestia_tune.export.gguf_model import LlamaModel
+    from hestia_tune.export.gguf_vocab import add_vocabulary
+
     path = Path(path)
     if path.is_dir() or (path.exists() and not overwrite):
         raise FileExistsError(f"{path} exists; choose another name, or overwrite=True for a file")
-    preferences = (block_type,) if isinstance(block_type, str) else tuple(block_type)
-    if len(preferences) == 1:
-        preferences = _CHOICES.get(preferences[0], preferences)
+    named = [block_type] if isinstance(block_type, str) else block_type
+    preferences = [candidate for name in named for candidate in _CHOICES.get(name, (name,))]
     if not preferences or set(preferences) - set(BLOCK_TYPES):
         raise ValueError(
             f'block_type must be "auto", "smallest" or of {", ".join(BLOCK_TYPES)}; '
@@ -203,8 +198,8 @@ def write_gguf(
         # in no table of its own, and may be older than the type.
         ours, data, ggml_id = model.names[name], data.view(np.int8), kinds[name].ggml_id
         writer.add_tensor(ours, data, raw_shape=weight.shape, raw_dtype=ggml_id)
-    matrices = Counter(kinds[n] for n in model.names if len(source.shapes.get(n, ())) == 2)
-    writer.add_file_type(max(matrices, key=matrices.get).file_type)
+    mostly = statistics.mode(kinds[n] for n in model.names if len(source.shapes.get(n, ())) == 2)
+    writer.add_file_type(mostly.file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     with staged(path) as temporary:
         try:
@@ -220,11 +215,10 @@ def write_gguf(
             unpacked = torch.from_numpy(kinds[name].unpack(data)).view(weight.shape)
             if not torch.equal(unpacked, weight.float()):
                 raise RuntimeError(
-                    f"{name} ({kinds[name].name}) read back from {temporary} differs from its "
-                    "source; this is a defect of the export or of the disk"
+                    f"{name} ({kinds[name].name}) read back differs from its source; check the disk"
                 )
             position += pad(sizes[name], writer.data_alignment)
-        return source.summary(
+        return source.sizes(
             num_bytes=temporary.stat().st_size,
             quantized_bytes=sum(sizes[name] for name in quantized),
             types=[kinds[name].name for name in model.names],
@@ -232,7 +226,7 @@ def write_gguf(
 
 
 def choose_block_type(
-    preferences: tuple[str, ...], in_features: int, group_size: GroupSize, name: str
+    preferences: Sequence[str], in_features: int, group_size: GroupSize, name: str
 ) -> TensorType:
     """The first of ``preferences`` that holds such groups exactly; ValueError if none does."""
     for candidate in preferences:
@@ -240,8 +234,8 @@ def choose_block_type(
             return BLOCK_TYPES[candidate]
     raise ValueError(
         f"a block of {' or '.join(preferences)} would straddle rows or scales of {name} "
-        f"(in_features {in_features}, group_size {group_size}); try block_type Q4_0 (32 weights), or "
-        "leave it out of quantized, to be stored densely"
+        f"(in_features {in_features}, group_size {group_size}); try block_type Q4_0, of 32 "
+        "weights, or leave it out of quantized, to be stored densely"
     )
 
 

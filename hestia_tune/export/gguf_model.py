@@ -3,17 +3,17 @@
 What differs: the names of tensors and hyperparameters, which the gguf package knows; for Llama the
 order of the rows of the query and key projections (Hugging Face rotates the two halves of a head,
 llama.cpp's Llama neighbouring pairs; Qwen2 keeps the halves); Llama 3's long-context rotary
-factors, which become a tensor. With tied embeddings there is no output matrix: llama.cpp takes the
-embedding.
+factors, which become a tensor. With tied embeddings llama.cpp takes those for the output matrix.
 """
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
+import gguf
 import torch
 
-from hestia_tune.export.source import ModelFolder
+from hestia_tune.export.folder import ModelFolder
 
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -30,9 +30,8 @@ class LlamaModel:
         names: name in the safetensors -> name in the GGUF file, of every tensor in it.
 
     Raises:
-        ValueError: on an architecture, an activation or a rotary scaling that llama.cpp's Llama
-            and Qwen2 do not have, or that is not translated here; on tensors that the architecture
-            lacks, or that are missing.
+        ValueError: on an architecture, an activation or a rotary scaling that llama.cpp does not
+            have, or that is not translated here; on tensors that are missing or unknown.
     """
 
     def __init__(self, source: ModelFolder):
@@ -63,8 +62,6 @@ class LlamaModel:
             self.names[ROPE_FACTORS] = ROPE_FACTORS
 
     def _tensor_names(self) -> dict[str, str]:
-        import gguf
-
         count = self._config["num_hidden_layers"]
         table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], count)
         names = {name: table.get_name(name, (".weight", ".bias")) for name in self._source.shapes}
@@ -78,8 +75,8 @@ class LlamaModel:
         wrong += [f"{name} is unknown" for name, ours in names.items() if ours is None]
         if wrong:
             raise ValueError(
-                f"the tensors do not match config.json ({self.architecture}, {count} layers): "
-                f"{wrong[0]}; take the config that belongs to the model"
+                f"{wrong[0]} in the {self.architecture} of {count} layers that config.json "
+                "describes; take the config that belongs to the model"
             )
         return names
 
@@ -126,7 +123,5 @@ class LlamaModel:
         writer.add_rope_dimension_count(self._head_dim)
         writer.add_rope_freq_base(self._rope["rope_theta"])
         if self._rope_type == "linear":
-            import gguf
-
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(self._rope["factor"])

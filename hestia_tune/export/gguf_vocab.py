@@ -9,9 +9,9 @@ error rather than a guess, because a wrong name gives other token ids without a 
     SentencePiece BPE ("llama") pieces with U+2581 for a space and bytes as <0x00>; its merges
                                 become scores, the earlier the higher
 
-Merges and chat templates are read, and with the special tokens written, by ``gguf.SpecialVocab``.
-Which special tokens there are is decided here, as it overlooks those that are no added tokens. What
-is added to a text is seen on a text that the tokenizers library encodes.
+Merges and chat templates are read, and with the special tokens written, by ``gguf.SpecialVocab``,
+which overlooks special tokens that are no added tokens: those are looked up here. What is added to
+a text is seen on a text that the tokenizers library encodes.
 """
 
 import json
@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 from tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -36,16 +37,14 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
 
     Args:
         writer: gets tokens, special tokens, what is added to a text, and the chat template.
-        folder: with ``tokenizer.json``; ``tokenizer_config.json`` names the special tokens, and
-            ``config`` gives the ids of those that it leaves out.
-        config: the model's; ids up to its ``vocab_size`` without a token are filled up as unused.
+        folder: with ``tokenizer.json``; ``tokenizer_config.json`` names the special tokens.
+        config: the model's, has the ids of special tokens that are not named. Ids up to its
+            ``vocab_size`` without a token are filled up as unused.
 
     Raises:
         FileNotFoundError: without ``tokenizer.json``.
         ValueError: if llama.cpp has no tokenizer for it, or it has more tokens than the model.
     """
-    import gguf
-
     file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     tokenizer, settings = json.loads(file.read_text(encoding="utf-8")), {}
     if settings_file.is_file():
@@ -65,8 +64,8 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
     encoder.no_padding()
     seen = encoder.encode("a")
     added = [bool(mask) for mask in seen.special_tokens_mask]
-    first_token = seen.tokens[added.index(False)]
-    writer.add_add_space_prefix(is_sentencepiece and first_token.startswith("\u2581"))
+    has_space = seen.tokens[added.index(False)].startswith("\u2581")
+    writer.add_add_space_prefix(is_sentencepiece and has_space)
     ends = {"bos": added[0], "eos": added[-1]}
     if not any(added):
         ends = {kind: bool(settings.get(f"add_{kind}_token")) for kind in ends}
@@ -110,38 +109,34 @@ def _tokens(
     tokenizer: dict, settings: dict, vocab_size: int, file: Path
 ) -> tuple[list[str], list[int]]:
     """Token and type of every id below ``vocab_size``."""
-    from gguf import TokenType
-
     model = tokenizer["model"]
-    by_id = {index: (token, TokenType.NORMAL) for token, index in model["vocab"].items()}
+    by_id = {index: (token, gguf.TokenType.NORMAL) for token, index in model["vocab"].items()}
     added = {int(index): token for index, token in settings.get("added_tokens_decoder", {}).items()}
     added |= {token["id"]: token for token in tokenizer.get("added_tokens", [])}
     for index, token in added.items():
-        kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+        kind = gguf.TokenType.CONTROL if token.get("special") else gguf.TokenType.USER_DEFINED
         by_id[index] = (token["content"], kind)
     if model.get("byte_fallback"):
         for index, (token, kind) in by_id.items():
             if token == model.get("unk_token"):
-                by_id[index] = (token, TokenType.UNKNOWN)
-            elif kind == TokenType.NORMAL and len(token) == 6 and token.startswith("<0x"):
-                by_id[index] = (token, TokenType.BYTE)
+                by_id[index] = (token, gguf.TokenType.UNKNOWN)
+            elif kind == gguf.TokenType.NORMAL and len(token) == 6 and token.startswith("<0x"):
+                by_id[index] = (token, gguf.TokenType.BYTE)
     if max(by_id) >= vocab_size:
         raise ValueError(
             f"the model has {vocab_size} token ids, {file} has one up to {max(by_id)}; take the "
             "tokenizer that belongs to the model"
         )
-    filled = [by_id.get(i, (f"[PAD{i}]", TokenType.UNUSED)) for i in range(vocab_size)]
+    filled = [by_id.get(i, (f"[PAD{i}]", gguf.TokenType.UNUSED)) for i in range(vocab_size)]
     return [token for token, _ in filled], [kind for _, kind in filled]
 
 
 def _scores(tokens: list[str], types: list[int], merges: list[str]) -> list[float]:
     """Minus the rank of the first merge that makes the token; 0 for those that no merge makes."""
-    from gguf import TokenType
-
     rank = {}
     for index, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", "", 1), index)
-    pieces = (t for t, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL)
+    pieces = (t for t, kind in zip(tokens, types, strict=True) if kind == gguf.TokenType.NORMAL)
     if unmade := [piece for piece in pieces if len(piece) > 1 and piece not in rank]:
         log.warning("no merge makes %s, which llama.cpp may still use", unmade[0])
     return [-float(rank.get(token, 0)) for token in tokens]

@@ -18,8 +18,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from hestia_tune.export.folder import DESCRIPTION_FILE
-from hestia_tune.export.source import SafetensorsFolder
+from hestia_tune.export.folder import DESCRIPTION_FILE, SafetensorsFolder
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import (
     META_FILE,

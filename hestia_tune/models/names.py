@@ -10,7 +10,7 @@ import torch
 from torchtune.models import convert_weights
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
-from hestia_tune.export.source import SafetensorsFolder
+from hestia_tune.export.folder import SafetensorsFolder
 
 _MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "QWEN2")
 

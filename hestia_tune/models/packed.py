@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from hestia_tune.config import one_line
-from hestia_tune.export.folder import DESCRIPTION_FILE, copy_side_files, require_space
+from hestia_tune.export.folder import DESCRIPTION_FILE, copy_side_files
 from hestia_tune.files import staged
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
@@ -89,7 +89,7 @@ def write_packed(
         generate: the content of generate.yaml.
 
     Returns:
-        bytes, parameters, quantized_parameters and bits per weight, as `gguf_summary`.
+        bytes, parameters, quantized_parameters and bits per weight, as `ModelFolder.sizes`.
 
     Raises:
         FileExistsError: if another folder has that name.
@@ -102,7 +102,6 @@ def write_packed(
     state = {name: stored for name, _, stored in entries()}
     if missing := set(quantized) - state.keys():
         raise ValueError(f"the model has no {', '.join(sorted(missing)[:3])}")
-    require_space(folder, sum(_num_bytes(value) for value in state.values()))
     with staged(folder) as temporary:
         temporary.mkdir()
         path = temporary / WEIGHTS_FILE

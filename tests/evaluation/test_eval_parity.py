@@ -24,7 +24,7 @@ from hestia_tune.commands.configs import asset_path, config_path  # noqa: E402
 from hestia_tune.data.demo import demo_documents  # noqa: E402
 from hestia_tune.evaluation import evaluate_tasks, load_tasks, perplexity  # noqa: E402
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
-from hestia_tune.export.source import SafetensorsFolder  # noqa: E402
+from hestia_tune.export.folder import SafetensorsFolder  # noqa: E402
 from hestia_tune.models.builders import llama  # noqa: E402
 from hestia_tune.models.names import HuggingFaceNames  # noqa: E402
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402

@@ -14,13 +14,14 @@ from gguf_models import (
     is_linear,
     random_qwen2,
     read_stock,
+    read_tensor_infos,
     ternarize,
 )
 from safetensors.torch import load_file, save_file
 
-from hestia_tune.export.gguf import read_tensor_infos, write_gguf
+from hestia_tune.export.folder import ModelFolder
+from hestia_tune.export.gguf import write_gguf
 from hestia_tune.export.gguf_model import ROPE_FACTORS, LlamaModel
-from hestia_tune.export.source import ModelFolder
 from hestia_tune.functional import hard_ternary
 
 

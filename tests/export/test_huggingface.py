@@ -14,8 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.export import folder as folder_export
-from hestia_tune.export.folder import write_huggingface
-from hestia_tune.export.source import SafetensorsFolder
+from hestia_tune.export.folder import SafetensorsFolder, write_huggingface
 
 transformers = pytest.importorskip("transformers")
 

@@ -17,7 +17,7 @@ from torchtune.models.convert_weights import hf_to_tune
 import hestia_tune
 from hestia_tune import TernaryTensor
 from hestia_tune.commands.convert import ConvertRecipe, run_convert
-from hestia_tune.export.source import SafetensorsFolder
+from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import packed
 from hestia_tune.models.builders import llama
