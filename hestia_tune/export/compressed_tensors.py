@@ -60,7 +60,7 @@ def write_compressed_tensors(
     schemes, layout = _layout(source)
     compressor = BaseCompressor.get_value_from_registry(_FORMAT)
 
-    def stored(name: str) -> dict[str, torch.Tensor]:
+    def stored(name: str) -> dict[str, Any]:
         weight = source.read_hard(name)
         if name not in quantized:
             return {name: weight}

@@ -88,25 +88,25 @@ class TensorType:
                 f"of {name} has the scale {scales[row, group].item():.9g}; leave that layer out of "
                 "quantized, to be stored densely"
             )
-        codes = codes.numpy()
-        scales = scales.half().expand(len(codes), -1).numpy().astype("<f2")
-        scales = scales.repeat(codes.shape[1] // self.block // scales.shape[1], axis=1)
-        shape = (*scales.shape, self.num_bytes)  # (out_features, blocks of a row, bytes)
-        scales = scales[..., None].view(np.uint8)
+        array = codes.numpy()
+        fp16 = scales.half().expand(len(codes), -1).numpy().astype("<f2")
+        fp16 = fp16.repeat(codes.shape[1] // self.block // fp16.shape[1], axis=1)
+        shape = (*fp16.shape, self.num_bytes)  # (out_features, blocks of a row, bytes)
+        fp16 = fp16[..., None].view(np.uint8)
         if self.name.startswith("TQ"):
             import gguf
 
             kind = gguf.GGMLQuantizationType(self.ggml_id)
-            blocks = gguf.quants.quantize(codes.astype(np.float32), kind).reshape(shape)
-            blocks[..., -2:] = scales
+            blocks = gguf.quants.quantize(array.astype(np.float32), kind).reshape(shape)
+            blocks[..., -2:] = fp16
             return blocks
         if self.name == "Q2_0":  # byte i holds code + 1 of the weights 4i to 4i + 3
-            fields, width = (codes + 1).reshape(*shape[:2], 16, 4), 2
+            fields, width = (array + 1).reshape(*shape[:2], 16, 4), 2
         else:  # Q4_0: byte i holds code + 8 of the weights i and i + 16
-            fields, width = (codes + 8).reshape(*shape[:2], 2, 16).swapaxes(-1, -2), 4
+            fields, width = (array + 8).reshape(*shape[:2], 2, 16).swapaxes(-1, -2), 4
         shifts = np.arange(0, 8, width, dtype=np.uint8)
         packed = np.bitwise_or.reduce(fields.astype(np.uint8) << shifts, axis=-1)
-        return np.concatenate([scales, packed], axis=-1)
+        return np.concatenate([fp16, packed], axis=-1)
 
     def unpack(self, data: np.ndarray) -> np.ndarray:
         """Weights, float32, from the bytes of their blocks; one-dimensional both."""

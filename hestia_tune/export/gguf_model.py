@@ -64,7 +64,7 @@ class LlamaModel:
     def _tensor_names(self) -> dict[str, str]:
         count = self._config["num_hidden_layers"]
         table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], count)
-        names = {name: table.get_name(name, (".weight", ".bias")) for name in self._source.shapes}
+        names = {n: table.get_name(n, (".weight", ".bias")) or "" for n in self._source.shapes}
         needed = [f"model.layers.{layer}.{part}" for layer in range(count) for part in _LAYER]
         needed += ["model.embed_tokens", "model.norm"]
         if self._config.get("tie_word_embeddings"):
@@ -72,7 +72,7 @@ class LlamaModel:
         else:
             needed.append("lm_head")
         wrong = [f"{name} is missing" for name in needed if f"{name}.weight" not in names]
-        wrong += [f"{name} is unknown" for name, ours in names.items() if ours is None]
+        wrong += [f"{name} is unknown" for name, ours in names.items() if not ours]
         if wrong:
             raise ValueError(
                 f"{wrong[0]} in the {self.architecture} of {count} layers that config.json "
