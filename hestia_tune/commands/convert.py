@@ -32,9 +32,6 @@ log = utils.get_logger("DEBUG")
 class ConvertRecipe:
     """Converts the model of a config.
 
-    Args:
-        cfg: the run, or its YAML.
-
     Attributes:
         output: the folder that everything goes into.
 
@@ -70,17 +67,16 @@ class ConvertRecipe:
             )
         group_size = getattr(self.method, "group_size", None)  # None is packed for torchao only
         self.quantized = {names[f"{layer}.weight"]: group_size for layer in self.layers}
-        section = OmegaConf.to_container(self.cfg.model, resolve=True)
-        self.description = self._describe() | {"model": section}
+        self.description = self._describe()
         self._check_formats()
         needs_latents = self.is_hard and not self.method.codes_follow_from_hard
         self.checkpoint = self._checkpoint() if needs_latents else None
 
     def _describe(self) -> dict[str, Any]:
         """Method and layers: of the hard model if it is one, else what the config says."""
-        key = self.method.key()
+        key, section = self.method.key(), OmegaConf.to_container(self.cfg.model, resolve=True)
         if not self.is_hard:
-            return {"quantizer": key, "layers": self.layers, "step": 0}
+            return {"quantizer": key, "layers": self.layers, "step": 0, "model": section}
         found = json.loads((self.source / DESCRIPTION_FILE).read_text(encoding="utf-8"))
         if found["quantizer"] != key or set(found["layers"]) != set(self.layers):
             raise ValueError(
@@ -88,7 +84,7 @@ class ConvertRecipe:
                 f"{len(found['layers'])} layers, the config has {key} on {len(self.layers)}; use "
                 "the config that trained it"
             )
-        return found
+        return found | {"model": section}
 
     def _check_formats(self) -> None:
         if "torchao" in self.options.formats:

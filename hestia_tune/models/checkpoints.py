@@ -17,7 +17,7 @@ from torch import nn
 from torchtune.models import convert_weights
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
-from hestia_tune.export.source import SafetensorsFolder
+from hestia_tune.export.folder import SafetensorsFolder
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"

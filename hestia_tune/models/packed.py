@@ -9,7 +9,6 @@ folder/
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from torch import nn
 from torchao.utils import TorchAOBaseTensor
 from torchtune.training import quantization
 
-from hestia_tune.export.folder import DESCRIPTION_FILE, copy_side_files, require_space
-from hestia_tune.export.source import summary
+from hestia_tune.config import one_line
+from hestia_tune.export.folder import DESCRIPTION_FILE, copy_side_files
 from hestia_tune.files import staged
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
@@ -73,9 +72,8 @@ def packed_entries(
         yield name, stored
 
 
-def _num_bytes(value: torch.Tensor) -> int:
-    parts = [getattr(value, name) for name in getattr(value, "tensor_data_names", ())]
-    return sum(part.nbytes for part in parts or [value])
+def _num_bytes(packed: TorchAOBaseTensor) -> int:
+    return sum(getattr(packed, name).nbytes for name in packed.tensor_data_names)
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
@@ -102,24 +100,26 @@ def write_packed(
         description: goes into hestia.json; must have the model section under "model".
 
     Returns:
-        Sizes, as `hestia_tune.export.source.summary` lists them.
+        bytes, parameters, quantized_parameters and bits per weight, as `ModelFolder.sizes`.
 
     Raises:
         FileExistsError: if another folder has that name.
         ValueError: naming the weight that cannot be packed.
-        OSError: if the disk has no room.
+        OSError: if the disk is full.
         RuntimeError: if what was read back is not the model; nothing is left behind.
     """
     if folder.exists() and not (folder / DESCRIPTION_FILE).is_file():
         raise FileExistsError(f"{folder} is no packed model and is not replaced; choose another")
     state = dict(entries)
     packed = [value for value in state.values() if isinstance(value, TorchAOBaseTensor)]
-    require_space(folder, sum(map(_num_bytes, state.values())))
     facts = {"format_version": FORMAT_VERSION, "weights": WEIGHTS_FILE, **description}
     with staged(folder) as temporary:
         temporary.mkdir()
         path = temporary / WEIGHTS_FILE
-        torch.save(state, path)
+        try:
+            torch.save(state, path)
+        except RuntimeError as error:  # torch's word for a write that failed
+            raise OSError(f"{path} could not be written: {one_line(error)}") from error
         copy_side_files(source, temporary)
         shutil.copyfile(source / "config.json", temporary / "config.json")
         (temporary / DESCRIPTION_FILE).write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
@@ -129,13 +129,15 @@ def write_packed(
         for name, stored in state.items():
             if not torch.equal(_plain(found[name]), _plain(stored)):
                 raise RuntimeError(f"{name} read back differs from the model; nothing was kept")
-        return summary(
-            num_bytes=path.stat().st_size,
-            parameters=sum(value.numel() for value in state.values()),
-            quantized_parameters=sum(value.numel() for value in packed),
-            quantized_bytes=sum(map(_num_bytes, packed)),
-            types=Counter(type(value).__name__ for value in state.values()),
-        )
+        size, parameters = path.stat().st_size, sum(value.numel() for value in state.values())
+        num_packed = sum(value.numel() for value in packed)
+        return {
+            "bytes": size,
+            "parameters": parameters,
+            "quantized_parameters": num_packed,
+            "quantized_bits_per_weight": 8 * sum(map(_num_bytes, packed)) / max(1, num_packed),
+            "whole_bits_per_weight": 8 * size / parameters,
+        }
 
 
 def _generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str, Any]:
@@ -219,20 +221,17 @@ def load_quantized(
         dtype: of the computation; packed weights present it, all others are cast to it.
 
     Raises:
-        FileNotFoundError: if a file of the folder is missing.
         ValueError: if the folder is of another kind or version.
+        FileNotFoundError: if its weights are missing.
     """
-    description = Path(folder) / DESCRIPTION_FILE
-    if not description.is_file():
-        raise FileNotFoundError(
-            f"{description} does not exist; give a folder that `tune run hestia_convert` wrote"
-        )
-    facts = json.loads(description.read_text(encoding="utf-8"))
+    file = Path(folder) / DESCRIPTION_FILE
+    facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     found = (facts.get("format_version"), facts.get("weights"))
     if found != (FORMAT_VERSION, WEIGHTS_FILE):
         raise ValueError(
-            f"{folder} holds no packed model of this version: format_version {found[0]} and "
-            f"weights in {found[1]} instead of {FORMAT_VERSION} and {WEIGHTS_FILE}; convert again"
+            f"{folder} holds no packed model: {DESCRIPTION_FILE} has format_version {found[0]} and "
+            f"weights in {found[1]} instead of {FORMAT_VERSION} and {WEIGHTS_FILE}; give a folder "
+            "that `tune run hestia_convert` of this version wrote (convert.formats: [torchao])"
         )
     model = plain_on_meta(OmegaConf.create(facts["model"]))
     model.load_state_dict(read_state(Path(folder) / WEIGHTS_FILE), assign=True)

@@ -52,8 +52,7 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
             self.chat_template = template.read_text(encoding="utf-8")
 
     def _special_token(self, key: str) -> str | None:
-        token = self.config.get(key)
-        return token["content"] if isinstance(token, dict) else token
+        return super()._get_token_from_config(self.config, key) if self.config.get(key) else None
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """torchtune's transform: ``{"messages": [...]}`` to ``{"tokens": [...]}``.

@@ -193,7 +193,7 @@ def test_what_reads_back_different_is_not_kept(model_dir, output_dir, monkeypatc
 
 
 def test_load_quantized_names_what_is_missing(model_dir, output_dir, tmp_path):
-    with pytest.raises(FileNotFoundError, match="give a folder that `tune run hestia_convert`"):
+    with pytest.raises(ValueError, match="give a folder that `tune run hestia_convert`"):
         hestia_tune.load_quantized(tmp_path)
     with pytest.raises(ValueError, match="holds no packed model"):
         hestia_tune.load_quantized(output_dir / "hard_model")
