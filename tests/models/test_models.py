@@ -13,7 +13,7 @@ from hestia_tune.methods import Fairy2iMethod, TernaryMethod
 from hestia_tune.models import PackedWeights
 from hestia_tune.models.build import instantiate
 from hestia_tune.models.packed import packed_entries
-from hestia_tune.training.hard_model import write_hard_model
+from hestia_tune.training.outputs import write_hard_model
 
 
 @pytest.mark.parametrize(
