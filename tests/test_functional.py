@@ -120,7 +120,12 @@ def test_the_rounding_of_the_scale_survives_a_compiler_that_elides_casts(method,
     tau, pressure = torch.tensor(0.3), torch.tensor(0.7)
     scalars = () if method == "hard" else (tau, pressure)
     inputs = (*((torch.ones_like(weight),) if method == "vjp" else ()), weight, *scalars)
-    function = getattr(TernaryMethod(group_size=32), method)
+    formula = getattr(TernaryMethod(group_size=32), method)
+
+    def function(*tensors):
+        found = formula(*tensors)
+        return found[0] if method == "vjp" else found
+
     assert torch.equal(elide_lower_precision(function, *inputs)(*inputs), function(*inputs))
 
 

@@ -242,15 +242,12 @@ class _EffectiveWeight(torch.autograd.Function):
     """weight, tau, pressure, parameters -> effective weight; saves them and nothing else."""
 
     @staticmethod
-    def forward(method, weight, tau, pressure, *parameters):
+    def forward(ctx, weight, method, tau, pressure, *parameters):
+        ctx.method = method
+        ctx.save_for_backward(weight, tau, pressure, *parameters)
         if method.is_one_operator and torch.compiler.is_compiling():
             return _effective_weight_op(weight, tau, pressure, list(parameters), method.key())
         return method.effective_weight(weight, tau, pressure, parameters)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.method, *tensors = inputs
-        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx, grad):
@@ -260,7 +257,7 @@ class _EffectiveWeight(torch.autograd.Function):
             grads = weight_grad_op(grad, weight, tau, pressure, parameters, key)
         else:
             grads = ctx.method.vjp(grad, weight, tau, pressure, parameters)
-        return None, grads[0], None, None, *grads[1:]
+        return grads[0], None, None, None, *grads[1:]
 
 
 def effective_weight(
@@ -274,4 +271,4 @@ def effective_weight(
     require_float(weight)
     tau = as_scalar(tau, "tau", weight)
     pressure = as_scalar(pressure, "pressure", weight)
-    return _EffectiveWeight.apply(method, weight, tau, pressure, *parameters)
+    return _EffectiveWeight.apply(weight, method, tau, pressure, *parameters)

@@ -60,7 +60,10 @@ class _QuantizedLinear(torch.autograd.Function):
     """y = x·W_eff^T + bias; saves ``x``, the latent weight, the scalars and the parameters."""
 
     @staticmethod
-    def forward(method, x, bias, weight, tau, pressure, *parameters):
+    def forward(ctx, x, method, bias, weight, tau, pressure, *parameters):
+        ctx.method, ctx.has_bias = method, bias is not None
+        kept = x if weight.requires_grad else None
+        ctx.save_for_backward(kept, weight, tau, pressure, *parameters)
         if torch.compiler.is_compiling():
             key = method.key()
             return _linear_op(x, bias, weight, tau, pressure, list(parameters), key)
@@ -68,16 +71,9 @@ class _QuantizedLinear(torch.autograd.Function):
         return F.linear(x, effective.to(x.dtype), bias)  # (..., in) x (out, in)^T
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.method, x, bias, *tensors = inputs
-        ctx.has_bias = bias is not None
-        weight_needs_grad = ctx.needs_input_grad[3]
-        ctx.save_for_backward(x if weight_needs_grad else None, *tensors)
-
-    @staticmethod
     def backward(ctx, grad):
         x, weight, tau, pressure, *parameters = ctx.saved_tensors
-        _, needs_x, needs_bias, needs_weight, *_ = ctx.needs_input_grad
+        needs_x, _, needs_bias, needs_weight, *_ = ctx.needs_input_grad
         method, compiling = ctx.method, torch.compiler.is_compiling()
         latent = (weight, tau, pressure, parameters)
         grad_x = grad_bias = None
@@ -97,7 +93,7 @@ class _QuantizedLinear(torch.autograd.Function):
                 grads = method.vjp(grad_eff, *latent)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_NO.sum(0)
-        return None, grad_x, grad_bias, grads[0], None, None, *grads[1:]
+        return grad_x, None, grad_bias, grads[0], None, None, *grads[1:]
 
 
 def quantized_linear(
@@ -123,7 +119,7 @@ def quantized_linear(
     if autocast:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     bias = None if bias is None else bias.to(x.dtype)
-    arguments = (method, x, bias, weight, tau, pressure, *parameters)
+    arguments = (x, method, bias, weight, tau, pressure, *parameters)
     if not autocast:
         return _QuantizedLinear.apply(*arguments)
     with torch.autocast(x.device.type, enabled=False):
