@@ -7,18 +7,20 @@ so the error is that of the estimation, for these samples. Rounds: every layer g
 those whose score is not known well enough get as many as their spread asks for, up to the cap.
 
 Probes are numbered, and a probe's random numbers follow from the seed, the layer, the batch and its
-number alone. So ranks share the batches out, a killed estimation goes on, and the result is that of
-one uninterrupted process.
+number alone. So ranks share the batches out, a killed estimation goes on (`Journal`), and the
+result is that of one uninterrupted process.
 """
 
 import contextlib
-import functools
 import hashlib
+import json
 import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,15 +29,21 @@ from torch import nn
 from tqdm import tqdm
 
 from hestia_tune.sections import EstimationConfig
-from hestia_tune.sensitivity.artifact import SensitivityArtifact, model_fingerprint, samples_digest
-from hestia_tune.sensitivity.curvature import HessianBatch, fisher_traces
-from hestia_tune.sensitivity.hutchpp import TraceEstimate, hutchpp, rademacher
-from hestia_tune.sensitivity.journal import Journal, Key
-from hestia_tune.sensitivity.scores import (
+from hestia_tune.sensitivity.artifact import (
     RESOLVED_ERRORS,
+    SensitivityArtifact,
     is_resolved,
+    model_fingerprint,
+    samples_digest,
     score_standard_errors,
     usable_traces,
+)
+from hestia_tune.sensitivity.curvature import (
+    DIRECTIONS_PER_WALK,
+    HessianBatch,
+    fisher_traces,
+    hutchpp,
+    rademacher,
 )
 from hestia_tune.sensitivity.segments import CalibrationBatch, cut
 
@@ -43,9 +51,39 @@ log = logging.getLogger(__name__)
 
 # Probes per layer over all batches, below which a standard error says little.
 _LEAST_PROBES = 8
-# They share one run of every segment (3 units of work, against some 4 for each of them), and are
-# recorded together.
-DIRECTIONS_PER_WALK = 32
+
+Key = tuple[str, int, int]  # (layer, batch, number of the probe)
+
+
+class Journal:
+    """What has been measured: by key, one number, or what `hutchpp` returns.
+
+    Every rank appends a JSON line per measurement to a file of its own. After a kill the next run
+    reads the files of all ranks, whatever their number was, and measures only what is missing.
+
+    Args:
+        folder: of an estimation with these weights, samples, seed and settings alone; None keeps
+            everything in memory.
+        rank: of this process.
+    """
+
+    def __init__(self, folder: Path | None = None, rank: int = 0):
+        self.values: dict[Key, list[float]] = {}
+        self._path = folder and folder / f"rank{rank}.jsonl"
+        for path in sorted(folder.glob("rank*.jsonl")) if folder else ():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):  # the line being written at a kill
+                    layer, batch, probe, values = json.loads(line)
+                    self.values[layer, batch, probe] = values
+
+    def add(self, measured: dict[Key, list[float]]) -> None:
+        """Records measurements, on disk too."""
+        self.values |= measured
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                for key, values in measured.items():  # the line before may be cut off
+                    file.write(f"\n{json.dumps([*key, values])}")
 
 
 def estimate_sensitivity(
@@ -55,9 +93,8 @@ def estimate_sensitivity(
     settings: EstimationConfig | None = None,
     *,
     journal: Journal | None = None,
-    progress: bool = True,
 ) -> SensitivityArtifact:
-    """The sensitivity artifact of a model, from calibration batches.
+    """The sensitivity artifact of a model, from calibration batches, with a progress bar.
 
     In a process group, every rank calls this with the whole model and all batches; they share the
     batches out and all get the same result.
@@ -69,7 +106,6 @@ def estimate_sensitivity(
         batches: the calibration samples.
         settings: see `EstimationConfig`; None takes the defaults.
         journal: keeps measurements for a later call; None does not.
-        progress: shows a progress bar with the time left, on the first rank.
 
     Raises:
         TypeError: if a weight is of lower precision than float32.
@@ -77,30 +113,33 @@ def estimate_sensitivity(
         FloatingPointError: naming the layer and the batch, if a product is not finite.
     """
     settings = settings or EstimationConfig()
-    _check_inputs(weights, batches)
+    if not weights or not batches:
+        raise ValueError("sensitivity needs at least one layer and one calibration sample")
+    for name, weight in weights.items():
+        if weight.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"{name} is {weight.dtype}; load the model in float32")
     started = time.perf_counter()
-    with _in_eval_mode(model, weights):
-        traces = _Estimation(
-            model, weights, batches, settings, journal or Journal(), progress
-        ).traces()
-    identity = estimation_identity(weights, batches, settings)
+    flags = [(p, "requires_grad", p.requires_grad) for p in model.parameters()]
+    flags += [(m, "training", m.training) for m in model.modules()]
+    try:
+        model.eval().requires_grad_(False)
+        for weight in weights.values():
+            weight.requires_grad_()
+        estimation = _Estimation(model, weights, batches, settings, journal or Journal())
+        columns = estimation.columns()
+    finally:
+        for owner, flag, value in flags:
+            setattr(owner, flag, value)
     artifact = SensitivityArtifact(
-        traces={name: t.trace for name, t in traces.items()},
-        standard_errors={name: t.standard_error for name, t in traces.items()},
-        resolved={name: is_resolved(t.trace, t.standard_error) for name, t in traces.items()},
-        probes={name: t.probes for name, t in traces.items()},
-        model_fingerprint=identity["model_fingerprint"],
-        estimator=identity["estimator"],
-        dataset={"num_batches": len(batches), "digest": identity["samples"]},
+        **columns,
+        **estimation_identity(weights, batches, settings),
         tokens_seen=sum(batch.num_predicted for batch in batches),
         wall_time_seconds=round(time.perf_counter() - started, 3),
     )
-    for name in artifact.unresolved:
-        found = traces[name]
+    if artifact.unresolved:
         log.warning(
-            f"the trace of {name}, {found.trace:.3g} +- {found.standard_error:.2g}, is not known "
-            "to be positive; it takes the smallest resolved one (raise "
-            "sensitivity_estimation.num_probes for a better estimate)"
+            "traces not known to be positive take the smallest resolved one; raise num_probes for "
+            f"a better estimate of {', '.join(artifact.unresolved)}"
         )
     return artifact
 
@@ -110,7 +149,7 @@ def estimation_identity(
     batches: Sequence[CalibrationBatch],
     settings: EstimationConfig,
 ) -> dict[str, Any]:
-    """What the numbers of an estimation depend on: two digests, and the method with its settings.
+    """What the numbers of an estimation depend on, by field of the artifact.
 
     Args:
         weights: fully qualified name -> pretrained weight, in any dtype.
@@ -122,40 +161,8 @@ def estimation_identity(
     return {
         "model_fingerprint": model_fingerprint(weights),
         "estimator": estimator,
-        "samples": samples_digest(batches),
+        "dataset": {"num_batches": len(batches), "digest": samples_digest(batches)},
     }
-
-
-def _check_inputs(weights: Mapping[str, nn.Parameter], batches: Sequence[CalibrationBatch]) -> None:
-    if not weights or not batches:
-        raise ValueError("sensitivity needs at least one layer and one calibration sample")
-    for name, weight in weights.items():
-        if weight.dtype not in (torch.float32, torch.float64):
-            raise TypeError(
-                f"second derivatives need float32 weights; {name} is {weight.dtype}; "
-                "load the model in float32"
-            )
-    empty = [k for k, batch in enumerate(batches) if batch.num_predicted == 0]
-    if empty:
-        raise ValueError(f"calibration batch {empty[0]} has no token to predict; check the dataset")
-
-
-@contextlib.contextmanager
-def _in_eval_mode(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Without dropout, with gradients for ``weights`` alone; everything as it was afterwards."""
-    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    was_training = {module: module.training for module in model.modules()}
-    wanted = {id(weight) for weight in weights.values()}
-    try:
-        model.eval()
-        for parameter in required:
-            parameter.requires_grad_(id(parameter) in wanted)
-        yield
-    finally:
-        for parameter, flag in required.items():
-            parameter.requires_grad_(flag)
-        for module, flag in was_training.items():
-            module.training = flag
 
 
 def probe_generator(seed: int, key: Key, device: torch.device) -> torch.Generator:
@@ -175,65 +182,55 @@ class _Estimation:
     batches: Sequence[CalibrationBatch]
     settings: EstimationConfig
     journal: Journal
-    progress: bool
 
-    @functools.cached_property
-    def _shares(self) -> torch.Tensor:
-        """Of the tokens, by batch: float64 (batches,)."""
-        tokens = torch.tensor([b.num_predicted for b in self.batches], dtype=torch.float64)
-        return tokens / tokens.sum()
-
-    def traces(self) -> dict[str, TraceEstimate]:
-        """Runs all rounds."""
-        settings = self.settings
-        floor = max(settings.min_probes, math.ceil(_LEAST_PROBES / len(self.batches)))
+    def columns(self) -> dict[str, dict[str, Any]]:
+        """Runs all rounds: traces, standard errors and probes, each by layer."""
+        settings, num_batches = self.settings, len(self.batches)
+        floor = max(settings.min_probes, math.ceil(_LEAST_PROBES / num_batches))
         floor = 1 if settings.fixed else min(floor, settings.num_probes)
-        counts = dict.fromkeys(self.weights, floor)
-        while True:
-            self._round(counts)
-            traces = {name: self._trace(name, count) for name, count in counts.items()}
-            wanted = counts if settings.fixed else self._wanted(counts, traces)
-            if wanted == counts:
-                return traces
+        wanted, counts = dict.fromkeys(self.weights, floor), {}
+        while wanted != counts:
             counts = wanted
+            self._round(counts)
+            found = {name: self._combined(name, count) for name, count in counts.items()}
+            traces, errors, probes = ({n: f[k] for n, f in found.items()} for k in range(3))
+            if not settings.fixed:
+                wanted = self._wanted(counts, traces, errors)
+        return {"traces": traces, "standard_errors": errors, "probes": probes}
 
-    def _trace(self, name: str, count: int) -> TraceEstimate:
-        """Over all batches, from ``count`` measurements of each."""
-        batches = range(len(self.batches))
+    def _combined(self, name: str, count: int) -> tuple[float, float, int]:
+        """(trace, standard error, probes) over all batches, from ``count`` measurements of each."""
+        tokens = torch.tensor([b.num_predicted for b in self.batches], dtype=torch.float64)
+        shares, batches = tokens / tokens.sum(), range(len(tokens))
         measured = [[self.journal.values[name, b, k] for k in range(count)] for b in batches]
-        found = torch.tensor(measured, dtype=torch.float64)  # (batches, count, 1 or 2)
-        if self.settings.fixed:  # (trace, standard error), once
-            traces, variances = found[:, 0, 0], found[:, 0, 1].square()
-            rank = min(self.settings.rank, self.weights[name].numel())
-            count = 2 * rank + self.settings.num_probes
+        found = torch.tensor(measured, dtype=torch.float64)  # (batches, count, 1 or 3)
+        if self.settings.fixed:
+            means, deviations, probes = found[:, 0].unbind(-1)  # (batches,) each
+            variances = deviations.square()
         else:
-            variances, traces = torch.var_mean(found[..., 0], 1)
-            variances = variances / count
-        return TraceEstimate(
-            trace=(self._shares * traces).sum().item(),
-            standard_error=(self._shares.square() * variances).sum().sqrt().item(),
-            probes=count * len(batches),
-        )
+            variances, means = torch.var_mean(found[..., 0], 1)  # (batches,)
+            variances, probes = variances / count, torch.full_like(means, count)
+        trace, variance = (shares * means).sum(), (shares.square() * variances).sum()
+        return trace.item(), variance.sqrt().item(), int(probes.sum())
 
-    def _wanted(self, counts: dict[str, int], traces: dict[str, TraceEstimate]) -> dict[str, int]:
+    def _wanted(
+        self, counts: dict[str, int], traces: dict[str, float], errors: dict[str, float]
+    ) -> dict[str, int]:
         """Probes per batch of the next round."""
         settings = self.settings
-        found = {name: t.trace for name, t in traces.items()}
-        stated = {name: t.standard_error for name, t in traces.items()}
-        resolved = {name: is_resolved(found[name], stated[name]) for name in traces}
-        errors = dict.fromkeys(traces, math.inf)
-        if any(resolved.values()):
-            usable = usable_traces(found, stated, resolved)
-            errors = score_standard_errors(*usable, kappa=settings.kappa, epsilon=settings.epsilon)
+        resolved = {name for name in traces if is_resolved(traces[name], errors[name])}
+        if resolved:
+            gain = {"kappa": settings.kappa, "epsilon": settings.epsilon}
+            score_errors = score_standard_errors(*usable_traces(traces, errors), **gain)
         wanted = {}
         for name, count in counts.items():
-            # What is stated is itself an estimate, uncertain by 1/sqrt(2·degrees of freedom).
-            freedom = len(self.batches) * (count - 1)
-            ratio = errors[name] * (1 + 1 / math.sqrt(2 * freedom)) / settings.target_standard_error
-            if resolved[name]:
+            if name in resolved:
+                # An error is itself an estimate, uncertain by 1/sqrt(2·degrees of freedom).
+                error = 1 + 1 / math.sqrt(2 * len(self.batches) * (count - 1))
+                ratio = score_errors[name] * error / settings.target_standard_error
                 more = math.ceil(count * min(ratio, 100.0) ** 2)
             else:  # doubled, unless it is negative beyond doubt
-                upper = found[name] + 2 * RESOLVED_ERRORS * stated[name]
+                upper = traces[name] + 2 * RESOLVED_ERRORS * errors[name]
                 more = count * 2 if upper > 0 else count
             wanted[name] = min(settings.num_probes, max(count, more))
         if settings.curvature == "fisher":  # a pass measures all layers anyway
@@ -245,22 +242,25 @@ class _Estimation:
         rank, world_size = 0, 1
         if dist.is_initialized():
             rank, world_size = dist.get_rank(), dist.get_world_size()
-        before = set(self.journal.values)
-        missing: dict[int, list[Key]] = {}
+        missing = []
         for batch in range(rank, len(self.batches), world_size):
             keys = ((name, batch, k) for name, count in counts.items() for k in range(count))
-            missing[batch] = [key for key in keys if key not in before]
-        total = sum(map(len, missing.values()))
-        hidden = rank > 0 or not self.progress or not total
-        with tqdm(total=total, disable=hidden, desc="sensitivity") as bar:
-            for keys in filter(None, missing.values()):
+            missing.append([key for key in keys if key not in self.journal.values])
+        total = sum(map(len, missing))
+        with tqdm(total=total, disable=rank > 0 or not total, desc="sensitivity") as bar:
+            for keys in filter(None, missing):
                 for measured in self._measurements(keys):
-                    self._record(measured)
+                    for (name, batch, _), values in measured.items():
+                        if not math.isfinite(sum(values)):
+                            raise FloatingPointError(
+                                f"the curvature of {name} on calibration batch {batch} is "
+                                f"{values[0]}; check the weights, and the data of that batch"
+                            )
+                    self.journal.add(measured)
                     bar.update(len(measured))
         if world_size > 1:
-            new = {k: v for k, v in self.journal.values.items() if k not in before}
             everyone: list[dict[Key, list[float]]] = [{}] * world_size
-            dist.all_gather_object(everyone, new)
+            dist.all_gather_object(everyone, self.journal.values)
             for values in everyone:
                 self.journal.values |= values
 
@@ -280,40 +280,27 @@ class _Estimation:
             for probe, traces in zip(probes, passes, strict=True):
                 yield {(name, index, probe): [trace] for name, trace in traces.items()}
             return
-        first, segments = cut(self.model, weights, batch)
-        hessian = HessianBatch(first, segments, vectors_at_once=settings.vectors_at_once)
-        place = {name: k for k, s in enumerate(segments) for name in s.weights}
-        keys = sorted(keys, key=lambda key: place[key[0]])
-        per_walk = 1 if settings.fixed else DIRECTIONS_PER_WALK
-        for start in range(0, len(keys), per_walk):
-            group = keys[start : start + per_walk]
-            if settings.fixed:
-                values = [self._hutchpp(hessian, group[0], generator(group[0]))]
-            else:
-                directions = [
-                    (key[0], lambda key=key: rademacher(weights[key[0]], generator(key)))
-                    for key in group
-                ]
-                values = [[form] for form in hessian.quadratic_forms(directions)]
-            yield dict(zip(group, values, strict=True))
-
-    def _hutchpp(self, hessian: HessianBatch, key: Key, generator: torch.Generator) -> list[float]:
-        name = key[0]
-        estimate = hutchpp(
-            lambda vectors: hessian.products(name, vectors),
-            lambda vectors: hessian.quadratic_forms([(name, vector) for vector in vectors]),
-            self.weights[name].detach(),
-            rank=self.settings.rank,
-            num_probes=self.settings.num_probes,
-            generator=generator,
+        hessian = HessianBatch(
+            *cut(self.model, weights, batch), vectors_at_once=settings.vectors_at_once
         )
-        return [estimate.trace, estimate.standard_error]
-
-    def _record(self, measured: dict[Key, list[float]]) -> None:
-        for (name, batch, _), values in measured.items():
-            if not all(math.isfinite(v) for v in values):
-                raise FloatingPointError(
-                    f"the curvature of {name} on calibration batch {batch} is {values[0]}; "
-                    "check the weights, and the data of that batch"
+        if settings.fixed:
+            for key in keys:
+                name = key[0]
+                found = hutchpp(
+                    partial(hessian.products, name),
+                    lambda vs, name=name: hessian.quadratic_forms([(name, v) for v in vs]),
+                    weights[name].detach(),
+                    rank=settings.rank,
+                    num_probes=settings.num_probes,
+                    generator=generator(key),
                 )
-        self.journal.add(measured)
+                yield {key: list(found)}
+            return
+        for start in range(0, len(keys), DIRECTIONS_PER_WALK):
+            group = keys[start : start + DIRECTIONS_PER_WALK]
+            directions = [
+                (key[0], lambda key=key: rademacher(weights[key[0]], generator(key)))
+                for key in group
+            ]
+            forms = hessian.quadratic_forms(directions)
+            yield {key: [form] for key, form in zip(group, forms, strict=True)}

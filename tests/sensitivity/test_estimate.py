@@ -40,7 +40,6 @@ def run(model, batches, *, journal=None, weights=None, **settings):
         batches,
         EstimationConfig(**settings),
         journal=journal,
-        progress=False,
     )
 
 
@@ -153,7 +152,7 @@ def test_fixed_is_hutchpp_on_every_batch():
     model = one_layer()
     batches = fitted_batches(model, 3)
     settings = EstimationConfig(fixed=True, rank=3, num_probes=5, seed=4)
-    found = estimate_sensitivity(model, weights_of(model), batches, settings, progress=False)
+    found = estimate_sensitivity(model, weights_of(model), batches, settings)
     tokens = [data.num_predicted for data in batches]
     for name, weight in weights_of(model).items():
         traces, variance = [], 0.0

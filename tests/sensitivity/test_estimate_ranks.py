@@ -42,7 +42,6 @@ def run(case: str, journal: Journal | None = None) -> SensitivityArtifact:
         fitted_batches(model, num_batches),
         EstimationConfig(**settings),
         journal=journal,
-        progress=False,
     )
 
 

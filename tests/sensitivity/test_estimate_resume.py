@@ -47,7 +47,7 @@ def run(journal=None, *, made=None, weights=None, **settings):
     model, batches = made or make()
     weights = weights_of(model) if weights is None else weights
     settings = EstimationConfig(**settings)
-    return estimate_sensitivity(model, weights, batches, settings, journal=journal, progress=False)
+    return estimate_sensitivity(model, weights, batches, settings, journal=journal)
 
 
 def timeless(artifact):
