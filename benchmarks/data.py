@@ -4,15 +4,16 @@
 
 One run measures, on one thread each: the tokenizer's own rate on the same documents, one by one
 and in batches; the stream's rate (reading, shuffling, tokenizing and packing) in one worker; the
-rate of token shards made from the same text; and the peak memory of a process that streams 0.5M
-and 5M tokens. From the stream's rate it computes how many workers a training run needs. With
-``--step-seconds`` it also gives the share of a training step spent waiting for data, measured with
-a data loader and a step that only sleeps.
+rate of a tokenized set made from the same text; and the peak memory of a process that streams 0.5M
+and 5M tokens, with the size of its data loader's state. From the stream's rate it computes how many
+workers a training run needs. With ``--step-seconds`` it also gives the share of a training step
+spent waiting for data, measured with a data loader and a step that only sleeps.
 """
 
 import argparse
 import math
 import os
+import pickle
 import resource
 import statistics
 import subprocess
@@ -25,9 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 
-from hestia_tune.data.packing import ENCODE_DOCUMENTS  # noqa: E402
-from hestia_tune.data.streaming import streaming_text_dataset  # noqa: E402
-from hestia_tune.data.token_shards import write_token_shards  # noqa: E402
+from hestia_tune.data import streaming_text_dataset, write_token_shards  # noqa: E402
+from hestia_tune.data.rows import TextRows  # noqa: E402
+from hestia_tune.data.stream import LOT_DOCUMENTS  # noqa: E402
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
 
 
@@ -47,7 +48,9 @@ def main() -> None:
     parser.add_argument("--only-stream", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only_stream:
-        consume(stream(options, options.only_stream))
+        loader = StatefulDataLoader(stream(options, options.only_stream), batch_size=None)
+        consume(loader)
+        print(len(pickle.dumps(loader.state_dict())))
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         return
     rates(options)
@@ -66,7 +69,6 @@ def stream(options, max_tokens, **source):
         HuggingFaceTokenizer(options.tokenizer),
         seq_len=options.seq_len,
         max_tokens=max_tokens,
-        batch_size=options.batch_size,
         **source,
     )
 
@@ -77,15 +79,14 @@ def consume(items) -> int:
 
 
 def some_texts(options, wanted: int) -> list[str]:
-    """Documents of about ``wanted`` tokens, in the order of the stream's own units."""
-    source = stream(options, None).source
+    """Documents of about ``wanted`` tokens."""
+    rows = TextRows(options.source, options.column, data_files=options.data_files)
     texts, characters = [], 0
-    for unit in source.order(0, None):
-        for _, text, length in source.read(unit, None):
-            texts.append(text)
-            characters += length
-            if characters > 4 * wanted:
-                return texts
+    for text in rows.texts(rows.share()):
+        texts.append(text)
+        characters += len(text)
+        if characters > 4 * wanted:
+            break
     return texts
 
 
@@ -97,7 +98,7 @@ def rates(options) -> None:
         return sum(len(tokenizer.encode(text, add_bos=False, add_eos=False)) + 1 for text in texts)
 
     def batched():
-        parts = (texts[i : i + ENCODE_DOCUMENTS] for i in range(0, len(texts), ENCODE_DOCUMENTS))
+        parts = (texts[i : i + LOT_DOCUMENTS] for i in range(0, len(texts), LOT_DOCUMENTS))
         encodings = (e for part in parts for e in tokenizer.tokenizer.encode_batch_fast(part))
         return sum(len(encoding.ids) + 1 for encoding in encodings)
 
@@ -111,12 +112,13 @@ def rates(options) -> None:
             max_tokens=options.tokens,
         )
         shards = {"source": "token_shards", "data_files": folder}
+        tokenized = stream(options, 10 * options.tokens, **shards)
         makers = {
             "tokenizer, one by one": single,
             "tokenizer, batches": batched,
             "stream, one worker": lambda: consume(stream(options, options.tokens)),
-            "token shards, one worker": lambda: consume(
-                stream(options, 10 * options.tokens, **shards)
+            "tokenized set, one worker": lambda: consume(
+                map(tokenized.__getitem__, range(len(tokenized)))
             ),
         }
         # In turns, so that a slow spell of the machine meets all of them alike.
@@ -141,8 +143,12 @@ def memory(options) -> None:
     for tokens in (500_000, 5_000_000):
         command = [sys.executable, __file__, *sys.argv[1:], "--only-stream", str(tokens)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        peaks[tokens] = int(output.split()[-1]) / 1024
-        print(f"peak memory over {tokens:9,} tokens: {peaks[tokens]:7.0f} MiB")
+        state, peak = map(int, output.split()[-2:])
+        peaks[tokens] = peak / 1024
+        print(
+            f"peak memory over {tokens:9,} tokens: {peaks[tokens]:7.0f} MiB (state of the loader: "
+            f"{state:,} bytes)"
+        )
     ratio = peaks[5_000_000] / peaks[500_000] - 1
     print(f"peak memory over ten times as many tokens: {ratio:+.1%}")
 

@@ -30,12 +30,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torchtune.models import convert_weights
 
-from hestia_tune.data.documents import (
-    chunk_tokens,
+from hestia_tune.data.demo import (
     demo_documents,
     stdlib_docstrings,
     without_quotes,
 )
+from hestia_tune.data.sequences import chunk_tokens
 from hestia_tune.methods import TernaryMethod
 from hestia_tune.models.builders import llama
 

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, training, utils
-from torchtune.config._utils import _get_component_from_path
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_packed
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from hestia_tune.data import StreamingTextDataset
 from hestia_tune.distributed import end_process_group, ensure_process_group, on_first_rank
@@ -36,7 +34,7 @@ from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, estim
 from hestia_tune.sensitivity.estimation import estimation_identity
 from hestia_tune.sensitivity.journal import Journal
 from hestia_tune.sensitivity.memory import estimation_memory
-from hestia_tune.training import data_setup
+from hestia_tune.training import data
 from hestia_tune.training.checkpoint import digest
 from hestia_tune.training.options import Run
 
@@ -124,11 +122,10 @@ class SensitivityRecipe:
         """The samples that the seed draws, in batches; the same on every rank."""
         cfg, settings = self.cfg, self.settings
         tokenizer = config.instantiate(cfg.tokenizer)
-        dataset, packed = data_setup.build_dataset(
-            cfg.dataset, tokenizer, "dataset", batch_size=1, alone=True
+        dataset, packed = data.build_dataset(
+            cfg.dataset, tokenizer, "dataset", batch_size=1, calibration_seed=settings.seed
         )
         if isinstance(dataset, StreamingTextDataset):  # its seed shuffles blocks of documents
-            dataset.seed = settings.seed
             samples = list(itertools.islice(dataset, settings.num_samples))
         else:
             generator = torch.Generator().manual_seed(settings.seed)
@@ -139,16 +136,12 @@ class SensitivityRecipe:
                 log,
                 f"the dataset has {len(samples)} samples, fewer than num_samples; all are taken",
             )
-        collate = padded_collate_packed
-        if not packed:
-            collate = partial(
-                _get_component_from_path(cfg.collate_fn),
-                padding_idx=tokenizer.pad_id,
-                ignore_idx=CROSS_ENTROPY_IGNORE_IDX,
-            )
+        collate = data.collate_function(
+            cfg.collate_fn, tokenizer.pad_id, CROSS_ENTROPY_IGNORE_IDX, packed
+        )
         size = settings.batch_size
         batches = [collate(samples[k : k + size]) for k in range(0, len(samples), size)]
-        return [data_setup.calibration_batch(batch) for batch in batches]
+        return [data.calibration_batch(batch) for batch in batches]
 
     def _find(self, identity: Mapping[str, Any]) -> SensitivityArtifact | None:
         """The artifact that is already there, if it is the one wanted."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import training, utils
 
-from hestia_tune.distributed import ensure_process_group, on_first_rank
+from hestia_tune.distributed import StopRequest, ensure_process_group, on_first_rank
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
@@ -67,6 +67,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.validation_losses: dict[str, float] = {}
         self.tokens_seen = 0
         self.finished = False
+        self.stop_request = StopRequest()
         self._restored_random_state: dict[str, Any] | None = None
 
     def setup(self, cfg: DictConfig) -> None:
@@ -99,12 +100,15 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             ignore_index=self._loss_fn.ignore_index,
             rank=self.rank,
             world_size=self.world_size,
-            device=self._device,
             seed=self.seed,
         )
         self.total_steps = self.data.total_steps
+        if resume_path is not None:  # at once: a stream cannot go on on other ranks
+            same_ranks = resume_meta["world_size"] == self.world_size
+            rank_state = checkpoint.load_rank_state(resume_path, self.rank * same_ranks)
+            self.data.restore(rank_state["dataloader"])
 
-        state = on_first_rank(lambda: self._read_pretrained(on_meta, artifact), share=False) or {}
+        state = on_first_rank(lambda: self.read_pretrained(on_meta, artifact), share=False) or {}
         self.schedule = self._make_schedule(state, names, resume_meta)
         scores = None if artifact is None else artifact.scores
         self._identity = on_first_rank(lambda: self._describe_run(cfg, state, names, scores))
@@ -130,16 +134,17 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
-        layers = quantized_linears(self._model)
-        self.driver = ScheduleDriver(self.schedule, layers, scores)
+        self.driver = self.make_driver(scores)
         self._statistics = None
         if options.code_statistics:
-            self._statistics = CodeStatistics(layers, self._dtype, self._device)
+            self._statistics = CodeStatistics(
+                quantized_linears(self._model), self._dtype, self._device
+            )
         self._optimizer = self._setup_optimizer(cfg.optimizer)
         self._lr_scheduler = self._setup_lr_scheduler(cfg.lr_scheduler, self.total_steps, -1)
         self._profiler = self._setup_profiler(cfg.profiler)
         if resume_path is not None:
-            self._resume(resume_path, resume_meta)
+            self._resume(resume_path, resume_meta, rank_state)
         if self._is_rank_zero:
             if resume_path is None:  # an earlier run's, and only now that nothing can fail any more
                 for name in ("checkpoints", "hard_model", "results.json", "curves.png"):
@@ -157,12 +162,12 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             )
         return found[-1][1]
 
-    def _read_pretrained(
-        self, on_meta: nn.Module, artifact: SensitivityArtifact | None
+    def read_pretrained(
+        self, plain: nn.Module, artifact: SensitivityArtifact | None
     ) -> dict[str, torch.Tensor]:
         """The pretrained state dict, checked against the model and the sensitivity file."""
         load = self._checkpoint_client.load_base_checkpoint
-        loaded = build.read_checkpoint(load, on_meta, self.run.cfg.checkpointer)
+        loaded = build.read_checkpoint(load, plain, self.run.cfg.checkpointer)
         if artifact is not None:
             weights = {name: loaded[f"{name}.weight"] for name in artifact.scores}
             artifact.check_model(artifact.scores, model_fingerprint(weights))
@@ -182,6 +187,10 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         return AnnealingSchedule(
             self.total_steps, rho=options.rho, tau_init=tau_init, alpha=options.alpha
         )
+
+    def make_driver(self, scores: dict[str, float] | None) -> ScheduleDriver:
+        """What hands pressure and temperature to the layers."""
+        return ScheduleDriver(self.schedule, quantized_linears(self._model), scores)
 
     def _describe_run(
         self,
@@ -273,17 +282,13 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
         return optimizer
 
-    def _resume(self, path: Path, meta: dict[str, Any]) -> None:
+    def _resume(self, path: Path, meta: dict[str, Any], rank_state: dict[str, Any]) -> None:
         checkpoint.load_checkpoint(path, model=self._model, optimizer=self._optimizer)
-        # A set that resumes on another number of ranks has one position for all of them.
-        same_ranks = meta["world_size"] == self.world_size
-        rank_state = checkpoint.load_rank_state(path, self.rank if same_ranks else 0)
         self.global_step, self.epochs_run = meta["step"], rank_state["epoch"]
         self.tokens_seen = meta.get("tokens_seen", 0)
         self.validation_losses = dict(meta["validation_losses"])
         if self._lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(rank_state["lr_scheduler"])
-        self.data.restore(rank_state["dataloader"])
-        if same_ranks:
+        if meta["world_size"] == self.world_size:
             self._restored_random_state = rank_state["random"]
         utils.log_rank_zero(log, f"Resumed from {path} at step {self.global_step}")

@@ -8,8 +8,8 @@ import random
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hestia_tune.data.documents import chunk_tokens
-from hestia_tune.data.streaming import streaming_text_dataset
+from hestia_tune.data import streaming_text_dataset
+from hestia_tune.data.sequences import chunk_tokens
 
 KINDS = ["parquet", "json", "json.gz", "json.zst", "text", "text.bz2"]
 
@@ -82,3 +82,13 @@ def documents_in(sequences):
     """The numbers of the documents that end in a run of whole sequences, in order."""
     flat = bytes(t for sequence in sequences for t in sequence)
     return [int(d.split(b":")[0]) for d in flat.split(b"\0")[:-1] if b":" in d and d[:1].isdigit()]
+
+
+def find_all(state, key):
+    """The values of a key at any depth of a data loader's state."""
+    if isinstance(state, dict):
+        for name, value in state.items():
+            yield from [value] if name == key else find_all(value, key)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from find_all(value, key)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hestia_tune.data import demo_dataset, text_dataset
-from hestia_tune.data.documents import chunk_tokens, demo_documents
+from hestia_tune.data.demo import demo_documents
+from hestia_tune.data.sequences import chunk_tokens
 
 
 class Letters:
@@ -78,8 +79,8 @@ def test_max_tokens_stops_reading(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"column": "body"}, "has no column 'body'; it has text, n"),
-        ({"column": "body", "max_tokens": 5}, "has no column 'body'; it has text, n"),
+        ({"column": "body"}, "no column 'body'; it has text, n"),
+        ({"column": "body", "max_tokens": 5}, "no column 'body'; it has text, n"),
         ({"seq_len": 1000}, "is empty: its text does not fill one sequence of 1000"),
         ({"data_files": "/nowhere/x.jsonl"}, "could not be loaded"),
     ],

@@ -1,4 +1,4 @@
-"""The recipe on a stream: steps, exact resume on as many ranks and on others, failing data."""
+"""The recipe on a stream: steps, exact resume on as many ranks and workers, failing data."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,12 @@ import pytest
 from omegaconf import OmegaConf
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 from torch import distributed
+from torch.utils.data import DistributedSampler
 from torchtune.training.metric_logging import DiskLogger
 
 from hestia_tune.commands.sensitivity import SensitivityRecipe
-from hestia_tune.data import DataStreamError
+from hestia_tune.commands.tokenize import run_tokenize
+from hestia_tune.data import DataStreamError, PositionSampler
 from hestia_tune.training import checkpoint
 
 
@@ -123,13 +125,13 @@ def test_validation_on_a_held_out_stream(model_dir, tmp_path, files):
         (["dataset.max_tokens=null"], "give dataset.max_tokens or max_steps"),
         (["epochs=2"], "a stream has epochs of its own"),
         (["max_steps_per_epoch=2"], "a stream has epochs of its own"),
-        (["dataset.max_tokens=50"], "makes 3 sequences on each rank, less than one step of 4"),
+        (["dataset.max_tokens=50"], "dataset has 3 samples, one step takes 4"),
         (["dataset.max_tokens=5"], "max_tokens 5 is less than one sequence of 16"),
         (["dataset.column=content"], "content"),
         (["dataset.data_files=/nowhere/*.jsonl"], "dataset could not be loaded"),
         (["num_workers=-1"], "num_workers must be at least 0"),
         (["prefetch_factor=2"], "prefetch_factor needs num_workers"),
-        (["dataset.batch_size=3"], "dataset.batch_size must be that of the loader, 4; got 3"),
+        (["dataset.seq_length=3"], "unknown key dataset.seq_length; did you mean seq_len"),
         (["max_steps=0"], "max_steps must be at least 1"),
     ],
 )
@@ -142,30 +144,24 @@ def test_bad_data_in_the_middle_save_a_checkpoint_first(model_dir, tmp_path, fil
     folder = tmp_path / "text"
     folder.mkdir()
     lines = (files / "part_0.jsonl").read_text().splitlines()
-    # Read in order, 64 documents at a time; the bad line is in the second lot.
-    bad = [*lines[:90], '{"text": 3', *lines[90:]]
+    # Read in order, 64 documents at a time; the bad row is in the second lot.
+    bad = [*lines[:90], '{"text": null}', *lines[90:]]
     (folder / "part_0.jsonl").write_text("\n".join(bad) + "\n")
     options = ("dataset.shuffle_buffer=0", "dataset_val=null", "batch_size=60")
     options += (f"dataset.max_tokens={6 * 60 * 16}",)
     cfg = config(model_dir, tmp_path / "run", folder, *options)
-    with pytest.raises(DataStreamError, match=r"part_0.jsonl.*line 91"):
+    with pytest.raises(DataStreamError, match=r"part_\*.jsonl holds null, not text"):
         run(cfg)
     if distributed.is_initialized():
         distributed.destroy_process_group()
     ((step, _),) = checkpoint.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert 0 < step < 6
-    # Told to skip it, the run goes on from there as if the line had never been.
-    resumed = config(
-        model_dir,
-        tmp_path / "run",
-        folder,
-        *options,
-        "dataset.skip_bad_rows=True",
-        "resume_from_checkpoint=True",
-    )
+    # Mended in a place that was not read yet, with as many bytes: the run goes on from there.
+    mended = [*lines[:90], '{"text": "ab"}', *lines[90:]]
+    (folder / "part_0.jsonl").write_text("\n".join(mended) + "\n")
+    resumed = config(model_dir, tmp_path / "run", folder, *options, "resume_from_checkpoint=True")
     assert run(resumed).finished
-    skipping = config(model_dir, tmp_path / "whole", folder, *options, "dataset.skip_bad_rows=True")
-    run(skipping)
+    run(config(model_dir, tmp_path / "whole", folder, *options))
     assert logged(tmp_path / "run") == logged(tmp_path / "whole")
 
 
@@ -174,12 +170,13 @@ def test_a_workers_error_is_its_message_alone(model_dir, tmp_path, files, num_wo
     folder = tmp_path / "text"
     folder.mkdir()
     lines = (files / "part_0.jsonl").read_text().splitlines()
-    (folder / "part_0.jsonl").write_text("\n".join([*lines[:90], "{", *lines[90:]]) + "\n")
+    lines.insert(90, '{"text": 3}')
+    (folder / "part_0.jsonl").write_text("\n".join(lines) + "\n")
     options = ("dataset.shuffle_buffer=0", "dataset_val=null", "batch_size=60")
     options += (f"dataset.max_tokens={6 * 60 * 16}", f"num_workers={num_workers}")
     with pytest.raises(DataStreamError) as caught:
         run(config(model_dir, tmp_path / "run", folder, *options))
-    assert "Traceback" not in str(caught.value) and "part_0.jsonl" in str(caught.value)
+    assert "Traceback" not in str(caught.value) and "part_*.jsonl" in str(caught.value)
 
 
 def test_a_failing_validation_stream_loses_nothing(model_dir, tmp_path, files):
@@ -236,41 +233,92 @@ def test_calibration_samples_of_a_stream(model_dir, tmp_path, files):
     assert SensitivityRecipe(other).run().dataset["digest"] != first.dataset["digest"]
 
 
-@pytest.mark.slow
-def test_resuming_on_another_number_of_ranks(model_dir, tmp_path, files):
-    """2 ranks to 1: each sequence of the old shares' rest is seen, the schedules go on."""
-    options = ("dataset_val=null", "save_every_n_steps=2", "keep_last_checkpoints=9")
-    tokens = 6 * 8 * 16
-    cfg = config(model_dir, tmp_path / "run", files, *options, *signal_at(2, "SIGINT"))
-    cfg.dataset.max_tokens = tokens
-    path = write_config(cfg, tmp_path / "two.yaml")
-    done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"))
-    saved = checkpoint.complete_checkpoints(tmp_path / "run" / "checkpoints")
-    assert saved and saved[-1][0] < 6, done.stderr
-    one = config(
-        model_dir,
-        tmp_path / "run",
-        files,
-        *options,
-        "resume_from_checkpoint=True",
-        "gradient_accumulation_steps=2",
+def tokenized(model_dir, folder, files):
+    """Overrides that train on the text as a tokenized set."""
+    run_tokenize(config(model_dir, folder, files, "tokenize.max_tokens=9999999"))
+    return ("dataset.source=token_shards", f"dataset.data_files={folder}/tokens")
+
+
+def cut_on_two_ranks(cfg, folder):
+    """Runs on 2 ranks until a Ctrl-C in the second step."""
+    path = write_config(
+        OmegaConf.merge(cfg, OmegaConf.from_dotlist([*signal_at(2, "SIGINT")])), folder
     )
-    one.dataset.max_tokens = tokens
-    recipe = run(one)
+    done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"))
+    saved = checkpoint.complete_checkpoints(Path(cfg.output_dir) / "checkpoints")
+    assert saved and saved[-1][0] < 6, done.stderr
+
+
+@pytest.mark.slow
+def test_a_tokenized_set_resumes_on_another_number_of_ranks(model_dir, tmp_path, files):
+    """2 ranks without workers to 1 with two: the same losses as on 1 from the start."""
+    options = ("dataset_val=null", "save_every_n_steps=2", "keep_last_checkpoints=9")
+    options += tokenized(model_dir, tmp_path, files)
+    one = ("gradient_accumulation_steps=2", "num_workers=2")
+    run(config(model_dir, tmp_path / "whole", files, *options, *one, max_tokens=6 * 8 * 16))
+    cfg = config(model_dir, tmp_path / "run", files, *options, max_tokens=6 * 8 * 16)
+    cut_on_two_ranks(cfg, tmp_path / "two.yaml")
+    resume = OmegaConf.from_dotlist([*one, "resume_from_checkpoint=True"])
+    recipe = run(OmegaConf.merge(cfg, resume))
     assert recipe.finished and recipe.global_step == recipe.schedule.total_steps == 6
     assert recipe.tokens_seen == 6 * 8 * 15
-    wrong = config(model_dir, tmp_path / "run", files, *options, "resume_from_checkpoint=True")
-    wrong.dataset.max_tokens = tokens
+    assert logged(tmp_path / "run") == pytest.approx(logged(tmp_path / "whole"), rel=1e-5)
+    cfg.resume_from_checkpoint = True
     with pytest.raises(ValueError, match="sequences_per_step 8, this run 4"):
-        run(wrong)
-
-
-def test_map_style_data_name_the_remedy(model_dir, tmp_path):
-    run(make_config(model_dir, tmp_path, "dataset_val=null", "save_every_n_steps=2"))
-    path = checkpoint.complete_checkpoints(tmp_path / "checkpoints")[0][1] / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 2}))
-    for _, folder in checkpoint.complete_checkpoints(tmp_path / "checkpoints")[1:]:
-        (folder / "meta.json").unlink()
-    cfg = make_config(model_dir, tmp_path, "dataset_val=null", "resume_from_checkpoint=True")
-    with pytest.raises(ValueError, match="written by 2 ranks .* use hestia_tune.data.streaming"):
         run(cfg)
+
+
+@pytest.mark.slow
+def test_text_resumes_on_as_many_ranks(model_dir, tmp_path, files):
+    options = ("dataset_val=null", "save_every_n_steps=2", "keep_last_checkpoints=9")
+    whole = config(model_dir, tmp_path / "whole", files, *options, max_tokens=6 * 8 * 16)
+    torchrun = ("--nproc_per_node", "2")
+    tune_run("--config", write_config(whole, tmp_path / "whole.yaml"), torchrun=torchrun)
+    cfg = config(model_dir, tmp_path / "run", files, *options, max_tokens=6 * 8 * 16)
+    cut_on_two_ranks(cfg, tmp_path / "two.yaml")
+    cfg.resume_from_checkpoint = True
+    with pytest.raises(ValueError, match="2 ranks with num_workers 0; this run has 1 with 0"):
+        run(OmegaConf.merge(cfg, OmegaConf.from_dotlist(["gradient_accumulation_steps=2"])))
+    path = write_config(cfg, tmp_path / "resumed.yaml")
+    done = tune_run("--config", path, torchrun=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert logged(tmp_path / "run") == logged(tmp_path / "whole")
+    assert len(logged(tmp_path / "run")) == 6
+
+
+def test_text_on_another_number_of_workers_names_the_remedy(model_dir, tmp_path, files):
+    options = ("dataset_val=null",)
+    assert not run(config(model_dir, tmp_path, files, *options, *signal_at(2, "SIGINT"))).finished
+    options += ("resume_from_checkpoint=True", "num_workers=1")
+    with pytest.raises(ValueError, match="num_workers 0; .* a tokenized set .*hestia_tokenize"):
+        run(config(model_dir, tmp_path, files, *options))
+
+
+@pytest.mark.parametrize("length", [24, 27])
+def test_the_order_of_map_style_data_depends_on_no_number_of_ranks(length):
+    def order(rank, world_size, epoch=1, start=0):
+        sampler = PositionSampler(length, rank=rank, world_size=world_size, seed=3, shuffle=True)
+        sampler.epoch, sampler.start = epoch, start
+        assert start or len(sampler) == len(list(sampler))
+        return list(sampler)
+
+    alone = order(0, 1)
+    theirs = DistributedSampler(range(length), num_replicas=1, rank=0, shuffle=True, seed=3)
+    theirs.set_epoch(1)
+    assert alone == list(theirs) != order(0, 1, epoch=0)
+    for world_size in (2, 4):
+        for start in (0, 8, 16):
+            ranks = [order(rank, world_size, start=start) for rank in range(world_size)]
+            step = [index for rank in ranks for index in rank[: 8 // world_size]]
+            assert sorted(step) == sorted(alone[start : start + 8])
+
+
+def test_uneven_validation_samples_are_filled_up():
+    for length, world_size in ((7, 2), (3, 4), (8, 4)):
+        ranks = [
+            list(PositionSampler(length, rank=rank, world_size=world_size, seed=0, fill=True))
+            for rank in range(world_size)
+        ]
+        assert len({len(rank) for rank in ranks}) == 1
+        own = [rank[: len(range(k, length, world_size))] for k, rank in enumerate(ranks)]
+        assert sorted(sum(own, [])) == list(range(length))

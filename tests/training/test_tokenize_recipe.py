@@ -1,21 +1,19 @@
-"""``hestia_tokenize``: shards that train as the stream does, errors, the command."""
+"""``hestia_tokenize``: a set that trains as the stream does, errors, the command."""
 
 import json
-import random
 
 import pytest
 from test_stream_recipe import config, files, model_dir  # noqa: F401 (fixtures)
-from tiny import logged, make_config, run, tune_run, write_config
+from tiny import logged, make_config, run, signal_at, tune_run, write_config
 
 from hestia_tune.commands.tokenize import run_tokenize
-from hestia_tune.data import streaming_text_dataset, verify_token_shards
-from hestia_tune.models.tokenizers import HuggingFaceTokenizer
+from hestia_tune.data import verify_token_shards
 
 TOKENS = 6 * 4 * 16
 
 
 @pytest.mark.parametrize("shuffle_buffer", [0, 20])
-def test_training_on_shards_is_training_on_the_stream(
+def test_training_on_the_set_in_order_is_training_on_the_stream(
     model_dir,  # noqa: F811
     tmp_path,
     files,  # noqa: F811
@@ -23,57 +21,47 @@ def test_training_on_shards_is_training_on_the_stream(
     capsys,
 ):
     options = (f"dataset.shuffle_buffer={shuffle_buffer}", "dataset_val=null")
-    whole = config(model_dir, tmp_path / "stream", files, *options)
-    run(whole)
-    assert (
-        run_tokenize(config(model_dir, tmp_path, files, *options, "tokenize.max_tokens=9999999"))
-        == 0
-    )
+    run(config(model_dir, tmp_path / "stream", files, *options))
+    more = ("tokenize.max_tokens=9999999",)
+    assert run_tokenize(config(model_dir, tmp_path, files, *options, *more)) == 0
     folder = tmp_path / "tokens"
     assert f"dataset.data_files={folder}" in capsys.readouterr().out
     assert verify_token_shards(folder) > TOKENS
-    shards = ("dataset.source=token_shards", f"dataset.data_files={folder}")
-    run(config(model_dir, tmp_path / "shards", files, *options, *shards))
-    assert logged(tmp_path / "shards") == logged(tmp_path / "stream")
+    tokens = ("dataset.source=token_shards", f"dataset.data_files={folder}")
+    options = ("dataset.shuffle_buffer=0", "dataset_val=null")
+    run(config(model_dir, tmp_path / "set", files, *options, *tokens))
+    assert logged(tmp_path / "set") == logged(tmp_path / "stream")
+    shuffled = ("dataset.shuffle_buffer=1", "dataset_val=null", "num_workers=1")
+    run(config(model_dir, tmp_path / "shuffled", files, *shuffled, *tokens))
+    assert logged(tmp_path / "shuffled") != logged(tmp_path / "stream")
 
 
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_shards_of_a_part_of_the_source_serve_many_ranks(
-    model_dir,  # noqa: F811
-    tmp_path,
-    world_size,
-):
-    """Cut by max_tokens, most of the source's units have nothing in the shards."""
-    generator = random.Random(0)
-    texts = ["".join(generator.choices("abcdefgh ", k=40)) for _ in range(400)]
-    lines = [json.dumps({"text": text}) for text in texts]
-    (tmp_path / "part_0.jsonl").write_text("\n".join(lines) + "\n")
-    options = ("tokenize.max_tokens=3000", "tokenize.shard_tokens=900")
-    assert run_tokenize(config(model_dir, tmp_path, tmp_path, *options)) == 0
-    tokenizer = HuggingFaceTokenizer(str(model_dir))
-    seen = []
-    for rank in range(world_size):
-        stream = streaming_text_dataset(
-            tokenizer,
-            source="token_shards",
-            data_files=str(tmp_path / "tokens"),
-            seq_len=16,
-            max_tokens=2000,
-            rank=rank,
-            world_size=world_size,
-        )
-        sequences = [tuple(sample["tokens"]) for sample in stream]
-        assert len(sequences) == 2000 // 16 // world_size
-        seen += sequences
-    assert len(set(seen)) > 0.95 * len(seen)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resuming_goes_on_with_the_same_tokens(model_dir, tmp_path, files, num_workers):  # noqa: F811
+    """Over the end of a pass, and on another number of workers."""
+    run_tokenize(config(model_dir, tmp_path, files, "tokenize.max_tokens=800"))
+    options = ("dataset.source=token_shards", f"dataset.data_files={tmp_path}/tokens")
+    options += ("gradient_accumulation_steps=2",)
+    tokens = {"max_tokens": 6 * 8 * 16}
+    cfg = config(model_dir, tmp_path / "whole", files, *options, **tokens)
+    cfg.dataset_val = cfg.dataset
+    run(cfg)
+    cut = (f"num_workers={num_workers}", "dataset_val=null", *signal_at(4, "SIGINT"))
+    assert not run(config(model_dir, tmp_path / "cut", files, *options, *cut, **tokens)).finished
+    resumed = ("dataset_val=null", "resume_from_checkpoint=True", "num_workers=1")
+    recipe = run(config(model_dir, tmp_path / "cut", files, *options, *resumed, **tokens))
+    assert recipe.finished and recipe.tokens_seen == 6 * 8 * 15
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
+    results = json.loads((tmp_path / "cut" / "results.json").read_text())
+    assert results["stream"] == {"sequences": 48}
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["tokenize.shard_tokens=0"], "tokenize.shard_tokens must be at least 1"),
-        (["tokenize.shard_token=9"], "did you mean shard_tokens"),
-        (["tokenize.verify=1"], "tokenize.verify must be True or False"),
+        (["tokenize.max_tokens=0"], "tokenize.max_tokens must be at least 1"),
+        (["tokenize.max_token=9"], "did you mean max_tokens"),
+        (["tokenize.verify=maybe"], "tokenize.verify must be True or False"),
         (["dataset.column=content"], "content"),
     ],
 )

@@ -1,9 +1,9 @@
-"""The demo's text, and the cutting of any text into token sequences.
+"""The demo's text.
 
-The text is the prose of Python's own help topics (``help("assert")`` and so on), because every
-CPython carries it: the demo needs no download and ships no corpus. Topics are split by a hash of
-their names, since Python versions differ in which topics they have and a split by position would
-move between them. Some topics quote others ("compound" holds all of "while"), so paragraphs of a
+It is the prose of Python's own help topics (``help("assert")`` and so on), because every CPython
+carries it: the demo needs no download and ships no corpus. Topics are split by a hash of their
+names, since Python versions differ in which topics they have and a split by position would move
+between them. Some topics quote others ("compound" holds all of "while"), so paragraphs of a
 validation topic are taken out of the training documents; without this the validation loss would
 in part measure recall.
 
@@ -17,11 +17,11 @@ import inspect
 import sys
 import sysconfig
 import zlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
+from hestia_tune.data.sequences import SequenceDataset, sequence_dataset
 
 # Of the names' hashes, one class in nine is about a tenth of the characters and, spread over many
 # short topics, of every kind of prose in the text.
@@ -103,37 +103,22 @@ def _docstrings(path: Path) -> Iterator[str]:
             yield inspect.cleandoc(docstring).strip()
 
 
-def chunk_tokens(
-    documents: Iterable[str], encode: Callable[[str], list[int]], eos_id: int, seq_len: int
-) -> tuple[torch.Tensor, int]:
-    """Joins the tokens of all documents, EOS after each, and cuts them into sequences.
-
-    Documents are taken one at a time, so an iterable may make them as it goes.
+def demo_dataset(
+    tokenizer: Any, *, seq_len: int, split: str = "train", docstrings: bool = False
+) -> SequenceDataset:
+    """The prose of Python's own help topics, which every Python carries.
 
     Args:
-        documents: texts.
-        encode: the token ids of one text, without special tokens.
-        eos_id: id put after each document.
+        tokenizer: a torchtune tokenizer (``encode``, ``eos_id``).
         seq_len: tokens per sequence.
-
-    Returns:
-        The sequences, int64 (num_sequences, seq_len), in the order of the text; and how many
-        tokens at its end did not fill a sequence and were dropped.
-
-    Raises:
-        ValueError: if ``seq_len`` is not positive.
+        split: "train" or "validation"; no help topic is in both.
+        docstrings: adds the docstrings of the standard library, without what they share with the
+            validation topics; about five times as much text as the topics have.
     """
-    if seq_len < 1:
-        raise ValueError(f"seq_len must be at least 1; got {seq_len}; use 128 or more")
-    stream = array("q")
-    for document in documents:
-        stream.extend(encode(document))
-        stream.append(eos_id)
-    num_sequences, dropped = divmod(len(stream), seq_len)
-    if num_sequences == 0:
-        return torch.empty(0, seq_len, dtype=torch.int64), dropped
-    tokens = torch.frombuffer(stream, dtype=torch.int64)
-    return tokens[: num_sequences * seq_len].view(num_sequences, seq_len), dropped
+    documents = demo_documents(split)
+    if docstrings:
+        documents += without_quotes(stdlib_docstrings(), demo_documents("validation"))
+    return sequence_dataset(tokenizer, documents, seq_len=seq_len, source=f"demo ({split})")
 
 
 def _is_validation(name: str) -> bool:

@@ -1,0 +1,207 @@
+"""A tokenized set holds what the stream holds, survives kills, and knows its own damage."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from streams import Bytes, make_texts, stream, tokens_of, write_files
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from hestia_tune.data import (
+    DataStreamError,
+    PositionSampler,
+    StreamConfig,
+    TokenizedSet,
+    tokens,
+    verify_token_shards,
+    write_token_shards,
+)
+
+
+class Wide(Bytes):
+    """Ids that need 4 bytes."""
+
+    vocab_size = 100_000
+
+    def encode(self, text, add_bos, add_eos):
+        return [byte + 70_000 for byte in text.encode()]
+
+
+def cached(folder):
+    return {"source": "token_shards", "data_files": str(folder), "epochs": None}
+
+
+def all_of(dataset):
+    return tokens_of(dataset[number] for number in range(len(dataset)))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "json.gz"])
+@pytest.mark.parametrize("shuffle_buffer", [0, 9])
+def test_sequences_in_order_equal_those_of_the_text(tmp_path, kind, shuffle_buffer):
+    texts = make_texts(120, longest=90) + [""]
+    arguments = write_files(tmp_path / "d", [texts[:30], texts[30:]], kind)
+    arguments |= {"shuffle_buffer": shuffle_buffer, "seed": 5}
+    index = write_token_shards(Bytes(), tmp_path / "t", **arguments)
+    assert index["num_documents"] == 121
+    assert index["num_tokens"] == sum(len(text.encode()) + 1 for text in texts)
+    assert verify_token_shards(tmp_path / "t") == index["num_tokens"]
+    found = stream(cached(tmp_path / "t"), shuffle_buffer=0)
+    assert len(found) == index["num_tokens"] // 16 and found.num_sequences is None
+    assert all_of(found) == tokens_of(stream(arguments))
+
+
+def test_each_pass_holds_each_sequence_once_in_an_order_of_its_own(tmp_path):
+    arguments = write_files(tmp_path / "d", [make_texts(200)], "json")
+    index = write_token_shards(Bytes(), tmp_path / "t", shuffle_buffer=0, **arguments)
+    once = index["num_tokens"] // 16
+    ordered = all_of(stream(cached(tmp_path / "t"), shuffle_buffer=0))
+    for more in ({"epochs": 3}, {"max_tokens": 3 * once * 16 + 15}):
+        dataset = stream(cached(tmp_path / "t") | more)
+        assert len(dataset) == dataset.num_sequences == 3 * once
+        found = all_of(dataset)
+        passes = [found[k * once : (k + 1) * once] for k in range(3)]
+        assert all(Counter(map(tuple, p)) == Counter(map(tuple, ordered)) for p in passes)
+        assert all(
+            one != other for one in passes for other in [ordered, *passes] if one is not other
+        )
+    assert found != all_of(stream(cached(tmp_path / "t") | more, seed=1))
+    assert found == all_of(stream(cached(tmp_path / "t") | more))
+    assert len(stream(cached(tmp_path / "t") | {"max_tokens": 16 * 7, "epochs": 1})) == 7
+
+
+def test_document_masks_are_those_of_the_text(tmp_path):
+    arguments = write_files(tmp_path / "d", [make_texts(20)], "text") | {"shuffle_buffer": 0}
+    write_token_shards(Bytes(), tmp_path / "t", document_masks=True, **arguments)
+    masked = stream(cached(tmp_path / "t"), document_masks=True, shuffle_buffer=0)
+    text = list(stream(arguments, document_masks=True))
+    assert len(text) == len(masked) > 10
+    for number, item in enumerate(text):
+        assert {k: v.tolist() for k, v in masked[number].items()} == {
+            k: v.tolist() for k, v in item.items()
+        }
+
+
+@pytest.mark.parametrize("worlds", [(1, 2, 4), (4, 1, 2), (2, 4, 1)])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_any_number_of_ranks_and_workers_goes_on_exactly(tmp_path, worlds, num_workers):
+    """Global batches of 8 on changing ranks: each holds the same sequences as on one."""
+    arguments = write_files(tmp_path / "d", [make_texts(200)], "json")
+    write_token_shards(Bytes(), tmp_path / "t", **arguments)
+    dataset = stream(cached(tmp_path / "t") | {"max_tokens": 16 * 8 * 60})
+    expected = [
+        sorted(tokens_of(map(dataset.__getitem__, range(s, s + 8)))) for s in range(0, 480, 8)
+    ]
+    taken, found = 0, []
+    for world_size in worlds:
+        steps = [[] for _ in range(20)]
+        for rank in range(world_size):
+            sampler = PositionSampler(len(dataset), rank=rank, world_size=world_size, seed=0)
+            sampler.start = taken
+            loader = StatefulDataLoader(
+                dataset,
+                batch_size=8 // world_size,
+                sampler=sampler,
+                num_workers=num_workers,
+                collate_fn=tokens_of,
+            )
+            for step, batch in zip(steps, loader, strict=False):
+                step.extend(batch)
+        found += map(sorted, steps)
+        taken += 20 * 8
+    assert found == expected
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes, Wide])
+def test_ids_take_as_few_bytes_as_the_vocabulary_allows(tmp_path, tokenizer):
+    arguments = write_files(tmp_path / "d", [["ab", "c"]], "text")
+    write_token_shards(tokenizer(), tmp_path / "t", shuffle_buffer=0, **arguments)
+    dtype = np.uint16 if tokenizer is Bytes else np.uint32
+    found = np.fromfile(tmp_path / "t" / "tokens.bin", dtype).tolist()
+    encode = tokenizer().encode
+    assert found == [*encode("ab", False, False), 0, *encode("c", False, False), 0]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json"])
+@pytest.mark.parametrize("max_tokens", [None, 2500])
+def test_writing_goes_on_after_a_kill(tmp_path, monkeypatch, kind, max_tokens):
+    monkeypatch.setattr(tokens, "_CHUNK", 64)
+    monkeypatch.setattr(tokens, "_SAVED_EVERY", 256)
+    texts = make_texts(90)
+    arguments = write_files(tmp_path / "d", [texts[:40], texts[40:]], kind)
+    arguments |= {"max_tokens": max_tokens, "shuffle_buffer": 11}
+    whole = write_token_shards(Bytes(), tmp_path / "whole", **arguments)
+
+    class Killed(BaseException):
+        pass
+
+    write, calls, kills = tokens.write_atomically, [], 0
+
+    def deadly(path, text):
+        """Killed before, or just after, the entry in the index."""
+        calls.append(path)
+        if len(calls) % 5 == 2:
+            raise Killed
+        write(path, text)
+        if len(calls) % 5 == 0:
+            raise Killed
+
+    monkeypatch.setattr(tokens, "write_atomically", deadly)
+    for _ in range(50):
+        try:
+            found = write_token_shards(Bytes(), tmp_path / "t", **arguments)
+            break
+        except Killed:
+            kills += 1
+            if (tmp_path / "t" / "index.json").is_file() and len(calls) % 5 == 2:
+                with pytest.raises(ValueError, match="is not complete"):
+                    stream(cached(tmp_path / "t"))
+    assert kills >= 2
+    assert found == whole == json.loads((tmp_path / "t" / "index.json").read_text())
+    contents = [(tmp_path / name / "tokens.bin").read_bytes() for name in ("t", "whole")]
+    assert contents[0] == contents[1]
+    assert verify_token_shards(tmp_path / "t") == (max_tokens or whole["num_tokens"])
+    assert sorted(p.name for p in (tmp_path / "t").iterdir()) == ["index.json", "tokens.bin"]
+
+
+def test_max_tokens_takes_the_first_tokens_of_the_stream(tmp_path):
+    texts = make_texts(90)
+    arguments = write_files(tmp_path / "d", [texts[i::5] for i in range(5)], "json")
+    index = write_token_shards(Bytes(), tmp_path / "t", seed=3, max_tokens=600, **arguments)
+    assert index["num_tokens"] == 600
+    found = all_of(stream(cached(tmp_path / "t"), shuffle_buffer=0))
+    assert found == tokens_of(stream(arguments, seed=3))[: len(found)] and len(found) == 37
+
+
+def test_damage_and_misuse(tmp_path):
+    arguments = write_files(tmp_path / "d", [make_texts(30)], "json")
+    folder = tmp_path / "t"
+    with pytest.raises(ValueError, match="index.json is missing"):
+        stream(cached(folder))
+    write_token_shards(Bytes(), folder, **arguments)
+    config = StreamConfig(seq_len=16, **cached(folder))
+    with pytest.raises(ValueError, match="made with another tokenizer"):
+        TokenizedSet(Wide(), config)
+    with pytest.raises(ValueError, match="made otherwise .source differ"):
+        write_token_shards(Bytes(), folder, seed=1, **arguments)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1"):
+        write_token_shards(Bytes(), folder, max_tokens=0, **arguments)
+    with pytest.raises(ValueError, match="does not fill one sequence of 5000 tokens"):
+        stream(cached(folder), seq_len=5000)
+    dataset = TokenizedSet(Bytes(), config)
+    path = folder / "tokens.bin"
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(ValueError, match="tokens.bin differs from its checksum"):
+        verify_token_shards(folder)
+    path.write_bytes(data[:-1])
+    with pytest.raises(ValueError, match="tokens.bin does not have its"):
+        TokenizedSet(Bytes(), config)
+    path.unlink()
+    with pytest.raises(DataStreamError, match="tokens.bin cannot be mapped"):
+        dataset[0]
+    (folder / "index.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        TokenizedSet(Bytes(), config)
+    with pytest.raises(ValueError, match="needs its folder as data_files"):
+        stream({"source": "token_shards", "data_files": None})
