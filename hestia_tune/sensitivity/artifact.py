@@ -12,9 +12,8 @@ The artifact is a JSON file with the fields of `SensitivityArtifact`, the column
     "layers": {"layers.0.attn.q_proj": {"trace", "standard_error", "probes", "resolved", "score",
                                         "tau_scale": e^{alpha·score}}, ...}
 
-A trace stands as it was measured, resolved or not. The schedule reads the scores alone, with its
-own alpha. Reading is strict: a temperature that silently fell back to a default would look like a
-run that worked. JSON has no NaN here, and a pickle could run code.
+The schedule reads the scores alone, with its own alpha. Reading is strict: a temperature that
+silently fell back to a default would look like a run that worked. A pickle could run code.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -33,11 +32,10 @@ import torch
 from hestia_tune.config import require_number
 from hestia_tune.files import write_atomically
 from hestia_tune.schedule import tau_scale
+from hestia_tune.sections import EstimationConfig
 from hestia_tune.sensitivity.segments import CalibrationBatch
 
-# An interval of this many standard errors around a trace must not reach 0 (95%).
-RESOLVED_ERRORS = 2.0
-
+ByLayer = Mapping[str, float]  # by fully qualified name
 SCHEMA_VERSION = 2
 _COMPUTE = "compute it with `tune run hestia_sensitivity --config NAME`"
 _HEADER = ("model_fingerprint", "estimator", "dataset", "tokens_seen", "wall_time_seconds", "alpha")
@@ -52,13 +50,11 @@ _COLUMNS = {
 
 
 def is_resolved(trace: float, standard_error: float) -> bool:
-    """Whether the trace is known to be positive."""
-    return trace - RESOLVED_ERRORS * standard_error > 0
+    """Whether the trace is known to be positive: by 2 standard errors (95%)."""
+    return trace - 2.0 * standard_error > 0
 
 
-def usable_traces(
-    traces: Mapping[str, float], standard_errors: Mapping[str, float]
-) -> tuple[dict[str, float], dict[str, float]]:
+def usable_traces(traces: ByLayer, standard_errors: ByLayer) -> tuple[ByLayer, ByLayer]:
     """Traces and standard errors, in which an unresolved layer has those of the smallest resolved.
 
     Raises:
@@ -75,9 +71,7 @@ def usable_traces(
     return tuple({n: column[s] for n, s in source.items()} for column in (traces, standard_errors))
 
 
-def standardised(
-    traces: Mapping[str, float], epsilon: float = 0.0
-) -> tuple[list[float], float, float]:
+def standardised(traces: ByLayer, epsilon: float = 0.0) -> tuple[list[float], float, float]:
     """(z, mu, sigma) of Eq. 11: z_i = (log h_i - mu)/sigma, sigma with epsilon added.
 
     mu and sigma are the mean and the (population) standard deviation of the log traces.
@@ -88,7 +82,7 @@ def standardised(
 
 
 def sensitivity_scores(
-    traces: Mapping[str, float], *, kappa: float = 1.0, epsilon: float = 1e-8
+    traces: ByLayer, *, kappa: float = 1.0, epsilon: float = 1e-8
 ) -> dict[str, float]:
     """s_i = sigmoid(kappa·(log h_i - mu)/(sigma + eps)) over all layers (Eq. 11), h_i the traces.
 
@@ -104,11 +98,7 @@ def sensitivity_scores(
 
 
 def score_standard_errors(
-    traces: Mapping[str, float],
-    standard_errors: Mapping[str, float],
-    *,
-    kappa: float = 1.0,
-    epsilon: float = 1e-8,
+    traces: ByLayer, standard_errors: ByLayer, *, kappa: float = 1.0, epsilon: float = 1e-8
 ) -> dict[str, float]:
     """Standard errors of the scores, to first order, from independent ones of positive traces.
 
@@ -136,9 +126,8 @@ class SensitivityArtifact:
     Args:
         traces: fully qualified name -> trace of that weight's diagonal block of the Hessian
             (Eq. 10) or of the Gauss-Newton matrix, of the loss in nats per token.
-        standard_errors: of the traces as estimates for the calibration samples, same keys.
-        scores: s_i in (0, 1) (Eq. 11), same keys; empty for those that the estimator's kappa and
-            epsilon give, an unresolved trace counting as the smallest resolved one.
+        standard_errors: of the traces, as estimates for the calibration samples.
+        scores: s_i in (0, 1) (Eq. 11); empty for those of the estimator's kappa and epsilon.
         model_fingerprint: see `model_fingerprint`.
         probes: matrix-vector products (or backward passes) behind each trace; empty if unknown.
         estimator: method, settings and seed of the estimation.
@@ -148,8 +137,8 @@ class SensitivityArtifact:
         alpha: of the config (Eq. 13), for the column tau_scale.
 
     Raises:
-        TypeError, ValueError: naming the layer whose number is out of range; if the columns name
-            different layers; if scores are to be made and no trace is resolved.
+        TypeError, ValueError: naming the layer whose number is out of range; if columns name other
+            layers; if scores are to be made and no trace is resolved.
     """
 
     traces: dict[str, float]
@@ -179,7 +168,7 @@ class SensitivityArtifact:
                 require_number(f"{key} of {name}", value, low, high)
 
     @property
-    def _usable(self) -> tuple[dict[str, float], dict[str, float]]:
+    def _usable(self) -> tuple[ByLayer, ByLayer]:
         return usable_traces(self.traces, self.standard_errors)
 
     @property
@@ -199,20 +188,19 @@ class SensitivityArtifact:
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON file (temporary name, then rename)."""
-        unresolved = self.unresolved
         _, mean, deviation = standardised(self._usable[0])
         summary = {
             "mean_log_trace": mean,
             "std_log_trace": deviation,
             "max_score_standard_error": max(self.score_standard_errors.values()),
-            "unresolved": unresolved,
+            "unresolved": self.unresolved,
         }
         layers = {
             name: {
                 "trace": trace,
                 "standard_error": self.standard_errors[name],
                 "probes": self.probes[name],
-                "resolved": name not in unresolved,
+                "resolved": is_resolved(trace, self.standard_errors[name]),
                 "score": self.scores[name],
                 "tau_scale": tau_scale(self.alpha, self.scores[name]),
             }
@@ -235,12 +223,10 @@ class SensitivityArtifact:
         if not path.is_file():
             raise FileNotFoundError(f"sensitivity file {path} does not exist; {_COMPUTE}")
         try:
-            text = path.read_text(encoding="utf-8")
-            document = json.loads(text, object_pairs_hook=_without_duplicates)
-            if document["schema_version"] != SCHEMA_VERSION:
-                raise ValueError(
-                    f"schema_version must be {SCHEMA_VERSION}; got {document['schema_version']}"
-                )
+            document = json.loads(path.read_text("utf-8"), object_pairs_hook=_without_duplicates)
+            version = document["schema_version"]
+            if version != SCHEMA_VERSION:
+                raise ValueError(f"schema_version must be {SCHEMA_VERSION}; got {version}")
             layers = document["layers"].items()
             columns = {
                 column: {name: entry[key] for name, entry in layers}
@@ -248,10 +234,8 @@ class SensitivityArtifact:
             }
             return cls(**columns, **{key: document[key] for key in _HEADER})
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"it lacks the field {error}" if isinstance(error, KeyError) else error
-            raise ValueError(
-                f"sensitivity file {path} is not valid: {reason}; {_COMPUTE}"
-            ) from None
+            fault = f"it lacks the field {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"sensitivity file {path} is not valid: {fault}; {_COMPUTE}") from None
 
     def of_estimation(self, identity: Mapping[str, Any]) -> "SensitivityArtifact":
         """This artifact, with scores of the gain kappa that is asked for.
@@ -273,9 +257,7 @@ class SensitivityArtifact:
         """Raises ValueError unless these are its layers and, if given, this its fingerprint."""
         odd = set(names) ^ set(self.scores)
         if odd:
-            raise ValueError(
-                f"the sensitivity file and the quantized layers differ in {min(odd)}; {_COMPUTE}"
-            )
+            raise ValueError(f"the sensitivity file and the model differ in {min(odd)}; {_COMPUTE}")
         if fingerprint not in (None, self.model_fingerprint):
             raise ValueError(f"the sensitivity file was computed for other weights; {_COMPUTE}")
 
@@ -300,10 +282,24 @@ def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     return _digest((name, weight.view(torch.int16)) for name, weight in rounded)
 
 
-def samples_digest(batches: Sequence[CalibrationBatch]) -> str:
-    """A digest of the calibration tokens, their labels, and how they are batched."""
-    values = ((b.tokens, b.labels, *b.model_inputs.values()) for b in batches)
-    return _digest(("", value) for batch in values for value in batch)
+def estimation_identity(
+    weights: Mapping[str, torch.Tensor],
+    batches: Sequence[CalibrationBatch],
+    settings: EstimationConfig,
+) -> dict[str, Any]:
+    """What the numbers of an estimation depend on, by field of the artifact.
+
+    Args:
+        weights: fully qualified name -> pretrained weight, in any dtype.
+    """
+    methods = {"hessian": "hutch++" if settings.fixed else "hutchinson", "fisher": "gauss-newton"}
+    estimator = {"method": methods[settings.curvature], **asdict(settings)}
+    for key in ("output", "overwrite", "vectors_at_once"):
+        del estimator[key]
+    inputs = (value for b in batches for value in (b.tokens, b.labels, *b.model_inputs.values()))
+    dataset = {"num_batches": len(batches), "digest": _digest(("", value) for value in inputs)}
+    fingerprint = model_fingerprint(weights)
+    return {"model_fingerprint": fingerprint, "estimator": estimator, "dataset": dataset}
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -29,14 +29,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hestia_tune.sections import EstimationConfig
-from hestia_tune.sensitivity.segments import (
-    IGNORE_INDEX,
-    CalibrationBatch,
-    Segment,
-    cut,
-    logits_of,
-    mean_loss,
-)
+from hestia_tune.sensitivity.segments import CalibrationBatch, Segment, cut, logits_of, mean_loss
 
 # They share one run of every segment (3 units of work, against some 4 for each of them), and are
 # recorded together.
@@ -75,15 +68,13 @@ class HessianBatch:
 
     Args:
         hidden: input of the first segment.
-        segments: the chain. Its weights must require gradients; no other parameter should.
-            Float32 or float64: bfloat16 has too few digits for a second derivative.
+        segments: the chain, in float32 or float64 (bfloat16 has too few digits for a second
+            derivative). Its weights must require gradients; no other parameter should.
         vectors_at_once: directions that go through a segment together (vmap), at as many times
             the memory; 1 is fastest on CPUs.
     """
 
-    def __init__(
-        self, hidden: torch.Tensor, segments: Sequence[Segment], *, vectors_at_once: int = 1
-    ):
+    def __init__(self, hidden: torch.Tensor, segments: Sequence[Segment], vectors_at_once: int = 1):
         self._segments = segments
         self._vectors_at_once = vectors_at_once
         self._place = {name: k for k, s in enumerate(segments) for name in s.weights}
@@ -124,10 +115,9 @@ class HessianBatch:
         """Carries all directions from their segments up to the loss.
 
         Yields:
-            (number of the direction, index of the segment, x, y), for each direction in each
-            segment from its own upwards; v^T H v is the sum of all x·y. In its own segment x is
-            d<gradient, v>/dW and y is v, like the weight; above, x is c and y is a, like the
-            hidden states.
+            (number of the direction, index of the segment, x, y) for each segment from its own
+            upwards; v^T H v is the sum of all x·y. In its own, x is d<gradient, v>/dW and y is v,
+            like the weight; above, x is c and y is a, like the hidden states.
         """
         places = [self._place[name] for name, _ in directions]
         carried: dict[int, torch.Tensor] = {}  # number of a direction -> a: (batch, seq_len, dim)
@@ -243,7 +233,7 @@ def fisher_traces(
         Name -> estimate; NaN for all if the logits are not finite.
     """
     logits = logits_of(model, batch)
-    counted = batch.labels != IGNORE_INDEX
+    counted = batch.labels >= 0
     probabilities = logits.detach()[counted].softmax(-1, dtype=torch.float32)  # (n, vocabulary)
     if not probabilities.isfinite().all():  # nothing can be sampled from them
         yield from (dict.fromkeys(weights, math.nan) for _ in generators)
@@ -291,7 +281,6 @@ def estimation_memory(
         model: a copy on the meta device, in the dtype of the estimation.
         names: fully qualified names of the layers to measure.
         batch: one calibration batch (only its shapes matter).
-        settings: of the estimation.
     """
     batch = batch.to("meta")
     weights = {name: model.get_submodule(name).weight for name in names}

@@ -1,14 +1,13 @@
 """From a pretrained model and calibration batches to the sensitivity artifact.
 
-The trace of a layer is that of the Hessian (or Gauss-Newton) block of the mean loss over all
-calibration tokens: the mean of the batches' traces, weighted by their tokens. Every batch gets its
-own probes, at least two for each layer, whose spread within the batch gives the standard error;
-so the error is that of the estimation, for these samples. Rounds: every layer gets the floor; then
-those whose score is not known well enough get as many as their spread asks for, up to the cap.
+A layer's trace, of the mean loss over all calibration tokens, is the mean of the batches' traces,
+weighted by their tokens. Every batch gets its own probes, at least two for each layer, whose spread
+within the batch gives the standard error; so the error is that of the estimation, for these
+samples. Rounds: every layer gets the floor; then those whose score is not known well enough get as
+many as their spread asks for, up to the cap.
 
-Probes are numbered, and a probe's random numbers follow from the seed, the layer, the batch and its
-number alone. So ranks share the batches out, a killed estimation goes on (`Journal`), and the
-result is that of one uninterrupted process.
+A probe's random numbers follow from the seed, the layer, the batch and its own number alone. So
+ranks share the batches out, a killed estimation goes on, and the result is that of one process.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,21 +28,14 @@ from torch import nn
 from tqdm import tqdm
 
 from hestia_tune.sections import EstimationConfig
+from hestia_tune.sensitivity import curvature
 from hestia_tune.sensitivity.artifact import (
-    RESOLVED_ERRORS,
+    ByLayer,
     SensitivityArtifact,
+    estimation_identity,
     is_resolved,
-    model_fingerprint,
-    samples_digest,
     score_standard_errors,
     usable_traces,
-)
-from hestia_tune.sensitivity.curvature import (
-    DIRECTIONS_PER_WALK,
-    HessianBatch,
-    fisher_traces,
-    hutchpp,
-    rademacher,
 )
 from hestia_tune.sensitivity.segments import CalibrationBatch, cut
 
@@ -62,8 +54,7 @@ class Journal:
     reads the files of all ranks, whatever their number was, and measures only what is missing.
 
     Args:
-        folder: of an estimation with these weights, samples, seed and settings alone; None keeps
-            everything in memory.
+        folder: of one estimation (weights, samples, settings); None keeps everything in memory.
         rank: of this process.
     """
 
@@ -144,27 +135,6 @@ def estimate_sensitivity(
     return artifact
 
 
-def estimation_identity(
-    weights: Mapping[str, torch.Tensor],
-    batches: Sequence[CalibrationBatch],
-    settings: EstimationConfig,
-) -> dict[str, Any]:
-    """What the numbers of an estimation depend on, by field of the artifact.
-
-    Args:
-        weights: fully qualified name -> pretrained weight, in any dtype.
-    """
-    methods = {"hessian": "hutch++" if settings.fixed else "hutchinson", "fisher": "gauss-newton"}
-    estimator = {"method": methods[settings.curvature], **asdict(settings)}
-    for key in ("output", "overwrite", "vectors_at_once"):
-        del estimator[key]
-    return {
-        "model_fingerprint": model_fingerprint(weights),
-        "estimator": estimator,
-        "dataset": {"num_batches": len(batches), "digest": samples_digest(batches)},
-    }
-
-
 def probe_generator(seed: int, key: Key, device: torch.device) -> torch.Generator:
     """The source of a probe's random numbers: the same wherever and whenever it is measured."""
     name, batch, probe = key
@@ -213,9 +183,7 @@ class _Estimation:
         trace, variance = (shares * means).sum(), (shares.square() * variances).sum()
         return trace.item(), variance.sqrt().item(), int(probes.sum())
 
-    def _wanted(
-        self, counts: dict[str, int], traces: dict[str, float], errors: dict[str, float]
-    ) -> dict[str, int]:
+    def _wanted(self, counts: dict[str, int], traces: ByLayer, errors: ByLayer) -> dict[str, int]:
         """Probes per batch of the next round."""
         settings = self.settings
         resolved = {name for name in traces if is_resolved(traces[name], errors[name])}
@@ -230,8 +198,7 @@ class _Estimation:
                 ratio = score_errors[name] * error / settings.target_standard_error
                 more = math.ceil(count * min(ratio, 100.0) ** 2)
             else:  # doubled, unless it is negative beyond doubt
-                upper = traces[name] + 2 * RESOLVED_ERRORS * errors[name]
-                more = count * 2 if upper > 0 else count
+                more = count if is_resolved(-traces[name], 2 * errors[name]) else count * 2
             wanted[name] = min(settings.num_probes, max(count, more))
         if settings.curvature == "fisher":  # a pass measures all layers anyway
             return dict.fromkeys(wanted, max(wanted.values()))
@@ -239,11 +206,9 @@ class _Estimation:
 
     def _round(self, counts: dict[str, int]) -> None:
         """Measures what is missing up to ``counts`` probes per batch, and shares it."""
-        rank, world_size = 0, 1
-        if dist.is_initialized():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         missing = []
-        for batch in range(rank, len(self.batches), world_size):
+        for batch in range(rank, len(self.batches), ranks):
             keys = ((name, batch, k) for name, count in counts.items() for k in range(count))
             missing.append([key for key in keys if key not in self.journal.values])
         total = sum(map(len, missing))
@@ -258,8 +223,8 @@ class _Estimation:
                             )
                     self.journal.add(measured)
                     bar.update(len(measured))
-        if world_size > 1:
-            everyone: list[dict[Key, list[float]]] = [{}] * world_size
+        if ranks > 1:
+            everyone: list[dict[Key, list[float]]] = [{}] * ranks
             dist.all_gather_object(everyone, self.journal.values)
             for values in everyone:
                 self.journal.values |= values
@@ -269,24 +234,20 @@ class _Estimation:
         settings, weights, index = self.settings, self.weights, keys[0][1]
         device = next(iter(weights.values())).device
         batch = self.batches[index].to(device)
-
-        def generator(key: Key) -> torch.Generator:
-            return probe_generator(settings.seed or 0, key, device)
-
+        generator = partial(probe_generator, settings.seed or 0, device=device)
         if settings.curvature == "fisher":
             probes = sorted({probe for _, _, probe in keys})
             sources = (generator(("", index, probe)) for probe in probes)
-            passes = fisher_traces(self.model, weights, batch, sources)
+            passes = curvature.fisher_traces(self.model, weights, batch, sources)
             for probe, traces in zip(probes, passes, strict=True):
                 yield {(name, index, probe): [trace] for name, trace in traces.items()}
             return
-        hessian = HessianBatch(
-            *cut(self.model, weights, batch), vectors_at_once=settings.vectors_at_once
-        )
+        first, segments = cut(self.model, weights, batch)
+        hessian = curvature.HessianBatch(first, segments, settings.vectors_at_once)
         if settings.fixed:
             for key in keys:
                 name = key[0]
-                found = hutchpp(
+                found = curvature.hutchpp(
                     partial(hessian.products, name),
                     lambda vs, name=name: hessian.quadratic_forms([(name, v) for v in vs]),
                     weights[name].detach(),
@@ -296,10 +257,10 @@ class _Estimation:
                 )
                 yield {key: list(found)}
             return
-        for start in range(0, len(keys), DIRECTIONS_PER_WALK):
-            group = keys[start : start + DIRECTIONS_PER_WALK]
+        for start in range(0, len(keys), curvature.DIRECTIONS_PER_WALK):
+            group = keys[start : start + curvature.DIRECTIONS_PER_WALK]
             directions = [
-                (key[0], lambda key=key: rademacher(weights[key[0]], generator(key)))
+                (key[0], lambda key=key: curvature.rademacher(weights[key[0]], generator(key)))
                 for key in group
             ]
             forms = hessian.quadratic_forms(directions)

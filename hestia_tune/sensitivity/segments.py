@@ -80,8 +80,8 @@ def cut(
 ) -> tuple[torch.Tensor, list[Segment]]:
     """(input of the first segment, the segments in order) for one batch.
 
-    As one segment, if several would not compute the model's loss (which two forwards find out,
-    except on the meta device), or if a weight is used by more than one.
+    As one segment, if several would not compute the model's loss (two forwards find out, except on
+    the meta device), or if a weight is used by more than one.
 
     Args:
         model: takes tokens and the batch's ``model_inputs``, gives logits.
@@ -104,7 +104,7 @@ def cut(
             with torch.no_grad():
                 first = model.tok_embeddings(batch.tokens)
                 loss = functools.reduce(lambda hidden, forward: forward(hidden), forwards, first)
-                same = loss.is_meta or loss.isclose(whole(batch.tokens), rtol=1e-3, atol=1e-6)
+                same = loss.is_meta or abs(loss - whole(batch.tokens)) <= 1e-3 * loss + 1e-6
             if same:
                 return first, list(map(Segment, forwards, parts[1:]))
     return batch.tokens, [Segment(whole, weights)]
