@@ -104,8 +104,8 @@ def estimate_sensitivity(
         FloatingPointError: naming the layer and the batch, if a product is not finite.
     """
     settings = settings or EstimationConfig()
-    if not weights or not batches:
-        raise ValueError("sensitivity needs at least one layer and one calibration sample")
+    if not weights or not any(batch.num_predicted for batch in batches):
+        raise ValueError("sensitivity needs at least one layer and one token to predict")
     for name, weight in weights.items():
         if weight.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} is {weight.dtype}; load the model in float32")

@@ -228,13 +228,13 @@ def test_what_is_not_finite_names_the_layer_and_the_batch(mode, value):
 @modes
 def test_nothing_to_measure(mode):
     model, batches = make()
-    with pytest.raises(ValueError, match="at least one layer and one calibration sample"):
+    with pytest.raises(ValueError, match="at least one layer and one token to predict"):
         run(made=(model, []), **MODES[mode])
-    with pytest.raises(ValueError, match="at least one layer and one calibration sample"):
+    with pytest.raises(ValueError, match="at least one layer and one token to predict"):
         run(made=(model, batches), weights={}, **MODES[mode])
     tokens = batches[0].tokens
     empty = CalibrationBatch(tokens=tokens, labels=torch.full_like(tokens, -100))
-    with pytest.raises(ValueError, match="no layer's trace is known to be positive"):
+    with pytest.raises(ValueError, match="at least one layer and one token to predict"):
         run(made=(model, [empty]), **MODES[mode])
 
 
