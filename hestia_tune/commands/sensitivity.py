@@ -1,8 +1,7 @@
 """The sensitivity recipe: the YAML's model and data in, the artifact and two pictures out.
 
-Every rank holds the whole model in float32 and measures its share of the calibration batches.
+Every rank holds the whole model in float32 and measures a share of the batches. In output_dir:
 
-output_dir/
     sensitivity.json       the artifact (`hestia_tune.sensitivity.artifact`)
     sensitivity.png        traces, layers by projections
     temperatures.png       the fan of temperatures that the config's schedule makes of them
@@ -155,7 +154,8 @@ class SensitivityRecipe:
         tau_init = options.tau_init
         if tau_init == "auto":
             dtype = training.get_dtype(self.options.dtype, self.device)
-            tau_init = build.fit_temperature(state, artifact.traces, self.component, dtype)
+            weights = (state[f"{name}.weight"].to(dtype) for name in artifact.traces)
+            tau_init = self.component.method.fit_temperature(weights)
         schedule = AnnealingSchedule(400, rho=options.rho, tau_init=tau_init, alpha=options.alpha)
         fan = f"{self.path.stem}_temperatures.png".removeprefix("sensitivity_")
         plot_temperatures(schedule, artifact.scores, self.path.with_name(fan))
