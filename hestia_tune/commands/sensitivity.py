@@ -123,7 +123,7 @@ class SensitivityRecipe:
         cfg, settings = self.cfg, self.settings
         tokenizer = config.instantiate(cfg.tokenizer)
         dataset, packed = data.build_dataset(
-            cfg.dataset, tokenizer, "dataset", batch_size=1, calibration_seed=settings.seed
+            cfg.dataset, tokenizer, "dataset", calibration_seed=settings.seed
         )
         if isinstance(dataset, StreamingTextDataset):  # its seed shuffles blocks of documents
             samples = list(itertools.islice(dataset, settings.num_samples))
