@@ -33,8 +33,11 @@ metadata: {version: 1.0}
 """
 
 
-def make_task_folder(folder, num=13):
-    """Writes the tasks ``tiny_choice`` and ``tiny_rolling``; returns the folder."""
+def make_task_folder(folder, num=13, official=()):
+    """Writes the tasks ``tiny_choice`` and ``tiny_rolling``; returns the folder.
+
+    ``official`` are names of lm-eval's tasks under which ``tiny_choice`` is written as well.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
         {
@@ -45,7 +48,9 @@ def make_task_folder(folder, num=13):
         for i in range(num)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, text in (("choice", MULTIPLE_CHOICE), ("rolling", ROLLING)):
+    texts = {"choice": MULTIPLE_CHOICE, "rolling": ROLLING}
+    texts |= {name: MULTIPLE_CHOICE.replace("tiny_choice", name) for name in official}
+    for name, text in texts.items():
         (folder / f"{name}.yaml").write_text(text.replace("FOLDER", str(folder)))
     return folder
 

@@ -71,16 +71,16 @@ def test_gradients_and_codes_in_and_out_of_the_zones(scripts, monkeypatch):
 
     def step(recipe, *_):
         weight.grad = torch.tensor([[1.0, -2.0, 3.0, 4.0]])
-        recipe._clip_gradients()
+        recipe.clip_gradients()
         weight.data.copy_(torch.tensor(next(to)))
         recipe.global_step += 1
         return False
 
-    monkeypatch.setattr(dead_zones.HestiaQATRecipe, "_train_step", step)
+    monkeypatch.setattr(dead_zones.HestiaQATRecipe, "train_step", step)
     weight.data.copy_(torch.tensor(first))
     recipe._begin()
     for _ in range(3):
-        recipe._train_step(None, None, None)
+        recipe.train_step(None)
     same = {"zone": 0.5, "gradient_inside": 3.0, "gradient_outside": 2.0}
     assert recipe.observed == [
         {"step": 0, **same, "flips": 0.5, "moved": 0.5, "ever": 0.5},

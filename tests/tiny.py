@@ -176,7 +176,7 @@ def run(
     try:
         recipe = HestiaQATRecipe(cfg)
         recipe.setup(cfg)
-        recipe.finished = recipe.train()
+        recipe.train()
         before_cleanup(recipe)
     finally:
         if torch.distributed.is_initialized():

@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from hestia_tune.commands.configs import config_path
 from hestia_tune.commands.sensitivity import SensitivityRecipe
-from hestia_tune.evaluation.evaluate import versions
+from hestia_tune.evaluation import versions
 from hestia_tune.files import write_atomically
 from hestia_tune.training.recipe import HARD, HestiaQATRecipe
 
@@ -155,9 +155,10 @@ class Study:
         started = time.perf_counter()
         cfg.output_dir, cfg.sensitivity = str(folder), self.sensitivity(method)
         recipe = self.recipe(cfg)
-        recipe.setup(recipe.cfg)
+        recipe.setup(recipe.run.cfg)
         try:
-            if not recipe.train():
+            recipe.train()
+            if not recipe.finished:
                 raise KeyboardInterrupt
         except FloatingPointError as error:
             print(f"{method.name}, {label}: {error}", flush=True)
@@ -172,7 +173,7 @@ class Study:
             "seconds": round(time.perf_counter() - started, 1),
             "versions": versions(),
         }
-        recipe.cleanup(end_process_group=False)
+        recipe.release()
         # A study makes many runs; what it compares is in the record.
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         write_atomically(path, json.dumps(record, indent=1) + "\n")

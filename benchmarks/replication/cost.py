@@ -28,12 +28,10 @@ import torch
 from common import METHODS, Method, settings_of
 from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
-from tqdm import tqdm
 
-from hestia_tune.distributed import StopRequest
 from hestia_tune.files import write_atomically
+from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import HestiaQATQuantizer
-from hestia_tune.training import setup as recipe_setup
 from hestia_tune.training.recipe import HestiaQATRecipe
 
 NAMES = ("plain", "straight-through", "Hestia, uniform", "Fairy2i")
@@ -72,9 +70,6 @@ class NoTokenizer:
 class NoDriver:
     """Takes the place of the schedule's driver where nothing is quantized."""
 
-    def __init__(self, *_):
-        pass
-
     def set_step(self, step: int) -> None:
         pass
 
@@ -83,19 +78,19 @@ class NoDriver:
 
 
 class CostRecipe(HestiaQATRecipe):
-    """Starts from random weights."""
+    """Starts from random weights, and trains plain linears too."""
 
-    def _read_pretrained(self, artifact):
+    def make_driver(self, scores):
+        return super().make_driver(scores) if quantized_linears(self.model) else NoDriver()
+
+    def read_pretrained(self, plain, artifact):
         generator = torch.Generator().manual_seed(0)
         return {
             name: torch.randn(value.shape, generator=generator) * 0.02
             if value.dim() >= 2
             else torch.ones(value.shape)
-            for name, value in self._model.state_dict().items()
+            for name, value in plain.state_dict().items()
         }
-
-    def _schedule_metrics(self, step):
-        return super()._schedule_metrics(step) if self.driver.temperatures(step) else {}
 
 
 def config_of(options: argparse.Namespace, name: str):
@@ -136,34 +131,31 @@ def peak_resident() -> int:
 
 def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
     """Seconds of the fastest step and peak memory of one method, in this process."""
-    if name == "plain":
-        recipe_setup.ScheduleDriver = NoDriver
     recipe = CostRecipe(config_of(options, name))
-    recipe.setup(recipe.cfg)
-    is_cuda = recipe._device.type == "cuda"
-    batches, bar, seconds = recipe.data.begin(0), tqdm(disable=True), []
+    recipe.setup(recipe.run.cfg)
+    is_cuda = recipe.options.device == "cuda"
+    batches, seconds = recipe.data.begin(0), []
 
     def step() -> None:
         started = time.perf_counter()
-        recipe._train_step(batches, stop, bar)
+        recipe.train_step(recipe.data.fetch(batches))
         if is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
 
-    with StopRequest().installed() as stop:
-        for _ in range(_WARM_UP):
+    for _ in range(_WARM_UP):
+        step()
+    reset_peak(is_cuda)
+    for _ in range(options.steps - options.profile):
+        step()
+    if options.profile:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
+        with profile(activities=activities) as profiler:
             step()
-        reset_peak(is_cuda)
-        for _ in range(options.steps - options.profile):
-            step()
-        if options.profile:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
-            with profile(activities=activities) as profiler:
-                step()
-            key = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
-            table = profiler.key_averages().table(sort_by=key, row_limit=12)
-            print(f"{name}:\n{table}", file=sys.stderr)
-            seconds.pop()
+        key = "self_cuda_time_total" if is_cuda else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=12)
+        print(f"{name}:\n{table}", file=sys.stderr)
+        seconds.pop()
     peak = torch.cuda.max_memory_allocated() if is_cuda else peak_resident()
     return {"seconds": min(seconds[_WARM_UP:]), "peak": peak}
 

@@ -20,6 +20,7 @@ import torch
 from common import HARD, METHODS, Study, many_runs, settings_of
 
 from hestia_tune.files import write_atomically
+from hestia_tune.methods.granularity import block_view
 from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.training.recipe import HestiaQATRecipe
 
@@ -52,12 +53,14 @@ class ObservedRecipe(HestiaQATRecipe):
         return torch.cat(found)
 
     @torch.no_grad()
-    def _clip_gradients(self) -> float | None:
+    def clip_gradients(self) -> float | None:
         """Between backward and the optimizer's step."""
         if self.global_step % self.every == 0:
             inside, gradients = [], []
             for layer, quantizer in self._layers():
-                distance, _ = quantizer.normalized(full_tensor(layer.weight))
+                weight = full_tensor(layer.weight)
+                blocks = block_view(weight, quantizer.group_size).abs()
+                distance = (blocks / quantizer.codes(weight)[1].unsqueeze(-1)).flatten()
                 inside.append((distance - 0.5).abs() < self.zone)
                 gradients.append(full_tensor(layer.weight.grad).abs().flatten())
             inside, gradients = torch.cat(inside), torch.cat(gradients).double()
@@ -69,11 +72,11 @@ class ObservedRecipe(HestiaQATRecipe):
                     "gradient_outside": float(gradients[~inside].mean()),
                 }
             )
-        return super()._clip_gradients()
+        return super().clip_gradients()
 
-    def _train_step(self, batches, stop, progress) -> bool:
+    def train_step(self, batches):
         step = self.global_step
-        stopping = super()._train_step(batches, stop, progress)
+        result = super().train_step(batches)
         codes = self._codes()
         self._ever |= codes != self._first
         if step % self.every == 0:
@@ -83,7 +86,7 @@ class ObservedRecipe(HestiaQATRecipe):
                 "ever": float(self._ever.double().mean()),
             }
         self._last = codes
-        return stopping
+        return result
 
     def _finish(self) -> None:
         super()._finish()

@@ -1,34 +1,32 @@
 """Zero-shot tasks of lm-evaluation-harness, perplexity, and models compared.
 
-    from hestia_tune.evaluation import ModelResult, compare, evaluate_tasks, perplexity
+    from hestia_tune.sections import EvalConfig
+    from hestia_tune.evaluation import Evaluator, compare
 
-    results = []
-    for name, model in models.items():
-        found = evaluate_tasks(model, tokenizer, ["hestia_zeroshot"], window=2048)
-        results.append(ModelResult(name=name, tasks=found))
-    table = compare(results)
+    evaluator = Evaluator(EvalConfig(tasks=["hestia_zeroshot"]), tokenizer, max_seq_len=2048)
+    table = compare([evaluator.evaluate(name, model) for name, model in models.items()])
     print(table.markdown())
     table.save("results.json")
 
-Tasks need ``pip install 'hestia-tune[eval]'``; perplexity and comparisons do not.
+Needs ``pip install 'hestia-tune[eval]'``.
 """
 
-from hestia_tune.evaluation.comparison import Comparison, ModelResult, compare
-from hestia_tune.evaluation.documents import read_documents
-from hestia_tune.evaluation.evaluate import evaluate_tasks
-from hestia_tune.evaluation.perplexity import PerplexityResult, perplexity
-from hestia_tune.evaluation.tasks import GROUPS, check_tasks, expand_groups, make_task_manager
+from hestia_tune.evaluation.compare import Comparison, ModelResult, compare
+from hestia_tune.evaluation.evaluator import Evaluator, metrics_of, plain_outputs
+from hestia_tune.evaluation.harness import evaluate_tasks, find_tasks, load_tasks, versions
+from hestia_tune.evaluation.perplexity import perplexity, read_documents
 
 __all__ = [
-    "GROUPS",
     "Comparison",
+    "Evaluator",
     "ModelResult",
-    "PerplexityResult",
-    "check_tasks",
     "compare",
     "evaluate_tasks",
-    "expand_groups",
-    "make_task_manager",
+    "find_tasks",
+    "load_tasks",
+    "metrics_of",
     "perplexity",
+    "plain_outputs",
     "read_documents",
+    "versions",
 ]

@@ -14,154 +14,81 @@ compare across tokenizers.
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from tqdm import tqdm
+from hestia_tune.config import nearest, require_number
+from hestia_tune.evaluation.harness import hub_errors
+from hestia_tune.sections import TextConfig
 
-from hestia_tune.evaluation.batching import Batcher
-from hestia_tune.evaluation.forward import ModelForward, check_vocabulary
-from hestia_tune.evaluation.scoring import Request, plan_rows, score_rows
-from hestia_tune.evaluation.sharing import gather_from_ranks, my_share, rank_and_world_size
-from hestia_tune.evaluation.tokenization import TextCodec
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerplexityResult:
-    """The loss on some documents and what it is divided by.
-
-    Args:
-        nll: negative log-likelihood of all scored tokens, summed, in nats.
-        tokens: scored tokens (the prefix tokens are not).
-        words: pieces of the text between runs of whitespace, as lm-eval counts them.
-        bytes: of the text in UTF-8.
-        documents: how many had at least one token.
-        window, stride: as given, in tokens.
-    """
-
-    nll: float
-    tokens: int
-    words: int
-    bytes: int
-    documents: int
-    window: int
-    stride: int
-
-    @property
-    def token_perplexity(self) -> float:
-        return _exp(self.nll / self.tokens)
-
-    @property
-    def word_perplexity(self) -> float:
-        return _exp(self.nll / self.words)
-
-    @property
-    def byte_perplexity(self) -> float:
-        return _exp(self.nll / self.bytes)
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nll / self.bytes / math.log(2)
-
-    def to_dict(self) -> dict[str, float]:
-        """Fields and derived values, for JSON."""
-        names = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
-        return asdict(self) | {name: getattr(self, name) for name in names}
+if TYPE_CHECKING:
+    from hestia_tune.evaluation.lm import DecoderLM
 
 
 def perplexity(
-    model: nn.Module,
-    tokenizer: Any,
+    lm: "DecoderLM",
     documents: Sequence[str],
     *,
     window: int,
     stride: int | None = None,
     prefix_token: int | None = None,
-    batch_size: int | str = "auto",
-    device: torch.device | str | None = None,
     max_tokens: int | None = None,
-    progress: bool = True,
-) -> PerplexityResult:
-    """Perplexity of ``documents``, each by itself.
+) -> dict[str, float]:
+    """Perplexity of ``documents``, each by itself. Collective if there is a process group.
 
     Args:
-        model: see `ModelForward`.
-        tokenizer: see `TextCodec`; no special tokens but the prefix are put in.
+        lm: the model and its tokenizer; no special tokens but the prefix are put in.
         documents: texts, see `read_documents`.
-        window: inputs per forward, at most the model's longest.
+        window: inputs per forward, at most those of ``lm``.
         stride: tokens by which a window moves on; None is ``window``.
         prefix_token: id that stands before each document, unscored; None is BOS, or EOS if there
             is no BOS.
-        batch_size: windows per forward, or "auto" (see `Batcher`).
-        device: of the tokens; None is that of the model.
         max_tokens: score only the first so many tokens; words and bytes are then those of the
             text that these tokens decode to. None is all.
-        progress: show a progress bar on rank 0.
 
     Returns:
-        The same on every rank. Windows are shared out over the ranks of a process group.
+        On every rank, JSON-ready: ``nll``, the negative log-likelihood of all scored tokens,
+        summed, in nats; what it is divided by: ``tokens`` (scored; the prefix tokens are not),
+        ``words`` (pieces between runs of whitespace, as lm-eval counts them), ``bytes`` (in
+        UTF-8), ``documents`` (with at least one token); ``window`` and ``stride``, in tokens;
+        ``token_perplexity``, ``word_perplexity``, ``byte_perplexity`` and ``bits_per_byte``.
 
     Raises:
-        ValueError: on a window, stride or limit out of range, no tokens, or a tokenizer that does
-            not fit the model.
+        ValueError: on a window, stride or limit out of range, or no tokens.
         FloatingPointError: naming the window whose logits are NaN.
     """
+    require_number("window", window, 1, lm.max_length)
     stride = window if stride is None else stride
-    if not 1 <= stride <= window:
-        raise ValueError(
-            f"stride must be at least 1 and at most the window; got {stride} with window {window}"
-        )
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1; got {max_tokens}; use null for all")
-    codec = TextCodec(tokenizer, prefix_token=prefix_token)
-    forward = ModelForward(model, device)
-    check_vocabulary(codec, forward)
-    texts, tokenized = _tokenized(codec, documents, max_tokens)
-    requests, names = [], []
-    for number, ids in enumerate(tokenized):
-        inputs = (codec.prefix_id, *ids)
-        for start, first, end in windows(len(ids), window, stride):
-            names.append(f"tokens {first} to {end} of document {number}")
-            requests.append(
-                Request(
-                    index=len(requests),
-                    context=inputs[start : first + 1],
-                    continuation=inputs[first + 1 : end + 1],
-                )
-            )
-    if not requests:
+    require_number("stride", stride, 1, window)
+    if max_tokens is not None:
+        require_number("max_tokens", max_tokens, 1, math.inf, "use null for all")
+    prefix = lm.prefix_token_id if prefix_token is None else prefix_token
+    texts, tokenized = _tokenized(lm, documents, max_tokens)
+    if not tokenized:
         raise ValueError("the documents have no tokens; there is nothing to measure")
-
-    is_shared = not forward.is_sharded
-    rows = plan_rows(requests, window, share_contexts=False)
-    mine = my_share(rows, lambda row: row.length, is_shared)
-    batcher = Batcher(
-        batch_size, forward.device, may_retry=is_shared, most_tokens=forward.most_tokens
-    )
-    shows = progress and rank_and_world_size()[0] == 0
-
-    def run() -> dict[int, float]:
-        found: dict[int, float] = {}
-        with tqdm(total=len(mine), desc="perplexity", disable=not shows) as bar:
-            for batch in score_rows(forward, batcher, mine, names.__getitem__):
-                found |= {index: value for index, value, _ in batch}
-                bar.update(len(batch))
-        return found
-
-    values: dict[int, float] = {}
-    for found in gather_from_ranks(run, is_shared):
-        values |= found
-    return PerplexityResult(
-        nll=-math.fsum(values.values()),
-        tokens=sum(map(len, tokenized)),
-        words=sum(len(re.split(r"\s+", text)) for text in texts),
-        bytes=sum(len(text.encode("utf-8")) for text in texts),
-        documents=len(tokenized),
-        window=window,
-        stride=stride,
-    )
+    scored = []
+    for number, ids in enumerate(tokenized):
+        inputs = [prefix, *ids]
+        for start, first, end in windows(len(ids), window, stride):
+            name = f"tokens {first} to {end} of document {number}"
+            scored.append(((name,), inputs[start : first + 1], inputs[first + 1 : end + 1]))
+    nll = -math.fsum(lm.score(scored))
+    tokens = sum(map(len, tokenized))
+    words = sum(len(re.split(r"\s+", text)) for text in texts)
+    num_bytes = sum(len(text.encode("utf-8")) for text in texts)
+    return {
+        "nll": nll,
+        "tokens": tokens,
+        "words": words,
+        "bytes": num_bytes,
+        "documents": len(tokenized),
+        "window": window,
+        "stride": stride,
+        "token_perplexity": _exp(nll / tokens),
+        "word_perplexity": _exp(nll / words),
+        "byte_perplexity": _exp(nll / num_bytes),
+        "bits_per_byte": nll / num_bytes / math.log(2),
+    }
 
 
 def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -182,16 +109,16 @@ def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, in
 
 
 def _tokenized(
-    codec: TextCodec, documents: Sequence[str], max_tokens: int | None
+    lm: "DecoderLM", documents: Sequence[str], max_tokens: int | None
 ) -> tuple[list[str], list[list[int]]]:
     """Texts and their tokens, up to the limit; documents without tokens are left out."""
     texts, tokenized = [], []
     left = math.inf if max_tokens is None else max_tokens
     for text in documents:
-        ids = codec.encode(text, special=False)
+        ids = lm.tok_encode(text, add_special_tokens=False)
         if len(ids) > left:
             ids = ids[: int(left)]
-            text = codec.decode(ids)
+            text = lm.tok_decode(ids)
         if ids:
             texts.append(text)
             tokenized.append(ids)
@@ -203,3 +130,66 @@ def _tokenized(
 
 def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
+
+
+def read_documents(text: TextConfig) -> list[str]:
+    """The documents of a source: a text file (one document), parquet (one per row), a dataset.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        ConnectionError: if the dataset is on a hub that cannot be reached.
+        ValueError: if a column or split is missing (those that exist are named), a text is not
+            UTF-8 or not text, or there is no text at all.
+    """
+    path = Path(text.source)
+    if path.suffix in (".json", ".jsonl", ".csv", ".gz", ".zst") and path.is_file():
+        raise ValueError(
+            f"{path} would be scored with its markup; use a text file, parquet, or a folder that "
+            "datasets reads"
+        )
+    if path.is_file() and path.suffix != ".parquet":
+        try:
+            found: list[Any] = [path.read_bytes().decode("utf-8")]
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is not UTF-8 (byte {error.start}: {error.reason}); convert it, e.g. with "
+                "iconv -t utf-8"
+            ) from None
+    else:
+        is_path = path.is_absolute() or path.suffix in (".txt", ".md", ".parquet", ".jsonl")
+        if is_path and not path.exists():
+            raise FileNotFoundError(f"{path} does not exist; check the path")
+        found = _column(text)
+    found = found[: text.limit]
+    for row, one in enumerate(found):
+        if not isinstance(one, str):
+            raise ValueError(
+                f"row {row} of column {text.column!r} of {path} is {one!r}, not text; drop such "
+                "rows or name another column"
+            )
+    if not any(found):
+        raise ValueError(f"{path} holds no text; there is nothing to measure")
+    return found if text.join is None else [text.join.join(found)]
+
+
+def _column(text: TextConfig) -> list[Any]:
+    """The column of a parquet file or a dataset."""
+    import datasets
+
+    what = {"path": text.source, "name": text.name, "split": text.split}
+    if Path(text.source).is_file():
+        what = {"path": "parquet", "data_files": text.source, "split": "train"}
+    with hub_errors(f"dataset {text.source}"):
+        try:
+            rows = datasets.load_dataset(**what)
+        except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+            raise ValueError(
+                f"dataset {text.source} (name {text.name!r}, split {text.split!r}) cannot be read: "
+                f"{error.__cause__ or error}; check the file, name and split"
+            ) from error
+    if text.column not in rows.column_names:
+        raise ValueError(
+            f"{text.source} has no column {text.column!r}{nearest(text.column, rows.column_names)}"
+            f"; columns: {', '.join(rows.column_names)}"
+        )
+    return rows[text.column][:]

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import hestia_tune
 from hestia_tune.data import DataStreamError
-from hestia_tune.distributed import StopRequest, end_process_group, on_first_rank, sum_over_ranks
+from hestia_tune.distributed import end_process_group, on_first_rank, sum_over_ranks
 from hestia_tune.evaluation import metrics_of, plain_outputs
 from hestia_tune.files import write_atomically
 from hestia_tune.modules import full_tensor
@@ -84,7 +84,7 @@ class HestiaQATRecipe(RecipeSetup):
             total=self.total_steps, initial=self.global_step, disable=not self._is_rank_zero
         )
         self._profiler.start()
-        with progress, StopRequest().installed() as self._stop:
+        with progress, self.stop_request.installed():
             while self.global_step < self.total_steps:
                 epoch_end = (self.epochs_run + 1) * self.data.steps_per_epoch
                 batches = self.data.begin(self.epochs_run)
@@ -119,14 +119,14 @@ class HestiaQATRecipe(RecipeSetup):
             loss.backward()
             losses.append(loss.detach())
             counts.append(count)
-        stop = float(self._stop.requested)
+        stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
         self._check_loss(loss_sum, num_tokens)
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
-        grad_norm = self._clip_gradients()
+        grad_norm = self.clip_gradients()
         self._learning_rate = get_lr(self._optimizer)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -222,7 +222,8 @@ class HestiaQATRecipe(RecipeSetup):
         loss = self._loss_fn(logits, labels)
         return loss * count, count
 
-    def _clip_gradients(self) -> float | None:
+    def clip_gradients(self) -> float | None:
+        """The norm of the gradient before clipping; None if it is not clipped. Collective."""
         if self._clip_grad_norm is None:
             return None
         norm = torch.nn.utils.clip_grad_norm_(
@@ -303,7 +304,6 @@ class HestiaQATRecipe(RecipeSetup):
                 "identity": self._identity,
                 "validation_losses": self.validation_losses,
                 "tokens_seen": self.tokens_seen,
-                "num_workers": self.cfg.num_workers,
             },
             keep_last=self.options.keep_last_checkpoints,
         )
@@ -335,6 +335,11 @@ class HestiaQATRecipe(RecipeSetup):
         log.info(f"hard model: {folder}")
 
     @property
+    def model(self) -> torch.nn.Module:
+        """The prepared, sharded model."""
+        return self._model
+
+    @property
     def is_first_rank(self) -> bool:
         """Whether this process speaks for all."""
         return self._is_rank_zero
@@ -360,10 +365,14 @@ class HestiaQATRecipe(RecipeSetup):
         order = (PRETRAINED, self._naive, HARD)
         return {k: self.validation_losses[k] for k in order if k in self.validation_losses}
 
-    def cleanup(self) -> None:
-        """Lets go of everything that holds the process group, and ends it once all are here."""
+    def release(self) -> None:
+        """Lets go of the model and the logger; the process group stays, for another recipe."""
         torch.distributed.barrier()
         self._model = self._optimizer = None
         if self._is_rank_zero:
             self._metric_logger.close()
+
+    def cleanup(self) -> None:
+        """`release`, and the end of the process group once all ranks are here."""
+        self.release()
         end_process_group()

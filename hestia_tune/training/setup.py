@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import training, utils
 
-from hestia_tune.distributed import ensure_process_group, on_first_rank
+from hestia_tune.distributed import StopRequest, ensure_process_group, on_first_rank
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
@@ -67,6 +67,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.validation_losses: dict[str, float] = {}
         self.tokens_seen = 0
         self.finished = False
+        self.stop_request = StopRequest()
         self._restored_random_state: dict[str, Any] | None = None
 
     def setup(self, cfg: DictConfig) -> None:
@@ -107,7 +108,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             rank_state = checkpoint.load_rank_state(resume_path, self.rank * same_ranks)
             self.data.restore(rank_state["dataloader"])
 
-        state = on_first_rank(lambda: self._read_pretrained(on_meta, artifact), share=False) or {}
+        state = on_first_rank(lambda: self.read_pretrained(on_meta, artifact), share=False) or {}
         self.schedule = self._make_schedule(state, names, resume_meta)
         scores = None if artifact is None else artifact.scores
         self._identity = on_first_rank(lambda: self._describe_run(cfg, state, names, scores))
@@ -133,11 +134,12 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
-        layers = quantized_linears(self._model)
-        self.driver = ScheduleDriver(self.schedule, layers, scores)
+        self.driver = self.make_driver(scores)
         self._statistics = None
         if options.code_statistics:
-            self._statistics = CodeStatistics(layers, self._dtype, self._device)
+            self._statistics = CodeStatistics(
+                quantized_linears(self._model), self._dtype, self._device
+            )
         self._optimizer = self._setup_optimizer(cfg.optimizer)
         self._lr_scheduler = self._setup_lr_scheduler(cfg.lr_scheduler, self.total_steps, -1)
         self._profiler = self._setup_profiler(cfg.profiler)
@@ -160,12 +162,12 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             )
         return found[-1][1]
 
-    def _read_pretrained(
-        self, on_meta: nn.Module, artifact: SensitivityArtifact | None
+    def read_pretrained(
+        self, plain: nn.Module, artifact: SensitivityArtifact | None
     ) -> dict[str, torch.Tensor]:
         """The pretrained state dict, checked against the model and the sensitivity file."""
         load = self._checkpoint_client.load_base_checkpoint
-        loaded = build.read_checkpoint(load, on_meta, self.run.cfg.checkpointer)
+        loaded = build.read_checkpoint(load, plain, self.run.cfg.checkpointer)
         if artifact is not None:
             weights = {name: loaded[f"{name}.weight"] for name in artifact.scores}
             artifact.check_model(artifact.scores, model_fingerprint(weights))
@@ -185,6 +187,10 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         return AnnealingSchedule(
             self.total_steps, rho=options.rho, tau_init=tau_init, alpha=options.alpha
         )
+
+    def make_driver(self, scores: dict[str, float] | None) -> ScheduleDriver:
+        """What hands pressure and temperature to the layers."""
+        return ScheduleDriver(self.schedule, quantized_linears(self._model), scores)
 
     def _describe_run(
         self,

@@ -36,7 +36,7 @@ class WholeModel(torch.nn.Module):
     def forward(self, tokens):
         self.calls += 1
         if self.most_tokens is not None and tokens.numel() > self.most_tokens:
-            raise torch.OutOfMemoryError("too many tokens")
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         return self.inner(tokens)
 
 

@@ -7,6 +7,7 @@ pytest.importorskip("lm_eval", reason="evaluation on tasks needs lm-eval")
 
 from eval_tiny import (  # noqa: E402
     EOS,
+    VOCAB,
     WINDOW,
     ByteTokenizer,
     WholeModel,
@@ -17,8 +18,8 @@ from eval_tiny import (  # noqa: E402
     tiny_model,
 )
 
-from hestia_tune.evaluation.adapter import DecoderLM  # noqa: E402
-from hestia_tune.evaluation.scoring import Request, fit_window, plan_rows  # noqa: E402
+from hestia_tune.evaluation import plain_outputs  # noqa: E402
+from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
 
 TOKENIZER = ByteTokenizer()
 
@@ -56,12 +57,11 @@ def expected_scores(model, requests):
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("batch_size", ["auto", 1, 3])
-@pytest.mark.parametrize("share_contexts", [True, False])
-def test_scores_equal_those_of_each_request_alone(tie, batch_size, share_contexts):
+def test_scores_equal_those_of_each_request_alone(tie, batch_size):
     for seed in range(3):
         model = tiny_model(seed, tie=tie)
         requests = mixed_requests(seed)
-        lm = make_lm(model, batch_size=batch_size, share_contexts=share_contexts)
+        lm = make_lm(model, batch_size=batch_size)
         expected = expected_scores(model, requests)
         found = lm.loglikelihood(requests)
         for (value, greedy), (wanted, is_best) in zip(found, expected, strict=True):
@@ -72,112 +72,60 @@ def test_any_module_scores_like_one_of_torchtunes_form():
     model = tiny_model()
     requests = mixed_requests(5)
     plain, ours = make_lm(WholeModel(model)), make_lm(model)
-    assert plain.forward._norm is None and ours.forward._norm is model.norm
     for a, b in zip(plain.loglikelihood(requests), ours.loglikelihood(requests), strict=True):
         assert a[0] == pytest.approx(b[0], abs=1e-3) and a[1] == b[1]
-
-
-def test_logits_in_pieces_equal_logits_at_once(monkeypatch):
-    model, requests = tiny_model(), mixed_requests(2)
-    whole = make_lm(model).loglikelihood(requests)
-    monkeypatch.setattr("hestia_tune.evaluation.forward._LOGIT_ENTRIES", 5 * 264)
-    for lm in (make_lm(model), make_lm(WholeModel(model))):
-        assert lm.forward._rows_at_once == 5
-        for a, b in zip(lm.loglikelihood(requests), whole, strict=True):
-            assert a[0] == pytest.approx(b[0], abs=1e-3) and a[1] == b[1]
-
-
-def test_only_wanted_rows_reach_the_head(monkeypatch):
-    model = tiny_model(tie=False)
-    rows = []
-    model.output.register_forward_hook(lambda module, args, out: rows.append(out.shape[:-1]))
-    lm = make_lm(model)
-    rows.clear()
-    lm.loglikelihood(
-        [request("loglikelihood", "a" * 40, " bc"), request("loglikelihood", "d", "e")]
-    )
-    assert rows == [(1, 4)]
-
-
-def test_a_norm_that_is_not_the_last_is_noticed():
-    class Twice(WholeModel):
-        """Has norm and output, but mixes positions after the norm."""
-
-        def __init__(self, inner):
-            super().__init__(inner)
-            self.norm, self.output = torch.nn.LayerNorm(264), torch.nn.Identity()
-
-        def forward(self, tokens):
-            return self.norm(self.inner(tokens)).cumsum(1)
-
-    model = Twice(tiny_model())
-    lm = make_lm(model)
-    assert lm.forward._norm is None
-    requests = mixed_requests(1)
-    for (a, _), (b, _) in zip(
-        lm.loglikelihood(requests), expected_scores(model, requests), strict=True
-    ):
-        assert a == pytest.approx(b, rel=1e-4)
 
 
 def test_bfloat16_and_chunked_output_and_training_mode_kept():
     model = tiny_model(dtype=torch.bfloat16)
     requests = mixed_requests(3)
+    plain = make_lm(model).loglikelihood(requests)
     model.train()
     model.layers[0].eval()
     modes = [module.training for module in model.modules()]
-    plain = make_lm(model).loglikelihood(requests)
-    assert [module.training for module in model.modules()] == modes
     model.set_num_output_chunks(4)
-    chunked = make_lm(model).loglikelihood(requests)
+    with plain_outputs(model):
+        assert not any(module.training for module in model.modules())
+        chunked = make_lm(model).loglikelihood(requests)
+    assert [module.training for module in model.modules()] == modes
+    assert model.num_output_chunks == 4
     for a, b in zip(plain, chunked, strict=True):
         assert a[0] == pytest.approx(b[0], abs=0.5)
 
 
-def test_shared_context_is_run_once():
-    requests = [
-        Request(index=i, context=tuple(range(30)), continuation=(i, i + 1, i + 2)) for i in range(4)
-    ]
-    (row,) = plan_rows(requests, window=64, share_contexts=True)
-    assert row.length == 30 + 4 * 2 and row.num_requests == 4
-    assert len(plan_rows(requests, window=64, share_contexts=False)) == 4
-    # Two rows of two branches each, for want of room.
-    assert [row.length for row in plan_rows(requests, window=35, share_contexts=True)] == [34, 34]
-    # Continuations of one token are never inputs: one sequence for any model.
-    single = [Request(index=i, context=(1, 2, 3), continuation=(i,)) for i in range(4)]
-    (row,) = plan_rows(single, window=64, share_contexts=False)
-    assert row.length == 3 and row.num_requests == 4
+def test_batches_hold_their_budget_of_tokens(monkeypatch):
+    monkeypatch.setattr("hestia_tune.evaluation.lm._CPU_TOKENS", 300)
+    model, sizes = tiny_model(), []
+    model.register_forward_hook(lambda module, args, out: sizes.append(args[0].shape))
+    make_lm(model).loglikelihood(mixed_requests(6, num_contexts=20))
+    assert max(batch * length for batch, length in sizes) <= 300
+    assert len(sizes) < 30  # of 92 requests
+    monkeypatch.setattr("hestia_tune.evaluation.lm._FEW_LOGITS", 100 * VOCAB)
+    sizes.clear()
+    make_lm(model).loglikelihood(mixed_requests(6, num_contexts=20))
+    assert max(batch * length for batch, length in sizes) <= 100
 
 
-@pytest.mark.parametrize("size", [10, 11, 12, 30])
-def test_window_cuts_from_the_left(size):
-    request_ = Request(index=0, context=tuple(range(size)), continuation=(7, 8))
-    fitted = fit_window(request_, window=12)
-    whole = (*request_.context, 7, 8)
-    assert (*fitted.context, *fitted.continuation) == whole[-13:]
-    assert (fitted is request_) == (size + 2 <= 13)
-
-
-def test_truncated_requests_are_counted_and_reported(caplog):
+def test_truncated_requests_are_counted():
     lm = make_lm(tiny_model())
-    long, short = "x" * 100, "x"
-    lm.loglikelihood([request("loglikelihood", text, "y") for text in (long, short, long)])
-    assert lm.truncated == 1  # asked twice, truncated once
-    assert "1 of 2 requests were longer than the window of 64" in caplog.text
+    fits, long, short = "x" * 64, "x" * 65, "x"
+    texts = (fits, long, short, long)
+    lm.loglikelihood([request("loglikelihood", text, "y") for text in texts])
+    assert lm.truncated == {(long, "y")}  # asked twice, truncated once
 
 
-def test_memory_running_out_halves_the_batch():
+def test_memory_running_out_shrinks_the_batch():
     model = tiny_model()
     small = WholeModel(model, most_tokens=200)
     requests = mixed_requests(4)
     lm = make_lm(small)
     found = lm.loglikelihood(requests)
-    assert lm._batcher.token_budget <= 200
+    assert lm._room <= 200
     for a, b in zip(found, make_lm(model).loglikelihood(requests), strict=True):
         assert a[0] == pytest.approx(b[0], abs=1e-3)
-    with pytest.raises(torch.OutOfMemoryError, match="smaller batch_size"):
+    with pytest.raises(torch.OutOfMemoryError):
         make_lm(WholeModel(model, most_tokens=200), batch_size=50).loglikelihood(requests)
-    with pytest.raises(torch.OutOfMemoryError, match="smaller window"):
+    with pytest.raises(RuntimeError, match="No executable batch size"):
         make_lm(WholeModel(model, most_tokens=30)).loglikelihood(requests)
 
 
@@ -200,11 +148,10 @@ def test_rolling_scores_every_token_once_in_disjoint_windows():
 
 
 @pytest.mark.parametrize("batch_size", ["auto", 1, 2])
-@pytest.mark.parametrize("cached", [True, False])
-def test_generation_continues_each_prompt_as_alone(cached, batch_size):
+def test_generation_continues_each_prompt_as_alone(batch_size):
     for seed in range(3):
         model = tiny_model(seed)
-        lm = make_lm(model if cached else WholeModel(model), batch_size=batch_size)
+        lm = make_lm(model, batch_size=batch_size)
         prompts = ["a", "hello world", "xyz " * 10, "q" * 70]
         settings = {"until": [], "max_gen_toks": 20}
         before = lm.loglikelihood([request("loglikelihood", "hello", " you")])
@@ -214,7 +161,6 @@ def test_generation_continues_each_prompt_as_alone(cached, batch_size):
             expected = reference_generate(model, ids, 20)
             assert text == TOKENIZER.decode([i for i in expected if i != EOS])
         assert settings == {"until": [], "max_gen_toks": 20}
-        # Caches that stayed behind would make attention see the future.
         assert lm.loglikelihood([request("loglikelihood", "hello", " you")]) == before
 
 
@@ -238,24 +184,23 @@ def test_generation_stops_at_strings_and_at_eos():
 def test_errors_name_the_request():
     model = tiny_model()
     lm = make_lm(model)
-    with pytest.raises(ValueError, match="some_task document 3 .*70 tokens does not fit .* 64"):
+    with pytest.raises(ValueError, match="some_task document 3 .*of 70; .*the window of 64"):
         lm.loglikelihood([request("loglikelihood", "c", "x" * 70, doc_id=3)])
     with pytest.raises(ValueError, match="continuation of some_task document 4 .* no tokens"):
         lm.loglikelihood([request("loglikelihood", "c", "", doc_id=4)])
-    with pytest.raises(ValueError, match="no tokens"):
+    with pytest.raises(ValueError, match="document 4 .* no tokens"):
         lm.loglikelihood([request("loglikelihood", "", "", doc_id=4)])
-    with pytest.raises(ValueError, match="document 5 .*only greedy decoding"):
+    with pytest.raises(ValueError, match="document 5 .*do_sample True; only greedy decoding"):
         lm.generate_until([request("generate_until", "c", {"do_sample": True}, doc_id=5)])
     with pytest.raises(ValueError, match="document 6 .* 256 new tokens.* window of 64"):
         lm.generate_until([request("generate_until", "c", {"until": ["x"]}, doc_id=6)])
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_nan_names_the_request(cached):
+def test_nan_names_the_request():
     model = tiny_model()
     with torch.no_grad():
         model.tok_embeddings.weight[ord("Z")] = float("nan")
-    lm = make_lm(model if cached else WholeModel(model))
+    lm = make_lm(model)
     good = request("loglikelihood", "fine", " too", doc_id=1)
     # A tied head makes the logit of Z NaN everywhere: take it out of the head.
     model.output = torch.nn.Linear(32, 264, bias=False)
@@ -268,32 +213,9 @@ def test_nan_names_the_request(cached):
         lm.generate_until([request("generate_until", p, settings, doc_id=i) for p, i in prompts])
 
 
-def test_what_does_not_fit_together_is_refused_up_front():
-    model = tiny_model()
-
+def test_a_tokenizer_with_too_many_ids_is_refused():
     class Larger(ByteTokenizer):
         vocab_size = 265
 
     with pytest.raises(ValueError, match="265 ids but the model's vocabulary is 264"):
-        DecoderLM(model, Larger(), window=8)
-    with pytest.raises(TypeError, match="lacks encode"):
-        DecoderLM(model, object(), window=8)
-    for bad in (0, -1, True, 1.5, "many"):
-        with pytest.raises(ValueError, match="batch_size"):
-            make_lm(model, batch_size=bad)
-    with pytest.raises(ValueError, match="window"):
-        make_lm(model, window=0)
-    model.setup_caches(1, torch.float32, decoder_max_seq_len=8)
-    with pytest.raises(ValueError, match="KV caches are set up"):
-        make_lm(model)
-
-
-def test_fingerprint_follows_the_model_and_the_settings():
-    model = tiny_model()
-    first = make_lm(model).fingerprint()
-    assert first == make_lm(model).fingerprint()
-    assert first != make_lm(model, window=63).fingerprint()
-    assert first != make_lm(model, add_bos=True).fingerprint()
-    with torch.no_grad():
-        model.layers[1].mlp.w1.weight[3, 4] += 0.01
-    assert first != make_lm(model).fingerprint()
+        DecoderLM(tiny_model(), Larger(), window=8)

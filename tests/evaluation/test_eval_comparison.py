@@ -2,15 +2,31 @@
 
 import json
 import math
+import re
 from fractions import Fraction
 
 import pytest
 import torch
 
-from hestia_tune.evaluation import ModelResult, PerplexityResult, compare
-from hestia_tune.evaluation.significance import compare_samples, mcnemar, z_test
+pytest.importorskip("scipy", reason="tests of significance are scipy's")
+
+from hestia_tune.evaluation import ModelResult, compare  # noqa: E402
+from hestia_tune.evaluation.compare import paired, z_test  # noqa: E402
 
 NORM = 1.959963984540054
+WIKI = {
+    "nll": 200.0,
+    "tokens": 100,
+    "words": 50,
+    "bytes": 400,
+    "documents": 1,
+    "window": 8,
+    "stride": 4,
+    "token_perplexity": math.exp(2),
+    "word_perplexity": math.exp(4),
+    "byte_perplexity": math.exp(0.5),
+    "bits_per_byte": 0.5 / math.log(2),
+}
 
 
 def task_result(documents="same", **scores):
@@ -44,15 +60,20 @@ def random_scores(seed, n, p=0.5):
     return (torch.rand(n, generator=generator) < p).double().tolist()
 
 
+def p_of(wins, losses):
+    scores = [1.0] * wins + [0.0] * losses + [1.0]
+    return paired(scores, [0.0] * wins + [1.0] * losses + [1.0]).p_value
+
+
 def test_mcnemar_is_the_binomial_tail():
     for wins in range(12):
         for losses in range(12):
             n = wins + losses
             tail = sum(math.comb(n, k) for k in range(min(wins, losses) + 1))
             expected = min(Fraction(1), Fraction(2 * tail, 2**n))
-            assert mcnemar(wins, losses) == pytest.approx(float(expected), rel=1e-12)
-    assert mcnemar(3000, 3000) == 1.0
-    assert 0 < mcnemar(2800, 3200) < 1e-6
+            assert p_of(wins, losses) == pytest.approx(float(expected), rel=1e-12)
+    assert p_of(3000, 3000) == 1.0
+    assert 0 < p_of(2800, 3200) < 1e-6
 
 
 def test_z_test_has_the_usual_quantiles():
@@ -65,19 +86,26 @@ def test_z_test_has_the_usual_quantiles():
 @pytest.mark.parametrize("seed", range(5))
 def test_paired_error_is_that_of_the_mean_difference(seed):
     a, b = random_scores(seed, 50), random_scores(seed + 100, 50)
-    found = compare_samples(a, b)
+    found = paired(a, b)
     d = torch.tensor(a).double() - torch.tensor(b).double()
     assert found.value == pytest.approx(d.mean().item())
     assert found.stderr == pytest.approx((d.std() / 50**0.5).item())
     assert found.test == "mcnemar"
-    back = compare_samples(b, a)
+    back = paired(b, a)
     assert back.value == -found.value and back.p_value == found.p_value
     c = [value + 0.25 for value in a]
-    paired = compare_samples(c, b)
-    assert paired.test == "paired z"
-    assert paired.p_value == pytest.approx(math.erfc(abs(paired.value / paired.stderr) / 2**0.5))
+    other = paired(c, b)
+    assert other.test == "paired t"
+    degrees = 49  # Student's density, integrated by the trapezoid rule
+    edge = abs(other.value / other.stderr)
+    t = torch.linspace(0, edge, 200001, dtype=torch.float64)
+    area = torch.trapezoid((1 + t**2 / degrees) ** (-(degrees + 1) / 2), t).item()
+    scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    area *= math.exp(scale) / math.sqrt(degrees * math.pi)
+    assert other.p_value == pytest.approx(1 - 2 * area, abs=1e-9)
+    assert paired(c, a).p_value == 0 and paired(c, c).p_value == 1
     with pytest.raises(ValueError, match="same documents"):
-        compare_samples(a, b[1:])
+        paired(a, b[1:])
 
 
 def test_false_alarms_come_at_the_stated_rate():
@@ -122,25 +150,25 @@ def test_table_holds_averages_and_differences():
     assert table["else"]["average"].difference.test == "unpaired z"
 
 
-def test_markdown_shows_stars_and_all_columns():
+def test_markdown_shows_stars_and_all_rows():
     good, bad = task_result(x=[1.0] * 19 + [0.0], y=[0, 1]), task_result(x=[0.0] * 20, y=[0, 1])
-    wiki = PerplexityResult(
-        nll=200.0, tokens=100, words=50, bytes=400, documents=1, window=8, stride=4
-    )
     table = compare(
         [
-            ModelResult(name="full", tasks=good, perplexity={"wiki|text": wiki}),
+            ModelResult(name="full", tasks=good, perplexity={"wiki|text": WIKI}),
             ModelResult(name="hard", tasks=bad),
         ]
     )
-    lines = table.markdown().splitlines()
-    header = next(line for line in lines if line.startswith("| model"))
-    assert [c.strip() for c in header.strip("|").split("|")] == ["model", "x", "y", "average"]
-    hard = next(line for line in lines if line.startswith("| hard"))
-    assert "0.0 ± 0.0 (-95.0\\*\\*\\*)" in hard and "50.0 ± 50.0 (+0.0)" in hard
-    assert len({line.count("|") for line in lines[2:6]}) == 1
-    assert "wiki\\|text" in table.markdown() and "7.389" in table.markdown()
-    assert "8/4" in table.markdown()
+    lines = [line for line in table.markdown().splitlines() if line.startswith("|")]
+    cells = [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    assert cells[0] == ["task or text", "measure", "full", "hard"]
+    assert len({len(row) for row in cells}) == 1
+    rows = {tuple(row[:2]): row[2:] for row in cells[2:]}
+    assert [row[0] for row in cells[2:5]] == ["x", "y", "average"]
+    assert rows["x", "acc, %"][1] == "0.0 ± 0.0 (-95.0\\*\\*\\*)"
+    assert rows["y", "acc, %"][1] == "50.0 ± 50.0 (+0.0)"
+    assert rows["wiki\\|text", "token perplexity"] == ["7.3891", ""]
+    assert rows["wiki\\|text", "tokens, window/stride"] == ["100, 8/4", ""]
+    assert "the difference from full" in table.markdown()
 
 
 def test_tasks_without_accuracy_and_groups_have_tables_of_their_own():
@@ -165,16 +193,14 @@ def test_notes_tell_what_is_not_like_for_like():
     text = compare([ModelResult(name=n, tasks=t) for n, t in (("a", first), ("b", second))])
     text = text.markdown()
     assert "b was run with limit 2, a with None" in text
-    assert "b was run on version 2.0 of x, a on 1.0" in text
+    assert "b was run with version of x 2.0, a with 1.0" in text
     assert "3 requests to b were longer" in text
 
 
 def test_json_on_disk_holds_everything(tmp_path):
     result = task_result(x=random_scores(0, 30), y=random_scores(1, 30))
     result["tasks"]["x"]["metrics"]["odd"] = {"value": float("nan"), "stderr": float("inf")}
-    wiki = PerplexityResult(
-        nll=9e9, tokens=100, words=50, bytes=400, documents=1, window=8, stride=4
-    )
+    wiki = WIKI | {"nll": 9e9, "word_perplexity": math.inf}
     settings = {"path": tmp_path, "tau": 0.1}
     table = compare(
         [ModelResult(name="a", tasks=result, settings=settings, perplexity={"wiki": wiki})]
@@ -194,6 +220,10 @@ def test_json_on_disk_holds_everything(tmp_path):
     assert (
         found["tables"]["acc"]["a"]["x"]["value"] == result["tasks"]["x"]["metrics"]["acc"]["value"]
     )
+    again = compare([ModelResult(**model)])  # what a run that goes on reads
+    again.save(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text())["models"] == found["models"]
+    assert "odd" not in again.tables and again.markdown()
     assert len(text.splitlines()) < 150  # scores of documents stand on one line
 
 

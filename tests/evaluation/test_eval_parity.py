@@ -1,5 +1,8 @@
 """Our scores are those of lm-eval's own hf backend on the packaged model, and of its rolling."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,17 +10,23 @@ pytest.importorskip("lm_eval", reason="evaluation on tasks needs lm-eval")
 transformers = pytest.importorskip("transformers", reason="the hf backend is the reference")
 pytest.importorskip("accelerate", reason="lm-eval's hf backend imports it")
 
+from eval_tasks_local import make_manager, make_task_folder  # noqa: E402
 from eval_tiny import request  # noqa: E402
+from lm_eval.evaluator import simple_evaluate  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from tiny import make_model_dir  # noqa: E402
 from torchtune import config  # noqa: E402
 from torchtune.models.convert_weights import hf_to_tune  # noqa: E402
 
 from hestia_tune.commands.configs import asset_path, config_path  # noqa: E402
 from hestia_tune.data.demo import demo_documents  # noqa: E402
-from hestia_tune.evaluation import perplexity  # noqa: E402
-from hestia_tune.evaluation.adapter import DecoderLM  # noqa: E402
+from hestia_tune.evaluation import evaluate_tasks, load_tasks, perplexity  # noqa: E402
+from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
+from hestia_tune.export.source import SafetensorsFolder  # noqa: E402
+from hestia_tune.models.builders import llama  # noqa: E402
+from hestia_tune.models.names import HuggingFaceNames  # noqa: E402
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
 
 WINDOW = 128
@@ -32,7 +41,7 @@ def pair():
         load_file(f"{folder}/model.safetensors"), num_heads=4, num_kv_heads=2, dim=128
     )
     model.load_state_dict({name: value.float() for name, value in state.items()})
-    ours = DecoderLM(model, HuggingFaceTokenizer(folder), window=WINDOW, progress=False)
+    ours = DecoderLM(model.eval(), HuggingFaceTokenizer(folder), window=WINDOW, progress=False)
     reference = HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
@@ -73,7 +82,7 @@ def test_loglikelihoods_equal_the_hf_backend(pair):
     assert len(requests) == 200 and any(not one.args[0] for one in requests)
     expected = reference.loglikelihood(requests, disable_tqdm=True)
     found = ours.loglikelihood(requests)
-    assert ours.truncated > 0
+    assert ours.truncated
     worst = max(abs(a - b) for (a, _), (b, _) in zip(found, expected, strict=True))
     assert worst < 1e-3
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
@@ -86,15 +95,9 @@ def test_rolling_equals_the_hf_backend_and_our_perplexity(pair):
     requests = [request("loglikelihood_rolling", text) for text in texts]
     found = ours.loglikelihood_rolling(requests)
     assert found == pytest.approx(reference.loglikelihood_rolling(requests, True), abs=2e-2)
-    result = perplexity(
-        ours.forward.model,
-        ours.codec._tokenizer,
-        texts,
-        window=WINDOW,
-        progress=False,
-    )
-    assert -result.nll == pytest.approx(sum(found), abs=1e-3)
-    assert result.tokens > 10 * WINDOW
+    result = perplexity(ours, texts, window=WINDOW)
+    assert -result["nll"] == pytest.approx(sum(found), abs=1e-3)
+    assert result["tokens"] > 10 * WINDOW
 
 
 def test_generations_equal_the_hf_backend(pair):
@@ -103,3 +106,46 @@ def test_generations_equal_the_hf_backend(pair):
     settings = [{"until": ["\n\n"], "max_gen_toks": 30}, {"until": [" the"], "max_gen_toks": 12}]
     requests = [request("generate_until", p, s) for s in settings for p in prompts]
     assert ours.generate_until(requests) == reference.generate_until(requests, True)
+
+
+STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
+
+
+@pytest.mark.parametrize("source", ["tiny", "stories260K"])
+def test_results_of_tasks_equal_the_hf_backend(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds
+    if source == "stories260K" and not STORIES.is_dir():
+        pytest.skip(f"{STORIES} is not there")
+    folder = make_model_dir(tmp_path / "model") if source == "tiny" else STORIES
+    reference = HFLM(str(folder), dtype="float32", device="cpu", batch_size=4)
+    manager = make_manager(make_task_folder(tmp_path / "tasks", num=40))
+    tasks = load_tasks(["tiny_choice", "tiny_rolling"], manager)
+    expected = simple_evaluate(reference, tasks=tasks, task_manager=manager, num_fewshot=1)
+
+    shape = json.loads((folder / "config.json").read_text())
+    model = llama(
+        vocab_size=shape["vocab_size"],
+        num_layers=shape["num_hidden_layers"],
+        num_heads=shape["num_attention_heads"],
+        num_kv_heads=shape["num_key_value_heads"],
+        embed_dim=shape["hidden_size"],
+        intermediate_dim=shape["intermediate_size"],
+        max_seq_len=shape["max_position_embeddings"],
+        norm_eps=shape["rms_norm_eps"],
+    )
+    names = HuggingFaceNames.of_folder("LLAMA3_2", folder)
+    state = {name: value.float() for name, value in names.read(SafetensorsFolder(folder))}
+    model.load_state_dict(state)
+    lm = DecoderLM(
+        model.eval(), HuggingFaceTokenizer(str(folder)), window=reference.max_length, progress=False
+    )
+    found = evaluate_tasks(lm, tasks, manager, num_fewshot=1)["tasks"]
+    for metric in ("acc", "acc_norm"):
+        value = found["tiny_choice"]["metrics"][metric]["value"]
+        assert value == expected["results"]["tiny_choice"][f"{metric},none"]
+    for metric in ("word_perplexity", "bits_per_byte"):
+        value = found["tiny_rolling"]["metrics"][metric]["value"]
+        assert value == pytest.approx(
+            expected["results"]["tiny_rolling"][f"{metric},none"], rel=1e-5
+        )

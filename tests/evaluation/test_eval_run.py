@@ -1,10 +1,9 @@
-"""lm-eval's evaluator on our model: form of results, resuming, ranks, and the random state."""
+"""lm-eval's evaluator on our model: form of results, ranks, and the random state."""
 
 import json
 import os
 import random
 import socket
-import threading
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ pytest.importorskip("lm_eval", reason="evaluation on tasks needs lm-eval")
 from eval_tasks_local import make_manager, make_task_folder  # noqa: E402
 from eval_tiny import WINDOW, ByteTokenizer, WholeModel, random_text, tiny_model  # noqa: E402
 
-from hestia_tune.evaluation import evaluate_tasks, perplexity  # noqa: E402
+from hestia_tune.evaluation import evaluate_tasks, load_tasks, perplexity  # noqa: E402
+from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
 
 TASKS = ["tiny_choice", "tiny_rolling"]
 
@@ -32,11 +32,14 @@ def datasets_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds
 
 
+def make_lm(model):
+    return DecoderLM(model, ByteTokenizer(), window=WINDOW, batch_size=4, progress=False)
+
+
 def evaluate(model, folder, tasks=TASKS, **options):
-    options = {"window": WINDOW, "num_fewshot": 1, "progress": False, "batch_size": 4} | options
-    return evaluate_tasks(
-        model, ByteTokenizer(), tasks, task_manager=make_manager(folder), **options
-    )
+    manager = make_manager(folder)
+    options = {"num_fewshot": 1} | options
+    return evaluate_tasks(make_lm(model), load_tasks(tasks, manager), manager, **options)
 
 
 def test_results_hold_values_samples_settings_and_versions(folder):
@@ -69,48 +72,27 @@ def test_limit_takes_the_first_documents(folder):
     some = evaluate(model, folder, ["tiny_choice"], limit=5)
     assert some["tasks"]["tiny_choice"]["num_documents"] == 5
     assert some["samples"]["tiny_choice"]["metrics"]["acc"] == whole[:5]
-    for bad in (0, -1, 2.5, True, "all"):
-        with pytest.raises(ValueError, match="limit must be"):
-            evaluate(model, folder, limit=bad)
 
 
-class Killed(WholeModel):
-    """Stops the run after some forwards."""
-
-    def __init__(self, model, after):
-        super().__init__(model)
-        self.after = after
-
-    def forward(self, tokens):
-        if self.calls >= self.after:
-            raise KeyboardInterrupt
-        return super().forward(tokens)
+def test_loaded_tasks_serve_many_models(folder):
+    manager = make_manager(folder)
+    tasks = load_tasks(TASKS, manager)
+    found = []
+    for seed in (0, 1, 0):
+        lm = make_lm(tiny_model(seed))
+        found.append(evaluate_tasks(lm, tasks, manager, num_fewshot=1)["tasks"])
+    assert found[0] == found[2] == evaluate(tiny_model(), folder)["tasks"]
+    assert found[1] == evaluate(tiny_model(1), folder)["tasks"] != found[0]
 
 
-def test_a_killed_run_resumes_from_its_cache(folder, tmp_path):
-    expected = evaluate(WholeModel(tiny_model()), folder, ["tiny_choice"], batch_size=1)
-    cache = tmp_path / "sub" / "answers"
-    options = {"cache": cache, "batch_size": 1}
-    killed = Killed(tiny_model(), after=20)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(killed, folder, ["tiny_choice"], **options)
-    whole = WholeModel(tiny_model())
-    evaluate(whole, folder, ["tiny_choice"], batch_size=1)
-    resumed = WholeModel(tiny_model())
-    result = evaluate(resumed, folder, ["tiny_choice"], **options)
-    assert result["samples"] == expected["samples"]
-    # Three calls learn about the model, one makes the cache's name.
-    assert whole.calls - 20 <= resumed.calls <= whole.calls - 12
-    other = evaluate(WholeModel(tiny_model(seed=1)), folder, ["tiny_choice"], **options)
-    assert (
-        other["samples"]
-        == (evaluate(tiny_model(seed=1), folder, ["tiny_choice"], batch_size=1)["samples"])
-    )
-    again = WholeModel(tiny_model())
-    assert evaluate(again, folder, ["tiny_choice"], **options)["samples"] == result["samples"]
-    assert again.calls <= 4
-    # None of the caches is left open.
-    assert not [t for t in threading.enumerate() if type(t).__module__.startswith("sqlitedict")]
+def test_nothing_is_asked_of_a_network(folder, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", fail)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert evaluate(tiny_model(), folder)["tasks"]
+    assert capsys.readouterr().out == ""  # stdout is for the table
 
 
 def in_process(rank, folder, output, port):
@@ -118,12 +100,8 @@ def in_process(rank, folder, output, port):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    result = evaluate(tiny_model(), folder, cache=f"{output}/answers")
-    again = evaluate(tiny_model(), folder, cache=f"{output}/answers")
-    assert again["samples"] == result["samples"]
-    measured = perplexity(
-        tiny_model(), ByteTokenizer(), texts(), window=16, stride=5, progress=False
-    )
+    result = evaluate(tiny_model(), folder)
+    measured = perplexity(make_lm(tiny_model()), texts(), window=16, stride=5)
     try:
         evaluate(tiny_model() if rank == 0 else Failing(tiny_model()), folder)
         failure = "none"
@@ -133,16 +111,30 @@ def in_process(rank, folder, output, port):
     for layer in sharded.layers:
         fully_shard(layer)
     fully_shard(sharded)
+    counts = [0, 0]
+    sharded.register_forward_hook(lambda *call: counts.__setitem__(rank, counts[rank] + 1))
     found = evaluate(sharded, folder)
+    both = torch.tensor(counts)
+    dist.all_reduce(both)
+    broken = Failing(tiny_model(tie=False)) if rank else WholeModel(tiny_model(tie=False))
+    fully_shard(broken)
+    try:
+        evaluate(broken, folder)
+        failure_sharded = "none"
+    except (RuntimeError, FloatingPointError) as error:
+        failure_sharded = str(error)
     everything = {
         "sharded": found["samples"],
+        "sharded_perplexity": perplexity(make_lm(sharded), texts(), window=16, stride=5),
+        "forwards": both.tolist(),
+        "failure_sharded": failure_sharded,
         "result": result,
-        "perplexity": measured.to_dict(),
+        "perplexity": measured,
         "failure": failure,
     }
     with open(f"{output}/rank{rank}.json", "w") as file:
         json.dump(everything, file)
-    del sharded  # it holds the process group
+    del sharded, broken  # it holds the process group
     dist.barrier()
     dist.destroy_process_group()
 
@@ -152,7 +144,7 @@ class Failing(WholeModel):
 
     def forward(self, tokens):
         logits = super().forward(tokens)
-        return logits * float("nan") if self.calls > 3 else logits
+        return logits * float("nan") if self.calls > 1 else logits
 
 
 def texts():
@@ -172,9 +164,8 @@ def test_two_ranks_equal_one(folder, tmp_path, monkeypatch):
     torch.multiprocessing.spawn(in_process, (str(folder), str(tmp_path), port), nprocs=2)
     one = evaluate(tiny_model(), folder)
     sharded = evaluate(tiny_model(tie=False), folder)
-    measured = perplexity(
-        tiny_model(), ByteTokenizer(), texts(), window=16, stride=5, progress=False
-    )
+    sharded_measured = perplexity(make_lm(tiny_model(tie=False)), texts(), window=16, stride=5)
+    measured = perplexity(make_lm(tiny_model()), texts(), window=16, stride=5)
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["result"]["settings"].pop("world_size") == 2
@@ -182,8 +173,11 @@ def test_two_ranks_equal_one(folder, tmp_path, monkeypatch):
             assert_close(found["result"][part], one[part])
         for task in TASKS:
             assert found["result"]["samples"][task] == one["samples"][task]
-        assert_close(found["perplexity"], measured.to_dict())
+        assert_close(found["perplexity"], measured)
         assert found["sharded"] == sharded["samples"]
+        assert_close(found["sharded_perplexity"], sharded_measured)
+        assert found["forwards"][0] == found["forwards"][1] < 60
+        assert "NaN in the logits of tiny_choice document" in found["failure_sharded"]
         assert "NaN in the logits of tiny_choice document" in found["failure"]
 
 

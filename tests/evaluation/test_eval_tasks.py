@@ -1,13 +1,19 @@
 """Names of tasks: presets, near names, folders, and a hub out of reach."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("lm_eval", reason="evaluation on tasks needs lm-eval")
 
 from eval_tasks_local import make_manager, make_task_folder  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
 
-from hestia_tune.evaluation import GROUPS, check_tasks, expand_groups  # noqa: E402
-from hestia_tune.evaluation.tasks import hub_errors, load_tasks, make_task_manager  # noqa: E402
+from hestia_tune import evaluation  # noqa: E402
+from hestia_tune.evaluation import find_tasks, load_tasks  # noqa: E402
+from hestia_tune.evaluation.harness import hub_errors  # noqa: E402
+
+FIVE = ["arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande"]
 
 
 @pytest.fixture(scope="module")
@@ -15,31 +21,34 @@ def manager(tmp_path_factory):
     return make_manager(make_task_folder(tmp_path_factory.mktemp("tasks")))
 
 
-def test_preset_is_the_papers_five_tasks():
-    five = ["arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande"]
-    assert expand_groups(["hestia_zeroshot"]) == five
-    assert expand_groups(["piqa", "hestia_zeroshot", "x"]) == ["piqa", *five[:3], five[4], "x"]
-    for bad, error in (([], ValueError), ("piqa", TypeError), ([1], TypeError)):
-        with pytest.raises(error, match="tasks"):
-            expand_groups(bad)
+def test_preset_is_the_papers_five_tasks(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = make_task_folder(tmp_path / "tasks", official=FIVE)
+    ours = Path(evaluation.__file__).parent / "tasks"
+    manager = TaskManager(include_path=[str(ours), str(folder)], include_defaults=False)
+    (group,) = load_tasks(["hestia_zeroshot"], manager)
+    assert [task.task_name for task in group.get_all_tasks()] == FIVE
+    with pytest.raises(ValueError, match="near|did you mean hestia_zeroshot"):
+        load_tasks(["hestia_zero_shot"], manager)
 
 
 @pytest.mark.slow
-def test_presets_are_tasks_of_lm_eval():
-    manager = make_task_manager()
-    for tasks in GROUPS.values():
-        check_tasks(tasks, manager)
-    with pytest.raises(ValueError, match="unknown task 'arc_eazy'; near: .*arc_easy"):
-        check_tasks(["arc_eazy"], manager)
+def test_presets_are_tasks_of_lm_eval(tmp_path):
+    manager = find_tasks()
+    assert {"hestia_zeroshot", *FIVE} <= set(manager.all_tasks)
+    folder = make_task_folder(tmp_path / "tasks", official=["arc_easy"])
+    index = find_tasks(folder).task_index  # a folder of one's own comes first
+    assert index["arc_easy"].yaml_path.parent == folder
+    with pytest.raises(ValueError, match="unknown task 'arc_eazy'; did you mean .*easy"):
+        load_tasks(["arc_eazy"], manager)
 
 
 def test_unknown_task_suggests_near_ones(manager):
-    with pytest.raises(ValueError, match="unknown task 'tiny_choise'; near: tiny_choice.*include"):
-        check_tasks(["tiny_rolling", "tiny_choise"], manager)
-    with pytest.raises(ValueError, match="near: hestia_zeroshot"):
-        check_tasks(["hestia_zero_shot"], manager)
+    message = "unknown task 'tiny_choise'; did you mean tiny_choice.*include"
+    with pytest.raises(ValueError, match=message):
+        load_tasks(["tiny_rolling", "tiny_choise"], manager)
     with pytest.raises(FileNotFoundError, match="include_path /no/such is not a folder"):
-        make_task_manager(["/no/such"])
+        find_tasks("/no/such")
 
 
 def test_hub_errors_are_one_message_and_others_pass(manager, monkeypatch):

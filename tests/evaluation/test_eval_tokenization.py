@@ -1,10 +1,15 @@
 """Special tokens as transformers puts them, whatever form the tokenizer has."""
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from hestia_tune.evaluation.tokenization import TextCodec
+pytest.importorskip("lm_eval", reason="evaluation on tasks needs lm-eval")
+
+from eval_tiny import VOCAB, WholeModel  # noqa: E402
+
+from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
 
 
 def make_tokenizer(adds_bos):
@@ -47,40 +52,50 @@ class Plain:
         return "".join(map(chr, ids))
 
 
+def make_lm(tokenizer, **options):
+    logits = torch.nn.Embedding(VOCAB, VOCAB)
+    return DecoderLM(WholeModel(logits), tokenizer, window=8, progress=False, **options)
+
+
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_bos_as_the_file_says(adds_bos):
-    codec = TextCodec(Wrapped(make_tokenizer(adds_bos)))
+    lm = make_lm(Wrapped(make_tokenizer(adds_bos)))
     bos = [1] * adds_bos
-    assert codec.encode("a b") == [*bos, 3, 4]
-    assert codec.encode("a b", special=False) == [3, 4]
-    assert codec.encode("a b", special=True) == [*bos, 3, 4]
-    assert codec.encode("<s> a") == [1, 3]  # not a second one
-    assert codec.prefix_id == 1 and codec.token_text(1) == "<s>"
-    assert codec.decode([1, 3, 2]) == "a"
+    assert lm.tok_encode("a b") == [*bos, 3, 4]
+    assert lm.tok_encode("a b", add_special_tokens=False) == [3, 4]
+    assert lm.tok_encode("a b", add_special_tokens=True) == [*bos, 3, 4]
+    assert lm.tok_encode("<s> a") == [1, 3]  # not a second one
+    assert lm.prefix_token_id == 1 and lm.tok_decode([1], skip_special_tokens=False) == "<s>"
+    assert lm.tok_decode([1, 3, 2]) == "a"
 
 
-@pytest.mark.parametrize("adds_bos", [True, False])
-def test_bos_as_the_caller_says(adds_bos):
-    tokenizer = Wrapped(make_tokenizer(adds_bos))
-    assert TextCodec(tokenizer, add_bos=True).encode("a") == [1, 3]
-    assert TextCodec(tokenizer, add_bos=False).encode("a") == [3]
-    assert TextCodec(tokenizer, add_bos=True).encode("a", special=False) == [3]
+def test_bos_as_the_caller_says():
+    for adds_bos in (True, False):
+        tokenizer = Wrapped(make_tokenizer(adds_bos))
+        assert make_lm(tokenizer, add_bos=False).tok_encode("a") == [3]
+    assert make_lm(Wrapped(make_tokenizer(True)), add_bos=True).tok_encode("a") == [1, 3]
 
 
 def test_padding_and_cutting_of_the_file_are_not_ours():
     tokenizer = make_tokenizer(False)
     tokenizer.enable_padding(length=8)
     tokenizer.enable_truncation(2)
-    assert TextCodec(Wrapped(tokenizer)).encode("a b c a") == [3, 4, 5, 3]
+    lm = make_lm(Wrapped(tokenizer))
+    assert lm.tok_encode("a b c a") == [3, 4, 5, 3]
+    assert lm.tok_encode("a b c a", add_special_tokens=False) == [3, 4, 5, 3]
     assert tokenizer.truncation is not None and tokenizer.padding is not None
 
 
 def test_plain_tokenizers_start_with_their_bos():
-    assert TextCodec(Plain(1)).encode("a") == [1, 97]
-    assert TextCodec(Plain(1), add_bos=False).encode("a") == [97]
-    assert TextCodec(Plain(2)).encode("a") == [97]  # BOS is EOS
-    assert TextCodec(Plain(None)).encode("a") == [97]
-    assert TextCodec(Plain(None)).prefix_id == 2
-    assert TextCodec(Plain(1), prefix_token=5).prefix_id == 5
-    with pytest.raises(ValueError, match="has no BOS"):
-        TextCodec(Plain(None), add_bos=True)
+    assert make_lm(Plain(1)).tok_encode("a") == [1, 97]
+    assert make_lm(Plain(1)).tok_encode("a", add_special_tokens=False) == [97]
+    assert make_lm(Plain(1), add_bos=False).tok_encode("a") == [97]
+    assert make_lm(Plain(2)).tok_encode("a") == [97]  # BOS is EOS
+    assert make_lm(Plain(None)).tok_encode("a") == [97]
+    assert make_lm(Plain(None)).prefix_token_id == 2
+    ids, mask = make_lm(Plain(1)).tok_batch_encode(["ab", "c"], left_truncate_len=2)
+    assert ids.tolist() == [[97, 98], [1, 99]] and mask.tolist() == [[1, 1], [1, 1]]
+    ids, mask = make_lm(Plain(1)).tok_batch_encode(["ab", "c"])
+    assert ids.tolist() == [[1, 97, 98], [2, 1, 99]] and mask.tolist() == [[1, 1, 1], [0, 1, 1]]
+    lm = make_lm(Plain(1))
+    assert lm.tok_decode([1, 97, 2]) == "a" and lm.tok_decode([2], False) == "<|2|>"

@@ -1,50 +1,59 @@
-"""``compare_straight_through``: a twin run first, its row in every output, errors before either."""
+"""``python -m hestia_tune compare``: one table of several runs."""
 
 import json
+import re
 
 import pytest
-from tiny import logged, make_config, make_model_dir, signal_at
-from torch import distributed
 
-from hestia_tune.commands.launch import INTERRUPTED, run_qat
+from hestia_tune.__main__ import main
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
+def write_run(folder, **losses):
+    labels = {"pretrained": 2.0, "naive ternary": 6.0} | losses
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps({"validation_loss": labels}))
+    return str(folder)
 
 
-def test_both_runs_and_a_resume_after_ctrl_c_in_the_twin(model_dir, tmp_path, capsys):
-    stop = signal_at(2, "SIGINT")
-    compare = "compare_straight_through=True"
-    assert run_qat(make_config(model_dir, tmp_path, compare, *stop)) == INTERRUPTED
-    assert not (tmp_path / "checkpoints").exists()
-    resumed = make_config(model_dir, tmp_path, compare, "resume_from_checkpoint=True")
-    assert run_qat(resumed) == 0
-    assert list(logged(tmp_path / "straight_through")) == [1, 2, 3, 4, 5, 6]
-    twin = json.loads((tmp_path / "straight_through" / "results.json").read_text())
-    results = json.loads((tmp_path / "results.json").read_text())["validation_loss"]
-    assert twin["schedule.tau_init"] == twin["schedule.rho"] == 0
-    assert list(results) == [
-        "pretrained",
-        "naive ternary",
-        "straight-through, hard",
-        "trained, hard",
-    ]
-    assert results["straight-through, hard"] == twin["validation_loss"]["trained, hard"]
-    assert "straight-through, hard" in capsys.readouterr().out
-    assert not distributed.is_initialized()
+def rows_of(text):
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+def test_one_table_of_all_runs(tmp_path, capsys):
+    annealed = write_run(tmp_path / "annealed", **{"trained, hard": 3.0})
+    straight = write_run(tmp_path / "straight", **{"trained, hard": 4.0})
+    assert main(["compare", annealed, f"{straight}/results.json"]) == 0
+    found = rows_of(capsys.readouterr().out)
+    assert list(found) == ["pretrained", "naive ternary", annealed, f"{straight}/results.json"]
+    assert [row[0] for row in found.values()] == ["2.0000", "6.0000", "3.0000", "4.0000"]
+    assert [row[2] for row in found.values()] == ["100.0%", "0.0%", "75.0%", "50.0%"]
+
+
+def test_what_runs_measured_differently_has_a_row_for_each(tmp_path, capsys):
+    one = write_run(tmp_path / "one", **{"trained, hard": 3.0})
+    other = write_run(tmp_path / "other", **{"pretrained": 2.5, "trained, hard": 4.0})
+    pair = write_run(tmp_path / "pair", **{"naive fairy2i": 7.0, "trained, hard": 5.0})
+    assert main(["compare", one, other, pair]) == 0
+    found = rows_of(capsys.readouterr().out)
+    assert found[f"pretrained ({one})"][0] == "2.0000"
+    assert found[f"pretrained ({other})"][0] == "2.5000"
+    assert found["naive fairy2i"][0] == "7.0000" and found["naive ternary"][0] == "6.0000"
+    assert found[one][2] == "-"  # no common model to recover
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("content", "message"),
     [
-        ("schedule.rho=1.5", "schedule.rho must be in"),
-        ("sensitivity=/nowhere.json", "/nowhere.json does not exist"),
-        ("batch_size=0", "batch_size must be at least 1"),
+        (None, "has no results.json"),
+        ("{", "is no results.json of a training run"),
+        ("[]", "is no results.json of a training run"),
+        ('{"validation_loss": {}}', "no validation losses; train with a dataset_val"),
     ],
 )
-def test_errors_come_before_the_twin(model_dir, tmp_path, override, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        run_qat(make_config(model_dir, tmp_path, "compare_straight_through=True", override))
-    assert not (tmp_path / "straight_through").exists()
+def test_errors_are_one_line(tmp_path, capsys, content, message):
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    assert main(["compare", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert re.fullmatch(f"error: .*{message}.*\\n", told.err) and told.out == ""

@@ -11,7 +11,7 @@ from torchtune.models.convert_weights import hf_to_tune
 from hestia_tune.models.builders import llama
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 from hestia_tune.plots import plot_training_curves
-from hestia_tune.training.history import History, results_table
+from hestia_tune.training.monitoring import History, results_table
 
 
 def tune_state(folder):

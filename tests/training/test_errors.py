@@ -7,7 +7,8 @@ import pytest
 import torch
 from tiny import NUM_QUANTIZED, make_config, make_model_dir, tune_run, write_config
 
-from hestia_tune.commands.launch import main, run_qat
+from hestia_tune.commands.launch import main
+from hestia_tune.commands.qat import run_qat
 from hestia_tune.sensitivity import SensitivityArtifact
 
 
@@ -44,7 +45,7 @@ CASES = {
     "batch_size=four": "batch_size must be an int",
     "batch_size=0": "batch_size must be at least 1; got 0",
     "compile=maybe": "compile must be True or False",
-    "dtype=fp16": "dtype (of compute) must be bf16 or fp32; got fp16",
+    "dtype=fp16": "dtype must be one of bf16, fp32; got fp16",
     "quantizer.group_size=48": "group_size 48 does not divide in_features 64 of layers.0",
     "quantizer.group_size=-1": "group_size must be a positive int",
     "quantizer.group_size=rows": "group_size must be a positive int",
@@ -57,7 +58,7 @@ CASES = {
     "schedule.alpha=9": "schedule.alpha must be in [-4, 4]; got 9",
     "schedule.tau_init=-1": "schedule.tau_init must be in [0, 100]; got -1",
     "sensitivity=/nowhere/sensitivity.json": "sensitivity file /nowhere/sensitivity.json does not",
-    "sensitivity=3": "sensitivity must be null, auto or the path of a file",
+    "sensitivity=3": "sensitivity file 3 does not exist",
     "checkpointer.checkpoint_dir=/nowhere": "/nowhere",
     "checkpointer.checkpoint_files=[other.safetensors]": "other.safetensors",
     "checkpointer._component_=torchtune.training.FullModelMetaCheckpointer": "checkpointer must be",

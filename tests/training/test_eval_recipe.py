@@ -1,6 +1,8 @@
-"""``hestia_eval``: every kind of model in one table, two ranks, errors; and tasks in training."""
+"""``hestia_eval``: every kind of model in one table, going on, the preset, two ranks, errors; and
+tasks in training."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,18 +11,22 @@ from omegaconf import OmegaConf
 from tiny import logged, make_config, make_model_dir, run, tune_run, write_config
 from torch import distributed
 
-from hestia_tune.commands.convert import run_convert
-from hestia_tune.commands.evaluate import EvaluationRecipe, run_evaluation
-from hestia_tune.training import evaluation
-
 pytest.importorskip("lm_eval")
 
+from hestia_tune.commands import evaluate as command  # noqa: E402
+from hestia_tune.commands.convert import run_convert  # noqa: E402
+from hestia_tune.commands.evaluate import run_evaluation  # noqa: E402
+from hestia_tune.evaluation import evaluator  # noqa: E402
+from hestia_tune.models.load import load_model  # noqa: E402
+from hestia_tune.training.options import Run  # noqa: E402
+
+FIVE = ["arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande"]
 ALL = "[pretrained,naive,trained,packed,checkpoint,checkpoint_hard]"
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    return make_task_folder(tmp_path_factory.mktemp("tasks"))
+    return make_task_folder(tmp_path_factory.mktemp("tasks"), official=FIVE)
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +55,15 @@ def trained(model_dir, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def fast_manager(tasks, monkeypatch):
-    monkeypatch.setattr(evaluation, "make_task_manager", lambda path: make_manager(tasks))
+    monkeypatch.setattr(evaluator, "find_tasks", make_manager)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds
     yield
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def config(model_dir, output_dir, tasks, *overrides):
-    section = {"tasks": ["tiny_choice"], "include_path": str(tasks), "cache": False}
+    section = {"tasks": ["tiny_choice"], "include_path": str(tasks)}
     base = make_config(model_dir, output_dir, *overrides)
     return OmegaConf.merge(base, {"eval": OmegaConf.merge(section, base.get("eval", {}))})
 
@@ -87,9 +94,8 @@ def test_every_kind_of_model_in_one_table(model_dir, trained, tasks, text, capsy
 def test_a_checkpoint_in_the_middle_is_relaxed_at_its_own_temperature(model_dir, trained, tasks):
     step = trained / "checkpoints" / "step_4"
     cfg = config(model_dir, trained, tasks, f"eval.models=['{step}',checkpoint_hard]")
-    recipe = EvaluationRecipe(cfg)
-    model, about = evaluation.load_model(
-        str(step), recipe.cfg, device=torch.device("cpu"), dtype=torch.float32
+    model, about = load_model(
+        str(step), Run.of(cfg).cfg, device=torch.device("cpu"), dtype=torch.float32
     )
     assert about["step"] == 4 and 0 < about["tau"][0] < 0.3
     quantizer = model.layers[0].mlp.w1.weight_fake_quantizer
@@ -120,16 +126,20 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
         ("eval.models=[checkpoint]", "no complete checkpoint in"),
         ("eval.models=[pretraned]", "give a folder, or one of pretrained"),
         ("eval.models=[]", "must name at least one model"),
-        ("eval.models=pretrained", "eval.models must be a list of strings"),
+        ("eval.models=pretrained", "eval.models must be a list; got 'pretrained'"),
         ("eval.models=[naive,naive]", "names something twice"),
         ("eval.tasks=[]", "eval needs tasks or perplexity"),
         ("eval.tasks=[tiny_choise]", "tiny_choice"),
         ("eval.window=1000", "eval.window 1000 is longer than the model's 64"),
-        ("eval.perplexity.x=3", "eval.perplexity.x must be a mapping with a source"),
+        ("eval.perplexity.x=3", "eval.perplexity.x must be a mapping of options; got 3"),
         ("eval.perplexity.x={sorce: y}", "did you mean source"),
         ("eval.perplexity.x={source: /nowhere.txt}", "/nowhere.txt does not exist"),
-        ("eval.batch_size=0", "eval.batch_size must be a positive int"),
-        ("eval.at_end=3", "eval.at_end must be True or False"),
+        (
+            "eval.perplexity.x={source: y, stride: 65}",
+            "x.stride must be in .1, 64.; got 65",
+        ),
+        ("eval.batch_size=0", "eval.batch_size must be at least 1; got 0"),
+        ("eval.at_end=perhaps", "eval.at_end must be True or False"),
     ],
 )
 def test_errors_come_before_any_model_is_loaded(
@@ -138,7 +148,7 @@ def test_errors_come_before_any_model_is_loaded(
     def fail(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(evaluation, "load_model", fail)
+    monkeypatch.setattr(command, "load_model", fail)
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
         run_evaluation(config(model_dir, tmp_path, tasks, "eval.models=[pretrained]", override))
     assert not (tmp_path / "evaluation.json").exists()
@@ -167,6 +177,79 @@ def test_tasks_during_training_go_to_the_metric_logger(model_dir, tmp_path, task
     found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["checkpoint_hard"]
     result = found["perplexity"]["t"]
     assert result["nll"] / result["tokens"] == pytest.approx(measured[6], rel=1e-5)
+
+
+def test_a_finished_model_is_not_evaluated_again(
+    model_dir, trained, tasks, text, tmp_path, monkeypatch
+):
+    path, loaded = tmp_path / "evaluation.json", []
+
+    def counted(name, *args, **options):
+        loaded.append(name)
+        if len(loaded) == 2 and not path.with_suffix(".stopped").exists():
+            path.with_suffix(".stopped").touch()
+            raise KeyboardInterrupt
+        return load_model(name, *args, **options)
+
+    def evaluate(*overrides):
+        loaded.clear()
+        options = ("eval.models=[pretrained,naive,trained]", f"eval.perplexity.t.source={text}")
+        run_evaluation(
+            config(model_dir, trained, tasks, *options, f"eval.output={path}", *overrides)
+        )
+        found = json.loads(path.read_text())
+        assert list(found["models"]) == ["pretrained", "naive", "trained"]
+        assert list(found["tables"]["acc"]) == ["pretrained", "naive", "trained"]
+        return list(loaded), found
+
+    monkeypatch.setattr(command, "load_model", counted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate()
+    assert list(json.loads(path.read_text())["models"]) == ["pretrained"]
+    names, first = evaluate()
+    assert names == ["naive", "trained"]
+    names, again = evaluate()
+    assert names == [] and again == first
+    # Other settings, another text, another model: measured anew.
+    assert evaluate("eval.limit=5")[0] == ["pretrained", "naive", "trained"]
+    text.write_text(text.read_text() + "More of it.")
+    assert evaluate("eval.limit=5")[0] == ["pretrained", "naive", "trained"]
+    (trained / "hard_model" / "config.json").touch()
+    assert evaluate("eval.limit=5")[0] == ["trained"]
+    path.write_text("not JSON")
+    assert evaluate("eval.limit=5")[0] == ["pretrained", "naive", "trained"]
+
+
+def with_ours(folder):
+    """A manager of a folder's tasks and the packaged groups, without lm-eval's own tasks."""
+    from lm_eval.tasks import TaskManager
+
+    ours = Path(evaluator.__file__).parent / "tasks"
+    return TaskManager(include_path=[str(ours), str(folder)], include_defaults=False)
+
+
+def test_the_preset_runs_on_models_and_at_the_end_of_training(
+    model_dir, trained, tasks, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(evaluator, "find_tasks", with_ours)
+    preset = ("eval.tasks=[hestia_zeroshot]", f"eval.output={tmp_path / 'five.json'}")
+    cfg = config(model_dir, trained, tasks, "eval.models=[pretrained,trained]", *preset)
+    assert run_evaluation(cfg) == 0
+    told = capsys.readouterr().out
+    assert all(f"| {name} " in told for name in [*FIVE, "average"])
+    tables = json.loads((tmp_path / "five.json").read_text())["tables"]
+    assert list(tables["acc"]["trained"]) == [*FIVE, "average"]
+    run(config(model_dir, tmp_path / "run", tasks, "eval.at_end=True", *preset))
+    for name in [*FIVE, "average"]:
+        logged_values = logged(tmp_path / "run", f"eval/{name}/acc")
+        assert list(logged_values) == [6]
+    # An unknown task is known before the first step.
+    with pytest.raises(ValueError, match="did you mean hestia_zeroshot"):
+        cfg = config(
+            model_dir, tmp_path / "no", tasks, "eval.at_end=True", "eval.tasks=[hestia_zero]"
+        )
+        run(cfg)
+    assert not (tmp_path / "no" / "hard_model").exists()
 
 
 @pytest.mark.slow

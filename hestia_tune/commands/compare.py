@@ -1,0 +1,53 @@
+"""``python -m hestia_tune compare RUN RUN ...``: one table of what finished runs reached.
+
+Of two runs that differ in one setting (with the schedule rho=0 tau_init=0 alpha=0, the method is
+plain straight-through training) it shows what that setting is worth.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hestia_tune.training.monitoring import results_table
+
+_TRAINED, _REFERENCE, _NAIVE = "trained, hard", "pretrained", "naive "
+
+
+def compare_runs(runs: Sequence[str]) -> str:
+    """The validation losses of several runs as Markdown.
+
+    What is the same model in all runs (pretrained, naive) has one row; where the runs measured it
+    differently, which makes them not comparable, each run has its own.
+
+    Args:
+        runs: output folders of ``hestia_qat``, or their results.json.
+
+    Raises:
+        FileNotFoundError: if a run has no results.
+        ValueError: if it has no validation losses, or is no run.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for run in runs:
+        path = Path(run)
+        path = path / "results.json" if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(f"{run} has no results.json; let the run finish first")
+        try:
+            losses = json.loads(path.read_text(encoding="utf-8"))["validation_loss"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is no results.json of a training run") from None
+        if not losses:
+            raise ValueError(f"{path} has no validation losses; train with a dataset_val")
+        found[run] = losses
+    labels = dict.fromkeys(label for losses in found.values() for label in losses)
+    rows: dict[str, float] = {}
+    for label in (label for label in labels if label != _TRAINED):
+        measured = {run: losses[label] for run, losses in found.items() if label in losses}
+        if len(set(measured.values())) == 1:
+            rows[label] = next(iter(measured.values()))
+        else:
+            rows |= {f"{label} ({run})": loss for run, loss in measured.items()}
+    rows |= {run: losses[_TRAINED] for run, losses in found.items() if _TRAINED in losses}
+    naive = [label for label in rows if label.startswith(_NAIVE)]
+    worst = max(naive, key=rows.__getitem__, default="")
+    return results_table(rows.items(), reference=_REFERENCE, worst=worst)
