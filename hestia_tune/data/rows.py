@@ -18,7 +18,7 @@ from hestia_tune.config import Section, one_line, option
 
 # Fewer files than this are opened at the start, to deal out parquet by row groups.
 FEW_FILES = 128
-BLOCK_CHARACTERS = 1 << 23
+BLOCK_CHARACTERS = 1 << 24
 
 
 class DataStreamError(OSError):
@@ -116,7 +116,7 @@ def open_rows(config: StreamConfig) -> tuple[datasets.IterableDataset, str]:
 def text_blocks(
     rows: datasets.IterableDataset, config: StreamConfig, size: int
 ) -> Iterator[list[str]]:
-    """Lists of ``size`` texts, or of fewer with 8M characters.
+    """Lists of ``size`` texts, or of fewer with 16M characters.
 
     After each, ``rows.state_dict()`` is the place behind it.
 

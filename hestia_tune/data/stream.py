@@ -2,7 +2,7 @@
 
 A run over 10B tokens can hold neither the text nor its tokens. Here each worker of each rank reads
 its own share of the rows (rows.py), and memory does not grow with the number of tokens. Documents
-are shuffled by blocks: the next ``shuffle_buffer`` of a share (or 8M characters, if that is less)
+are shuffled by blocks: the next ``shuffle_buffer`` of a share (or 16M characters, if that is less)
 are read and permuted by a seed of their own. That mixes as far as a buffer that slides along, whose
 state would be the documents in it; here it is the place of the block, a few numbers, and the tokens
 before it that have filled no sequence yet.
