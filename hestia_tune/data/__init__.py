@@ -33,7 +33,6 @@ def streaming_text_dataset(tokenizer: Any, **options: Any) -> StreamingTextDatas
 
     Raises:
         TypeError, ValueError: if something cannot be found or an option is out of range.
-        DataStreamError: while iterating, on data that cannot be read.
     """
     config = StreamConfig.parse(options)
     kind = TokenizedSet if config.source == "token_shards" else StreamingTextDataset

@@ -25,8 +25,7 @@ from hestia_tune.data.sequences import SequenceDataset, encode_each
 
 # Of the names' hashes, one class in nine is about a tenth of the characters and, spread over many
 # short topics, of every kind of prose in the text.
-_HASH_CLASSES = 9
-_VALIDATION_CLASS = 1
+_HASH_CLASSES, _VALIDATION_CLASS = 9, 1
 # Shorter paragraphs ("See also:") recur everywhere and give nothing away.
 _QUOTE_LENGTH = 40
 
@@ -60,14 +59,14 @@ def without_quotes(documents: Iterable[str], held_out: Iterable[str]) -> list[st
     Paragraphs are parted by blank lines and compared without regard to line breaks and
     indentation; those of under 40 characters stay. Documents left with nothing are dropped.
     """
-    quotable = {
-        key
-        for document in held_out
-        for paragraph in document.split("\n\n")
-        if len(key := _paragraph_key(paragraph)) >= _QUOTE_LENGTH
-    }
+
+    def key(paragraph: str) -> str:
+        return " ".join(paragraph.split())
+
+    paragraphs = {key(part) for document in held_out for part in document.split("\n\n")}
+    quotable = {paragraph for paragraph in paragraphs if len(paragraph) >= _QUOTE_LENGTH}
     kept = (
-        "\n\n".join(p for p in document.split("\n\n") if _paragraph_key(p) not in quotable)
+        "\n\n".join(part for part in document.split("\n\n") if key(part) not in quotable)
         for document in documents
     )
     return [document for document in kept if document.strip()]
@@ -114,7 +113,3 @@ def demo_dataset(
         documents += without_quotes(stdlib_docstrings(), demo_documents("validation"))
     encoded = encode_each(tokenizer, documents)
     return SequenceDataset((id_ for ids in encoded for id_ in [*ids, tokenizer.eos_id]), seq_len)
-
-
-def _paragraph_key(paragraph: str) -> str:
-    return " ".join(paragraph.split())

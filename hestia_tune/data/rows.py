@@ -13,11 +13,10 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 import datasets
+from datasets import IterableDataset
 
 from hestia_tune.config import Section, one_line, option
 
-# Fewer files than this are opened at the start, to deal out parquet by row groups.
-FEW_FILES = 128
 BLOCK_CHARACTERS = 1 << 24
 
 
@@ -45,32 +44,28 @@ class StreamConfig(Section):
     split: str = option("train", "the split to read")
     revision: str | None = option(
         None,
-        "the commit or branch of a hub dataset; a run that resumes after the dataset has changed "
-        "needs the commit that it began with",
+        "the commit or branch of a hub dataset; to resume, the one that the run began with",
     )
     shuffle_buffer: int = option(
         1000,
-        "documents that are shuffled together; 0 keeps files and documents in order; of a "
-        "tokenized set, 0 keeps the order and all else shuffles all of its sequences",
+        "documents that are shuffled together; 0 keeps the order; all else shuffles all sequences "
+        "of a tokenized set",
         low=0,
     )
     seed: int = option(0, "of the shuffles, with the epoch's number", low=0)
     max_tokens: int | None = option(
         None,
-        "tokens of all ranks together, rounded down to whole sequences on each rank; the data are "
-        "read again, in a new order, if they hold less",
+        "of all ranks together, rounded down to whole sequences on each; the data are read again, "
+        "in a new order, if they hold less",
         low=1,
     )
     epochs: int | None = option(
         None,
-        "passes over the data after which they end; null is no limit; the number of sequences is "
-        "not known before, and may differ between ranks, except for a tokenized set",
+        "passes over the data after which they end; null is no limit; the length of a text in "
+        "epochs is not known before",
         low=1,
     )
     document_masks: bool = option(False, "samples for torchtune.data.padded_collate_packed")
-    max_retries: int = option(
-        6, "tries after the first, 5 seconds apart, when a remote file does not answer", low=0
-    )
 
     @property
     def files(self) -> str:
@@ -78,14 +73,15 @@ class StreamConfig(Section):
         return str(self.data_files or self.source)
 
 
-def open_rows(config: StreamConfig) -> tuple[datasets.IterableDataset, str]:
+def open_rows(config: StreamConfig) -> tuple[IterableDataset, str]:
     """The rows of a hub dataset or of files, of which one column holds the text.
 
     Returns:
         The rows; and a digest of the files' names, their sizes (of local ones), split and column.
 
     Raises:
-        ValueError: if there is no such dataset, file, split or column, or the first row is no text.
+        ValueError: if there is no such dataset, file or split, or it is empty.
+        DataStreamError: if the first row cannot be read, or is no text.
     """
     if config.source in ("parquet", "json", "text") and not config.data_files:
         raise ValueError(f"source {config.source} needs data_files; give a path, a list or a glob")
@@ -96,26 +92,21 @@ def open_rows(config: StreamConfig) -> tuple[datasets.IterableDataset, str]:
         if hasattr(builder.config, "batch_size"):  # parquet; else a whole row group at once
             builder.config.batch_size = 256
         rows = builder.as_streaming_dataset(config.split)
-        if rows.num_shards < FEW_FILES:
+        if rows.num_shards < 128:  # to open more, to count their row groups, would take too long
             rows = rows.reshard()
-        if next(text_blocks(rows, config, 1), None) is None:
-            raise ValueError("it holds no rows")
-    except Exception as error:  # `datasets` raises errors of many unrelated types
-        raise ValueError(
-            f"dataset {config.files} could not be loaded: {one_line(error)}"
-        ) from error
+    except Exception as error:  # of many unrelated types
+        raise ValueError(f"{config.files} could not be loaded: {one_line(error)}") from error
+    if next(text_blocks(rows, config, 1), None) is None:
+        raise ValueError(f"{config.files} holds no rows")
     if rows.column_names:
         rows = rows.select_columns([config.column])
     paths = (builder.config.data_files or {}).get(config.split, [])
-    sizes = [os.path.isfile(path) and os.path.getsize(path) for path in paths]
-    names = [PurePosixPath(path).name for path in paths]
-    described = repr((config.split, config.column, names, sizes))
+    files = [(PurePosixPath(p).name, os.path.isfile(p) and os.path.getsize(p)) for p in paths]
+    described = repr((config.split, config.column, files))
     return rows, hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
-def text_blocks(
-    rows: datasets.IterableDataset, config: StreamConfig, size: int
-) -> Iterator[list[str]]:
+def text_blocks(rows: IterableDataset, config: StreamConfig, size: int) -> Iterator[list[str]]:
     """Lists of ``size`` texts, or of fewer with 16M characters.
 
     After each, ``rows.state_dict()`` is the place behind it.
@@ -123,18 +114,13 @@ def text_blocks(
     Raises:
         DataStreamError: on data that cannot be read, or are no text.
     """
-    # Looked up as a file is opened; they count tries.
-    datasets.config.STREAMING_OPEN_MAX_RETRIES = config.max_retries + 1
-    datasets.config.STREAMING_READ_MAX_RETRIES = config.max_retries + 1
     block, characters = [], 0
     try:
         for row in rows.iter(batch_size=1):  # iter(rows) would deal out the share to the workers
             (text,) = row.get(config.column, [None])
             if not isinstance(text, str):
-                raise TypeError(
-                    f"column {config.column!r} of a row holds {type(text).__name__}, not text; the "
-                    f"row has {', '.join(row)}"
-                )
+                found = f"{type(text).__name__}, not text; columns: {', '.join(row)}"
+                raise TypeError(f"column {config.column!r} holds {found}")
             block.append(text)
             characters += len(text)
             if len(block) == size or characters >= BLOCK_CHARACTERS:

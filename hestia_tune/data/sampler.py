@@ -6,11 +6,13 @@ place of each rank, which means nothing to another number of ranks.
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.utils.data import Sampler
 
 
+@dataclass(eq=False)
 class PositionSampler(Sampler[int]):
     """Indices of this rank from a position on, in an order that depends on no number of ranks.
 
@@ -21,30 +23,22 @@ class PositionSampler(Sampler[int]):
         num_samples: of the dataset.
         length: positions of all ranks in an epoch, those left out that are too few for each rank
             to have one; None has no end.
-        shuffle: permutes each pass by ``seed + epoch + pass``.
-
-    Attributes:
+        rank, world_size: of this process.
+        seed, shuffle: each pass is permuted by ``seed + epoch + pass``, if at all.
         start: positions that all ranks together have taken already.
-        epoch: of the permutation.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        length: int | None,
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool = False,
-    ):
-        self.num_samples, self.length = num_samples, length
-        self.rank, self.world_size = rank, world_size
-        self.seed, self.shuffle = seed, shuffle
-        self.start = self.epoch = 0
+    num_samples: int
+    length: int | None
+    rank: int
+    world_size: int
+    seed: int
+    shuffle: bool = False
+    start: int = 0
+    epoch: int = 0
 
     def __iter__(self) -> Iterator[int]:
-        end = sys.maxsize if self.length is None else len(self) * self.world_size
+        end = sys.maxsize if self.length is None else self.length - self.length % self.world_size
         order, permuted = range(self.num_samples), None
         for position in range(self.start + self.rank, end, self.world_size):
             turn, index = divmod(position, self.num_samples)
@@ -52,7 +46,3 @@ class PositionSampler(Sampler[int]):
                 generator = torch.Generator().manual_seed(self.seed + self.epoch + turn)
                 order, permuted = torch.randperm(self.num_samples, generator=generator), turn
             yield int(order[index])
-
-    def __len__(self) -> int:
-        """Samples of this rank in an epoch."""
-        return self.length // self.world_size

@@ -17,8 +17,6 @@ from torch.utils.data import Dataset
 class SequenceDataset(Dataset):
     """Tokens in memory, 8 bytes each, as torchtune samples, labels equal to tokens.
 
-    The recipe shifts labels by one, so every token but the first of a sequence is predicted.
-
     Args:
         tokens: ids, in order; the last that fill no sequence are dropped.
         seq_len: tokens per sequence.
@@ -36,8 +34,7 @@ class SequenceDataset(Dataset):
         return len(self.sequences)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        tokens = self.sequences[index].tolist()
-        return {"tokens": tokens, "labels": list(tokens)}
+        return training_sample(self.sequences[index].tolist(), -1, False)
 
 
 def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
@@ -46,7 +43,7 @@ def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
 
 
 def training_sample(tokens: list[int], eos_id: int, document_masks: bool) -> dict[str, Any]:
-    """A torchtune sample, labels equal to tokens (the recipe shifts them).
+    """A torchtune sample, labels equal to tokens; shifted by the recipe, they predict all but one.
 
     Args:
         tokens: one sequence.

@@ -27,9 +27,8 @@ from hestia_tune.data.sequences import SequenceDataset, encode_each, training_sa
 
 # With fewer files (or row groups) for each share than this, shares would be too uneven; then every
 # share reads all rows and takes each num_shares-th. Reading costs little beside tokenizing.
-LEAST_FILES_OF_A_SHARE = 8
-# Documents that one call of the tokenizer gets.
-LOT = 16
+LEAST_FILES = 8
+LOT = 16  # documents that one call of the tokenizer gets
 _START = {
     "epoch": 0,
     "block": 0,  # of the epoch
@@ -53,10 +52,9 @@ class StreamingTextDataset(IterableDataset):
 
     Attributes:
         rank, world_size: of this process, which reads its share; those of torch.distributed.
-        batch_size: that of the data loader. With it, each of several workers gives whole batches,
-            and their sum is ``num_sequences // batch_size``.
-        num_sequences: sequences that this rank gives (all its workers together), the same on every
-            rank; None if the stream ends with its data, or never.
+        batch_size: that of the data loader, to which several workers give whole batches.
+        num_sequences: that this rank gives (all its workers together), the same on every rank; None
+            if the stream ends with its data, or never.
 
     Raises:
         ValueError: if something cannot be found.
@@ -68,54 +66,44 @@ class StreamingTextDataset(IterableDataset):
         self.rank = dist.get_rank() if grouped else 0
         self.world_size = dist.get_world_size() if grouped else 1
         self._rows, self._digest = open_rows(config)
-        self._place: dict[str, Any] = _START
-        self._resumes = False
+        self._place = self._following = _START  # the present one; that of the next iteration
 
     @property
     def num_sequences(self) -> int | None:
-        if self.config.max_tokens is None:
-            return None
-        return self.config.max_tokens // self.config.seq_len // self.world_size
+        tokens = self.config.max_tokens
+        return tokens and tokens // self.config.seq_len // self.world_size
 
     def identity(self) -> list:
         """What must be the same for a place to mean the same."""
         config = self.config
-        options = [config.seq_len, config.seed, config.shuffle_buffer]
-        return [self._digest, *options, *self._worker(), self.rank, self.world_size]
+        return [self._digest, config.seq_len, config.seed, config.shuffle_buffer, *self._share()]
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last sequence given."""
         return self._place | {"stream": self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on after the place of ``state``.
-
-        Raises:
-            ValueError: if it is the place of another stream.
-        """
+        """The next iteration goes on after ``state``; a ValueError if it is of another stream."""
         if state["stream"] != self.identity():
             raise ValueError(
                 "the saved place is that of another stream: files, column, seq_len, seed, "
                 "shuffle_buffer or the number of ranks or workers have changed; set them back, "
                 "start anew, or use a tokenized set (`tune run hestia_tokenize`)"
             )
-        self._place, self._resumes = state, True
+        self._place = self._following = state
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self._resumes:
-            self._place = _START
-        self._resumes = False
+        self._place, self._following = self._following, _START
         return self._sequences(self._place)
 
     def _sequences(self, place: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The sequences from a place on."""
         seq_len, eos_id = self.config.seq_len, self.tokenizer.eos_id
         carry, given, sequences = place["carry"], place["given"], place["sequences"]
-        worker, num_workers = self._worker()
-        limit = None
+        limit, (share, num_shares) = None, self._share()
         if self.num_sequences is not None:  # whole batches, dealt to the workers in turn
-            batches = range(worker, self.num_sequences // self.batch_size, num_workers)
-            limit = len(batches) * self.batch_size
+            workers, batches = num_shares // self.world_size, self.num_sequences // self.batch_size
+            limit = len(range(share % workers, batches, workers)) * self.batch_size
         if sequences == limit:
             return
         if get_worker_info() is not None:
@@ -144,21 +132,15 @@ class StreamingTextDataset(IterableDataset):
         self._place = at | {"carry": carry, "given": 0, "sequences": sequences}
 
     def _blocks(self, place: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        """Texts that are shuffled together, each with its place; at the end, none with the end's.
-
-        Raises:
-            DataStreamError: if the share holds no documents.
-        """
-        config, (worker, num_workers) = self.config, self._worker()
-        share, num_shares = self.rank * num_workers + worker, self.world_size * num_workers
-        many = self._rows.num_shards >= LEAST_FILES_OF_A_SHARE * num_shares
-        strategy = "shards" if many else "auto"
+        """Texts that are shuffled together, with their place; at the end, none with the end's."""
+        config, (share, num_shares) = self.config, self._share()
+        strategy = "shards" if self._rows.num_shards >= LEAST_FILES * num_shares else "auto"
         while config.epochs is None or place["epoch"] < config.epochs:
             seed = f"{config.seed}/{place['epoch']}"
             rows = split_dataset_by_node(self._rows, share, num_shares, strategy=strategy)
             if config.shuffle_buffer:
-                # `datasets` seeds the order of the files with the number of the epoch; in epoch 0
-                # it is as it is. Its `shuffle` would add a buffer, which is lost on resuming.
+                # It seeds the order of the files, but in epoch 0 leaves them as they are. `shuffle`
+                # would add a buffer, which is lost on resuming.
                 rows.set_epoch(1 + zlib.crc32(seed.encode()))
             if place["rows"] is not None:
                 rows.load_state_dict(place["rows"])
@@ -177,17 +159,17 @@ class StreamingTextDataset(IterableDataset):
             place = place | {"epoch": place["epoch"] + 1, "block": 0, "rows": None}
         yield place, []
 
-    @staticmethod
-    def _worker() -> tuple[int, int]:
-        """(number, of how many) of this worker of its rank."""
+    def _share(self) -> tuple[int, int]:
+        """(number, of how many) of this worker of this rank."""
         worker = get_worker_info()
-        return (0, 1) if worker is None else (worker.id, worker.num_workers)
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return self.rank * workers + number, self.world_size * workers
 
 
 def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
     """A text that is read once, in order, at the start, and held in memory (8 bytes a token).
 
-    That suits runs of up to some 100M tokens. Every rank holds all of it.
+    That suits runs of up to some 100M tokens.
 
     Args:
         tokenizer: a torchtune tokenizer.
@@ -195,8 +177,7 @@ def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
             ``epochs`` 1 by default.
 
     Raises:
-        ValueError: if nothing can be loaded, or the column does not exist.
-        DataStreamError: on data that cannot be read, or are no text.
+        ValueError, DataStreamError: as the stream does.
     """
     config = StreamConfig.parse({"shuffle_buffer": 0, "epochs": 1} | options)
     stream = StreamingTextDataset(tokenizer, config)

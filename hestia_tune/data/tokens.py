@@ -70,19 +70,11 @@ class TokenizedSet(Dataset):
         return training_sample(tokens, self.eos_id, self.config.document_masks)
 
 
-def verify_token_shards(folder: str | Path) -> int:
-    """Reads all tokens of a set and holds them against their checksum.
-
-    Returns:
-        The number of tokens, EOS of each document included.
-
-    Raises:
-        ValueError: if they differ.
-    """
+def verify_token_shards(folder: str | Path) -> None:
+    """Reads all tokens of a set and raises a ValueError if they differ from their checksum."""
     path, index = Path(folder) / TOKENS, _read_index(Path(folder))
     if hashlib.sha256(np.memmap(path, np.uint8, mode="r")).hexdigest() != index["sha256"]:
         raise ValueError(f"{path} differs from its checksum; tokenize anew")
-    return index["num_tokens"]
 
 
 def write_token_shards(
@@ -131,8 +123,7 @@ def write_token_shards(
         temporary.mkdir()
         with open(temporary / TOKENS, "wb") as file:
             for tokens in parts():
-                if max_tokens is not None:
-                    tokens = tokens[: max_tokens - index["num_tokens"]]
+                tokens = tokens[: (max_tokens or 1 << 62) - index["num_tokens"]]
                 content = np.array(tokens, index["dtype"]).tobytes()
                 file.write(content)
                 digest.update(content)

@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import config
@@ -35,7 +36,6 @@ def build_dataset(
     cfg_dataset: DictConfig | ListConfig,
     tokenizer: Any,
     key: str,
-    *,
     batch_size: int = 1,
     calibration_seed: int | None = None,
 ) -> tuple[Any, bool]:
@@ -64,10 +64,7 @@ def build_dataset(
                 dataset.rank, dataset.world_size = 0, 1
             count = dataset.num_sequences
             if count is None and dataset.config.epochs and dataset.world_size > 1:
-                raise ValueError(
-                    "the length of a stream in epochs differs between ranks; give max_tokens, or "
-                    "a tokenized set (`tune run hestia_tokenize`)"
-                )
+                raise ValueError("epochs of a stream differ between ranks; give max_tokens")
         if count == 0:
             raise ValueError("it has no samples; give it more data, or a larger max_tokens")
     except Exception as error:  # components and file readers raise errors of many unrelated types
@@ -102,13 +99,11 @@ class TrainingData:
         cfg: the run's config.
         tokenizer: the config's.
         ignore_index: label of what is not predicted.
-        rank, world_size: of this process.
         seed: of the sampler.
 
     Attributes:
         loader, val_loader: of the batches; ``val_loader`` is None without validation data.
-        val_samples: validation samples of this rank that count, None being all: the sampler fills
-            up uneven shares by samples that must not.
+        val_samples: of this rank that count, None being all; the sampler fills up uneven shares.
         steps_per_epoch, total_steps: optimizer steps.
         sequences_per_step: of all ranks.
         is_stream: whether the training data have passes of their own: text, or a tokenized set.
@@ -119,33 +114,22 @@ class TrainingData:
         ValueError: if a dataset cannot be loaded, is too small, or its length is not known.
     """
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        tokenizer: Any,
-        *,
-        ignore_index: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-    ):
+    def __init__(self, cfg: DictConfig, tokenizer: Any, *, ignore_index: int, seed: int):
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         self._accumulation = cfg.gradient_accumulation_steps
         self.sequences_per_step = cfg.batch_size * self._accumulation * world_size
         self.taken, self.seconds_waited = 0, 0.0
         self._readers = [world_size, cfg.num_workers]
 
         def sampler_of(dataset: Any, shuffle: bool) -> PositionSampler | None:
-            """The order of a map-style dataset; a stream of text has its own."""
-            if isinstance(dataset, StreamingTextDataset):
+            if isinstance(dataset, StreamingTextDataset):  # has an order of its own
                 return None
             order = {"length": len(dataset), "seed": seed, "shuffle": shuffle}
             order |= getattr(dataset, "order", {})
             return PositionSampler(len(dataset), rank=rank, world_size=world_size, **order)
 
         collate = partial(collate_function, cfg.collate_fn, tokenizer.pad_id, ignore_index)
-        self.dataset, packed = build_dataset(
-            cfg.dataset, tokenizer, "dataset", batch_size=cfg.batch_size
-        )
+        self.dataset, packed = build_dataset(cfg.dataset, tokenizer, "dataset", cfg.batch_size)
         self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
         self._sampler = sampler_of(self.dataset, cfg.shuffle)
         self.steps_per_epoch, self.total_steps = self._count_steps(cfg)
@@ -169,11 +153,9 @@ class TrainingData:
             sampler.length = -(-whole // world_size) * world_size
         elif dataset.num_sequences is None and cfg.max_val_batches is None:
             raise ValueError("dataset_val is a stream without end; give it max_tokens")
+        size = cfg.batch_size_val or cfg.batch_size
         self.val_loader = StatefulDataLoader(
-            dataset,
-            batch_size=cfg.batch_size_val or cfg.batch_size,
-            sampler=sampler,
-            collate_fn=collate(packed),
+            dataset, batch_size=size, sampler=sampler, collate_fn=collate(packed)
         )
 
     def _count_steps(self, cfg: DictConfig) -> tuple[int, int]:
@@ -185,18 +167,16 @@ class TrainingData:
             )
         if self._sampler is not None:
             sequences = self._sampler.length
-        else:  # of this rank, to all
-            sequences = self.dataset.num_sequences and self.dataset.num_sequences * self._readers[0]
+        elif (sequences := self.dataset.num_sequences) is not None:  # of one rank
+            sequences *= self.dataset.world_size
         steps = cfg.max_steps if sequences is None else sequences // self.sequences_per_step
         if steps is None:
-            raise ValueError(
-                "the schedules need the number of steps; give dataset.max_tokens or max_steps"
-            )
+            raise ValueError("how many steps is not known; give dataset.max_tokens or max_steps")
         if steps == 0:
             raise ValueError(
-                f"dataset has {sequences} samples, one step takes "
-                f"{self.sequences_per_step} (batch_size x gradient_accumulation_steps x ranks); "
-                "give it more data, a larger max_tokens, or smaller batches"
+                f"dataset has {sequences} samples, one step takes {self.sequences_per_step} "
+                "(batch_size x gradient_accumulation_steps x ranks); give it more data, a larger "
+                "max_tokens, or smaller batches"
             )
         per_epoch = min(steps, cfg.max_steps_per_epoch or steps)
         total = min(cfg.epochs * per_epoch, cfg.max_steps or cfg.epochs * per_epoch)
@@ -204,9 +184,8 @@ class TrainingData:
 
     def tokens_at(self, step: int) -> int | None:
         """Tokens of all ranks up to a step; None if sequences differ in length."""
-        if not self.is_stream:
-            return None
-        return step * self.sequences_per_step * self.dataset.config.seq_len
+        sequences = step * self.sequences_per_step
+        return sequences * self.dataset.config.seq_len if self.is_stream else None
 
     def identity(self) -> dict[str, Any]:
         """What must be the same when a run is resumed."""
@@ -215,17 +194,13 @@ class TrainingData:
 
     def position(self) -> dict[str, Any]:
         """What `restore` takes: the sequences taken; of a stream of text, the loader's state."""
-        position = {"sequences": self.taken}
-        if self._sampler is None:
-            position |= {"loader": self.loader.state_dict(), "readers": self._readers}
-        return position
+        if self._sampler is not None:
+            return {"sequences": self.taken}
+        state = self.loader.state_dict()
+        return {"sequences": self.taken, "loader": state, "readers": self._readers}
 
     def restore(self, position: dict[str, Any] | None) -> None:
-        """Goes on from a position: of this rank, or of any if the data are no stream of text.
-
-        Raises:
-            ValueError: if a stream of text was read by another number of ranks or workers.
-        """
+        """Goes on from a position; a ValueError if others than these read a stream of text."""
         if position is None:  # at the start of an epoch
             return
         self.taken = position["sequences"]
@@ -233,9 +208,8 @@ class TrainingData:
             if position["readers"] != self._readers:
                 ranks, workers = position["readers"]
                 raise ValueError(
-                    f"a stream of text resumes on the ranks and workers that read it, {ranks} "
-                    f"ranks with num_workers {workers}; use as many, or next time a tokenized set "
-                    "(`tune run hestia_tokenize`), which resumes on any number"
+                    f"a stream of text resumes on as many readers: {ranks} ranks with num_workers "
+                    f"{workers}; use as many, or a tokenized set (`tune run hestia_tokenize`)"
                 )
             self.loader.load_state_dict(position["loader"])
 
@@ -248,11 +222,7 @@ class TrainingData:
         return iter(self.loader)
 
     def fetch(self, batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The batches of one optimizer step.
-
-        Raises:
-            DataStreamError: on every rank, if the data of one failed or ended.
-        """
+        """The batches of one step; a DataStreamError on all ranks if one's data fail or end."""
         started = time.perf_counter()
         found = _take_together(batches, self._accumulation, least=self._accumulation)
         self.seconds_waited = time.perf_counter() - started
@@ -274,10 +244,7 @@ def _take_together(batches: Iterator, wanted: int, least: int = 0) -> list[dict[
         if len(found) < least:
             raise DataStreamError("the stream ended before the last step; give dataset.max_tokens")
     except OSError as error:
-        text = str(error)
-        if text.startswith("Caught "):  # a worker's: without its traceback around the message
-            text = text.rsplit(f"{type(error).__name__}: ", 1)[1].strip()
-        failure = DataStreamError(text)
-        failure.__cause__ = error
+        text = str(error).rsplit(f"{type(error).__name__}: ", 1)[-1]  # no traceback of a worker
+        failure = DataStreamError(text.strip()).with_traceback(error.__traceback__)
     raise_together(failure)
     return found

@@ -49,7 +49,7 @@ def test_sequences_in_order_equal_those_of_the_text(tmp_path, kind, shuffle_buff
     index = write_token_shards(Bytes(), tmp_path / "t", **arguments)
     assert index["num_documents"] == 121
     assert index["num_tokens"] == sum(len(text.encode()) + 1 for text in texts)
-    assert verify_token_shards(tmp_path / "t") == index["num_tokens"]
+    verify_token_shards(tmp_path / "t")
     found = stream(cached(tmp_path / "t"), shuffle_buffer=0)
     assert len(found) == index["num_tokens"] // 16 and found.order["length"] is None
     endless = iter(sampler(found))
