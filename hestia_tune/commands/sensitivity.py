@@ -100,7 +100,7 @@ class SensitivityRecipe:
         cfg, settings = self.cfg, self.settings
         tokenizer = config.instantiate(cfg.tokenizer)
         dataset, packed = data.build_dataset(
-            cfg.dataset, tokenizer, "dataset", batch_size=1, calibration_seed=settings.seed
+            cfg.dataset, tokenizer, "dataset", calibration_seed=settings.seed
         )
         if not isinstance(dataset, StreamingTextDataset):  # which shuffles by itself
             generator = torch.Generator().manual_seed(settings.seed)
