@@ -27,8 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 
 from hestia_tune.data import streaming_text_dataset, write_token_shards  # noqa: E402
-from hestia_tune.data.rows import TextRows  # noqa: E402
-from hestia_tune.data.stream import LOT_DOCUMENTS  # noqa: E402
+from hestia_tune.data.rows import StreamConfig, open_rows, text_blocks  # noqa: E402
+from hestia_tune.data.stream import LOT  # noqa: E402
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
 
 
@@ -80,9 +80,11 @@ def consume(items) -> int:
 
 def some_texts(options, wanted: int) -> list[str]:
     """Documents of about ``wanted`` tokens."""
-    rows = TextRows(options.source, options.column, data_files=options.data_files)
+    config = StreamConfig(
+        source=options.source, column=options.column, data_files=options.data_files, seq_len=1
+    )
     texts, characters = [], 0
-    for text in rows.texts(rows.share()):
+    for (text,) in text_blocks(open_rows(config)[0], config, 1):
         texts.append(text)
         characters += len(text)
         if characters > 4 * wanted:
@@ -98,7 +100,7 @@ def rates(options) -> None:
         return sum(len(tokenizer.encode(text, add_bos=False, add_eos=False)) + 1 for text in texts)
 
     def batched():
-        parts = (texts[i : i + LOT_DOCUMENTS] for i in range(0, len(texts), LOT_DOCUMENTS))
+        parts = (texts[i : i + LOT] for i in range(0, len(texts), LOT))
         encodings = (e for part in parts for e in tokenizer.tokenizer.encode_batch_fast(part))
         return sum(len(encoding.ids) + 1 for encoding in encodings)
 

@@ -35,7 +35,7 @@ from hestia_tune.data.demo import (
     stdlib_docstrings,
     without_quotes,
 )
-from hestia_tune.data.sequences import chunk_tokens
+from hestia_tune.data.sequences import SequenceDataset
 from hestia_tune.methods import TernaryMethod
 from hestia_tune.models.builders import llama
 
@@ -236,7 +236,8 @@ def main() -> None:
     eos_id = tokenizer.token_to_id(SPECIAL_TOKEN)
 
     def tokens(documents: list[str], seq_len: int) -> torch.Tensor:
-        return chunk_tokens(documents, lambda text: tokenizer.encode(text).ids, eos_id, seq_len)[0]
+        ids = (id_ for text in documents for id_ in [*tokenizer.encode(text).ids, eos_id])
+        return SequenceDataset(ids, seq_len).sequences
 
     docstrings = without_quotes(stdlib_docstrings(), held_out)
     streams = [tokens(documents, 1).flatten() for documents in (topics, docstrings)]

@@ -77,7 +77,8 @@ def random_dataset(tokenizer, *, num: int, seq_len: int = 16, seed: int = 0) -> 
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(1, 200, (num, 1), generator=generator)
     noise = torch.randint(0, 3, (num, seq_len), generator=generator)
-    return SequenceDataset(1 + (start + 5 * torch.arange(seq_len) + noise) % 200)
+    tokens = 1 + (start + 5 * torch.arange(seq_len) + noise) % 200
+    return SequenceDataset(tokens.flatten().tolist(), seq_len)
 
 
 class _HalfIgnored(SequenceDataset):

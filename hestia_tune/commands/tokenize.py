@@ -12,7 +12,7 @@ _STREAM = "hestia_tune.data.streaming_text_dataset"
 
 
 def run_tokenize(cfg: DictConfig | Run) -> int:
-    """Writes the tokens of the ``dataset`` section; goes on where it was stopped.
+    """Writes the tokens of the ``dataset`` section, unless the folder holds them already.
 
     Raises:
         ValueError: if the dataset is no stream of text, or another set is in the folder.

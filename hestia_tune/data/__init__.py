@@ -3,10 +3,10 @@
 from typing import Any
 
 from hestia_tune.data.demo import demo_dataset
-from hestia_tune.data.rows import DataStreamError
+from hestia_tune.data.rows import DataStreamError, StreamConfig
 from hestia_tune.data.sampler import PositionSampler
 from hestia_tune.data.sequences import SequenceDataset
-from hestia_tune.data.stream import StreamConfig, StreamingTextDataset, text_dataset
+from hestia_tune.data.stream import StreamingTextDataset, text_dataset
 from hestia_tune.data.tokens import TokenizedSet, verify_token_shards, write_token_shards
 
 __all__ = [
@@ -24,22 +24,16 @@ __all__ = [
 ]
 
 
-def streaming_text_dataset(
-    tokenizer: Any, *, rank: int | None = None, world_size: int | None = None, **options: Any
-) -> StreamingTextDataset | TokenizedSet:
+def streaming_text_dataset(tokenizer: Any, **options: Any) -> StreamingTextDataset | TokenizedSet:
     """Sequences from text files, a hub dataset, or a tokenized set (``source: token_shards``).
 
     Args:
         tokenizer: a torchtune tokenizer (``encode``, ``eos_id``).
-        rank, world_size: of this process, which reads its share of a text; of torch.distributed by
-            default.
-        options: those of :class:`hestia_tune.data.stream.StreamConfig`.
+        options: those of :class:`hestia_tune.data.rows.StreamConfig`.
 
     Raises:
         TypeError, ValueError: if something cannot be found or an option is out of range.
-        DataStreamError: while iterating, on data that cannot be read.
     """
     config = StreamConfig.parse(options)
-    if config.source == "token_shards":
-        return TokenizedSet(tokenizer, config)
-    return StreamingTextDataset(tokenizer, config, rank, world_size)
+    kind = TokenizedSet if config.source == "token_shards" else StreamingTextDataset
+    return kind(tokenizer, config)

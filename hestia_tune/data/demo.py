@@ -17,16 +17,15 @@ import inspect
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hestia_tune.data.sequences import SequenceDataset, sequence_dataset
+from hestia_tune.data.sequences import SequenceDataset, encode_each
 
 # Of the names' hashes, one class in nine is about a tenth of the characters and, spread over many
 # short topics, of every kind of prose in the text.
-_HASH_CLASSES = 9
-_VALIDATION_CLASS = 1
+_HASH_CLASSES, _VALIDATION_CLASS = 9, 1
 # Shorter paragraphs ("See also:") recur everywhere and give nothing away.
 _QUOTE_LENGTH = 40
 
@@ -42,17 +41,16 @@ def demo_documents(split: str) -> list[str]:
         ValueError: if ``split`` is another word.
         ModuleNotFoundError: if this Python was installed without its help topics.
     """
-    if split not in ("train", "validation"):
-        raise ValueError(
-            f'split must be "train" or "validation"; got {split!r}; use one of the two'
-        )
     from pydoc_data.topics import topics
 
-    validation = [topics[name] for name in sorted(topics) if _is_validation(name)]
-    if split == "validation":
-        return validation
-    train = [topics[name] for name in sorted(topics) if not _is_validation(name)]
-    return without_quotes(train, validation)
+    parts: dict[str, list[str]] = {"train": [], "validation": []}
+    if split not in parts:
+        raise ValueError(f'split must be "train" or "validation"; got {split!r}')
+    for name in sorted(topics):
+        held_out = zlib.crc32(name.encode()) % _HASH_CLASSES == _VALIDATION_CLASS
+        parts["validation" if held_out else "train"].append(topics[name])
+    parts["train"] = without_quotes(parts["train"], parts["validation"])
+    return parts[split]
 
 
 def without_quotes(documents: Iterable[str], held_out: Iterable[str]) -> list[str]:
@@ -61,14 +59,14 @@ def without_quotes(documents: Iterable[str], held_out: Iterable[str]) -> list[st
     Paragraphs are parted by blank lines and compared without regard to line breaks and
     indentation; those of under 40 characters stay. Documents left with nothing are dropped.
     """
-    quotable = {
-        key
-        for document in held_out
-        for paragraph in document.split("\n\n")
-        if len(key := _paragraph_key(paragraph)) >= _QUOTE_LENGTH
-    }
+
+    def key(paragraph: str) -> str:
+        return " ".join(paragraph.split())
+
+    paragraphs = {key(part) for document in held_out for part in document.split("\n\n")}
+    quotable = {paragraph for paragraph in paragraphs if len(paragraph) >= _QUOTE_LENGTH}
     kept = (
-        "\n\n".join(p for p in document.split("\n\n") if _paragraph_key(p) not in quotable)
+        "\n\n".join(part for part in document.split("\n\n") if key(part) not in quotable)
         for document in documents
     )
     return [document for document in kept if document.strip()]
@@ -81,26 +79,21 @@ def stdlib_docstrings() -> tuple[str, ...]:
     Reading and parsing the library takes some ten seconds, once per process.
     """
     stdlib = Path(sysconfig.get_path("stdlib"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     documents = []
     for path in sorted(stdlib.rglob("*.py")):
         parts = path.relative_to(stdlib).with_suffix("").parts
         if parts[0] not in sys.stdlib_module_names or {"test", "tests", "idle_test"} & set(parts):
             continue
-        docstrings = list(dict.fromkeys(_docstrings(path)))
+        try:
+            nodes = ast.walk(ast.parse(path.read_bytes()))
+        except SyntaxError:  # some files of lib2to3 are deliberately not Python 3
+            continue
+        found = [ast.get_docstring(node) for node in nodes if isinstance(node, documented)]
+        docstrings = dict.fromkeys(inspect.cleandoc(text).strip() for text in found if text)
         if docstrings:
             documents.append("\n\n".join(docstrings) + "\n")
     return tuple(documents)
-
-
-def _docstrings(path: Path) -> Iterator[str]:
-    try:
-        tree = ast.parse(path.read_bytes())
-    except SyntaxError:  # some files of lib2to3 are deliberately not Python 3
-        return
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
-            yield inspect.cleandoc(docstring).strip()
 
 
 def demo_dataset(
@@ -118,12 +111,5 @@ def demo_dataset(
     documents = demo_documents(split)
     if docstrings:
         documents += without_quotes(stdlib_docstrings(), demo_documents("validation"))
-    return sequence_dataset(tokenizer, documents, seq_len=seq_len, source=f"demo ({split})")
-
-
-def _is_validation(name: str) -> bool:
-    return zlib.crc32(name.encode()) % _HASH_CLASSES == _VALIDATION_CLASS
-
-
-def _paragraph_key(paragraph: str) -> str:
-    return " ".join(paragraph.split())
+    encoded = encode_each(tokenizer, documents)
+    return SequenceDataset((id_ for ids in encoded for id_ in [*ids, tokenizer.eos_id]), seq_len)

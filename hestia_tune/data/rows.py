@@ -1,165 +1,135 @@
-"""Documents of a hub dataset or of files, row by row, by `datasets` in streaming mode.
+"""Documents of a hub dataset or of files, in blocks, by `datasets` in streaming mode.
 
-`datasets` finds the files, reads them, deals them out and remembers its place. Here is only what it
-leaves open: parquet by row groups, shares that are even, files in another order in each epoch, and
-errors that name the file. The cost of its way: to go on in the midst of a file that is no parquet,
-it reads all that comes before.
+`datasets` finds the files, reads them, deals them out and remembers its place. The cost of its way:
+to go on in the midst of a file that is no parquet, it reads all that comes before; and which of
+many files was bad stands in its log, not in the error.
 """
 
 import hashlib
-import io
 import os
-import traceback
-import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
-import fsspec.asyn
-import fsspec.compression
-import pyarrow as pa
-from datasets.distributed import split_dataset_by_node
-from torch.utils.data import get_worker_info
+from datasets import IterableDataset
 
-from hestia_tune.config import one_line
+from hestia_tune.config import Section, one_line, option
 
-# With fewer files than this, parquet is dealt out by row groups. With many, to open them all at the
-# start just to count their row groups would take too long.
-FEW_FILES = 128
-# With fewer files (or row groups) for each share than this, shares would be too uneven; then every
-# share reads all rows and takes each num_shares-th. Reading costs little beside tokenizing.
-LEAST_FILES_OF_A_SHARE = 8
-_ROWS_AT_ONCE = 256
-_FORMATS = ("parquet", "json", "text")
-
-
-def _zstd_reader(file: Any, mode: str = "rb", **_: Any) -> io.BufferedReader:
-    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"))
-
-
-# fsspec reads .zst by a package of its own, and then only up to the end of the first frame.
-fsspec.compression.register_compression("zstd", _zstd_reader, "zst", force=True)
+BLOCK_CHARACTERS = 1 << 24
 
 
 class DataStreamError(OSError):
-    """The stream met data that it cannot read; the message names the file where it is known.
+    """The stream met data that it cannot read.
 
     It may come days into a run: the caller should save a checkpoint before it passes the error on.
     """
 
 
-class TextRows:
-    """Rows of a hub dataset or of files, of which one column holds the text.
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig(Section):
+    """The YAML's ``dataset`` section, if its component is ``streaming_text_dataset``."""
 
-    Args:
-        source: first argument of ``datasets.load_dataset``.
-        column: the column that holds the text.
-        split: the split to read.
-        max_retries: tries after the first when a remote file does not answer.
-        arguments: more of ``datasets.load_dataset`` (``name``, ``data_files``, ``revision``, ...).
+    section: ClassVar[str] = "dataset"
+    source: str = option(
+        text='first argument of `datasets.load_dataset`: a hub name, or "parquet", "json", "text" '
+        "with data_files (.gz, .zst and .bz2 too; a line of a text file is a document); or "
+        '"token_shards", a tokenized set, with its folder as data_files'
+    )
+    seq_len: int = option(text="tokens per sequence", low=1)
+    column: str = option("text", "the column that holds the text")
+    data_files: Any = option(None, "paths, globs or URLs; or one of these for each split")
+    name: str | None = option(None, "the configuration of a hub dataset")
+    split: str = option("train", "the split to read")
+    revision: str | None = option(
+        None,
+        "the commit or branch of a hub dataset; to resume, the one that the run began with",
+    )
+    shuffle_buffer: int = option(
+        1000,
+        "documents that are shuffled together; 0 keeps the order; all else shuffles all sequences "
+        "of a tokenized set",
+        low=0,
+    )
+    seed: int = option(0, "of the shuffles, with the epoch's number", low=0)
+    max_tokens: int | None = option(
+        None,
+        "of all ranks together, rounded down to whole sequences on each; the data are read again, "
+        "in a new order, if they hold less",
+        low=1,
+    )
+    epochs: int | None = option(
+        None,
+        "passes over the data after which they end; null is no limit; the length of a text in "
+        "epochs is not known before",
+        low=1,
+    )
+    document_masks: bool = option(False, "samples for torchtune.data.padded_collate_packed")
 
-    Attributes:
-        name: source and files, for messages.
-        digest: changes with the files' names, their sizes (of local ones), split and column.
+    @property
+    def files(self) -> str:
+        """What is read, for messages."""
+        return str(self.data_files or self.source)
+
+
+def open_rows(config: StreamConfig) -> tuple[IterableDataset, str]:
+    """The rows of a hub dataset or of files, of which one column holds the text.
+
+    Returns:
+        The rows; and a digest of the files' names, their sizes (of local ones), split and column.
 
     Raises:
-        ValueError: if there is no such dataset, file, split or column, or the first row is no text.
+        ValueError: if there is no such dataset, file or split, or it is empty.
+        DataStreamError: if the first row cannot be read, or is no text.
     """
-
-    def __init__(
-        self,
-        source: str,
-        column: str,
-        *,
-        split: str = "train",
-        max_retries: int = 6,
-        **arguments: Any,
-    ):
-        self.column, self.max_retries = column, max_retries
-        files = arguments.get("data_files")
-        if source in _FORMATS and not files:
-            raise ValueError(f"source {source!r} needs data_files; give a path, a list or a glob")
-        self.name = str(source if files is None else files)
-        try:
-            download = datasets.DownloadConfig(max_retries=max_retries)
-            builder = datasets.load_dataset_builder(source, download_config=download, **arguments)
-            if hasattr(builder.config, "batch_size"):  # parquet; else a whole row group at once
-                builder.config.batch_size = _ROWS_AT_ONCE
-            self._rows = builder.as_streaming_dataset(split)
-            if self._rows.num_shards < FEW_FILES:
-                self._rows = self._rows.reshard()
-            if next(self.texts(self._rows), None) is None:
-                raise ValueError("it holds no rows")
-        except Exception as error:  # `datasets` raises errors of many unrelated types
-            raise ValueError(
-                f"dataset {self.name} could not be loaded: {one_line(error)}"
-            ) from error
-        if self._rows.column_names:
-            self._rows = self._rows.select_columns([column])
-        paths = [str(path) for path in (builder.config.data_files or {}).get(split, [])]
-        sizes = [os.path.getsize(path) if os.path.isfile(path) else None for path in paths]
-        described = (split, column, [PurePosixPath(path).name for path in paths], sizes)
-        self.digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
-
-    def share(
-        self, index: int = 0, num_shares: int = 1, shuffle: str | None = None
-    ) -> datasets.IterableDataset:
-        """A part of the rows; all shares together hold each row once.
-
-        Args:
-            shuffle: seeds the order of the files; None keeps it.
-        """
-        many = self._rows.num_shards >= LEAST_FILES_OF_A_SHARE * num_shares
-        rows = split_dataset_by_node(
-            self._rows, index, num_shares, strategy="shards" if many else "auto"
+    if config.source in ("parquet", "json", "text") and not config.data_files:
+        raise ValueError(f"source {config.source} needs data_files; give a path, a list or a glob")
+    try:
+        builder = datasets.load_dataset_builder(
+            config.source, config.name, data_files=config.data_files, revision=config.revision
         )
-        if shuffle is not None:
-            # `datasets` seeds the order of the files with the number of the epoch; in epoch 0 it is
-            # as it is. Its `shuffle` would add a buffer, which is lost on resuming.
-            rows.set_epoch(1 + zlib.crc32(shuffle.encode()))
-        return rows
+        if hasattr(builder.config, "batch_size"):  # parquet; else a whole row group at once
+            builder.config.batch_size = 256
+        rows = builder.as_streaming_dataset(config.split)
+        if rows.num_shards < 128:  # to open more, to count their row groups, would take too long
+            rows = rows.reshard()
+    except Exception as error:  # of many unrelated types
+        raise ValueError(f"{config.files} could not be loaded: {one_line(error)}") from error
+    if next(text_blocks(rows, config, 1), None) is None:
+        raise ValueError(f"{config.files} holds no rows")
+    if rows.column_names:
+        rows = rows.select_columns([config.column])
+    paths = (builder.config.data_files or {}).get(config.split, [])
+    files = [(PurePosixPath(p).name, os.path.isfile(p) and os.path.getsize(p)) for p in paths]
+    described = repr((config.split, config.column, files))
+    return rows, hashlib.sha256(described.encode()).hexdigest()[:16]
 
-    def texts(self, rows: datasets.IterableDataset) -> Iterator[str]:
-        """The texts of a share. After each, ``rows.state_dict()`` is the place behind it.
 
-        Raises:
-            DataStreamError: on data that cannot be read, or are no text.
-        """
-        for kind in (
-            "READ",
-            "OPEN",
-        ):  # which `datasets` looks up as it opens a file; it counts tries
-            setattr(datasets.config, f"STREAMING_{kind}_MAX_RETRIES", self.max_retries + 1)
-        if get_worker_info() is not None:
-            fsspec.asyn.reset_lock()  # a lock held at the fork would be held for ever
-        batches = rows.iter(batch_size=1)  # iter(rows) would deal out the share to the workers
-        while True:
-            try:
-                row = next(batches, None)
-            except Exception as error:  # readers' errors are of many unrelated types
-                raise DataStreamError(
-                    f"{_file_of(error) or self.name} cannot be read ({type(error).__name__}: "
-                    f"{one_line(error)}); replace the file, take it out of data_files, or look at "
-                    "the network"
-                ) from error
-            if row is None:
-                return
-            if self.column not in row:
-                raise DataStreamError(
-                    f"a row of {self.name} has no column {self.column!r}; it has {', '.join(row)}"
-                )
-            (text,) = row[self.column]
+def text_blocks(rows: IterableDataset, config: StreamConfig, size: int) -> Iterator[list[str]]:
+    """Lists of ``size`` texts, or of fewer with 16M characters.
+
+    After each, ``rows.state_dict()`` is the place behind it.
+
+    Raises:
+        DataStreamError: on data that cannot be read, or are no text.
+    """
+    block, characters = [], 0
+    try:
+        for row in rows.iter(batch_size=1):  # iter(rows) would deal out the share to the workers
+            (text,) = row.get(config.column, [None])
             if not isinstance(text, str):
-                kind = "null" if text is None else f"a value of type {type(text).__name__}"
-                raise DataStreamError(
-                    f"column {self.column!r} of a row of {self.name} holds {kind}, not text"
-                )
-            yield text
-
-
-def _file_of(error: Exception) -> str | None:
-    """The file that was being read, which only the frame of its reader knows."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    files = [frame.f_locals.get("file") for frame in frames]
-    return next((file for file in reversed(files) if isinstance(file, str)), None)
+                found = f"{type(text).__name__}, not text; columns: {', '.join(row)}"
+                raise TypeError(f"column {config.column!r} holds {found}")
+            block.append(text)
+            characters += len(text)
+            if len(block) == size or characters >= BLOCK_CHARACTERS:
+                yield block
+                block, characters = [], 0
+    except Exception as error:  # readers' errors are of many unrelated types
+        raise DataStreamError(
+            f"{config.files} cannot be read ({type(error).__name__}: {one_line(error)}); replace "
+            "the file, take it out of data_files, or look at the network"
+        ) from error
+    if block:
+        yield block

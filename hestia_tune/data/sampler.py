@@ -4,53 +4,45 @@ torch's sampler gives the same order, but can begin only at its start, and torch
 place of each rank, which means nothing to another number of ranks.
 """
 
+import sys
 from collections.abc import Iterator
-from itertools import count
+from dataclasses import dataclass
 
 import torch
 from torch.utils.data import Sampler
 
 
+@dataclass(eq=False)
 class PositionSampler(Sampler[int]):
     """Indices of this rank from a position on, in an order that depends on no number of ranks.
 
-    Rank r of R takes positions r, r + R, r + 2R, ... of the order: so R ranks take the same
-    samples in one step as one rank with R times the batch.
+    Rank r of R takes positions r, r + R, r + 2R, ...: so R ranks take the same samples in one step
+    as one rank with R times the batch. Position p is in pass p // num_samples over the data.
 
     Args:
-        length: of the dataset; None has no end.
-        shuffle: permutes each epoch by ``seed + epoch``.
-        fill: repeats samples from the start until all ranks have as many; else some are left out.
-
-    Attributes:
+        num_samples: of the dataset.
+        length: positions of all ranks in an epoch, those left out that are too few for each rank
+            to have one; None has no end.
+        rank, world_size: of this process.
+        seed, shuffle: each pass is permuted by ``seed + epoch + pass``, if at all.
         start: positions that all ranks together have taken already.
-        epoch: of the permutation.
     """
 
-    def __init__(
-        self,
-        length: int | None,
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool = False,
-        fill: bool = False,
-    ):
-        self.length, self.rank, self.world_size = length, rank, world_size
-        self.seed, self.shuffle, self.fill = seed, shuffle, fill
-        self.start = self.epoch = 0
+    num_samples: int
+    length: int | None
+    rank: int
+    world_size: int
+    seed: int
+    shuffle: bool = False
+    start: int = 0
+    epoch: int = 0
 
     def __iter__(self) -> Iterator[int]:
-        if self.length is None:
-            return count(self.start + self.rank, self.world_size)
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = range(self.length)
-        if self.shuffle:
-            order = torch.randperm(self.length, generator=generator)
-        positions = range(self.start + self.rank, len(self) * self.world_size, self.world_size)
-        return (int(order[position % self.length]) for position in positions)
-
-    def __len__(self) -> int:
-        """Samples of this rank in an epoch."""
-        return (self.length + (self.world_size - 1 if self.fill else 0)) // self.world_size
+        end = sys.maxsize if self.length is None else self.length - self.length % self.world_size
+        order, permuted = range(self.num_samples), None
+        for position in range(self.start + self.rank, end, self.world_size):
+            turn, index = divmod(position, self.num_samples)
+            if self.shuffle and permuted != turn:
+                generator = torch.Generator().manual_seed(self.seed + self.epoch + turn)
+                order, permuted = torch.randperm(self.num_samples, generator=generator), turn
+            yield int(order[index])

@@ -51,6 +51,10 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         if template.is_file():
             self.chat_template = template.read_text(encoding="utf-8")
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of each text, without BOS and EOS of ours; at once, which is faster."""
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
+
     def _special_token(self, key: str) -> str | None:
         return super()._get_token_from_config(self.config, key) if self.config.get(key) else None
 

@@ -1,10 +1,10 @@
 """The data of a run: loaders, the number of steps, the exact position, and failures in the middle.
 
-Three kinds of dataset. Map-style ones (torchtune's, ours in memory) are read epoch by epoch. A
-tokenized set is one, too, with passes of its own. For both the position is the number of sequences
-that all ranks have taken, so that a run resumes on any number of ranks and workers. A stream of
-text has its own shares, shuffling and epochs; its position is a state of each worker of each rank,
-and it resumes on as many.
+Three kinds of dataset. Map-style ones (torchtune's, ours in memory) are read epoch by epoch; a
+tokenized set is one, too, whose single epoch may be several passes. For both the position is the
+number of sequences that all ranks have taken, so that a run resumes on any number of ranks and
+workers. A stream of text has its own shares, shuffling and epochs; its position is a state of each
+worker of each rank, and it resumes on as many.
 
 Data may fail days into a run, which all ranks must then learn: that costs one reduction of one
 number per step.
@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import config
@@ -26,25 +27,16 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from hestia_tune.config import one_line
-from hestia_tune.data import (
-    DataStreamError,
-    PositionSampler,
-    StreamingTextDataset,
-    TokenizedSet,
-)
+from hestia_tune.data import DataStreamError, PositionSampler, StreamingTextDataset, TokenizedSet
 from hestia_tune.distributed import raise_together
 from hestia_tune.sensitivity import CalibrationBatch
-
-# They have passes over their data of their own, not the recipe's epochs.
-STREAMS = (StreamingTextDataset, TokenizedSet)
 
 
 def build_dataset(
     cfg_dataset: DictConfig | ListConfig,
     tokenizer: Any,
     key: str,
-    *,
-    batch_size: int,
+    batch_size: int = 1,
     calibration_seed: int | None = None,
 ) -> tuple[Any, bool]:
     """(dataset, whether it is packed) of a ``dataset`` section, one component or a list.
@@ -53,9 +45,8 @@ def build_dataset(
         cfg_dataset: the section.
         tokenizer: the config's.
         key: its name, for errors.
-        batch_size: of the loader, which a stream must know.
-        calibration_seed: gives this process all of a stream, shuffled by this seed, not its
-            rank's share.
+        batch_size: of the loader, which a stream with workers must know.
+        calibration_seed: gives this process all of a stream, shuffled by this seed.
 
     Raises:
         ValueError: if it cannot be loaded or is empty; the error names the section.
@@ -63,42 +54,27 @@ def build_dataset(
     sections = list(cfg_dataset) if isinstance(cfg_dataset, ListConfig) else [cfg_dataset]
     try:
         parts = [config.instantiate(section, tokenizer) for section in sections]
-        if len(parts) > 1 and any(isinstance(part, STREAMS) for part in parts):
-            raise ValueError("a stream cannot be joined with other datasets; list its data_files")
         dataset = parts[0] if len(parts) == 1 else ConcatDataset(datasets=parts)
-        if isinstance(dataset, StreamingTextDataset):
-            _adapt_stream(dataset, batch_size, calibration_seed)
-        elif not all(len(part) for part in parts):
-            raise ValueError("it has no samples")
+        if not isinstance(dataset, StreamingTextDataset):
+            count = min(map(len, parts))
+        else:
+            dataset.batch_size = batch_size
+            if calibration_seed is not None:
+                dataset.config = replace(dataset.config, seed=calibration_seed)
+                dataset.rank, dataset.world_size = 0, 1
+            count = dataset.num_sequences
+            if count is None and dataset.config.epochs and dataset.world_size > 1:
+                raise ValueError("epochs of a stream differ between ranks; give max_tokens")
+        if count == 0:
+            raise ValueError("it has no samples; give it more data, or a larger max_tokens")
     except Exception as error:  # components and file readers raise errors of many unrelated types
         raise ValueError(f"{key} could not be loaded: {one_line(error)}") from error
     packed = any(section.get("packed") or section.get("document_masks") for section in sections)
     return dataset, packed
 
 
-def _adapt_stream(stream: StreamingTextDataset, batch_size: int, seed: int | None) -> None:
-    stream.batch_size = batch_size
-    if seed is not None:
-        stream.config = replace(stream.config, seed=seed)
-        stream.rank, stream.world_size = 0, 1
-    if stream.config.epochs and stream.num_sequences is None and stream.world_size > 1:
-        raise ValueError(
-            "the length of a stream in epochs is not known beforehand, and differs between ranks; "
-            "give max_tokens, or a tokenized set (`tune run hestia_tokenize`)"
-        )
-
-
 def collate_function(name: str, pad_id: int, ignore_index: int, packed: bool) -> Callable:
-    """The function that makes a batch of samples.
-
-    Args:
-        name: of a component; ``packed`` samples have their own.
-
-    Raises:
-        ValueError: if it pads on the left.
-    """
-    if "left_pad_sequence" in name:
-        raise ValueError("collate_fn left_pad_sequence is for generation; leave collate_fn out")
+    """The function that makes a batch of samples: the component, or that of ``packed`` ones."""
     if packed:
         return padded_collate_packed
     return partial(_get_component_from_path(name), padding_idx=pad_id, ignore_idx=ignore_index)
@@ -123,46 +99,40 @@ class TrainingData:
         cfg: the run's config.
         tokenizer: the config's.
         ignore_index: label of what is not predicted.
-        rank, world_size: of this process.
         seed: of the sampler.
 
     Attributes:
         loader, val_loader: of the batches; ``val_loader`` is None without validation data.
+        val_samples: of this rank that count, None being all; the sampler fills up uneven shares.
         steps_per_epoch, total_steps: optimizer steps.
+        sequences_per_step: of all ranks.
         is_stream: whether the training data have passes of their own: text, or a tokenized set.
+        taken: sequences of this epoch (of all, for a stream), by all ranks.
         seconds_waited: for the batches of the last step.
 
     Raises:
         ValueError: if a dataset cannot be loaded, is too small, or its length is not known.
     """
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        tokenizer: Any,
-        *,
-        ignore_index: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-    ):
-        self._rank, self._world_size, self._num_workers = rank, world_size, cfg.num_workers
-        self._batch_size, self._accumulation = cfg.batch_size, cfg.gradient_accumulation_steps
-        self._taken = 0  # sequences of this epoch, by all ranks
-        self.seconds_waited = 0.0
-        ranks = {"rank": rank, "world_size": world_size, "seed": seed}
+    def __init__(self, cfg: DictConfig, tokenizer: Any, *, ignore_index: int, seed: int):
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._accumulation = cfg.gradient_accumulation_steps
+        self.sequences_per_step = cfg.batch_size * self._accumulation * world_size
+        self.taken, self.seconds_waited = 0, 0.0
+        self._readers = [world_size, cfg.num_workers]
+
+        def sampler_of(dataset: Any, shuffle: bool) -> PositionSampler | None:
+            if isinstance(dataset, StreamingTextDataset):  # has an order of its own
+                return None
+            order = {"length": len(dataset), "seed": seed, "shuffle": shuffle}
+            order |= getattr(dataset, "order", {})
+            return PositionSampler(len(dataset), rank=rank, world_size=world_size, **order)
+
         collate = partial(collate_function, cfg.collate_fn, tokenizer.pad_id, ignore_index)
-        self.dataset, packed = build_dataset(
-            cfg.dataset, tokenizer, "dataset", batch_size=cfg.batch_size
-        )
-        self.is_stream = isinstance(self.dataset, STREAMS)
-        self._sampler, length = None, getattr(self.dataset, "num_sequences", None)
-        if not isinstance(self.dataset, StreamingTextDataset):
-            length = length if self.is_stream else len(self.dataset)
-            shuffle = cfg.shuffle and not self.is_stream
-            self._sampler = PositionSampler(length, shuffle=shuffle, **ranks)
-            length = None if length is None else len(self._sampler)
-        self.steps_per_epoch, self.total_steps = self._count_steps(cfg, length)
+        self.dataset, packed = build_dataset(cfg.dataset, tokenizer, "dataset", cfg.batch_size)
+        self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
+        self._sampler = sampler_of(self.dataset, cfg.shuffle)
+        self.steps_per_epoch, self.total_steps = self._count_steps(cfg)
         self.loader = StatefulDataLoader(
             self.dataset,
             batch_size=cfg.batch_size,
@@ -172,56 +142,50 @@ class TrainingData:
             num_workers=cfg.num_workers,
             prefetch_factor=cfg.prefetch_factor,
         )
-        self.val_loader = None
-        if cfg.dataset_val is not None:
-            batch_size = cfg.batch_size_val or cfg.batch_size
-            dataset, packed = build_dataset(
-                cfg.dataset_val, tokenizer, "dataset_val", batch_size=batch_size
-            )
-            sampler = None
-            if isinstance(dataset, StreamingTextDataset):
-                _check_validation_stream(dataset.num_sequences, batch_size, cfg.max_val_batches)
-            else:
-                sampler = PositionSampler(len(dataset), fill=True, **ranks)
-            self.val_loader = StatefulDataLoader(
-                dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate(packed)
-            )
+        self.val_loader = self.val_samples = None
+        if cfg.dataset_val is None:
+            return
+        dataset, packed = build_dataset(cfg.dataset_val, tokenizer, "dataset_val")
+        sampler = sampler_of(dataset, shuffle=False)
+        if sampler is not None:
+            whole = sampler.length or len(dataset)
+            self.val_samples = len(range(rank, whole, world_size))
+            sampler.length = -(-whole // world_size) * world_size
+        elif dataset.num_sequences is None and cfg.max_val_batches is None:
+            raise ValueError("dataset_val is a stream without end; give it max_tokens")
+        size = cfg.batch_size_val or cfg.batch_size
+        self.val_loader = StatefulDataLoader(
+            dataset, batch_size=size, sampler=sampler, collate_fn=collate(packed)
+        )
 
-    def _count_steps(self, cfg: DictConfig, sequences: int | None) -> tuple[int, int]:
-        """(steps per epoch, steps in all), from the number of sequences of this rank."""
-        if self.is_stream:
-            if cfg.epochs != 1 or cfg.max_steps_per_epoch is not None:
-                raise ValueError(
-                    "a stream has epochs of its own; leave out epochs and max_steps_per_epoch, and "
-                    "use dataset.max_tokens, dataset.epochs or max_steps"
-                )
-            if sequences is None and cfg.max_steps is None:
-                raise ValueError(
-                    "the schedules need the number of steps; give dataset.max_tokens or max_steps"
-                )
-        steps = cfg.max_steps
-        if sequences is not None:
-            steps = sequences // self._batch_size // self._accumulation
-            if steps == 0:
-                raise ValueError(
-                    f"dataset has {sequences * self._world_size} samples, one step takes "
-                    f"{self.sequences_per_step} (batch_size x gradient_accumulation_steps x "
-                    "ranks); give it more data, a larger max_tokens, or smaller batches"
-                )
+    def _count_steps(self, cfg: DictConfig) -> tuple[int, int]:
+        """(steps per epoch, steps in all)."""
+        if self.is_stream and (cfg.epochs != 1 or cfg.max_steps_per_epoch is not None):
+            raise ValueError(
+                "a stream has epochs of its own; leave out epochs and max_steps_per_epoch, and "
+                "use dataset.max_tokens, dataset.epochs or max_steps"
+            )
+        if self._sampler is not None:
+            sequences = self._sampler.length
+        elif (sequences := self.dataset.num_sequences) is not None:  # of one rank
+            sequences *= self.dataset.world_size
+        steps = cfg.max_steps if sequences is None else sequences // self.sequences_per_step
+        if steps is None:
+            raise ValueError("how many steps is not known; give dataset.max_tokens or max_steps")
+        if steps == 0:
+            raise ValueError(
+                f"dataset has {sequences} samples, one step takes {self.sequences_per_step} "
+                "(batch_size x gradient_accumulation_steps x ranks); give it more data, a larger "
+                "max_tokens, or smaller batches"
+            )
         per_epoch = min(steps, cfg.max_steps_per_epoch or steps)
         total = min(cfg.epochs * per_epoch, cfg.max_steps or cfg.epochs * per_epoch)
         return (total if self.is_stream else per_epoch), total
 
-    @property
-    def sequences_per_step(self) -> int:
-        """Sequences of all ranks in one optimizer step."""
-        return self._batch_size * self._accumulation * self._world_size
-
     def tokens_at(self, step: int) -> int | None:
         """Tokens of all ranks up to a step; None if sequences differ in length."""
-        if not self.is_stream:
-            return None
-        return step * self.sequences_per_step * self.dataset.config.seq_len
+        sequences = step * self.sequences_per_step
+        return sequences * self.dataset.config.seq_len if self.is_stream else None
 
     def identity(self) -> dict[str, Any]:
         """What must be the same when a run is resumed."""
@@ -231,103 +195,56 @@ class TrainingData:
     def position(self) -> dict[str, Any]:
         """What `restore` takes: the sequences taken; of a stream of text, the loader's state."""
         if self._sampler is not None:
-            return {"sequences": self._taken}
-        shares = {"ranks": self._world_size, "num_workers": self._num_workers}
-        return {"sequences": self._taken, "loader": self.loader.state_dict()} | shares
+            return {"sequences": self.taken}
+        state = self.loader.state_dict()
+        return {"sequences": self.taken, "loader": state, "readers": self._readers}
 
     def restore(self, position: dict[str, Any] | None) -> None:
-        """Goes on from a position: of this rank, or of any if the data are no stream of text.
-
-        Raises:
-            ValueError: if a stream of text was read by another number of ranks or workers.
-        """
+        """Goes on from a position; a ValueError if others than these read a stream of text."""
         if position is None:  # at the start of an epoch
             return
-        self._taken = position["sequences"]
-        if self._sampler is not None:
-            return
-        before = (position["ranks"], position["num_workers"])
-        if before != (self._world_size, self._num_workers):
-            raise ValueError(
-                f"a stream of text resumes on as many ranks and workers as read it, {before[0]} "
-                f"ranks with num_workers {before[1]}; this run has {self._world_size} with "
-                f"{self._num_workers}; use the same, or next time a tokenized set (`tune run "
-                "hestia_tokenize`), which resumes on any number"
-            )
-        self.loader.load_state_dict(position["loader"])
+        self.taken = position["sequences"]
+        if self._sampler is None:
+            if position["readers"] != self._readers:
+                ranks, workers = position["readers"]
+                raise ValueError(
+                    f"a stream of text resumes on as many readers: {ranks} ranks with num_workers "
+                    f"{workers}; use as many, or a tokenized set (`tune run hestia_tokenize`)"
+                )
+            self.loader.load_state_dict(position["loader"])
 
     def begin(self, epoch: int) -> Iterator[dict[str, Any]]:
         """The batches of an epoch (of all there is, for a stream), from the position on."""
-        if self._taken >= self.steps_per_epoch * self.sequences_per_step:
-            self._taken = 0  # the epoch before is over
+        if self.taken >= self.steps_per_epoch * self.sequences_per_step:
+            self.taken = 0  # the epoch before is over
         if self._sampler is not None:
-            self._sampler.epoch, self._sampler.start = epoch, self._taken
+            self._sampler.epoch, self._sampler.start = epoch, self.taken
         return iter(self.loader)
 
     def fetch(self, batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The batches of one optimizer step.
-
-        Raises:
-            DataStreamError: on every rank, if the data of one failed or ended.
-        """
+        """The batches of one step; a DataStreamError on all ranks if one's data fail or end."""
         started = time.perf_counter()
-        found = _take_together(batches, self._accumulation, exactly=True)
+        found = _take_together(batches, self._accumulation, least=self._accumulation)
         self.seconds_waited = time.perf_counter() - started
-        self._taken += self.sequences_per_step
+        self.taken += self.sequences_per_step
         return found
 
     def validation_batches(self, limit: int | None) -> Iterator[dict[str, Any]]:
-        """The first ``limit`` validation batches of this rank, or all.
-
-        Raises:
-            DataStreamError: on every rank, if the data of one failed.
-        """
+        """The first ``limit`` validation batches of this rank, or all; raises as `fetch` does."""
         batches = islice(self.val_loader, limit)
         while found := _take_together(batches, 1):
             yield from found
 
-    def counts(self) -> dict[str, int]:
-        """Of a stream: the sequences that all ranks have taken."""
-        return {"sequences": self._taken}
 
-    def own_validation_samples(self) -> int | None:
-        """Samples of this rank that count; None if all do.
-
-        A sampler fills up uneven shares by repeating samples, which must not.
-        """
-        dataset = self.val_loader.dataset
-        if isinstance(dataset, StreamingTextDataset):
-            return None
-        return len(range(self._rank, len(dataset), self._world_size))
-
-
-def _check_validation_stream(sequences: int | None, batch_size: int, limit: int | None) -> None:
-    if sequences is None and limit is None:
-        raise ValueError("dataset_val is a stream without end; give it max_tokens")
-    if sequences is not None and sequences < batch_size:
-        raise ValueError(
-            f"dataset_val has {sequences} sequences for each rank, less than one batch of "
-            f"{batch_size}; raise its max_tokens, or lower batch_size_val"
-        )
-
-
-def _take_together(batches: Iterator, wanted: int, exactly: bool = False) -> list[dict[str, Any]]:
-    """The next batches; fewer at the end, unless it must be ``exactly`` so many. Collective.
-
-    Raises:
-        DataStreamError: on every rank, if the data of one failed or ended.
-    """
+def _take_together(batches: Iterator, wanted: int, least: int = 0) -> list[dict[str, Any]]:
+    """The next batches; fewer at the end. Collective: data that fail on one rank fail on all."""
     failure, found = None, []
     try:
         found = list(islice(batches, wanted))
-        if exactly and len(found) < wanted:
-            raise DataStreamError(
-                "the stream ended before the last step; give dataset.max_tokens, or leave "
-                "dataset.epochs out"
-            )
-    except DataStreamError as error:
-        failure, text = error, str(error)
-        if text.startswith("Caught "):  # a worker's: without its traceback around the message
-            failure = DataStreamError(text.rsplit("DataStreamError: ", 1)[1].strip())
+        if len(found) < least:
+            raise DataStreamError("the stream ended before the last step; give dataset.max_tokens")
+    except OSError as error:
+        text = str(error).rsplit(f"{type(error).__name__}: ", 1)[-1]  # no traceback of a worker
+        failure = DataStreamError(text.strip()).with_traceback(error.__traceback__)
     raise_together(failure)
     return found

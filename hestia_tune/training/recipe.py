@@ -228,7 +228,7 @@ class HestiaQATRecipe(RecipeSetup):
     def evaluate(self) -> float:
         """Mean loss over the validation tokens of all ranks, with the model as it stands."""
         self._model.eval()
-        own_samples = self.data.own_validation_samples()
+        own_samples = self.data.val_samples
         seen, total, count = 0, 0.0, 0
         for batch in self.data.validation_batches(self.options.max_val_batches):
             labels = batch["labels"]
@@ -305,7 +305,7 @@ class HestiaQATRecipe(RecipeSetup):
             "layers": [*self.driver.temperatures(0)],
         } | self._identity
         if self.data.is_stream:
-            description["stream"] = self.data.counts()
+            description["stream"] = {"sequences": self.data.taken}
             utils.log_rank_zero(log, f"read from the stream: {description['stream']}")
         on_first_rank(lambda: self._write_outputs(state, description), share=False)
 

@@ -96,12 +96,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self._evaluator = Evaluator(options.eval, self._tokenizer, on_meta.max_seq_len)
         self._loss_fn = build.instantiate(cfg.loss, "loss")
         self.data = TrainingData(
-            cfg,
-            self._tokenizer,
-            ignore_index=self._loss_fn.ignore_index,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=self.seed,
+            cfg, self._tokenizer, ignore_index=self._loss_fn.ignore_index, seed=self.seed
         )
         self.total_steps = self.data.total_steps
         if resume_path is not None:  # at once: a stream cannot go on on other ranks

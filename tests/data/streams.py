@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hestia_tune.data import streaming_text_dataset
-from hestia_tune.data.sequences import chunk_tokens
 
 KINDS = ["parquet", "json", "json.gz", "json.zst", "text", "text.bz2"]
 
@@ -64,8 +63,13 @@ def write_files(folder, files, kind):
     return {"source": form, "data_files": paths}
 
 
-def stream(arguments, **more):
-    return streaming_text_dataset(Bytes(), **({"seq_len": 16, "epochs": 1} | arguments | more))
+def stream(arguments, rank=None, world_size=None, **more):
+    options = {"seq_len": 16, "epochs": 1} | arguments | more
+    rank, world_size = options.pop("rank", rank), options.pop("world_size", world_size)
+    dataset = streaming_text_dataset(Bytes(), **options)
+    if rank is not None:
+        dataset.rank, dataset.world_size = rank, world_size
+    return dataset
 
 
 def tokens_of(items):
@@ -74,8 +78,9 @@ def tokens_of(items):
 
 def reference(texts, seq_len):
     """Sequences of the texts in order, and the tokens left over."""
-    sequences, dropped = chunk_tokens(texts, lambda t: list(t.encode()), 0, seq_len)
-    return sequences.tolist(), dropped
+    joined = [*b"".join(text.encode() + b"\0" for text in texts)]
+    end = len(joined) - len(joined) % seq_len
+    return [joined[first : first + seq_len] for first in range(0, end, seq_len)], len(joined) - end
 
 
 def documents_in(sequences):

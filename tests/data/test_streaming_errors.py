@@ -9,18 +9,18 @@ import threading
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from streams import Bytes, documents_in, find_all, make_texts, stream, tokens_of, write, write_files
+from streams import documents_in, find_all, make_texts, stream, tokens_of, write, write_files
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from hestia_tune.data import DataStreamError, StreamConfig, StreamingTextDataset
+from hestia_tune.data import DataStreamError
 
 BAD_LINES = {
     b"\xff\xfe broken": "cannot be read",
     b"bin\0ary": "cannot be read",
     b"{not json": "cannot be read",
     b"[1, 2]": "cannot be read",
-    b'{"body": "x", "n": 1}': "column 'text' .*holds null, not text",
-    b'{"text": null}': "column 'text' .*holds null, not text",
+    b'{"body": "x", "n": 1}': "column 'text' .*holds NoneType, not text",
+    b'{"text": null}': "column 'text' .*holds NoneType, not text",
     b'{"text": 7}': "a.jsonl",
 }
 
@@ -34,7 +34,7 @@ def test_the_file_of_a_bad_line_is_named(tmp_path, line, compressed):
     lines.insert(23, line)
     data = b"\n".join(lines)  # no newline at the end
     path.write_bytes(gzip.compress(data) if compressed else data)
-    with pytest.raises((DataStreamError, ValueError), match="a.jsonl") as caught:
+    with pytest.raises(DataStreamError, match="a.jsonl") as caught:
         for rank in range(2):
             arguments = {"source": "json", "data_files": str(path), "shuffle_buffer": 3}
             list(stream(arguments, rank=rank, world_size=2))
@@ -45,7 +45,7 @@ def test_the_file_of_a_bad_line_is_named(tmp_path, line, compressed):
 def test_empty_file(tmp_path, kind):
     arguments = write_files(tmp_path / "d", [["0:", "1:"], [], ["2:"]], kind)
     assert sorted(documents_in(tokens_of(stream(arguments, seq_len=1)))) == [0, 1, 2]
-    with pytest.raises(ValueError, match="dataset .*f01.* could not be loaded: "):
+    with pytest.raises(ValueError, match="f01.* (could not be loaded|holds no rows)"):
         stream(arguments | {"data_files": arguments["data_files"][1:2]})
 
 
@@ -70,7 +70,7 @@ def test_corrupt_parquet_in_the_middle_of_a_run(tmp_path, num_workers):
         dataset, batch_size=2, num_workers=num_workers, collate_fn=tokens_of
     )
     given = 0
-    with pytest.raises(DataStreamError, match="f02.parquet cannot be read"):
+    with pytest.raises(DataStreamError, match="f02.parquet.* cannot be read"):
         for _ in loader:
             given += 1
             state = loader.state_dict()
@@ -87,6 +87,7 @@ def test_corrupt_compression_is_named(tmp_path, kind):
     data = bytearray(path.read_bytes())
     data[len(data) // 2 :] = b"\xaa" * (len(data) - len(data) // 2)
     path.write_bytes(data)
+    # The start of the file is enough for some formats to be loaded.
     with pytest.raises(
         (DataStreamError, ValueError), match=f"{path.name}.*(cannot be read|could not be loaded)"
     ):
@@ -98,13 +99,13 @@ def test_bad_rows_of_parquet(tmp_path):
     arguments = {"source": "parquet", "data_files": str(path)}
     column = pa.array([b"0:", b"\xff", b"1:"]).cast(pa.string(), safe=False)
     pq.write_table(pa.table({"text": column}), path)
-    with pytest.raises((DataStreamError, ValueError), match="a.parquet"):
+    with pytest.raises(DataStreamError, match="a.parquet"):
         list(stream(arguments))
     pq.write_table(pa.table({"text": ["0:", None]}), path)
-    with pytest.raises(DataStreamError, match="column 'text' .*a.parquet holds null, not text"):
+    with pytest.raises(DataStreamError, match="a.parquet .*'text' holds NoneType"):
         list(stream(arguments))
     pq.write_table(pa.table({"text": [1, 2]}), path)
-    with pytest.raises(ValueError, match="column 'text' .*a.parquet holds a value of type int"):
+    with pytest.raises(DataStreamError, match="a.parquet .*column 'text' holds int, not text"):
         stream(arguments)
 
 
@@ -122,19 +123,6 @@ def test_vanished_file(tmp_path):
     dataset = stream(arguments)
     (tmp_path / "d" / "f01.txt").unlink()
     with pytest.raises(DataStreamError, match="cannot be read .*FileNotFoundError.*f01.txt"):
-        list(dataset)
-
-
-def test_failing_tokenizer(tmp_path):
-    class Failing(Bytes):
-        def encode(self, text, add_bos, add_eos):
-            if text.startswith("7:"):
-                raise RuntimeError("no such letter")
-            return super().encode(text, add_bos, add_eos)
-
-    arguments = write_files(tmp_path / "d", [make_texts(20)], "json")
-    dataset = StreamingTextDataset(Failing(), StreamConfig(seq_len=16, **arguments))
-    with pytest.raises(DataStreamError, match="tokenizer failed .*f00.jsonl.* no such letter"):
         list(dataset)
 
 
@@ -196,16 +184,9 @@ def test_reading_goes_on_after_the_network_failed(tmp_path, monkeypatch):
         assert tokens_of(dataset) == expected
         assert server.requests > 8
     with Server(content, lambda number: False) as server:
-        dataset = stream(local | {"data_files": server.url}, shuffle_buffer=0, max_retries=2)
+        dataset = stream(local | {"data_files": server.url}, shuffle_buffer=0)
         server.refuses = lambda number: True
+        for name in ("READ", "OPEN"):
+            monkeypatch.setattr(f"datasets.config.STREAMING_{name}_MAX_RETRIES", 2)
         with pytest.raises(DataStreamError, match="a.parquet cannot be read"):
             list(dataset)
-
-
-def test_silent_hub(monkeypatch):
-    def silent(*args, **kwargs):
-        raise ConnectionError("Couldn't reach 'some/name' on the Hub")
-
-    monkeypatch.setattr("datasets.load_dataset_builder", silent)
-    with pytest.raises(ValueError, match="dataset some/name could not be loaded: Couldn't reach"):
-        stream({"source": "some/name"})

@@ -29,10 +29,9 @@ def launch(monkeypatch, capsys, config: str, *overrides: str) -> tuple[int, str]
 
 def foreign_layers(folder):
     names = [f"layers.{i}.mlp.w1" for i in range(3)]
-    numbers = dict.fromkeys(names, 1.0)
     return SensitivityArtifact(
-        traces=numbers,
-        standard_errors=numbers,
+        traces=dict.fromkeys(names, 1.0),
+        standard_errors=dict.fromkeys(names, 0.1),
         scores=dict.fromkeys(names, 0.5),
         model_fingerprint="sha256:0",
     )
@@ -95,7 +94,7 @@ def test_foreign_sensitivity_files(model_dir, tmp_path, monkeypatch, capsys):
     path = tmp_path / "sensitivity.json"
     foreign_layers(tmp_path).save(path)
     code, line = launch(monkeypatch, capsys, config, f"sensitivity={path}")
-    assert code == 1 and "has no entry for layers.0.attn.k_proj" in line
+    assert code == 1 and "and the model differ in layers.0.attn.k_proj" in line
 
     document = json.loads(path.read_text())
     entry = document["layers"]["layers.0.mlp.w1"]
