@@ -138,7 +138,7 @@ class QuantizedLinear(FakeQuantizedLinear):
         """The method's parameters, in its order."""
         return tuple(getattr(self, name) for name in self.method.parameter_names)
 
-    def latents(self) -> tuple[nn.Parameter, ...]:
+    def latents(self) -> tuple[torch.Tensor, ...]:
         """The latent weight and the method's parameters: all that the effective weight is of."""
         return (self.weight, *self.method_parameters())
 

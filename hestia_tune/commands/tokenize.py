@@ -19,7 +19,7 @@ def run_tokenize(cfg: DictConfig | Run) -> int:
     """
     run = Run.of(cfg)
     cfg, options = run.cfg, run.options.tokenize
-    section: dict[str, Any] = OmegaConf.to_container(cfg.dataset, resolve=True)
+    section: Any = OmegaConf.to_container(cfg.dataset, resolve=True)
     component = section.pop("_component_", None)
     if component != _STREAM or section["source"] == "token_shards":
         raise ValueError(

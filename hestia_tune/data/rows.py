@@ -91,7 +91,7 @@ def open_rows(config: StreamConfig) -> tuple[IterableDataset, str]:
         )
         if hasattr(builder.config, "batch_size"):  # parquet; else a whole row group at once
             builder.config.batch_size = 256
-        rows = builder.as_streaming_dataset(config.split)
+        rows: Any = builder.as_streaming_dataset(config.split)
         if rows.num_shards < 128:  # to open more, to count their row groups, would take too long
             rows = rows.reshard()
     except Exception as error:  # of many unrelated types

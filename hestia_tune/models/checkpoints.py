@@ -79,7 +79,7 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
     }
 
 
-def _converter(model_type: str, folder: Path) -> Callable[[dict], dict[str, torch.Tensor]]:
+def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
     """Any part of a Hugging Face state dict to that of torchtune."""
     if model_type not in _MODEL_TYPES:
         known = ", ".join(_MODEL_TYPES)

@@ -68,7 +68,10 @@ def usable_traces(traces: ByLayer, standard_errors: ByLayer) -> tuple[ByLayer, B
         )
     smallest = min(known, key=known.__getitem__)
     source = {name: name if name in known else smallest for name in traces}
-    return tuple({n: column[s] for n, s in source.items()} for column in (traces, standard_errors))
+    return (
+        {name: traces[s] for name, s in source.items()},
+        {name: standard_errors[s] for name, s in source.items()},
+    )
 
 
 def standardised(traces: ByLayer, epsilon: float = 0.0) -> tuple[list[float], float, float]:

@@ -180,7 +180,8 @@ class HestiaQATRecipe(RecipeSetup):
         done = self.data.tokens_at(self.global_step)
         if done is None:
             return f"{self.tokens_seen / 1e6:.2f}M tokens"
-        return f"{done / 1e6:.2f}M of {self.data.tokens_at(self.total_steps) / 1e6:.2f}M tokens"
+        total = self.data.tokens_at(self.total_steps) or 0
+        return f"{done / 1e6:.2f}M of {total / 1e6:.2f}M tokens"
 
     def _fetch(self, batches: Iterator) -> list[dict[str, Any]]:
         """The batches of one step; if the data fail, what was trained is saved first."""

@@ -56,6 +56,13 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         cfg: the YAML, or the `Run` that was made of it.
     """
 
+    # Nothing, to torchtune, until `setup`.
+    _model: Any
+    _optimizer: Any
+    _loss_fn: Any
+    _evaluator: Evaluator
+    _identity: dict[str, Any]
+
     def __init__(self, cfg: DictConfig | Run):
         self.run = Run.of(cfg)
         self.options = self.run.options
@@ -91,7 +98,6 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if artifact is not None:
             artifact.check_model(names)
         self._tokenizer = build.instantiate(cfg.tokenizer, "tokenizer")
-        self._evaluator = None
         if options.eval.every_n_steps or options.eval.at_end:
             self._evaluator = Evaluator(options.eval, self._tokenizer, on_meta.max_seq_len)
         self._loss_fn = build.instantiate(cfg.loss, "loss")
