@@ -182,10 +182,16 @@ class TrainingData:
         total = min(cfg.epochs * per_epoch, cfg.max_steps or cfg.epochs * per_epoch)
         return (total if self.is_stream else per_epoch), total
 
-    def tokens_at(self, step: int) -> int | None:
-        """Tokens of all ranks up to a step; None if sequences differ in length."""
-        sequences = step * self.sequences_per_step
-        return sequences * self.dataset.config.seq_len if self.is_stream else None
+    def tokens_read(self, step: int, seen: int) -> str:
+        """Tokens of all ranks up to a step, of those there will be where that is known.
+
+        Args:
+            seen: tokens that were predicted so far, for data whose sequences differ in length.
+        """
+        if not self.is_stream:
+            return f"{seen / 1e6:.2f}M tokens"
+        each = self.sequences_per_step * self.dataset.config.seq_len / 1e6
+        return f"{step * each:.2f}M of {self.total_steps * each:.2f}M tokens"
 
     def identity(self) -> dict[str, Any]:
         """What must be the same when a run is resumed."""

@@ -91,7 +91,8 @@ class HestiaQATRecipe(RecipeSetup):
                     started = time.perf_counter()
                     result = self.train_step(self._fetch(batches))
                     progress.update(1)
-                    progress.set_postfix_str(f"{self._tokens_read()}, loss {result.loss:.4f}")
+                    read = self.data.tokens_read(self.global_step, self.tokens_seen)
+                    progress.set_postfix_str(f"{read}, loss {result.loss:.4f}")
                     self._log_step(result, time.perf_counter() - started)
                     at_end = self.global_step == self.total_steps
                     if result.stop_requested and not at_end:
@@ -174,14 +175,6 @@ class HestiaQATRecipe(RecipeSetup):
             self._save()
         if tasks_due and not at_end:
             self._evaluate_tasks()
-
-    def _tokens_read(self) -> str:
-        """Tokens so far, of those there will be where that is known."""
-        done = self.data.tokens_at(self.global_step)
-        if done is None:
-            return f"{self.tokens_seen / 1e6:.2f}M tokens"
-        total = self.data.tokens_at(self.total_steps) or 0
-        return f"{done / 1e6:.2f}M of {total / 1e6:.2f}M tokens"
 
     def _fetch(self, batches: Iterator) -> list[dict[str, Any]]:
         """The batches of one step; if the data fail, what was trained is saved first."""

@@ -1,0 +1,62 @@
+"""The house keeps its rooms: no import circles, nothing imported upwards, no room too large."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1] / "hestia_tune"
+# Each imports only what stands before it.
+ROOMS = ["config", "sections", "files", "distributed", "selection", "methods", "functional", "tensors", "modules", "qat", "schedule", "sharded", "plots", "sensitivity", "data", "export", "models", "evaluation", "training", "commands"]
+MODULES = {
+    ".".join(("hestia_tune", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in ROOT.rglob("*.py")
+}
+
+
+def imports(path: Path) -> list[tuple[str, str]]:
+    """(module, name) of every ``from module import name``, those for type checkers aside."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
+        for node in ast.walk(branch)
+    }
+    return [
+        (node.module or "", alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and id(node) not in typing_only
+        for alias in node.names
+    ]
+
+
+def test_there_are_no_import_circles():
+    graph = {
+        name: {
+            f"{module}.{item}" if f"{module}.{item}" in MODULES else module
+            for module, item in imports(path)
+            if module.startswith("hestia_tune") and module != name
+        }
+        for name, path in MODULES.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, naming the circle
+
+
+def test_nothing_imports_upwards_and_private_names_stay_at_home():
+    for name, path in MODULES.items():
+        room = name.split(".")[1] if "." in name else None
+        for module, item in imports(path):
+            if module.startswith("hestia_tune."):
+                assert not item.startswith("_"), (name, module, item)
+                other = module.split(".")[1]
+                if room in ROOMS and other in ROOMS:
+                    assert ROOMS.index(other) <= ROOMS.index(room), (name, module)
+            if module.split(".")[0] == "torchtune":
+                assert room in ("training", "models", "commands"), name
+
+
+def test_no_file_is_over_350_lines():
+    lines = {path.name: path.read_text(encoding="utf-8").count("\n") for path in MODULES.values()}
+    assert {name: count for name, count in lines.items() if count > 350} == {}
