@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from torchtune import config, training, utils
 
 from hestia_tune.distributed import end_process_group, ensure_process_group, on_first_rank
-from hestia_tune.evaluation import Comparison, Evaluator, ModelResult, compare, versions
+from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
+from hestia_tune.evaluation.compare import Comparison
 from hestia_tune.files import require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate

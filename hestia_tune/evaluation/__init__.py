@@ -7,15 +7,7 @@
 Needs ``pip install 'hestia-tune[eval]'``.
 """
 
-from hestia_tune.evaluation.compare import Comparison, ModelResult, compare
+from hestia_tune.evaluation.compare import ModelResult, compare
 from hestia_tune.evaluation.evaluator import Evaluator, metrics_of, plain_outputs, versions
 
-__all__ = [
-    "Comparison",
-    "Evaluator",
-    "ModelResult",
-    "compare",
-    "metrics_of",
-    "plain_outputs",
-    "versions",
-]
+__all__ = ["Evaluator", "ModelResult", "compare", "metrics_of", "plain_outputs", "versions"]

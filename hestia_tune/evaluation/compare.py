@@ -28,9 +28,8 @@ PERCENT = ("acc", "acc_norm")  # fractions; a table each, over the tasks that ha
 _MEASURES = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 _STARS = ((0.001, "***"), (0.01, "**"), (0.05, "*"))
 
-# ``value``; its standard error ``stderr``, None if unknown; perhaps ``difference``: an estimate of
-# this model minus the first, with the two-sided ``p_value`` of no difference, None if unknown, and
-# its ``test``: "mcnemar", "paired t", "paired z" or "unpaired z".
+# ``value``; its standard error ``stderr``, None if unknown; of a cell ``difference`` from the first
+# model, an estimate with ``p_value`` (two-sided, of no difference) and ``test``, the test's name.
 Estimate = dict[str, Any]
 
 

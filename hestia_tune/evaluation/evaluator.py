@@ -70,9 +70,8 @@ class Evaluator:
                 self._tasks = load_tasks(settings.tasks, find_tasks(settings.include_path))
         except ConnectionError as error:
             raise ConnectionError(
-                f"the Hugging Face hub cannot be reached ({error}); get the data once where there "
-                "is a network (it stays in HF_HOME), or use local files: tasks by include_path, "
-                "text by its path. HF_HUB_OFFLINE=1 skips the waiting for a network"
+                f"the Hugging Face hub cannot be reached ({error}); get the data once with a "
+                "network (it stays in HF_HOME), or use local files (include_path, a text's path)"
             ) from error
 
     @torch.no_grad()
@@ -86,9 +85,8 @@ class Evaluator:
         """One model. Collective if there is a process group; the same on every rank.
 
         Args:
-            name: of the model in tables.
+            name, facts: see `ModelResult`.
             model, device: see `DecoderLM`.
-            facts: what the model is, for the record.
         """
         settings = self.settings
         with plain_outputs(model):

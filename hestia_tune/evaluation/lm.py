@@ -9,12 +9,11 @@ its ranks agree before each one whether any still works, which costs a reduction
 those that are done run along on one token.
 
 A torchtune tokenizer's ``encode`` decides about BOS by its own flags; a ``tokenizer.json`` may add
-it by a post-processor whatever the flags say. lm-eval's scores rest on what the tokenizer does by
-default, so one that has such a file behind it (``.tokenizer``) is asked itself.
+it by a post-processor whatever the flags say. lm-eval's scores rest on what the file says, so a
+tokenizer that has one behind it (``.tokenizer``) is asked itself.
 """
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -88,10 +87,8 @@ class DecoderLM(HFLM):
         self._one_token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         vocab_size = self._model_call(self._one_token).shape[-1]
         if (self.vocab_size or 0) > vocab_size:
-            raise ValueError(
-                f"the tokenizer has {self.vocab_size} ids but the model's vocabulary is "
-                f"{vocab_size}; check tokenizer.path and the model's vocab_size"
-            )
+            ids = f"the tokenizer has {self.vocab_size} ids, the model {vocab_size}"
+            raise ValueError(f"{ids}; check tokenizer.path and the model's vocab_size")
         self._room = min(_TOKENS, _LOGITS // vocab_size)
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **options: Any) -> None:
@@ -105,17 +102,14 @@ class DecoderLM(HFLM):
 
     def rolling(self, documents: list[list[int]], window: int, stride: int) -> list[float]:
         """Log-probability in nats of the tokens of each document, by windows as in `perplexity`."""
-        owners, pairs = [], []  # a later window repeats window - stride + 1 tokens
-        for number, ids in enumerate(documents):
-            for pair in get_rolling_token_windows(
-                ids, self.prefix_token_id, window, window - stride + 1
-            ):
-                owners.append(number)
-                pairs.append(((f"text {number}",), *make_disjoint_window(pair)))
-        sums = [0.0] * len(documents)
-        for number, (value, _) in zip(owners, self._loglikelihood_tokens(pairs), strict=True):
-            sums[number] += value
-        return sums
+        shared = window - stride + 1  # tokens of a window that were in the one before
+        windows = [
+            [(None, *make_disjoint_window(pair)) for pair in pairs]
+            for ids in documents
+            for pairs in [get_rolling_token_windows(ids, self.prefix_token_id, window, shared)]
+        ]
+        scores = iter(self._loglikelihood_tokens([one for group in windows for one in group]))
+        return [sum(next(scores)[0] for _ in group) for group in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Greedy continuations, up to the first stop sequence or EOS.
@@ -124,7 +118,6 @@ class DecoderLM(HFLM):
 
         Raises:
             ValueError: if a request asks for sampling, or for more tokens than the window has.
-            FloatingPointError: naming the prompt with NaN in its logits.
         """
         return self._shared(requests, self._generate, disable_tqdm)
 
@@ -134,16 +127,12 @@ class DecoderLM(HFLM):
             settings = normalize_gen_kwargs(options, self.max_gen_toks)
             until, most = settings["until"], settings["max_gen_toks"]
             if settings["do_sample"] or most >= self.max_length:
-                raise ValueError(
-                    f"only greedy decoding, of fewer tokens than the window of {self.max_length}, "
-                    f"is done; got {settings}; set the task's do_sample and max_gen_toks"
-                )
+                rule = f"only greedy decoding of fewer than {self.max_length} tokens is done"
+                raise ValueError(f"{rule}; got {settings}; change the task's generation_kwargs")
             tokens, new, text = self.tok_encode(prompt)[most - self.max_length :], [], ""
             while len(new) < most and not any(one in text for one in until):
-                logits = self._model_call(torch.tensor([tokens + new], device=self.device))[0, -1]
-                if logits.isnan().any():  # (vocabulary,)
-                    raise _not_a_number(prompt)
-                new.append(int(logits.argmax()))
+                logits = self._model_call(torch.tensor([tokens + new], device=self.device))
+                new.append(int(logits[0, -1].argmax()))
                 if new[-1] == self.eot_token_id:
                     break
                 text = self.tok_decode(new)
@@ -153,11 +142,7 @@ class DecoderLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        answers = self._shared(requests, super()._loglikelihood_tokens, disable_tqdm)
-        for (texts, _, _), (value, _) in zip(requests, answers, strict=True):
-            if math.isnan(value):
-                raise _not_a_number(" -> ".join(texts))
-        return answers
+        return self._shared(requests, super()._loglikelihood_tokens, disable_tqdm)
 
     def _shared(self, requests: list, answer: Callable[..., list], disable_tqdm: bool) -> list:
         """The answers to all requests, in order, on every rank; each rank computes its share.
@@ -173,7 +158,7 @@ class DecoderLM(HFLM):
         except Exception as caught:
             error = caught
         with torch.no_grad():
-            while self._is_sharded and self._any_works(False):
+            while self._any_works(False):
                 self._decoder(self._one_token)
         raise_together(error)
         parts: list = [None] * ranks
@@ -182,15 +167,25 @@ class DecoderLM(HFLM):
 
     @torch.no_grad()
     def _model_call(self, inps: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Logits, float32 (batch, length, vocabulary), of tokens, int64 (batch, length)."""
-        if self._is_sharded:
-            self._any_works(True)
-        return self._decoder(inps).float()
+        """Logits, float32 (batch, length, vocabulary), of tokens, int64 (batch, length).
 
-    @staticmethod
-    def _any_works(working: bool) -> bool:
-        flag = torch.tensor(float(working))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        Raises:
+            FloatingPointError: on NaN, with the text.
+        """
+        self._any_works(True)
+        logits = self._decoder(inps).float()
+        is_nan = logits.isnan().flatten(1).any(1)  # (batch,)
+        if is_nan.any():
+            text = self.tok_decode(inps[is_nan][0].tolist())
+            raise FloatingPointError(
+                f"NaN in the logits of {text[:200]!r}; check the model's weights and dtype"
+            )
+        return logits
+
+    def _any_works(self, working: bool) -> bool:
+        flag = torch.tensor(float(working and self._is_sharded))
+        if self._is_sharded:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
     def _batch_scheduler(self, pos: int, n_reordered_requests: Sequence[tuple]) -> int:
@@ -226,9 +221,3 @@ class PlainTokenizer:
             return f"<|{ids}|>"
         special = (self.bos_token_id, self.eos_token_id)
         return self._tokenizer.decode([one for one in ids if one not in special])
-
-
-def _not_a_number(where: str) -> FloatingPointError:
-    return FloatingPointError(
-        f"NaN in the logits of {where[:200]!r}; check the model's weights and dtype"
-    )

@@ -160,7 +160,7 @@ def test_generation_stops_at_strings_and_at_eos():
 def test_generation_that_is_not_ours_is_refused():
     lm = make_lm(tiny_model())
     for settings in ({"do_sample": True, "max_gen_toks": 3}, {"until": ["x"]}):
-        with pytest.raises(ValueError, match="only greedy .* the window of 64"):
+        with pytest.raises(ValueError, match="only greedy .* fewer than 64"):
             lm.generate_until([request("generate_until", "c", settings)])
 
 
@@ -168,14 +168,14 @@ def test_nan_names_the_text():
     model = tiny_model()
     with torch.no_grad():
         model.tok_embeddings.weight[ord("Z")] = float("nan")
-    lm = make_lm(model)
-    good = request("loglikelihood", "fine", " too")
     # A tied head makes the logit of Z NaN everywhere: take it out of the head.
     model.output = torch.nn.Linear(32, 264, bias=False)
+    lm = make_lm(model)
+    good = request("loglikelihood", "fine", " too")
     assert len(lm.loglikelihood([good])) == 1
-    with pytest.raises(FloatingPointError, match="NaN in the logits of 'aZ ->  b'"):
+    with pytest.raises(FloatingPointError, match="NaN in the logits of 'aZ "):
         lm.loglikelihood([good, request("loglikelihood", "aZ", " b")])
-    with pytest.raises(FloatingPointError, match="NaN in the logits of 'text 1'"):
+    with pytest.raises(FloatingPointError, match="NaN in the logits of 'Z'"):
         lm.loglikelihood_rolling([request("loglikelihood_rolling", text) for text in ("a", "Zb")])
     settings = {"until": [], "max_gen_toks": 3}
     with pytest.raises(FloatingPointError, match="NaN in the logits of 'aZ'"):
@@ -186,5 +186,5 @@ def test_a_tokenizer_with_too_many_ids_is_refused():
     class Larger(ByteTokenizer):
         vocab_size = 265
 
-    with pytest.raises(ValueError, match="265 ids but the model's vocabulary is 264"):
+    with pytest.raises(ValueError, match="265 ids, the model 264"):
         DecoderLM(tiny_model(), Larger(), window=8)

@@ -171,8 +171,8 @@ def test_two_ranks_equal_one(folder, tmp_path, monkeypatch):
         assert found["sharded"] == sharded["samples"]
         assert_close(found["sharded_perplexity"], sharded_measured)
         assert found["forwards"][0] == found["forwards"][1] < 60
-        assert "NaN in the logits of 'Question: " in found["failure_sharded"]
-        assert "NaN in the logits of 'Question: " in found["failure"]
+        assert "NaN in the logits of " in found["failure_sharded"]
+        assert "NaN in the logits of " in found["failure"]
 
 
 def assert_close(found, expected):
