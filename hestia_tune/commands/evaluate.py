@@ -4,6 +4,7 @@ What a model did is on disk as soon as it is done; another run with the same set
 have not changed since, takes it from there and goes on with the next model.
 """
 
+import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,7 +45,6 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
     """
     run = Run.of(run)
     cfg, options, settings = run.cfg, run.options, run.options.eval
-    require_writable_dir(options.output_dir)
     path = Path(settings.output)
     require_writable_dir(path.parent)
     device = utils.get_device(options.device)
@@ -57,43 +57,36 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
     max_seq_len = build.plain_on_meta(cfg.model).max_seq_len
     evaluator = Evaluator(settings, config.instantiate(cfg.tokenizer), max_seq_len)
     given = OmegaConf.to_container(cfg, resolve=True)
-    run_facts = {key: given[key] for key in ("model", "quantizer", "tokenizer", "dtype")} | {
-        "eval": {key: given["eval"][key] for key in given["eval"] if key not in _NOT_MEASURED},
-        "device": str(device),
-        "versions": versions(),
-    }
+    asked = {key: given[key] for key in ("model", "quantizer", "tokenizer", "dtype")}
+    asked["eval"] = {k: value for k, value in given["eval"].items() if k not in _NOT_MEASURED}
+    asked |= {"device": str(device), "versions": versions()}
     inputs = [text.source for text in settings.perplexity.values()]
     inputs += [*settings.tasks, settings.include_path, sensitivity]
 
-    def on_disk() -> tuple[dict[str, Any], dict[str, Any]]:
-        """What each result depends on, and the results of an earlier run."""
+    def on_disk() -> tuple[dict[str, float], dict[str, Any]]:
+        """When what a model rests on was written last, and the results of an earlier run."""
         changes = {name: _last_change([folder, *inputs]) for name, folder in folders.items()}
         try:
-            models = json.loads(path.read_text(encoding="utf-8"))["models"]
+            return changes, json.loads(path.read_text(encoding="utf-8"))["models"]
         except (OSError, ValueError, KeyError):
-            models = {}
-        return {name: run_facts | {"changed": time} for name, time in changes.items()}, models
+            return changes, {}
 
-    asked, stored = on_first_rank(on_disk)
-    results = {
-        name: ModelResult(**stored[name])
-        for name in settings.models
-        if stored.get(name, {}).get("settings", {}).get("run") == asked[name]
-    }
+    changes, stored = on_first_rank(on_disk)
+    results = {}
     for name in settings.models:
-        if name in results:
-            utils.log_rank_zero(log, f"{name}: as found in {path}")
-        else:
-            utils.log_rank_zero(log, f"evaluating {name}")
-            model, facts = load_model(
-                name, cfg, device=device, dtype=dtype, sensitivity=sensitivity
-            )
-            facts |= {"world_size": dist.get_world_size(), "run": asked[name]}
-            results[name] = evaluator.evaluate(name, model, facts, device)
-            del model
-        comparison = compare([results[one] for one in settings.models if one in results])
-        on_first_rank(lambda done=comparison: done.save(path), share=False)
-    return comparison, path
+        if stored.get(name, {}).get("settings", {}).get("run") == asked | {
+            "changed": changes[name]
+        }:
+            results[name] = ModelResult(**stored[name])
+    for name in [name for name in settings.models if name not in results]:
+        utils.log_rank_zero(log, f"evaluating {name}")
+        model, facts = load_model(name, cfg, device=device, dtype=dtype, sensitivity=sensitivity)
+        facts |= {"world_size": dist.get_world_size(), "run": asked | {"changed": changes[name]}}
+        results[name] = evaluator.evaluate(name, model, facts, device)
+        del model
+        done = compare([results[one] for one in settings.models if one in results])
+        on_first_rank(functools.partial(done.save, path), share=False)
+    return compare([results[name] for name in settings.models]), path
 
 
 def _last_change(paths: Iterable[str | Path | None]) -> float:

@@ -92,13 +92,8 @@ def compare(results: Sequence[ModelResult]) -> Comparison:
     is shown by its first metric, without an average.
 
     Args:
-        results: the first is what the others are compared with.
-
-    Raises:
-        ValueError: if two have one name.
+        results: of different names; the first is what the others are compared with.
     """
-    if len({result.name for result in results}) < len(results):
-        raise ValueError("each result needs a name of its own")
     tables: dict[str, dict[str, dict[str, Estimate]]] = {}
     for result in results:
         scores, rows = _task_scores(result), {}

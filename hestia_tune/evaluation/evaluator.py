@@ -99,10 +99,7 @@ class Evaluator:
 
 
 def find_tasks(include_path: str | None = None) -> Any:
-    """lm-eval's ``TaskManager``, which reads every task's YAML (some seconds).
-
-    Tasks of the folder ``include_path`` come before lm-eval's own of the same name.
-    """
+    """lm-eval's ``TaskManager`` (some seconds); tasks of a folder come before those of one name."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not Path(include_path).is_dir():
@@ -119,10 +116,8 @@ def load_tasks(names: Sequence[str], manager: Any) -> tuple[list[Any], Any]:
     """
     for name in names:
         if name not in manager.task_index and not (name.endswith(".yaml") and Path(name).is_file()):
-            raise ValueError(
-                f"unknown task {name!r}{nearest(name, manager.all_tasks)}; `lm-eval ls tasks` "
-                "lists all, and include_path adds a folder of your own"
-            )
+            hint = f"{nearest(name, manager.all_tasks)}; `lm-eval ls tasks` lists all"
+            raise ValueError(f"unknown task {name!r}{hint}, include_path adds your own")
     loaded: list[Any] = []
     with _undisturbed():
         random.seed(_SEED)  # a task may shuffle its documents when it loads them
@@ -147,7 +142,6 @@ def evaluate_tasks(lm: Any, loaded: tuple[list[Any], Any], **options: Any) -> di
         ``documents`` and ``metrics`` -> scores in order of document.
 
     Raises:
-        ValueError: on a request that cannot be answered.
         FloatingPointError: naming a text with NaN in its logits.
     """
     from lm_eval.evaluator import simple_evaluate

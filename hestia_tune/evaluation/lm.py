@@ -32,8 +32,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hestia_tune.distributed import raise_together
 
-# Per forward: tokens, and entries of the logits (1 GB in float32, held twice).
-_TOKENS, _LOGITS = 1 << 12, 1 << 28
+_TOKENS = 2048  # per forward; with a vocabulary of 128k their logits are 1 GB, held three times
 
 
 class DecoderLM(HFLM):
@@ -47,9 +46,6 @@ class DecoderLM(HFLM):
         window: longest input in tokens that the model may be given.
         batch_size: sequences per forward, or "auto": as many as a fixed budget of tokens holds.
         device: of the tokens; None is that of the model's first parameter.
-
-    Raises:
-        ValueError: if the tokenizer has more ids than the model.
     """
 
     def __init__(
@@ -84,12 +80,6 @@ class DecoderLM(HFLM):
         logger.setLevel(logging.NOTSET)
         self._decoder = decoder
         self._is_sharded = any(isinstance(module, FSDPModule) for module in decoder.modules())
-        self._one_token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        vocab_size = self._model_call(self._one_token).shape[-1]
-        if (self.vocab_size or 0) > vocab_size:
-            ids = f"the tokenizer has {self.vocab_size} ids, the model {vocab_size}"
-            raise ValueError(f"{ids}; check tokenizer.path and the model's vocab_size")
-        self._room = min(_TOKENS, _LOGITS // vocab_size)
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **options: Any) -> None:
         self.tokenizer = tokenizer  # nothing to load
@@ -159,7 +149,7 @@ class DecoderLM(HFLM):
             error = caught
         with torch.no_grad():
             while self._any_works(False):
-                self._decoder(self._one_token)
+                self._decoder(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         raise_together(error)
         parts: list = [None] * ranks
         dist.all_gather_object(parts, found)
@@ -167,11 +157,7 @@ class DecoderLM(HFLM):
 
     @torch.no_grad()
     def _model_call(self, inps: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Logits, float32 (batch, length, vocabulary), of tokens, int64 (batch, length).
-
-        Raises:
-            FloatingPointError: on NaN, with the text.
-        """
+        """Logits, float32 (batch, length, vocabulary), of tokens, int64 (batch, length)."""
         self._any_works(True)
         logits = self._decoder(inps).float()
         is_nan = logits.isnan().flatten(1).any(1)  # (batch,)
@@ -193,7 +179,7 @@ class DecoderLM(HFLM):
         if pos == 0 or pos == self._batch_end:
             _, context, continuation = n_reordered_requests[pos]
             length = min(len(context) + len(continuation), self.max_length)
-            self._batch_length = max(self._room // length, 1)
+            self._batch_length = max(_TOKENS // length, 1)
             self._batch_end = pos + self._batch_length
         return self._batch_length
 
