@@ -8,7 +8,6 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from omegaconf import OmegaConf
@@ -57,36 +56,36 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
     max_seq_len = build.plain_on_meta(cfg.model).max_seq_len
     evaluator = Evaluator(settings, config.instantiate(cfg.tokenizer), max_seq_len)
     given = OmegaConf.to_container(cfg, resolve=True)
-    asked = {key: given[key] for key in ("model", "quantizer", "tokenizer", "dtype")}
-    asked["eval"] = {k: value for k, value in given["eval"].items() if k not in _NOT_MEASURED}
-    asked |= {"device": str(device), "versions": versions()}
+    facts = {key: given[key] for key in ("model", "quantizer", "tokenizer", "dtype")}
+    facts["eval"] = {k: value for k, value in given["eval"].items() if k not in _NOT_MEASURED}
+    facts |= {"device": str(device), "versions": versions()}
     inputs = [text.source for text in settings.perplexity.values()]
     inputs += [*settings.tasks, settings.include_path, sensitivity]
 
-    def on_disk() -> tuple[dict[str, float], dict[str, Any]]:
-        """When what a model rests on was written last, and the results of an earlier run."""
-        changes = {name: _last_change([folder, *inputs]) for name, folder in folders.items()}
+    def on_disk() -> tuple[dict[str, dict], dict[str, ModelResult]]:
+        """What each model's numbers depend on, and those of an earlier run that still hold."""
+        times = {name: _last_change([folder, *inputs]) for name, folder in folders.items()}
+        asked = {name: facts | {"changed": time} for name, time in times.items()}
         try:
-            return changes, json.loads(path.read_text(encoding="utf-8"))["models"]
+            models = json.loads(path.read_text(encoding="utf-8"))["models"]
         except (OSError, ValueError, KeyError):
-            return changes, {}
+            models = {}
+        found = [ModelResult(**model) for name, model in models.items() if name in asked]
+        return asked, {one.name: one for one in found if one.settings.get("run") == asked[one.name]}
 
-    changes, stored = on_first_rank(on_disk)
-    results = {}
+    asked, results = on_first_rank(on_disk)
     for name in settings.models:
-        if stored.get(name, {}).get("settings", {}).get("run") == asked | {
-            "changed": changes[name]
-        }:
-            results[name] = ModelResult(**stored[name])
-    for name in [name for name in settings.models if name not in results]:
-        utils.log_rank_zero(log, f"evaluating {name}")
-        model, facts = load_model(name, cfg, device=device, dtype=dtype, sensitivity=sensitivity)
-        facts |= {"world_size": dist.get_world_size(), "run": asked | {"changed": changes[name]}}
-        results[name] = evaluator.evaluate(name, model, facts, device)
-        del model
-        done = compare([results[one] for one in settings.models if one in results])
-        on_first_rank(functools.partial(done.save, path), share=False)
-    return compare([results[name] for name in settings.models]), path
+        utils.log_rank_zero(log, f"{name}: as found" if name in results else f"evaluating {name}")
+        if name not in results:
+            model, facts = load_model(
+                name, cfg, device=device, dtype=dtype, sensitivity=sensitivity
+            )
+            facts |= {"world_size": dist.get_world_size(), "run": asked[name]}
+            results[name] = evaluator.evaluate(name, model, facts, device)
+            del model
+        comparison = compare([results[one] for one in settings.models if one in results])
+        on_first_rank(functools.partial(comparison.save, path), share=False)
+    return comparison, path
 
 
 def _last_change(paths: Iterable[str | Path | None]) -> float:

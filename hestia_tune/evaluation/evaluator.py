@@ -151,10 +151,13 @@ def evaluate_tasks(lm: Any, loaded: tuple[list[Any], Any], **options: Any) -> di
     options |= dict.fromkeys(seeds, _SEED) | {"bootstrap_iters": 1000}
     with _undisturbed():
         raw = simple_evaluate(lm, tasks=tasks, task_manager=manager, **options)
-    if dist.is_initialized():  # lm-eval hands results to the first rank of a node only
-        raw = on_first_rank(lambda: raw)
-    samples = {name: _by_document(found) for name, found in raw["samples"].items()}
-    return {key: raw[key] for key in _KEPT} | {"samples": samples}
+
+    def kept() -> dict[str, Any]:
+        samples = {name: _by_document(found) for name, found in raw["samples"].items()}
+        return {key: raw[key] for key in _KEPT} | {"samples": samples}
+
+    # lm-eval hands results to the first rank of a node only.
+    return on_first_rank(kept) if dist.is_initialized() else kept()
 
 
 def _by_document(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

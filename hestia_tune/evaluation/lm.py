@@ -147,9 +147,8 @@ class DecoderLM(HFLM):
             found = answer(requests[rank::ranks], disable_tqdm=disable_tqdm or rank > 0)
         except Exception as caught:
             error = caught
-        with torch.no_grad():
-            while self._any_works(False):
-                self._decoder(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        while self._any_works(False):
+            self._decoder(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         raise_together(error)
         parts: list = [None] * ranks
         dist.all_gather_object(parts, found)

@@ -66,8 +66,6 @@ def perplexity(
             left -= len(ids)
         if not left:
             break
-    if not texts:
-        raise ValueError("the documents have no tokens; there is nothing to measure")
     nll = -math.fsum(lm.rolling(tokenized, window, stride or window))
     tokens = sum(map(len, tokenized))
     words = sum(len(re.split(r"\s+", text)) for text in texts)
@@ -118,8 +116,6 @@ def read_documents(text: TextConfig) -> list[str]:
             raise ValueError(f"{path} has no column {column!r}; it has {rows.column_names}")
         found = rows[column][:]
     found = found[: text.limit]
-    if not all(isinstance(one, str) for one in found):
-        raise ValueError(f"column {column!r} of {path} holds what is not text; name another one")
-    if not any(found):
-        raise ValueError(f"{path} holds no text; there is nothing to measure")
+    if not any(found) or not all(isinstance(one, str) for one in found):
+        raise ValueError(f"{path} (column {column!r}) holds no text, or what is not text; check it")
     return found if text.join is None else [text.join.join(found)]

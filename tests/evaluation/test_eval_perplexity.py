@@ -137,8 +137,6 @@ def test_wrong_values_are_refused():
         measure(model, ["a"], window=65)
     with pytest.raises(AssertionError):  # lm-eval's; the eval section is checked when it is read
         measure(model, ["a"], window=8, stride=9)
-    with pytest.raises(ValueError, match="no tokens"):
-        measure(model, ["", ""], window=8)
     with torch.no_grad():
         model.tok_embeddings.weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="NaN in the logits"):
@@ -170,7 +168,7 @@ def test_parquet_column(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no column 'txt'; it has .'text', 'n'"):
         read_documents(file, column="txt")
     for column in ("n", "holes"):
-        with pytest.raises(ValueError, match=f"column '{column}' .* what is not text"):
+        with pytest.raises(ValueError, match=f"column '{column}' .*or what is not text"):
             read_documents(file, column=column)
     file.write_bytes(b"not parquet")
     with pytest.raises(ValueError, match="not a parquet file"):

@@ -136,7 +136,7 @@ def in_process(rank, folder, output, port):
 
 
 class Failing(WholeModel):
-    """Right while it is looked at, NaN in the run."""
+    """Right at first, then NaN."""
 
     def forward(self, tokens):
         logits = super().forward(tokens)
