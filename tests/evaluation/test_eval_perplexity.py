@@ -168,7 +168,7 @@ def test_parquet_column(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no column 'txt'; it has .'text', 'n'"):
         read_documents(file, column="txt")
     for column in ("n", "holes"):
-        with pytest.raises(ValueError, match=f"column '{column}' .*or what is not text"):
+        with pytest.raises(ValueError, match=f"column '{column}'.*or what is not text"):
             read_documents(file, column=column)
     file.write_bytes(b"not parquet")
     with pytest.raises(ValueError, match="not a parquet file"):
