@@ -35,7 +35,8 @@ def plot_training_curves(
     for index, (label, value) in enumerate(baselines.items()):
         loss_axis.axhline(value, linestyle=("--", ":", "-.")[index % 3], color="grey", label=label)
     loss_axis.set_ylabel("loss (nats per token)")
-    loss_axis.legend()
+    if loss_axis.get_legend_handles_labels()[0]:
+        loss_axis.legend()
 
     _draw_logged(pressure_axis, history, "pressure")
     pressure_axis.set_ylabel("pressure")

@@ -8,6 +8,7 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import torch.distributed as dist
 from omegaconf import OmegaConf
@@ -55,7 +56,7 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
     folders = {name: locate(name, cfg)[1] for name in settings.models}
     max_seq_len = build.plain_on_meta(cfg.model).max_seq_len
     evaluator = Evaluator(settings, config.instantiate(cfg.tokenizer), max_seq_len)
-    given = OmegaConf.to_container(cfg, resolve=True)
+    given: Any = OmegaConf.to_container(cfg, resolve=True)
     facts = {key: given[key] for key in ("model", "quantizer", "tokenizer", "dtype")}
     facts["eval"] = {k: value for k, value in given["eval"].items() if k not in _NOT_MEASURED}
     facts |= {"device": str(device), "versions": versions()}
@@ -73,7 +74,7 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
         found = [ModelResult(**model) for name, model in models.items() if name in asked]
         return asked, {one.name: one for one in found if one.settings.get("run") == asked[one.name]}
 
-    asked, results = on_first_rank(on_disk)
+    asked, results = cast(tuple, on_first_rank(on_disk))
     for name in settings.models:
         utils.log_rank_zero(log, f"{name}: as found" if name in results else f"evaluating {name}")
         if name not in results:

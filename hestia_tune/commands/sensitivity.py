@@ -202,7 +202,8 @@ class SensitivityRecipe:
         tau_init = options.tau_init
         if tau_init == "auto":
             dtype = training.get_dtype(self.options.dtype, self.device)
-            tau_init = build.fit_temperature(state, artifact.traces, self.component, dtype)
+            weights = (state[f"{name}.weight"].to(dtype) for name in artifact.traces)
+            tau_init = self.component.method.fit_temperature(weights)
         schedule = AnnealingSchedule(
             _PICTURE_STEPS, rho=options.rho, tau_init=tau_init, alpha=options.alpha
         )

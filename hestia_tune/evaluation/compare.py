@@ -166,10 +166,10 @@ def z_test(difference: float, stderr: float | None, test: str) -> Estimate:
 def _difference(
     result: ModelResult, baseline: ModelResult, task: str, metric: str
 ) -> Estimate | None:
-    found = [_task_scores(one).get(task, {}).get(metric) for one in (result, baseline)]
+    found: list[Any] = [_task_scores(one).get(task, {}).get(metric) for one in (result, baseline)]
     if result is baseline or None in found:
         return None
-    samples = [one.tasks["samples"].get(task, {}) for one in (result, baseline)]
+    samples = [(one.tasks or {})["samples"].get(task, {}) for one in (result, baseline)]
     columns = [one.get("metrics", {}).get(metric) for one in samples]
     if None not in columns and samples[0]["documents"] == samples[1]["documents"]:
         return paired(*columns)

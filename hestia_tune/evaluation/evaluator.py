@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -150,14 +150,14 @@ def evaluate_tasks(lm: Any, loaded: tuple[list[Any], Any], **options: Any) -> di
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     options |= dict.fromkeys(seeds, _SEED) | {"bootstrap_iters": 1000}
     with _undisturbed():
-        raw = simple_evaluate(lm, tasks=tasks, task_manager=manager, **options)
+        raw: Any = simple_evaluate(lm, tasks=tasks, task_manager=manager, **options)
 
     def kept() -> dict[str, Any]:
         samples = {name: _by_document(found) for name, found in raw["samples"].items()}
         return {key: raw[key] for key in _KEPT} | {"samples": samples}
 
     # lm-eval hands results to the first rank of a node only.
-    return on_first_rank(kept) if dist.is_initialized() else kept()
+    return cast(dict, on_first_rank(kept)) if dist.is_initialized() else kept()
 
 
 def _by_document(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ tokenizer that has one behind it (``.tokenizer``) is asked itself.
 import logging
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from hestia_tune.distributed import raise_together
 _TOKENS = 2048  # per forward; with a vocabulary of 128k their logits are 1 GB, held three times
 
 
-class DecoderLM(HFLM):
+class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
     """An lm-eval model.
 
     Args:
@@ -113,8 +113,9 @@ class DecoderLM(HFLM):
 
     def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
         texts = []
-        for prompt, options in tqdm([one.args for one in requests], disable=disable_tqdm):
-            settings = normalize_gen_kwargs(options, self.max_gen_toks)
+        arguments: list[Any] = [request.args for request in requests]
+        for prompt, options in tqdm(arguments, disable=disable_tqdm):
+            settings: Any = normalize_gen_kwargs(options, self.max_gen_toks)
             until, most = settings["until"], settings["max_gen_toks"]
             if settings["do_sample"] or most >= self.max_length:
                 rule = f"only greedy decoding of fewer than {self.max_length} tokens is done"

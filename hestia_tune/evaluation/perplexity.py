@@ -108,9 +108,13 @@ def read_documents(text: TextConfig) -> list[str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 ({error}); convert it") from None
     else:
-        what = {"path": text.source, "name": text.name, "split": text.split}
+        what: dict[str, Any] = {"path": text.source, "name": text.name, "split": text.split}
         if path.is_file():
-            what = {"path": _FILES[path.suffix], "data_files": text.source, "split": "train"}
+            what: dict[str, Any] = {
+                "path": _FILES[path.suffix],
+                "data_files": text.source,
+                "split": "train",
+            }
         rows = datasets.load_dataset(**what)
         if column not in rows.column_names:
             raise ValueError(f"{path} has no column {column!r}; it has {rows.column_names}")

@@ -92,15 +92,6 @@ def test_two_ranks_resume_after_a_kill(tmp_path):
         assert torch.equal(hard_weights(output)[name], value), name
 
 
-def test_two_ranks_form_a_second_group_for_the_straight_through_twin(tmp_path):
-    model_dir = make_model_dir(tmp_path / "model")
-    cfg = make_config(model_dir, tmp_path / "run", "batch_size=2", "compare_straight_through=True")
-    done = tune_run("--config", write_config(cfg, tmp_path / "c.yaml"), torchrun=TWO_RANKS)
-    assert done.returncode == 0, done.stderr
-    assert "straight-through, hard" in done.stdout
-    assert list(logged(tmp_path / "run")) == list(logged(tmp_path / "run" / "straight_through"))
-
-
 @pytest.mark.slow
 def test_two_nodes(tmp_path):
     """Two torchrun agents that meet on the loopback address stand in for two nodes."""

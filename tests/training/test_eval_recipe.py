@@ -121,8 +121,8 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("eval.models=[trained]", "hard_model does not exist; train first"),
-        ("eval.models=[packed]", "write it first with `tune run hestia_convert`"),
+        ("eval.models=[trained]", "no config.json in .*hard_model; train first"),
+        ("eval.models=[packed]", "write it first with hestia_convert"),
         ("eval.models=[checkpoint]", "no complete checkpoint in"),
         ("eval.models=[pretraned]", "give a folder, or one of pretrained"),
         ("eval.models=[]", "must name at least one model"),

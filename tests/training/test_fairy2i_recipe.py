@@ -58,7 +58,7 @@ def test_the_hard_model_is_that_of_the_latent_weights(model_dir, tmp_path, granu
         latents.update({name: full_tensor(value).clone() for name, value in state.items()})
 
     recipe = run(config(model_dir, tmp_path, granularity=granularity), keep)
-    assert recipe.method_key == f"fairy2i, num_stages=2, granularity={granularity}"
+    assert recipe.component.method.key() == f"fairy2i, num_stages=2, granularity={granularity}"
     losses = json.loads((tmp_path / "results.json").read_text())["validation_loss"]
     assert list(losses) == ["pretrained", "naive fairy2i", "trained, hard"]
     assert "zero_fraction" not in (tmp_path / "metrics.jsonl").read_text()
