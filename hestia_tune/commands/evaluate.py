@@ -57,16 +57,16 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
     max_seq_len = build.plain_on_meta(cfg.model).max_seq_len
     evaluator = Evaluator(settings, config.instantiate(cfg.tokenizer), max_seq_len)
     given: Any = OmegaConf.to_container(cfg, resolve=True)
-    facts = {key: given[key] for key in ("model", "quantizer", "tokenizer", "dtype")}
-    facts["eval"] = {k: value for k, value in given["eval"].items() if k not in _NOT_MEASURED}
-    facts |= {"device": str(device), "versions": versions()}
+    common = {key: given[key] for key in ("model", "quantizer", "tokenizer", "dtype")}
+    common["eval"] = {k: value for k, value in given["eval"].items() if k not in _NOT_MEASURED}
+    common |= {"device": str(device), "versions": versions()}
     inputs = [text.source for text in settings.perplexity.values()]
     inputs += [*settings.tasks, settings.include_path, sensitivity]
 
     def on_disk() -> tuple[dict[str, dict], dict[str, ModelResult]]:
         """What each model's numbers depend on, and those of an earlier run that still hold."""
         times = {name: _last_change([folder, *inputs]) for name, folder in folders.items()}
-        asked = {name: facts | {"changed": time} for name, time in times.items()}
+        asked = {name: common | {"changed": time} for name, time in times.items()}
         try:
             models = json.loads(path.read_text(encoding="utf-8"))["models"]
         except (OSError, ValueError, KeyError):

@@ -136,9 +136,6 @@ def paired(scores: Sequence[float], baseline: Sequence[float]) -> Estimate:
     """Compares scores of the same documents: McNemar's exact test for 0 and 1, else the t-test.
 
     The standard error is that of the mean difference per document (n - 1 in the variance).
-
-    Raises:
-        ValueError: if the lengths differ.
     """
     from scipy import stats
 

@@ -1,7 +1,5 @@
 """What an ``eval`` section measures, read and checked once, then applied to any number of models.
 
-The same object serves the evaluation command and the training recipe.
-
 lm-eval knows some fifteen thousand tasks; the YAML files in ``tasks/`` add groups of ours. A task's
 rows come from the Hugging Face hub unless its YAML points to local files, so loading is where a
 missing network shows. What lm-eval seeds or sets is put back afterwards, so that an evaluation in
@@ -53,9 +51,7 @@ class Evaluator:
         try:
             from hestia_tune.evaluation.lm import DecoderLM
         except ImportError as error:
-            raise ImportError(
-                f"evaluation needs lm-eval and more; pip install 'hestia-tune[eval]' ({error})"
-            ) from error
+            raise ImportError(f"{error}; pip install 'hestia-tune[eval]'") from error
         self._lm, self.settings, self.tokenizer = DecoderLM, settings, tokenizer
         self.window = settings.window or max_seq_len
         require_number("eval.window", self.window, 1, max_seq_len, "the model reads no more")
@@ -82,12 +78,7 @@ class Evaluator:
         facts: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
     ) -> ModelResult:
-        """One model. Collective if there is a process group; the same on every rank.
-
-        Args:
-            name, facts: see `ModelResult`.
-            model, device: see `DecoderLM`.
-        """
+        """One `ModelResult`, see there and `DecoderLM`. Collective; the same on every rank."""
         settings = self.settings
         with plain_outputs(model):
             size = {"window": self.window, "batch_size": settings.batch_size}
@@ -129,11 +120,9 @@ def load_tasks(names: Sequence[str], manager: Any) -> tuple[list[Any], Any]:
 
 
 def evaluate_tasks(lm: Any, loaded: tuple[list[Any], Any], **options: Any) -> dict[str, Any]:
-    """Evaluates a model on tasks. Collective if there is a process group.
+    """Evaluates a `DecoderLM` on tasks by `load_tasks`. Collective if there is a process group.
 
     Args:
-        lm: a `DecoderLM`.
-        loaded: by `load_tasks`.
         options: ``limit`` and ``num_fewshot`` of ``lm_eval.simple_evaluate``.
 
     Returns:

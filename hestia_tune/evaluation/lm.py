@@ -102,16 +102,14 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         return [sum(next(scores)[0] for _ in group) for group in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations, up to the first stop sequence or EOS.
+        return self._shared(requests, self._generate, disable_tqdm)
 
-        Each token is a forward of the whole text: slow, but of any model, and no caches to mind.
+    def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
+        """Greedy continuations, each token by a forward of the whole text, for want of caches.
 
         Raises:
             ValueError: if a request asks for sampling, or for more tokens than the window has.
         """
-        return self._shared(requests, self._generate, disable_tqdm)
-
-    def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
         texts = []
         arguments: list[Any] = [request.args for request in requests]
         for prompt, options in tqdm(arguments, disable=disable_tqdm):
@@ -136,10 +134,7 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         return self._shared(requests, super()._loglikelihood_tokens, disable_tqdm)
 
     def _shared(self, requests: list, answer: Callable[..., list], disable_tqdm: bool) -> list:
-        """The answers to all requests, in order, on every rank; each rank computes its share.
-
-        What one rank raises is raised on all.
-        """
+        """The answers to all requests, in order, on every rank; so is an error of any rank."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if ranks == 1:
             return answer(requests, disable_tqdm=disable_tqdm)

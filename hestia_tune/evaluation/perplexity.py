@@ -36,7 +36,6 @@ def perplexity(
     Args:
         lm: a `DecoderLM`; the prefix is its BOS, or EOS if there is none, and no other special
             token is put in.
-        documents: texts.
         window: inputs per forward, at most those of ``lm``.
         stride: tokens by which a window moves on, at most ``window``; None is ``window``.
         max_tokens: score only the first so many tokens; words and bytes are then those of the
@@ -50,10 +49,11 @@ def perplexity(
         ``byte_perplexity`` and ``bits_per_byte``.
 
     Raises:
-        ValueError: on a window that is too long, or no tokens.
-        FloatingPointError: naming the document with NaN in its logits.
+        ValueError: on a window that is too long.
+        FloatingPointError: naming a text with NaN in its logits.
     """
     require_number("window", window, 1, lm.max_length)
+    stride = stride or window
     texts, tokenized, left = [], [], math.inf if max_tokens is None else max_tokens
     for text in documents:
         ids = lm.tok_encode(text, add_special_tokens=False)
@@ -66,7 +66,7 @@ def perplexity(
             left -= len(ids)
         if not left:
             break
-    nll = -math.fsum(lm.rolling(tokenized, window, stride or window))
+    nll = -math.fsum(lm.rolling(tokenized, window, stride))
     tokens = sum(map(len, tokenized))
     words = sum(len(re.split(r"\s+", text)) for text in texts)
     num_bytes = sum(len(text.encode("utf-8")) for text in texts)
@@ -80,7 +80,7 @@ def perplexity(
         "bytes": num_bytes,
         "documents": len(texts),
         "window": window,
-        "stride": stride or window,
+        "stride": stride,
         "token_perplexity": per_token,
         "word_perplexity": per_word,
         "byte_perplexity": per_byte,
@@ -108,14 +108,11 @@ def read_documents(text: TextConfig) -> list[str]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 ({error}); convert it") from None
     else:
-        what: dict[str, Any] = {"path": text.source, "name": text.name, "split": text.split}
+        options: Any = {"path": text.source, "name": text.name, "split": text.split}
         if path.is_file():
-            what: dict[str, Any] = {
-                "path": _FILES[path.suffix],
-                "data_files": text.source,
-                "split": "train",
-            }
-        rows = datasets.load_dataset(**what)
+            kind = _FILES[path.suffix]
+            options = {"path": kind, "data_files": text.source, "split": "train"}
+        rows = datasets.load_dataset(**options)
         if column not in rows.column_names:
             raise ValueError(f"{path} has no column {column!r}; it has {rows.column_names}")
         found = rows[column][:]
