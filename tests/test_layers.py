@@ -6,7 +6,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hestia_tune"
 # Each imports only what stands before it.
-ROOMS = ["config", "sections", "files", "distributed", "selection", "methods", "functional", "tensors", "modules", "qat", "schedule", "sharded", "plots", "sensitivity", "data", "export", "models", "evaluation", "training", "commands"]
+ROOMS = [
+    "config",
+    "sections",
+    "files",
+    "distributed",
+    "selection",
+    "methods",
+    "functional",
+    "tensors",
+    "modules",
+    "qat",
+    "schedule",
+    "sharded",
+    "plots",
+    "sensitivity",
+    "data",
+    "export",
+    "models",
+    "evaluation",
+    "training",
+    "commands",
+]
 MODULES = {
     ".".join(("hestia_tune", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
         ".__init__"

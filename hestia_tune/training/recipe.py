@@ -22,7 +22,7 @@ import hestia_tune
 from hestia_tune import sharded
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import end_process_group, on_first_rank, sum_over_ranks
-from hestia_tune.evaluation import metrics_of, plain_outputs
+from hestia_tune.evaluation import metrics_of
 from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.training import checkpoint
 from hestia_tune.training.data import shifted_labels
@@ -262,7 +262,7 @@ class HestiaQATRecipe(RecipeSetup):
 
         Much can go wrong in it that has nothing to do with training: what was trained is saved.
         """
-        with self.driver.hard(), plain_outputs(self._model):
+        with self.driver.hard():
             result = self._evaluator.evaluate("hard", self._model, {}, self._device)
         self._log(metrics_of(result))
 
@@ -304,14 +304,12 @@ class HestiaQATRecipe(RecipeSetup):
         on_first_rank(lambda: self._write_outputs(state, description), share=False)
 
     def _write_outputs(self, state: dict[str, torch.Tensor], description: dict[str, Any]) -> None:
-        folder = self.output_dir / "hard_model"
         checkpointer = self._checkpoint_client._get_checkpointer()
-        write_hard_model(state, checkpointer, folder, description)
+        write_hard_model(state, checkpointer, self.output_dir / "hard_model", description)
         by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
         temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
         rows = self.history.rows
         write_results(self.output_dir, self.validation_losses, description, rows, temperatures)
-        log.info(f"hard model: {folder}")
 
     @property
     def model(self) -> torch.nn.Module:
