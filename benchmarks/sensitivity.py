@@ -27,9 +27,7 @@ from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.models import build
 from hestia_tune.modules import quantized_linears
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
-from hestia_tune.sensitivity.curvature import double_backward_attention
-from hestia_tune.sensitivity.hutchpp import hutchpp
-from hestia_tune.sensitivity.scores import is_resolved
+from hestia_tune.sensitivity.curvature import double_backward_attention, hutchpp
 from hestia_tune.sensitivity.segments import logits_of, mean_loss
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
@@ -70,7 +68,7 @@ def authors_way(model, weights, batches, settings) -> SensitivityArtifact:
                     )
                     yield v, product.flatten()
 
-            estimate = hutchpp(
+            trace_of_batch, error, probes = hutchpp(
                 lambda vectors: (product for _, product in products(vectors)),
                 lambda vectors: [float(v @ product) for v, product in products(vectors)],
                 weight.detach(),
@@ -78,14 +76,13 @@ def authors_way(model, weights, batches, settings) -> SensitivityArtifact:
                 num_probes=settings.num_probes,
                 generator=generator,
             )
-            trace += count / sum(tokens) * estimate.trace
-            variance += (count / sum(tokens) * estimate.standard_error) ** 2
+            trace += count / sum(tokens) * trace_of_batch
+            variance += (count / sum(tokens) * error) ** 2
         traces[name], errors[name] = trace, variance**0.5
     return SensitivityArtifact(
         traces=traces,
         standard_errors=errors,
-        resolved={name: is_resolved(traces[name], errors[name]) for name in traces},
-        probes=dict.fromkeys(traces, estimate.probes * len(batches)),
+        probes=dict.fromkeys(traces, probes * len(batches)),
         model_fingerprint="",
     )
 

@@ -1,7 +1,8 @@
-"""Pictures of a run."""
+"""Pictures of a run, as PNG files."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,64 +16,51 @@ def plot_training_curves(
     baselines: Mapping[str, float],
     path: str | Path,
 ) -> None:
-    """Loss, pressure and the fan of per-layer temperatures over steps, as a PNG.
+    """Loss, pressure and the fan of per-layer temperatures over steps.
 
     Args:
         history: logged rows with ``step`` and any of ``loss``, ``pressure``, ``val_loss_relaxed``,
             ``val_loss_hard``.
         temperatures: layer name -> its temperature at steps 0, 1, ..., T.
         baselines: label -> validation loss, drawn as horizontal lines.
-        path: where the PNG goes.
     """
-    figure = _figure(8, 9)
-    loss_axis, pressure_axis, tau_axis = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1, 2])
-    for key, label, style in (
-        ("loss", "training (relaxed)", {"linewidth": 1}),
-        ("val_loss_relaxed", "validation, relaxed", {"marker": "o", "markersize": 3}),
-        ("val_loss_hard", "validation, hard", {"marker": "s", "markersize": 3}),
-    ):
-        _draw_logged(loss_axis, history, key, label=label, **style)
-    for index, (label, value) in enumerate(baselines.items()):
-        loss_axis.axhline(value, linestyle=("--", ":", "-.")[index % 3], color="grey", label=label)
-    loss_axis.set_ylabel("loss (nats per token)")
-    if loss_axis.get_legend_handles_labels()[0]:
-        loss_axis.legend()
-
-    _draw_logged(pressure_axis, history, "pressure")
-    pressure_axis.set_ylabel("pressure")
-    pressure_axis.set_ylim(-0.05, 1.05)
-
-    _draw_fan(tau_axis, range(len(next(iter(temperatures.values())))), temperatures)
-    tau_axis.set_xlabel("step")
-    _save(figure, path)
+    with _picture(path, 8, 9) as figure:
+        axes = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1, 2])
+        for axis, key, label, style in (
+            (axes[0], "loss", "training (relaxed)", {"linewidth": 1}),
+            (axes[0], "val_loss_relaxed", "validation, relaxed", {"marker": "o", "markersize": 3}),
+            (axes[0], "val_loss_hard", "validation, hard", {"marker": "s", "markersize": 3}),
+            (axes[1], "pressure", "pressure", {}),
+        ):
+            points = [(row["step"], row[key]) for row in history if row.get(key) is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=label, **style)
+        for index, (label, value) in enumerate(baselines.items()):
+            axes[0].axhline(value, ls=("--", ":", "-.")[index % 3], color="grey", label=label)
+        axes[0].set_ylabel("loss (nats per token)")
+        if axes[0].get_legend_handles_labels()[0]:
+            axes[0].legend()
+        axes[1].set(ylabel="pressure", ylim=(-0.05, 1.05))
+        _draw_fan(axes[2], range(len(next(iter(temperatures.values())))), "step", temperatures)
 
 
 def plot_temperatures(
     schedule: AnnealingSchedule, scores: Mapping[str, float], path: str | Path
 ) -> None:
-    """The fan of per-layer temperatures over the share of training done, as a PNG.
-
-    Args:
-        schedule: of any number of steps.
-        scores: layer name -> sensitivity score.
-        path: where the PNG goes.
-    """
-    figure = _figure(7, 4)
-    axis = figure.subplots()
+    """The fan of temperatures over the share of training done, of layers with these scores."""
     steps = range(schedule.total_steps + 1)
     curves = {name: [schedule.temperature(t, s) for t in steps] for name, s in scores.items()}
-    _draw_fan(axis, [t / schedule.total_steps for t in steps], curves)
-    axis.set_xlabel("share of the training steps")
-    _save(figure, path)
+    shares = [t / schedule.total_steps for t in steps]
+    with _picture(path, 7, 4) as figure:
+        _draw_fan(figure.subplots(), shares, "share of the training steps", curves)
 
 
 def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: str) -> None:
-    """A heatmap of traces, blocks by projections, on a logarithmic scale, as a PNG.
+    """A heatmap of traces, blocks by projections, on a logarithmic scale.
 
     Args:
         traces: fully qualified name, like layers.3.attn.q_proj -> trace; those that are not
             positive stay white.
-        path: where the PNG goes.
         curvature: what the traces are of, for the label.
     """
     cells: dict[tuple[str, str], float] = {}  # (block, projection) -> trace
@@ -80,39 +68,28 @@ def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: s
         _, block, projection = re.fullmatch(r"(.*?\b(\d+)\.)?(.*)", name).groups()
         cells[block or "-", projection] = trace
     rows, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
-    figure = _figure(2 + 0.9 * len(columns), 2 + 0.25 * len(rows))
-    axis = figure.subplots()
-    image = axis.imshow(
-        [[cells.get((r, c), float("nan")) for c in columns] for r in rows],
-        norm="log" if any(trace > 0 for trace in traces.values()) else None,
-        aspect="auto",
-        cmap="viridis",
-    )
-    axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right")
-    axis.set_yticks(range(len(rows)), rows)
-    axis.set_ylabel("block")
-    figure.colorbar(image, label=f"trace of the {curvature} block")
-    _save(figure, path)
+    table = [[cells.get((row, column), float("nan")) for column in columns] for row in rows]
+    norm = "log" if any(trace > 0 for trace in traces.values()) else None
+    with _picture(path, 2 + 0.9 * len(columns), 2 + 0.25 * len(rows)) as figure:
+        axis = figure.subplots()
+        image = axis.imshow(table, norm=norm, aspect="auto", cmap="viridis")
+        axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right")
+        axis.set_yticks(range(len(rows)), rows)
+        axis.set_ylabel("block")
+        figure.colorbar(image, label=f"trace of the {curvature} block")
 
 
-def _figure(width: float, height: float) -> Any:
+@contextmanager
+def _picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
     from matplotlib.figure import Figure  # slow to import, and needed once
 
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _draw_logged(axis: Any, history: Sequence[Mapping[str, Any]], key: str, **style: Any) -> None:
-    points = [(row["step"], row[key]) for row in history if row.get(key) is not None]
-    if points:
-        axis.plot(*zip(*points, strict=True), **style)
-
-
-def _draw_fan(axis: Any, x: Sequence[float], temperatures: Mapping[str, Sequence[float]]) -> None:
-    for curve in temperatures.values():
-        axis.plot(x, curve, linewidth=0.6, alpha=0.7, color="tab:red")
-    axis.set_ylabel(f"temperature of {len(temperatures)} layers")
-
-
-def _save(figure: Any, path: str | Path) -> None:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
     with staged(path) as temporary:
         figure.savefig(temporary, format="png", dpi=130)
+
+
+def _draw_fan(axis: Any, x: Sequence[float], label: str, temperatures: Mapping[str, Any]) -> None:
+    for curve in temperatures.values():
+        axis.plot(x, curve, linewidth=0.6, alpha=0.7, color="tab:red")
+    axis.set(xlabel=label, ylabel=f"temperature of {len(temperatures)} layers")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hestia_tune.training.monitoring import results_table
+from hestia_tune.training.outputs import results_table
 
 _TRAINED, _REFERENCE, _NAIVE = "trained, hard", "pretrained", "naive "
 

@@ -1,22 +1,22 @@
 """``hestia_eval``: several models of one config, one table.
 
-What a model did is on disk as soon as it is done; another run with the same settings, on the same
-files, takes it from there and goes on with the next model.
+What a model did is on disk as soon as it is done; another run with the same settings, on files that
+have not changed since, takes it from there and goes on with the next model.
 """
 
-import dataclasses
-import hashlib
+import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torchtune import config, training, utils
 
 from hestia_tune.distributed import end_process_group, ensure_process_group, on_first_rank
-from hestia_tune.evaluation import Comparison, Evaluator, ModelResult, compare, versions
-from hestia_tune.evaluation.evaluator import state_of_files
+from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
+from hestia_tune.evaluation.compare import Comparison
 from hestia_tune.files import require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
@@ -45,8 +45,7 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
     """
     run = Run.of(run)
     cfg, options, settings = run.cfg, run.options, run.options.eval
-    output_dir = require_writable_dir(options.output_dir)
-    path = Path(settings.output or output_dir / "evaluation.json")
+    path = Path(settings.output)
     require_writable_dir(path.parent)
     device = utils.get_device(options.device)
     dtype = training.get_dtype(options.dtype, device)
@@ -54,53 +53,44 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
     sensitivity = options.sensitivity
     if sensitivity == "auto":
         sensitivity = options.sensitivity_estimation.output if options.schedule.alpha else None
-    for name in settings.models:
-        locate(name, cfg)
+    folders = {name: locate(name, cfg)[1] for name in settings.models}
     max_seq_len = build.plain_on_meta(cfg.model).max_seq_len
     evaluator = Evaluator(settings, config.instantiate(cfg.tokenizer), max_seq_len)
-    measured = dataclasses.asdict(settings)
-    common = {
-        "eval": measured,
-        "tokenizer": OmegaConf.to_container(cfg.tokenizer, resolve=True),
-        "device": str(device),
-        "versions": versions(),
-    }
-    inputs = [OmegaConf.to_container(cfg[key], resolve=True) for key in ("model", "quantizer")]
-    inputs += [common | {"eval": {k: v for k, v in measured.items() if k not in _NOT_MEASURED}}]
-    inputs += [options.dtype, options.schedule, sensitivity]
+    given: Any = OmegaConf.to_container(cfg, resolve=True)
+    common = {key: given[key] for key in ("model", "quantizer", "tokenizer", "dtype")}
+    common["eval"] = {k: value for k, value in given["eval"].items() if k not in _NOT_MEASURED}
+    common |= {"device": str(device), "versions": versions()}
+    inputs = [text.source for text in settings.perplexity.values()]
+    inputs += [*settings.tasks, settings.include_path, sensitivity]
 
-    def digest(name: str) -> str:
-        """Of all that the result of a model depends on."""
-        files = [locate(name, cfg)[1], *evaluator.files(), sensitivity or ""]
-        everything = [name, inputs, [state_of_files(file) for file in files if file]]
-        return hashlib.sha256(json.dumps(everything, default=str).encode()).hexdigest()
+    def on_disk() -> tuple[dict[str, dict], dict[str, ModelResult]]:
+        """What each model's numbers depend on, and those of an earlier run that still hold."""
+        times = {name: _last_change([folder, *inputs]) for name, folder in folders.items()}
+        asked = {name: common | {"changed": time} for name, time in times.items()}
+        try:
+            models = json.loads(path.read_text(encoding="utf-8"))["models"]
+        except (OSError, ValueError, KeyError):
+            models = {}
+        found = [ModelResult(**model) for name, model in models.items() if name in asked]
+        return asked, {one.name: one for one in found if one.settings.get("run") == asked[one.name]}
 
-    digests = on_first_rank(lambda: {name: digest(name) for name in settings.models})
-    stored = on_first_rank(lambda: _stored(path))
-    results = {
-        name: ModelResult(**stored[name])
-        for name in settings.models
-        if stored.get(name, {}).get("settings", {}).get("digest") == digests[name]
-    }
+    asked, results = cast(tuple, on_first_rank(on_disk))
     for name in settings.models:
-        if name in results:
-            utils.log_rank_zero(log, f"{name}: as found in {path}")
-        else:
-            utils.log_rank_zero(log, f"evaluating {name}")
+        utils.log_rank_zero(log, f"{name}: as found" if name in results else f"evaluating {name}")
+        if name not in results:
             model, facts = load_model(
                 name, cfg, device=device, dtype=dtype, sensitivity=sensitivity
             )
-            facts |= common | {"world_size": dist.get_world_size(), "digest": digests[name]}
+            facts |= {"world_size": dist.get_world_size(), "run": asked[name]}
             results[name] = evaluator.evaluate(name, model, facts, device)
             del model
         comparison = compare([results[one] for one in settings.models if one in results])
-        on_first_rank(lambda done=comparison: done.save(path), share=False)
+        on_first_rank(functools.partial(comparison.save, path), share=False)
     return comparison, path
 
 
-def _stored(path: Path) -> dict[str, Any]:
-    """Model -> what is known of it from an earlier run; nothing if there is no such file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["models"]
-    except (OSError, ValueError, KeyError):
-        return {}
+def _last_change(paths: Iterable[str | Path | None]) -> float:
+    """When any of these files, or of the files in these folders, was written last."""
+    given = [Path(path) for path in paths if path]
+    files = [file for path in given for file in (path, *path.rglob("*")) if file.is_file()]
+    return max((file.stat().st_mtime for file in files), default=0.0)

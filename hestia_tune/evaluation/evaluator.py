@@ -1,27 +1,35 @@
 """What an ``eval`` section measures, read and checked once, then applied to any number of models.
 
-The same object serves the evaluation command and the training recipe.
+lm-eval knows some fifteen thousand tasks; the YAML files in ``tasks/`` add groups of ours. A task's
+rows come from the Hugging Face hub unless its YAML points to local files, so loading is where a
+missing network shows. What lm-eval seeds or sets is put back afterwards, so that an evaluation in
+the middle of a training run does not change the run.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import contextlib
+import hashlib
+import platform
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from hestia_tune.config import require_number
-from hestia_tune.evaluation.compare import ModelResult
-from hestia_tune.evaluation.harness import (
-    evaluate_tasks,
-    find_tasks,
-    load_tasks,
-    require_eval_extra,
-)
+from hestia_tune.config import nearest, require_number
+from hestia_tune.distributed import on_first_rank
+from hestia_tune.evaluation.compare import ModelResult, compare
 from hestia_tune.evaluation.perplexity import perplexity, read_documents
 from hestia_tune.sections import EvalConfig
 
+_SEED = 1234  # of few-shot draws and of whatever a task draws at random
+_PACKAGES = ("hestia-tune", "torch", "torchao", "torchtune", "lm_eval", "datasets", "tokenizers")
+_KEPT = ("results", "group_subtasks", "versions", "n-shot", "n-samples")
 # Longer windows change a perplexity little and cost much.
 _PERPLEXITY_WINDOW = 2048
 
@@ -40,21 +48,27 @@ class Evaluator:
     """
 
     def __init__(self, settings: EvalConfig, tokenizer: Any, max_seq_len: int):
-        require_eval_extra()
-        self.settings, self.tokenizer = settings, tokenizer
-        if settings.window is not None and settings.window > max_seq_len:
-            raise ValueError(
-                f"eval.window {settings.window} is longer than the model's {max_seq_len}; lower it"
-            )
+        try:
+            from hestia_tune.evaluation.lm import DecoderLM
+        except ImportError as error:
+            raise ImportError(f"{error}; pip install 'hestia-tune[eval]'") from error
+        self._lm, self.settings, self.tokenizer = DecoderLM, settings, tokenizer
         self.window = settings.window or max_seq_len
-        self._text_windows: dict[str, int] = {}
-        for name, text in settings.perplexity.items():
-            window = min(self.window, text.window or _PERPLEXITY_WINDOW)
-            require_number(f"eval.perplexity.{name}.stride", text.stride or window, 1, window)
-            self._text_windows[name] = window
-        self._documents = {name: read_documents(t) for name, t in settings.perplexity.items()}
-        self._manager = find_tasks(settings.include_path) if settings.tasks else None
-        self._tasks = load_tasks(settings.tasks, self._manager)
+        require_number("eval.window", self.window, 1, max_seq_len, "the model reads no more")
+        self._texts, self._tasks = {}, None
+        try:
+            for name, text in settings.perplexity.items():
+                window = min(self.window, text.window or _PERPLEXITY_WINDOW)
+                stride = text.stride or window
+                require_number(f"eval.perplexity.{name}.stride", stride, 1, window)
+                self._texts[name] = (read_documents(text), window, stride, text.max_tokens)
+            if settings.tasks:
+                self._tasks = load_tasks(settings.tasks, find_tasks(settings.include_path))
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"the Hugging Face hub cannot be reached ({error}); get the data once with a "
+                "network (it stays in HF_HOME), or use local files (include_path, a text's path)"
+            ) from error
 
     @torch.no_grad()
     def evaluate(
@@ -64,46 +78,106 @@ class Evaluator:
         facts: Mapping[str, Any] | None = None,
         device: torch.device | None = None,
     ) -> ModelResult:
-        """One model. Collective if there is a process group; the same on every rank.
-
-        Args:
-            name: of the model in tables.
-            model, device: see `DecoderLM`.
-            facts: what the model is, for the record.
-        """
-        from hestia_tune.evaluation.lm import DecoderLM
-
-        settings, tasks = self.settings, None
+        """One `ModelResult`, see there and `DecoderLM`. Collective; the same on every rank."""
+        settings = self.settings
         with plain_outputs(model):
-            lm = DecoderLM(
-                model,
-                self.tokenizer,
-                window=self.window,
-                batch_size=settings.batch_size,
-                device=device,
-            )
-            if self._tasks:
-                options = {"limit": settings.limit, "num_fewshot": settings.num_fewshot}
-                tasks = evaluate_tasks(lm, self._tasks, self._manager, **options)
-            texts = {
-                label: perplexity(
-                    lm,
-                    self._documents[label],
-                    window=self._text_windows[label],
-                    stride=text.stride,
-                    max_tokens=text.max_tokens,
-                )
-                for label, text in settings.perplexity.items()
-            }
+            size = {"window": self.window, "batch_size": settings.batch_size}
+            lm = self._lm(model, self.tokenizer, device=device, **size)
+            options = {"limit": settings.limit, "num_fewshot": settings.num_fewshot}
+            tasks = evaluate_tasks(lm, self._tasks, **options) if settings.tasks else None
+            texts = {label: perplexity(lm, *text) for label, text in self._texts.items()}
         return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=dict(facts or {}))
 
-    def files(self) -> list[str]:
-        """Files and folders that the results depend on, beside the model's; some may not exist."""
-        texts = [text.source for text in self.settings.perplexity.values()]
-        return [*texts, *self.settings.tasks, self.settings.include_path or ""]
+
+def find_tasks(include_path: str | None = None) -> Any:
+    """lm-eval's ``TaskManager`` (some seconds); tasks of a folder come before those of one name."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None and not Path(include_path).is_dir():
+        raise FileNotFoundError(f"include_path {include_path} is not a folder; check the path")
+    ours = Path(__file__).parent / "tasks"
+    return TaskManager(include_path=[str(path) for path in (ours, include_path) if path])
 
 
-@contextmanager
+def load_tasks(names: Sequence[str], manager: Any) -> tuple[list[Any], Any]:
+    """The tasks and groups of lm-eval by these names or YAML paths, their rows loaded; the manager.
+
+    Raises:
+        ValueError: on a name that is no task, group or tag, with a near one.
+    """
+    for name in names:
+        if name not in manager.task_index and not (name.endswith(".yaml") and Path(name).is_file()):
+            hint = f"{nearest(name, manager.all_tasks)}; `lm-eval ls tasks` lists all"
+            raise ValueError(f"unknown task {name!r}{hint}, include_path adds your own")
+    loaded: list[Any] = []
+    with _undisturbed():
+        random.seed(_SEED)  # a task may shuffle its documents when it loads them
+        for name in names:
+            found = manager.load([name])
+            group = found["groups"].get(name)
+            loaded += found["tasks"].values() if group is None else [group]
+    return loaded, manager
+
+
+def evaluate_tasks(lm: Any, loaded: tuple[list[Any], Any], **options: Any) -> dict[str, Any]:
+    """Evaluates a `DecoderLM` on tasks by `load_tasks`. Collective if there is a process group.
+
+    Args:
+        options: ``limit`` and ``num_fewshot`` of ``lm_eval.simple_evaluate``.
+
+    Returns:
+        On every rank, JSON-ready: lm-eval's ``results``, ``group_subtasks``, ``versions`` (of
+        tasks), ``n-shot`` and ``n-samples``; of its ``samples``, per task, a digest of the
+        ``documents`` and ``metrics`` -> scores in order of document.
+
+    Raises:
+        FloatingPointError: naming a text with NaN in its logits.
+    """
+    from lm_eval.evaluator import simple_evaluate
+
+    tasks, manager = loaded
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    options |= dict.fromkeys(seeds, _SEED) | {"bootstrap_iters": 1000}
+    with _undisturbed():
+        raw: Any = simple_evaluate(lm, tasks=tasks, task_manager=manager, **options)
+
+    def kept() -> dict[str, Any]:
+        samples = {name: _by_document(found) for name, found in raw["samples"].items()}
+        return {key: raw[key] for key in _KEPT} | {"samples": samples}
+
+    # lm-eval hands results to the first rank of a node only.
+    return cast(dict, on_first_rank(kept)) if dist.is_initialized() else kept()
+
+
+def _by_document(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    hashes = {one["doc_id"]: one["doc_hash"] for one in samples}
+    columns: dict[str, list[float]] = {}
+    for one in sorted(samples, key=lambda one: one["doc_id"]):
+        for metric in one["metrics"]:
+            if isinstance(one[metric], int | float):
+                name = f"{metric},{one['filter']}".removesuffix(",none")
+                columns.setdefault(name, []).append(float(one[metric]))
+    return {
+        "documents": hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest(),
+        "metrics": {name: found for name, found in columns.items() if len(found) == len(hashes)},
+    }
+
+
+def metrics_of(result: ModelResult) -> dict[str, float]:
+    """A result as flat numbers for a metric logger: ``eval/arc_easy/acc``, ``eval/NAME/...``."""
+    found = {f"eval/{name}/loss": m["nll"] / m["tokens"] for name, m in result.perplexity.items()}
+    for metric, table in compare([result]).tables.items():
+        found |= {f"eval/{row}/{metric}": cell["value"] for row, cell in table[result.name].items()}
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on, as far as it is installed."""
+    found = {one.name: one.version for one in metadata.distributions() if one.name in _PACKAGES}
+    return {"python": platform.python_version()} | found
+
+
+@contextlib.contextmanager
 def plain_outputs(model: nn.Module) -> Iterator[None]:
     """The model in eval mode, its logits in one piece; afterwards as it was."""
     chunks = getattr(model, "num_output_chunks", 0)
@@ -118,27 +192,14 @@ def plain_outputs(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def state_of_files(path: str | Path) -> list[tuple[str, int, int]]:
-    """(name, size, time of the last change) of a file, or of all files in a folder, if any."""
-    path = Path(path)
-    files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    stats = [(str(one), one.stat()) for one in files if one.is_file()]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-
-
-def metrics_of(result: ModelResult) -> dict[str, float]:
-    """A result as flat numbers for a metric logger: ``eval/arc_easy/acc``, ``eval/NAME/...``."""
-    found: dict[str, float] = {}
-    averages: list[float] = []
-    for task, entry in (result.tasks or {}).get("tasks", {}).items():
-        for metric, cell in entry["metrics"].items():
-            found[f"eval/{task}/{metric}"] = cell["value"]
-        if "acc" in entry["metrics"]:
-            averages.append(entry["metrics"]["acc"]["value"])
-    if averages:
-        found["eval/average/acc"] = sum(averages) / len(averages)
-    for name, measured in result.perplexity.items():
-        for measure in ("word_perplexity", "bits_per_byte"):
-            found[f"eval/{name}/{measure}"] = measured[measure]
-        found[f"eval/{name}/loss"] = measured["nll"] / measured["tokens"]
-    return found
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Random generators are afterwards as they were. What lm-eval prints goes to stderr."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices), contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)

@@ -14,15 +14,12 @@ and everything else in bfloat16. Symmetric 2-bit integers are -2 to 1 with no ze
 weight is code * scale, so {-1, 0, 1} with the trained scale is exact; -2 is left unused.
 
 "tensor" is written as one equal scale per row: vLLM takes groups or rows only in this layout, and
-16 bits per row are little. Each group size is a config group that lists its layers by name; all
-other linears are ignored by name. `AutoModelForCausalLM.from_pretrained` loads the folder and
-unpacks it at the first forward pass, layer by layer, so this saves space on disk and not in memory.
-With ``CompressedTensorsConfig(dequantize=True)``, transformers 5.23 unpacks all layers by the first
+16 bits per row are little. `AutoModelForCausalLM.from_pretrained` loads the folder and unpacks it
+at the first forward pass, layer by layer, so this saves space on disk and not in memory. With
+``CompressedTensorsConfig(dequantize=True)``, transformers 5.23 unpacks all layers by the first
 config group alone: with one int group size that works, for per-channel layers too if it divides
-their rows; with two it is refused there.
-
-Loaded by compressed-tensors 0.15 to 0.20 (transformers 5.23) and 0.12.2 (transformers 4.57). Each
-config group names the format again, for versions that would otherwise guess another for 2 bits.
+their rows; with two it is refused there. Loaded by compressed-tensors 0.15 to 0.20 (transformers
+5.23) and 0.12.2 (transformers 4.57).
 """
 
 from collections.abc import Mapping
@@ -30,10 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from hestia_tune.export.folder import FolderExport
-from hestia_tune.export.source import import_optional, split_hard
+from hestia_tune.export.folder import ModelFolder, import_optional, write_folder
 from hestia_tune.methods.granularity import GroupSize
 
 _FORMAT = "pack-quantized"
@@ -48,113 +43,78 @@ def write_compressed_tensors(
 ) -> dict[str, Any]:
     """Writes a hard model as a 2-bit ``pack-quantized`` Hugging Face folder.
 
-    Args:
-        folder: hard model: a Hugging Face folder of an architecture that the installed
-            transformers has, with safetensors that bfloat16 holds exactly, and a tokenizer.
-        target: the folder to write; its parents are made.
-        quantized: name in the safetensors -> group_size ("channel" and "tensor" included) of every
-            ternary weight; weights of linear layers, the output head excepted.
-        overwrite: replace a model folder that is there, once the new one is complete.
+    As `hestia_tune.export.write_huggingface` with the same arguments, but for
 
-    Returns:
-        Sizes, as `hestia_tune.export.source.summary` lists them.
+    Args:
+        folder: of an architecture that the installed transformers has.
+        quantized: weights of linear layers, the output head excepted.
 
     Raises:
         ImportError: without the compressed-tensors package.
-        FileExistsError, FileNotFoundError: the target exists; config, weights or tokenizer do not.
-        ValueError: on an architecture that transformers lacks, a name that is no linear layer of
-            it, a group size that does not fit, a weight that is not ternary or a tensor that
-            bfloat16 would round.
-        OSError: if the disk is full.
-        RuntimeError: if the files read back are not the model. In all cases nothing is left behind,
-            and a folder that was to be replaced is still there.
+        ValueError: if ``quantized`` names another layer, or none.
     """
-    library = import_optional("compressed_tensors", "compressed-tensors")
-    if not quantized:
-        raise ValueError("quantized must name the ternary weights; got none")
-    export = FolderExport(folder, target, quantized, overwrite)
-    linears, head = _linears(export.folder)
-    for name in quantized:
-        if name not in linears or name == head:
-            raise ValueError(
-                f"only linear layers other than the output head can be packed; {name} is not one; "
-                "leave it out of quantized, to be stored densely"
-            )
-    schemes, layout = _layout(linears, quantized)
-    state = {}
-    for name in tqdm(export.names, desc=f"packing {export.folder.name}", unit="tensor"):
-        weight = export.exact_bfloat16(name)
-        if name in quantized:
-            state |= _pack(weight, quantized[name], schemes[name], name)
-        else:
-            state[name] = weight
-    config = export.config | {"quantization_config": {"version": library.__version__} | layout}
-    return export.write(state, config, export.read_description())
+    import_optional("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+
+    source = ModelFolder(Path(folder), quantized)
+    schemes, layout = _layout(source)
+    compressor = BaseCompressor.get_value_from_registry(_FORMAT)
+
+    def stored(name: str) -> dict[str, Any]:
+        weight = source.read_hard(name)
+        if name not in quantized:
+            return {name: weight}
+        hard = source.pack(name, weight)
+        scales = hard.scale.expand(len(hard), -1).contiguous()  # (out_features, groups)
+        # Packed with scales of one: nothing is divided by the scale 0 of a group of zeros.
+        codes = {"weight": hard.codes().bfloat16(), "weight_scale": torch.ones_like(scales)}
+        parts = compressor.compress(codes, schemes[name]) | {"weight_scale": scales}
+        if not torch.equal(compressor.decompress(parts, schemes[name])["weight"], weight):
+            raise RuntimeError(f"{name} unpacked by compressed-tensors differs from its source")
+        return {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+
+    config = source.config | {"quantization_config": layout}
+    return write_folder(source, Path(target), stored, config, source.description, overwrite)
 
 
-def _linears(folder: Path) -> tuple[dict[str, str], str | None]:
-    """Weight -> module of every linear layer as transformers builds the model; the head's weight.
-
-    The model is built on the meta device, which takes no memory.
-    """
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise ValueError(
-            f"transformers {transformers.__version__} does not build the model of {folder} "
-            f"({error}); use a newer one, or export to another format"
-        ) from error
-    head = model.get_output_embeddings()
-    modules = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    heads = [f"{name}.weight" for name, module in modules.items() if module is head]
-    return {f"{name}.weight": name for name in modules}, heads[0] if heads else None
-
-
-def _layout(
-    linears: Mapping[str, str], quantized: Mapping[str, GroupSize]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _layout(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     """The library's scheme of each quantized weight, and what config.json says about all of them.
 
-    One config group per group size, the int sizes first; see the module docstring.
+    transformers, which builds the model on the meta device, tells which layers are linear: those
+    that are not quantized have to be named too. There is one config group per group size, the int
+    sizes first; see the module docstring.
     """
+    import compressed_tensors
+    import transformers
     from compressed_tensors import quantization
 
-    stored = {name: "channel" if size == "tensor" else size for name, size in quantized.items()}
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    targets, head = {}, model.get_output_embeddings()
+    for name, size in source.quantized.items():
+        module = name.removesuffix(".weight")
+        if linears.get(module, head) is head:
+            raise ValueError(
+                f"only linear layers other than the output head can be packed; leave out {name}"
+            )
+        targets.setdefault("channel" if size == "tensor" else size, []).append(module)
+    if not targets:
+        raise ValueError("quantized must name linear layers; got none")
     schemes = {}
-    for size in sorted({*stored.values()}, key=lambda s: (1, 0) if s == "channel" else (0, s)):
+    for size in sorted(targets, key=lambda size: (isinstance(size, str), size)):
         how = {"strategy": "channel"} if size == "channel" else {"group_size": size}
         schemes[size] = quantization.QuantizationScheme(
-            targets=[linears[name] for name in quantized if stored[name] == size],
+            targets=targets[size],
             weights=quantization.QuantizationArgs(num_bits=2, type="int", symmetric=True, **how),
-            format=_FORMAT,
+            format=_FORMAT,  # again, for versions that would guess another for 2 bits
         )
-    config = quantization.QuantizationConfig(
+    layout = quantization.QuantizationConfig(
         config_groups={f"group_{i}": scheme for i, scheme in enumerate(schemes.values())},
         format=_FORMAT,
         quantization_status=quantization.QuantizationStatus.COMPRESSED,
-        ignore=[module for name, module in linears.items() if name not in quantized],
-    )
-    by_name = {name: schemes[size] for name, size in stored.items()}
-    return by_name, config.model_dump(mode="json", exclude_none=True)
-
-
-def _pack(
-    weight: torch.Tensor, group_size: GroupSize, scheme: Any, name: str
-) -> dict[str, torch.Tensor]:
-    """What the files hold for a hard weight (out_features, in_features), by name."""
-    from compressed_tensors.compressors import BaseCompressor
-
-    compressor = BaseCompressor.get_value_from_registry(_FORMAT)
-    codes, scales = split_hard(weight, group_size, name)  # weight = codes * scales, per group
-    scales = scales.expand(len(codes), -1).contiguous()
-    # Packed with scales of one: a group of zeros has the scale 0, and nothing is divided by that.
-    ones = torch.ones_like(scales)
-    parts = compressor.compress({"weight": codes.to(weight.dtype), "weight_scale": ones}, scheme)
-    parts["weight_scale"] = scales
-    if not torch.equal(compressor.decompress(parts, scheme)["weight"], weight):
-        raise RuntimeError(f"{name} unpacked by compressed-tensors differs from its source")
-    return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+        ignore=[name for name in linears if not any(name in names for names in targets.values())],
+    ).model_dump(mode="json", exclude_none=True)
+    by_name = {f"{n}.weight": schemes[size] for size, names in targets.items() for n in names}
+    return by_name, {"version": compressed_tensors.__version__} | layout

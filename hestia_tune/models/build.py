@@ -6,7 +6,7 @@ anything else sees them (compile, activation checkpointing and FSDP are training
 second whatever the size of the model.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,6 @@ from torchtune.config._errors import InstantiationError
 
 from hestia_tune.config import one_line
 from hestia_tune.qat import QATQuantizerBase
-
-# What a component raises on a wrong argument or a missing file.
-_COMPONENT_ERRORS = (TypeError, ValueError, OSError, ImportError, InstantiationError)
 
 
 def instantiate(section: DictConfig | None, key: str, *args: Any) -> Any:
@@ -35,7 +32,7 @@ def instantiate(section: DictConfig | None, key: str, *args: Any) -> Any:
     """
     try:
         return config.instantiate(section, *args)
-    except _COMPONENT_ERRORS as error:
+    except (TypeError, ValueError, OSError, ImportError, InstantiationError) as error:
         raise ValueError(f"{key}: {one_line(error)}") from error
 
 
@@ -67,50 +64,32 @@ def read_checkpoint(
     Raises:
         ValueError: if it cannot be read, is of another model, or holds NaN or infinity.
     """
-    source = cfg_checkpointer.checkpoint_dir
+    source, model_type = cfg_checkpointer.checkpoint_dir, cfg_checkpointer.get("model_type")
     try:
         loaded = load()[training.MODEL_KEY]
     except Exception as error:  # torchtune's converters raise errors of many unrelated types
-        raise ValueError(
-            f"the checkpoint in {source} could not be read as "
-            f"{cfg_checkpointer.get('model_type')}: {one_line(error)}"
-        ) from error
+        reason = f"could not be read as {model_type}: {one_line(error)}"
+        raise ValueError(f"the checkpoint in {source} {reason}") from error
     check_state_dict(model, loaded, source)
-    bad = [name for name, value in loaded.items() if not torch.isfinite(value).all()]
-    if bad:
-        raise ValueError(f"NaN or infinity in the pretrained weights: {', '.join(bad[:3])}")
+    for name, value in loaded.items():
+        if not torch.isfinite(value).all():
+            raise ValueError(f"NaN or infinity in the pretrained weights: {name}")
     return loaded
-
-
-def fit_temperature(
-    state: Mapping[str, torch.Tensor],
-    names: Iterable[str],
-    component: QATQuantizerBase,
-    compute_dtype: torch.dtype,
-) -> float:
-    """``tau_init: auto``: the temperature that fits the pretrained weights best."""
-    weights = (state[f"{name}.weight"].to(compute_dtype) for name in names)
-    return component.method.fit_temperature(weights)
 
 
 def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
     """Raises ValueError if the names or shapes of ``state`` are not those of ``model``."""
-    expected, found = (
-        {name: tuple(value.shape) for name, value in values.items()}
-        for values in (model.state_dict(), state)
-    )
-    problems = [f"no {name}" for name in expected if name not in found]
-    problems += [f"unexpected {name}" for name in found if name not in expected]
-    problems += [
-        f"{name} is {found[name]} instead of {shape}"
-        for name, shape in expected.items()
-        if found.get(name, shape) != shape
-    ]
-    if problems:
-        raise ValueError(
-            f"the checkpoint in {source} is of another model than the config's: "
-            f"{'; '.join(problems[:3])}{' ...' if len(problems) > 3 else ''}"
+    expected = model.state_dict()
+    for name in [*expected, *state]:
+        here, there = (
+            tuple(values[name].shape) if name in values else "absent"
+            for values in (expected, state)
         )
+        if here != there:
+            raise ValueError(
+                f"the checkpoint in {source} is of another model than the config's: {name} is "
+                f"{there} instead of {here}"
+            )
 
 
 def build_buffers(model: nn.Module, device: torch.device | str) -> None:

@@ -1,20 +1,27 @@
-"""Reading what training saved: which checkpoints there are, their meta data, their latent weights.
+"""Reading weights from disk: training checkpoints, and Hugging Face folders by torchtune's names.
 
-Writing and resuming are in `hestia_tune.training.checkpoint`, which describes the folder.
+Writing checkpoints is in `hestia_tune.training.checkpoint`, which describes the folder.
 """
 
 import hashlib
 import json
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torchtune.models import convert_weights
+from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
+
+from hestia_tune.export.folder import SafetensorsFolder
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"
+_MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "QWEN2")
 
 
 def digest(value: Any) -> str:
@@ -45,3 +52,46 @@ def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     state = {"model": {name: torch.empty_like(p, device="cpu") for name, p in shapes}}
     dcp.load(state, checkpoint_id=str(folder), no_dist=True)
     return state["model"]
+
+
+def read_weights(model_type: str, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a Hugging Face folder under torchtune's name and in its row order.
+
+    Args:
+        model_type: of the checkpointer section.
+        folder: with config.json and safetensors.
+
+    Raises:
+        ValueError: on a model type that torchtune maps in another way.
+    """
+    to_torchtune, source = _converter(model_type, folder), SafetensorsFolder(folder)
+    for name in source.shapes:
+        yield from to_torchtune({name: source.read(name)}).items()
+
+
+def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
+    """torchtune's name -> the name in the files; arguments and errors of `read_weights`."""
+    to_torchtune = _converter(model_type, folder)
+    return {
+        ours: theirs
+        for theirs, shape in SafetensorsFolder(folder).shapes.items()
+        for ours in to_torchtune({theirs: torch.empty(shape, device="meta")})
+    }
+
+
+def _converter(model_type: str, folder: Path) -> Callable[[dict], dict[str, torch.Tensor]]:
+    """Any part of a Hugging Face state dict to that of torchtune."""
+    if model_type not in _MODEL_TYPES:
+        known = ", ".join(_MODEL_TYPES)
+        raise ValueError(
+            f"model_type {model_type} is not supported here; it must be one of {known}"
+        )
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_attention_heads"]
+    if model_type == "QWEN2":
+        tied = config.get("tie_word_embeddings", False)
+        convert = partial(qwen2_hf_to_tune, tie_word_embeddings=tied)
+    else:
+        convert = partial(convert_weights.hf_to_tune, head_dim=config.get("head_dim"))
+    kv_heads = config.get("num_key_value_heads", heads)
+    return partial(convert, num_heads=heads, num_kv_heads=kv_heads, dim=config["hidden_size"])

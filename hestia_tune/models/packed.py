@@ -4,43 +4,43 @@ folder/
     model.pt                        packed weights and the rest in bfloat16, torchtune's names
     hestia.json                     the model section, the method, the packed layers
     config.json, tokenizer files    copied
-    generate.yaml                   for `tune run generate`
+    generate.yaml                   for `tune run generate`, with `PackedWeights` in it
 """
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torchao.utils import TorchAOBaseTensor
+from torchtune.training import quantization
 
 from hestia_tune.config import one_line
-from hestia_tune.export.folder import DESCRIPTION_FILE, copy_side_files, require_space
+from hestia_tune.export.folder import DESCRIPTION_FILE, copy_side_files
 from hestia_tune.files import staged
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
+from hestia_tune.selection import select_linears
 from hestia_tune.tensors import pack
 
 FORMAT_VERSION = 1
 WEIGHTS_FILE = "model.pt"
 
-# (torchtune's name, dense bfloat16 tensor, what to store for it), one tensor at a time.
-Entries = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
-
 
 def packed_entries(
-    weights: Iterator[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[str, torch.Tensor]],
     quantized: Collection[str],
     method: Method,
     packed_format: str | None = None,
     *,
     latents: Mapping[str, torch.Tensor] | None = None,
     compute_dtype: torch.dtype = torch.bfloat16,
-) -> Entries:
-    """What is stored for each weight of a model, and the dense weight that it must equal.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is stored for each weight of a model, one at a time: packed, or in bfloat16.
 
     Args:
         weights: (torchtune's name, weight) of the hard model. Without ``latents``, of a method
@@ -53,6 +53,7 @@ def packed_entries(
 
     Raises:
         ValueError: naming the weight that is not hard.
+        RuntimeError: if a packed weight is not the hard one.
     """
     for name, weight in weights:
         dense = stored = weight.to(torch.bfloat16).contiguous()
@@ -66,30 +67,40 @@ def packed_entries(
             stored = pack(method, latent, packed_format).to(torch.bfloat16)
             if latents is None:
                 dense = method.hard(latent).to(torch.bfloat16)
-        yield name, dense, stored
+        if not torch.equal(_plain(stored), dense):
+            raise RuntimeError(f"{name} packed differs from the hard model")
+        yield name, stored
+
+
+def _num_bytes(packed: TorchAOBaseTensor) -> int:
+    return sum(getattr(packed, name).nbytes for name in packed.tensor_data_names)
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return value.dequantize() if isinstance(value, TorchAOBaseTensor) else value
 
 
 def write_packed(
     source: Path,
     folder: Path,
+    entries: Iterable[tuple[str, torch.Tensor]],
     *,
-    entries: Callable[[], Entries],
-    quantized: Collection[str],
+    cfg: DictConfig,
+    method: Method,
     description: Mapping[str, Any],
-    generate: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Writes the packed folder, reads it back and compares it, tensor by tensor.
 
     Args:
         source: Hugging Face folder whose config and tokenizer are copied.
         folder: what to write; a packed folder that is there is replaced.
-        entries: gives the tensors, twice; see `packed_entries`.
-        quantized: names of those that are packed.
+        entries: the tensors; see `packed_entries`.
+        cfg: the run's, for generate.yaml.
+        method: what the packed weights were made by.
         description: goes into hestia.json; must have the model section under "model".
-        generate: the content of generate.yaml.
 
     Returns:
-        bytes, parameters, quantized_parameters and bits per weight, as `gguf_summary`.
+        bytes, parameters, quantized_parameters and bits per weight, as `ModelFolder.sizes`.
 
     Raises:
         FileExistsError: if another folder has that name.
@@ -99,10 +110,9 @@ def write_packed(
     """
     if folder.exists() and not (folder / DESCRIPTION_FILE).is_file():
         raise FileExistsError(f"{folder} is no packed model and is not replaced; choose another")
-    state = {name: stored for name, _, stored in entries()}
-    if missing := set(quantized) - state.keys():
-        raise ValueError(f"the model has no {', '.join(sorted(missing)[:3])}")
-    require_space(folder, sum(_num_bytes(value) for value in state.values()))
+    state = dict(entries)
+    packed = [value for value in state.values() if isinstance(value, TorchAOBaseTensor)]
+    facts = {"format_version": FORMAT_VERSION, "weights": WEIGHTS_FILE, **description}
     with staged(folder) as temporary:
         temporary.mkdir()
         path = temporary / WEIGHTS_FILE
@@ -110,43 +120,86 @@ def write_packed(
             torch.save(state, path)
         except RuntimeError as error:  # torch's word for a write that failed
             raise OSError(f"{path} could not be written: {one_line(error)}") from error
-        del state
         copy_side_files(source, temporary)
         shutil.copyfile(source / "config.json", temporary / "config.json")
-        facts = {"format_version": FORMAT_VERSION, "weights": WEIGHTS_FILE, **description}
-        text = json.dumps(facts, indent=1) + "\n"
-        (temporary / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
-        OmegaConf.save(OmegaConf.create(dict(generate)), temporary / "generate.yaml")
-        return _verified_summary(path, entries(), quantized)
+        (temporary / DESCRIPTION_FILE).write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+        generate = OmegaConf.create(_generate_config(cfg, method, folder))
+        OmegaConf.save(generate, temporary / "generate.yaml")
+        found = read_state(path)
+        for name, stored in state.items():
+            if not torch.equal(_plain(found[name]), _plain(stored)):
+                raise RuntimeError(f"{name} read back differs from the model; nothing was kept")
+        size, parameters = path.stat().st_size, sum(value.numel() for value in state.values())
+        num_packed = sum(value.numel() for value in packed)
+        return {
+            "bytes": size,
+            "parameters": parameters,
+            "quantized_parameters": num_packed,
+            "quantized_bits_per_weight": 8 * sum(map(_num_bytes, packed)) / max(1, num_packed),
+            "whole_bits_per_weight": 8 * size / parameters,
+        }
 
 
-def _num_bytes(value: torch.Tensor) -> int:
-    names = getattr(type(value), "tensor_data_names", None)
-    parts = [value] if names is None else [getattr(value, name) for name in names]
-    return sum(part.nbytes for part in parts)
-
-
-def _verified_summary(path: Path, expected: Entries, quantized: Collection[str]) -> dict[str, Any]:
-    """The sizes of a weights file, once all that is read back from it equals the dense model."""
-    found = read_state(path)
-    parameters = packed_parameters = packed_bytes = 0
-    for name, dense, _ in expected:
-        stored = found[name]
-        plain = stored.dequantize() if name in quantized else stored
-        if not torch.equal(plain, dense):
-            raise RuntimeError(f"{name} read back differs from the hard model; nothing was kept")
-        parameters += dense.numel()
-        if name in quantized:
-            packed_parameters += dense.numel()
-            packed_bytes += _num_bytes(stored)
-    size = path.stat().st_size
+def _generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str, Any]:
+    """What ``tune run generate`` needs for a packed folder of a run: the content of a YAML file."""
+    sections = OmegaConf.to_container(cfg, resolve=True)
     return {
-        "parameters": parameters,
-        "quantized_parameters": packed_parameters,
-        "quantized_bits_per_weight": 8 * packed_bytes / max(1, packed_parameters),
-        "bytes": size,
-        "whole_bits_per_weight": 8 * size / parameters,
+        **{key: sections[key] for key in ("output_dir", "model", "tokenizer", "device")},
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
+            "checkpoint_dir": str(folder),
+            "checkpoint_files": [WEIGHTS_FILE],
+            "output_dir": sections["output_dir"],
+            "model_type": sections["checkpointer"]["model_type"],
+        },
+        "quantizer": {
+            "_component_": "hestia_tune.models.PackedWeights",
+            "method": method.key(),
+            **{key: sections["quantizer"].get(key) for key in ("include", "exclude")},
+        },
+        "dtype": "bf16",
+        "seed": 0,
+        "prompt": {"system": None, "user": "Once upon a time"},
+        "max_new_tokens": 64,
+        "temperature": 0.7,
+        "top_k": 50,
+        "enable_kv_cache": True,
     }
+
+
+class PackedWeights:
+    """torchtune's ``quantizer`` for its own recipes on packed checkpoints, such as generate.
+
+    Args:
+        method: the key of the checkpoint's method, such as "ternary, group_size=128".
+        include, exclude: the layers, as for training; see `hestia_tune.HestiaQATQuantizer`.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+    ):
+        self._method = Method.from_key(method)
+        self._include, self._exclude = include, exclude or ()
+
+    def quantize(self, model: nn.Module) -> nn.Module:
+        """Puts empty packed weights, to be loaded, in place of the dense ones; returns ``model``.
+
+        Linears of a shape that the method cannot take stay dense, as in training.
+        """
+        for name, linear in select_linears(model, self._include, self._exclude).items():
+            try:
+                self._method.check_layer(linear.in_features, linear.out_features, name)
+            except ValueError:
+                continue
+            empty = pack(self._method, torch.zeros_like(linear.weight.detach()))
+            linear.weight = nn.Parameter(empty, requires_grad=False)
+        return model
+
+
+quantization._quantizer_to_mode[PackedWeights] = "hestia"
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
@@ -168,36 +221,18 @@ def load_quantized(
         dtype: of the computation; packed weights present it, all others are cast to it.
 
     Raises:
-        FileNotFoundError: if a file of the folder is missing.
         ValueError: if the folder is of another kind or version.
+        FileNotFoundError: if its weights are missing.
     """
-    folder = Path(folder)
-    section = OmegaConf.create(_read_packed_description(folder)["model"])
-    model = plain_on_meta(section)
-    model.load_state_dict(read_state(folder / WEIGHTS_FILE), assign=True)
+    file = Path(folder) / DESCRIPTION_FILE
+    facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = (facts.get("format_version"), facts.get("weights"))
+    if found != (FORMAT_VERSION, WEIGHTS_FILE):
+        raise ValueError(
+            f"{folder} holds no packed model: {DESCRIPTION_FILE} has format_version {found[0]} and "
+            f"weights in {found[1]} instead of {FORMAT_VERSION} and {WEIGHTS_FILE}; give a folder "
+            "that `tune run hestia_convert` of this version wrote (convert.formats: [torchao])"
+        )
+    model = plain_on_meta(OmegaConf.create(facts["model"]))
+    model.load_state_dict(read_state(Path(folder) / WEIGHTS_FILE), assign=True)
     return ready_for_inference(model, device, dtype)
-
-
-def _read_packed_description(folder: Path) -> dict[str, Any]:
-    """hestia.json of a packed folder, checked."""
-    path = folder / DESCRIPTION_FILE
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist; give a folder that `tune run hestia_convert` wrote "
-            "(convert.formats: [torchao])"
-        )
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    if "weights" not in facts or "model" not in facts:
-        raise ValueError(
-            f"{folder} holds no packed model (its {DESCRIPTION_FILE} names no weights); pack it "
-            "with `tune run hestia_convert`"
-        )
-    version, file = facts.get("format_version"), facts["weights"]
-    if (version, file) != (FORMAT_VERSION, WEIGHTS_FILE):
-        raise ValueError(
-            f"{folder} has format_version {version} and weights in {file}, this version reads "
-            f"{FORMAT_VERSION} and {WEIGHTS_FILE}; convert the model again"
-        )
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise FileNotFoundError(f"{folder / WEIGHTS_FILE} does not exist; convert again")
-    return facts

@@ -35,22 +35,17 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
     def __init__(self, path: str, eos_token: str | None = None, max_seq_len: int | None = None):
         folder = Path(path)
         files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
-        for file in files:
-            if not file.is_file():
-                raise FileNotFoundError(
-                    f"tokenizer file {file} does not exist; check tokenizer.path"
-                )
+        if missing := [file for file in files if not file.is_file()]:
+            raise FileNotFoundError(f"{missing[0]} does not exist; check tokenizer.path")
         super().__init__(str(files[0]), tokenizer_config_json_path=str(files[1]))
         self.max_seq_len = max_seq_len
         if eos_token is not None:
             self.eos_id = self.tokenizer.token_to_id(eos_token)
             if self.eos_id is None:
                 raise ValueError(f"tokenizer.eos_token {eos_token!r} is not in {files[0]}")
-        pad = self._special_token("pad_token")
+        pad, turn_end = (self._special_token(f"{key}_token") for key in ("pad", "eos"))
         self.pad_id = self.eos_id if pad is None else self.tokenizer.token_to_id(pad)
-        turn_end = self._special_token("eos_token")
-        ends = {self.eos_id, turn_end and self.tokenizer.token_to_id(turn_end)}
-        self.stop_tokens = sorted(ends - {None})
+        self.stop_tokens = sorted({self.eos_id, self.tokenizer.token_to_id(turn_end)})
         template = folder / "chat_template.jinja"
         self.chat_template: str | None = self.config.get("chat_template")
         if template.is_file():
@@ -61,8 +56,7 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
 
     def _special_token(self, key: str) -> str | None:
-        token = self.config.get(key)
-        return token["content"] if isinstance(token, dict) else token
+        return super()._get_token_from_config(self.config, key) if self.config.get(key) else None
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """torchtune's transform: ``{"messages": [...]}`` to ``{"tokens": [...]}``.
@@ -76,7 +70,9 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
             messages = messages[:-1]
         if self.chat_template is None:
             text = "".join(message.text_content for message in messages)
-            tokens = self.encode(text, add_bos=self._starts_with_bos(), add_eos=not inference)
+            # A BOS only where the model saw one of its own at the start of texts.
+            add_bos = self.config.get("add_bos_token") is True
+            tokens = self.encode(text, add_bos=add_bos, add_eos=not inference)
         else:
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
             text = environment.from_string(self.chat_template).render(
@@ -87,10 +83,6 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
             )
             tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
         return {**sample, "tokens": tokens}
-
-    def _starts_with_bos(self) -> bool:
-        """Whether the model saw a BOS of its own at the start of texts."""
-        return self.config.get("add_bos_token") is True
 
     def _get_token_from_config(self, config, key):
         """Models without a BOS token (Qwen2.5) have EOS in its place."""

@@ -3,7 +3,6 @@
 from hestia_tune.sections import EstimationConfig
 from hestia_tune.sensitivity.artifact import SensitivityArtifact, model_fingerprint
 from hestia_tune.sensitivity.estimation import estimate_sensitivity
-from hestia_tune.sensitivity.scores import sensitivity_scores
 from hestia_tune.sensitivity.segments import CalibrationBatch
 
 __all__ = [
@@ -12,5 +11,4 @@ __all__ = [
     "SensitivityArtifact",
     "estimate_sensitivity",
     "model_fingerprint",
-    "sensitivity_scores",
 ]

@@ -1,82 +1,122 @@
-"""The sensitivity artifact: what the estimator hands to the temperature schedule.
+"""From traces to scores (Eq. 11), and the artifact that hands them to the temperature schedule.
 
-JSON, keyed by fully qualified name:
+A block of the Hessian need not have a positive trace, and an estimate need not be known well
+enough to say. Such a layer is *unresolved*: it takes the smallest resolved trace of the model. A
+clamp to a tiny constant would drag the mean and the deviation of the log traces, and with them the
+scores of all other layers.
 
-    {"schema_version": 2,
-     "model_fingerprint": "sha256:...",
-     "estimator": {"method", "curvature", every setting, "seed"},
-     "dataset": {what the calibration samples were},
-     "tokens_seen": ..., "wall_time_seconds": ...,
-     "alpha": the config's, of which tau_scale = e^{alpha·score} below is made,
-     "summary": {"mean_log_trace", "std_log_trace", "max_score_standard_error", "unresolved"},
-     "layers": {"layers.0.attn.q_proj": {"trace", "standard_error", "probes", "resolved", "score",
-                                         "tau_scale"}, ...}}
+The artifact is a JSON file with the fields of `SensitivityArtifact`, the columns by layer, and
 
-A trace stands as it was measured, also where it is unresolved and its layer's score was made from
-another (see `hestia_tune.sensitivity.scores`). The schedule reads the scores alone, with its own
-alpha.
+    "schema_version": 2,
+    "summary": {"mean_log_trace", "std_log_trace", "max_score_standard_error", "unresolved"},
+    "layers": {"layers.0.attn.q_proj": {"trace", "standard_error", "probes", "resolved", "score",
+                                        "tau_scale": e^{alpha·score}}, ...}
 
-Reading is strict: a temperature that silently fell back to a default would look like a run that
-worked. JSON has no NaN here, and a pickle could run code.
+The schedule reads the scores alone, with its own alpha. Reading is strict: a temperature that
+silently fell back to a default would look like a run that worked. A pickle could run code.
 """
 
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
 
+from hestia_tune.config import require_number
 from hestia_tune.files import write_atomically
 from hestia_tune.schedule import tau_scale
-from hestia_tune.sensitivity.scores import (
-    log_moments,
-    score_standard_errors,
-    sensitivity_scores,
-    usable_traces,
-)
+from hestia_tune.sections import EstimationConfig
 from hestia_tune.sensitivity.segments import CalibrationBatch
 
+ByLayer = Mapping[str, float]  # by fully qualified name
 SCHEMA_VERSION = 2
 _COMPUTE = "compute it with `tune run hestia_sensitivity --config NAME`"
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-_NUMBER = ("a finite number", _is_number)
-_MAPPING = ("a mapping", lambda value: isinstance(value, dict))
-# What stands at the top of the file: field -> (its rule, whether a value keeps it).
-_HEADER = {
-    "model_fingerprint": ("a string", lambda value: isinstance(value, str)),
-    "estimator": _MAPPING,
-    "dataset": _MAPPING,
-    "tokens_seen": _NUMBER,
-    "wall_time_seconds": _NUMBER,
-    "alpha": _NUMBER,
-}
-# What each layer has: field -> (its name in the file, its rule, whether a value keeps it).
+_HEADER = ("model_fingerprint", "estimator", "dataset", "tokens_seen", "wall_time_seconds", "alpha")
+# Of each layer: field -> (its name in the file, the range of its number).
+_LARGEST = sys.float_info.max
 _COLUMNS = {
-    "traces": ("trace", *_NUMBER),
-    "standard_errors": (
-        "standard_error",
-        "a finite number >= 0",
-        lambda value: _is_number(value) and value >= 0,
-    ),
-    "probes": ("probes", "a non-negative int", _is_count),
-    "resolved": ("resolved", "true or false", lambda value: isinstance(value, bool)),
-    "scores": ("score", "a number in [0, 1]", lambda value: _is_number(value) and 0 <= value <= 1),
+    "traces": ("trace", -_LARGEST, _LARGEST),
+    "standard_errors": ("standard_error", 0, _LARGEST),
+    "probes": ("probes", 0, _LARGEST),
+    "scores": ("score", 0, 1),
 }
+
+
+def is_resolved(trace: float, standard_error: float) -> bool:
+    """Whether the trace is known to be positive: by 2 standard errors (95%)."""
+    return trace - 2.0 * standard_error > 0
+
+
+def usable_traces(traces: ByLayer, standard_errors: ByLayer) -> tuple[ByLayer, ByLayer]:
+    """Traces and standard errors, in which an unresolved layer has those of the smallest resolved.
+
+    Raises:
+        ValueError: if none is resolved.
+    """
+    known = {name: h for name, h in traces.items() if is_resolved(h, standard_errors[name])}
+    if not known:
+        raise ValueError(
+            "no layer's trace is known to be positive; take more samples or probes, or "
+            "curvature: fisher, whose traces are never negative"
+        )
+    smallest = min(known, key=known.__getitem__)
+    source = {name: name if name in known else smallest for name in traces}
+    return tuple({n: column[s] for n, s in source.items()} for column in (traces, standard_errors))
+
+
+def standardised(traces: ByLayer, epsilon: float = 0.0) -> tuple[list[float], float, float]:
+    """(z, mu, sigma) of Eq. 11: z_i = (log h_i - mu)/sigma, sigma with epsilon added.
+
+    mu and sigma are the mean and the (population) standard deviation of the log traces.
+    """
+    logs = [math.log(trace) for trace in traces.values()]
+    mu, sigma = fmean(logs), pstdev(logs) + epsilon
+    return [(h - mu) / sigma if sigma else 0.0 for h in logs], mu, sigma
+
+
+def sensitivity_scores(
+    traces: ByLayer, *, kappa: float = 1.0, epsilon: float = 1e-8
+) -> dict[str, float]:
+    """s_i = sigmoid(kappa·(log h_i - mu)/(sigma + eps)) over all layers (Eq. 11), h_i the traces.
+
+    Raises:
+        ValueError: naming a layer whose trace is not positive and finite.
+    """
+    for name, trace in traces.items():
+        if not 0 < trace < math.inf:
+            raise ValueError(f"traces must be positive and finite; that of {name} is {trace}")
+    pairs = zip(traces, standardised(traces, epsilon)[0], strict=True)
+    # A sigmoid by tanh, which does not overflow.
+    return {name: 0.5 * (1.0 + math.tanh(0.5 * kappa * z)) for name, z in pairs}
+
+
+def score_standard_errors(
+    traces: ByLayer, standard_errors: ByLayer, *, kappa: float = 1.0, epsilon: float = 1e-8
+) -> dict[str, float]:
+    """Standard errors of the scores, to first order, from independent ones of positive traces.
+
+    With z_i the standardised log trace, dz_i/dlog h_j = (1[i = j] - 1/n - z_i·z_j/n)/sigma: a
+    layer's error moves its own score and, through mu and sigma, a little of all others.
+    """
+    scores = sensitivity_scores(traces, kappa=kappa, epsilon=epsilon)
+    z, _, sigma = standardised(traces, epsilon)
+    n = len(z)
+    if sigma <= epsilon:  # layers that do not differ: no slope to speak of
+        return dict.fromkeys(traces, 0.0)
+    relative = [standard_errors[name] / trace for name, trace in traces.items()]
+    errors = {}
+    for i, (name, score) in enumerate(scores.items()):
+        slopes = (((i == j) - 1 / n - z[i] * z[j] / n) / sigma for j in range(n))
+        error = math.hypot(*(d * r for d, r in zip(slopes, relative, strict=True)))
+        errors[name] = kappa * score * (1 - score) * error
+    return errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +126,10 @@ class SensitivityArtifact:
     Args:
         traces: fully qualified name -> trace of that weight's diagonal block of the Hessian
             (Eq. 10) or of the Gauss-Newton matrix, of the loss in nats per token.
-        standard_errors: of the traces as estimates for the calibration samples, same keys.
-        scores: s_i in (0, 1) (Eq. 11), same keys; empty for those that the estimator's kappa and
-            epsilon give, an unresolved trace counting as the smallest resolved one.
+        standard_errors: of the traces, as estimates for the calibration samples.
+        scores: s_i in (0, 1) (Eq. 11); empty for those of the estimator's kappa and epsilon.
         model_fingerprint: see `model_fingerprint`.
         probes: matrix-vector products (or backward passes) behind each trace; empty if unknown.
-        resolved: whether each trace is known to be positive; empty if all are.
         estimator: method, settings and seed of the estimation.
         dataset: what the calibration samples were.
         tokens_seen: tokens that were predicted in the calibration samples.
@@ -99,7 +137,7 @@ class SensitivityArtifact:
         alpha: of the config (Eq. 13), for the column tau_scale.
 
     Raises:
-        ValueError: naming the layer whose number is out of range; if the columns name different
+        TypeError, ValueError: naming the layer whose number is out of range; if columns name other
             layers; if scores are to be made and no trace is resolved.
     """
 
@@ -108,7 +146,6 @@ class SensitivityArtifact:
     scores: dict[str, float] = field(default_factory=dict)
     model_fingerprint: str
     probes: dict[str, int] = field(default_factory=dict)
-    resolved: dict[str, bool] = field(default_factory=dict)
     estimator: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, Any] = field(default_factory=dict)
     tokens_seen: int = 0
@@ -116,35 +153,23 @@ class SensitivityArtifact:
     alpha: float = 0.4
 
     def __post_init__(self):
-        for key, (rule, holds) in _HEADER.items():
-            if not holds(getattr(self, key)):
-                raise ValueError(f"{key} must be {rule}; got {getattr(self, key)!r}")
-        for column, (key, rule, holds) in _COLUMNS.items():
-            values = getattr(self, column) or self._default(column)
-            object.__setattr__(self, column, values)
+        if not isinstance(self.estimator, dict) or not isinstance(self.dataset, dict):
+            raise TypeError("estimator and dataset must be mappings")
+        if not self.probes:
+            object.__setattr__(self, "probes", dict.fromkeys(self.traces, 0))
+        for column, (key, low, high) in _COLUMNS.items():
+            if column == "scores" and not self.scores:
+                scores = sensitivity_scores(self._usable[0], **self._gain)
+                object.__setattr__(self, "scores", scores)
+            values = getattr(self, column)
             if not values or values.keys() != self.traces.keys():
                 raise ValueError(f"{column} and traces must name the same layers, at least one")
             for name, value in values.items():
-                if not holds(value):
-                    raise ValueError(f"{key} of {name} must be {rule}; got {value!r}")
-        for name, trace in self.traces.items():
-            if self.resolved[name] and trace <= 0:
-                raise ValueError(f"trace of {name} is resolved and so must be > 0; got {trace}")
-
-    def _default(self, column: str) -> dict[str, Any]:
-        """What stands for an empty column."""
-        if column == "scores":
-            return sensitivity_scores(self._usable[0], **self._gain)
-        value = {"probes": 0, "resolved": True}.get(column)
-        return {} if value is None else dict.fromkeys(self.traces, value)
-
-    def rescored(self, kappa: float) -> "SensitivityArtifact":
-        """The same traces with the scores of another gain kappa (Eq. 11)."""
-        return dataclasses.replace(self, scores={}, estimator=self.estimator | {"kappa": kappa})
+                require_number(f"{key} of {name}", value, low, high)
 
     @property
-    def _usable(self) -> tuple[dict[str, float], dict[str, float]]:
-        return usable_traces(self.traces, self.standard_errors, self.resolved)
+    def _usable(self) -> tuple[ByLayer, ByLayer]:
+        return usable_traces(self.traces, self.standard_errors)
 
     @property
     def _gain(self) -> dict[str, float]:
@@ -153,7 +178,8 @@ class SensitivityArtifact:
     @property
     def unresolved(self) -> list[str]:
         """Layers whose trace is not known to be positive."""
-        return [name for name, known in self.resolved.items() if not known]
+        errors = self.standard_errors
+        return [name for name, h in self.traces.items() if not is_resolved(h, errors[name])]
 
     @property
     def score_standard_errors(self) -> dict[str, float]:
@@ -162,7 +188,7 @@ class SensitivityArtifact:
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON file (temporary name, then rename)."""
-        mean, deviation = log_moments(self._usable[0])
+        _, mean, deviation = standardised(self._usable[0])
         summary = {
             "mean_log_trace": mean,
             "std_log_trace": deviation,
@@ -170,9 +196,15 @@ class SensitivityArtifact:
             "unresolved": self.unresolved,
         }
         layers = {
-            name: {key: getattr(self, column)[name] for column, (key, *_) in _COLUMNS.items()}
-            | {"tau_scale": tau_scale(self.alpha, self.scores[name])}
-            for name in self.traces
+            name: {
+                "trace": trace,
+                "standard_error": self.standard_errors[name],
+                "probes": self.probes[name],
+                "resolved": is_resolved(trace, self.standard_errors[name]),
+                "score": self.scores[name],
+                "tau_scale": tau_scale(self.alpha, self.scores[name]),
+            }
+            for name, trace in self.traces.items()
         }
         document = {"schema_version": SCHEMA_VERSION}
         document |= {key: getattr(self, key) for key in _HEADER}
@@ -185,87 +217,56 @@ class SensitivityArtifact:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if it is cut off, not such a JSON document, or of another schema version.
+            ValueError: if it is not such a document, whole and of this schema version.
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(
-                f"sensitivity file {path} does not exist; {_COMPUTE}, or set sensitivity=auto or "
-                "sensitivity=null"
-            )
+            raise FileNotFoundError(f"sensitivity file {path} does not exist; {_COMPUTE}")
         try:
-            document = json.loads(
-                path.read_text(encoding="utf-8"),
-                parse_constant=_no_constant,
-                object_pairs_hook=_no_duplicates,
-            )
+            document = json.loads(path.read_text("utf-8"), object_pairs_hook=_without_duplicates)
             version = document["schema_version"]
             if version != SCHEMA_VERSION:
-                older = isinstance(version, int) and version < SCHEMA_VERSION
-                raise ValueError(
-                    f"schema_version must be {SCHEMA_VERSION}; got {version}, which "
-                    + (f"is outdated; {_COMPUTE}" if older else "this version cannot read")
-                )
+                raise ValueError(f"schema_version must be {SCHEMA_VERSION}; got {version}")
             layers = document["layers"].items()
             columns = {
                 column: {name: entry[key] for name, entry in layers}
                 for column, (key, *_) in _COLUMNS.items()
             }
             return cls(**columns, **{key: document[key] for key in _HEADER})
-        except KeyError as error:
-            raise ValueError(
-                f"sensitivity file {path} lacks the field {error}; {_COMPUTE}"
-            ) from None
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"sensitivity file {path} is not valid: {error}; {_COMPUTE}") from None
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            fault = f"it lacks the field {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"sensitivity file {path} is not valid: {fault}; {_COMPUTE}") from None
 
-    def differences(self, identity: Mapping[str, Any]) -> list[str]:
-        """In what this is not the artifact of an `estimation_identity`: settings, or the data."""
+    def of_estimation(self, identity: Mapping[str, Any]) -> "SensitivityArtifact":
+        """This artifact, with scores of the gain kappa that is asked for.
+
+        Raises:
+            ValueError: if an `estimation_identity` differs in anything but kappa.
+        """
         wanted, found = identity["estimator"], self.estimator
-        differing = [key for key, value in wanted.items() if found.get(key) != value]
+        differing = [key for key in wanted if key != "kappa" and found.get(key) != wanted[key]]
         if self.model_fingerprint != identity["model_fingerprint"]:
             differing.append("the model's weights")
-        if self.dataset.get("digest") != identity["samples"]:
+        if self.dataset.get("digest") != identity["dataset"]["digest"]:
             differing.append("the calibration samples")
-        return differing
+        if differing:
+            raise ValueError(f"it is of another estimation, and differs in {', '.join(differing)}")
+        return dataclasses.replace(self, scores={}, estimator=wanted)
 
     def check_model(self, names: Iterable[str], fingerprint: str | None = None) -> None:
-        """Raises ValueError unless the artifact is of this model.
-
-        Args:
-            names: fully qualified names of the layers that will be quantized.
-            fingerprint: `model_fingerprint` of the pretrained model; None skips that check.
-        """
-        missing, unknown = set(names) - set(self.scores), set(self.scores) - set(names)
-        if missing:
-            raise ValueError(f"the sensitivity file has no entry for {_first(missing)}")
-        if unknown:
-            raise ValueError(
-                f"the sensitivity file names layers that are not quantized: {_first(unknown)}"
-            )
-        if fingerprint is not None and fingerprint != self.model_fingerprint:
-            raise ValueError(
-                "the sensitivity file was computed for other weights; compute it anew (its "
-                f"fingerprint is {self.model_fingerprint[:19]}, the model's {fingerprint[:19]})"
-            )
+        """Raises ValueError unless these are its layers and, if given, this its fingerprint."""
+        odd = set(names) ^ set(self.scores)
+        if odd:
+            raise ValueError(f"the sensitivity file and the model differ in {min(odd)}; {_COMPUTE}")
+        if fingerprint not in (None, self.model_fingerprint):
+            raise ValueError(f"the sensitivity file was computed for other weights; {_COMPUTE}")
 
 
-def _first(names: Iterable[str]) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def _no_constant(name: str):
-    raise ValueError(f"{name} is not a number")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name} stands there twice")
-        found[name] = value
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # of which plain JSON would take the last, silently
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)} stands there twice")
     return found
 
 
@@ -281,10 +282,24 @@ def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     return _digest((name, weight.view(torch.int16)) for name, weight in rounded)
 
 
-def samples_digest(batches: Sequence[CalibrationBatch]) -> str:
-    """A digest of the calibration tokens, their labels, and how they are batched."""
-    values = ((b.tokens, b.labels, *b.model_inputs.values()) for b in batches)
-    return _digest(("", value) for batch in values for value in batch)
+def estimation_identity(
+    weights: Mapping[str, torch.Tensor],
+    batches: Sequence[CalibrationBatch],
+    settings: EstimationConfig,
+) -> dict[str, Any]:
+    """What the numbers of an estimation depend on, by field of the artifact.
+
+    Args:
+        weights: fully qualified name -> pretrained weight, in any dtype.
+    """
+    methods = {"hessian": "hutch++" if settings.fixed else "hutchinson", "fisher": "gauss-newton"}
+    estimator = {"method": methods[settings.curvature], **asdict(settings)}
+    for key in ("output", "overwrite", "vectors_at_once"):
+        del estimator[key]
+    inputs = (value for b in batches for value in (b.tokens, b.labels, *b.model_inputs.values()))
+    dataset = {"num_batches": len(batches), "digest": _digest(("", value) for value in inputs)}
+    fingerprint = model_fingerprint(weights)
+    return {"model_fingerprint": fingerprint, "estimator": estimator, "dataset": dataset}
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

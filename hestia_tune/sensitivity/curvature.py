@@ -1,4 +1,5 @@
-"""Curvature of the loss in single weights: forms and products of Hessian blocks; Fisher traces.
+"""Curvature of the loss in single weights: forms and products of Hessian blocks, their traces by
+Hutch++; Fisher traces; and the memory that all this needs.
 
 **Hessian**, by double backward, segment by segment. For a weight in segment s and a direction v,
 let a be the derivative of the hidden states along v and delta the gradient of the loss by the
@@ -9,10 +10,8 @@ behind l, and by the hidden states c_l, the curvature that l adds. So, in one wa
     v^T H v = v·(d<gradient, v>/dW inside s) + sum over l > s of c_l·a_l,
 
 for all directions of all weights at once: every segment is run once, and only from the lowest one
-that has a direction. `HessianBatch.products`, for H v itself, walks down again. Memory: the hidden
-states and deltas between segments, one segment's graph, one hidden state per direction carried.
-The attention kernel must be twice differentiable, which fused scaled-dot-product attention is not:
-segments run inside `double_backward_attention`.
+that has a direction. H v itself takes a walk down again. Memory: the hidden states and deltas
+between segments, one segment's graph, one hidden state per direction carried.
 
 **Fisher** (Gauss-Newton), by plain backward passes. For a loss that is the mean over n tokens of
 -log p(label), with labels drawn from the model's own predictions, each token's gradient has mean 0,
@@ -23,72 +22,59 @@ and one backward per pass, in the memory of plain training.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hestia_tune.sensitivity.hutchpp import Vector
-from hestia_tune.sensitivity.segments import (
-    IGNORE_INDEX,
-    CalibrationBatch,
-    Segment,
-    logits_of,
-    mean_loss,
-)
+from hestia_tune.sections import EstimationConfig
+from hestia_tune.sensitivity.segments import CalibrationBatch, Segment, cut, logits_of, mean_loss
+
+# They share one run of every segment (3 units of work, against some 4 for each of them), and are
+# recorded together.
+DIRECTIONS_PER_WALK = 32
+Vector = Callable[[], torch.Tensor]  # makes a vector when it is needed: as large as the weights
+_HIDDEN = ""  # among the inputs of a segment, which otherwise are named as weights
 
 
 def double_backward_attention():
-    """Context in which scaled-dot-product attention can be differentiated twice."""
+    """Context in which attention can be differentiated twice; the fused kernels cannot."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
-class SegmentRun:
-    """A segment run forward and, by `differentiate`, backward; both can be differentiated again.
+class _Run:
+    """A segment run forward and, by `gradients`, backward; both can be differentiated again."""
 
-    Args:
-        segment: what to run.
-        hidden: its input, (batch, seq_len, dim), or token ids.
-        delta: gradient of the loss by its output, shaped like that.
-        names: the weights to differentiate by.
-    """
-
-    def __init__(
-        self, segment: Segment, hidden: torch.Tensor, delta: torch.Tensor, names: Iterable[str] = ()
-    ):
+    def __init__(self, segment: Segment, hidden: torch.Tensor, delta: torch.Tensor | None = None):
         self.hidden = hidden.detach().requires_grad_(hidden.is_floating_point())
-        self.delta = delta.detach().requires_grad_()
-        self.weights = {name: segment.weights[name] for name in names}
         with double_backward_attention():
             self.out = segment.forward(self.hidden)
+        delta = torch.ones_like(self.out) if delta is None else delta
+        self.delta = delta.detach().requires_grad_()
+        self.inputs = {_HIDDEN: self.hidden, **segment.weights}
 
-    def differentiate(self, with_hidden: bool) -> None:
-        """Sets ``gradients`` by the weights and, if asked, ``delta_before``, by the input."""
-        inputs = ([self.hidden] if with_hidden else []) + list(self.weights.values())
-        found = torch.autograd.grad(self.out, inputs, self.delta, create_graph=True)
-        if with_hidden:
-            self.delta_before, *found = found
-        self.gradients = dict(zip(self.weights, found, strict=True))
+    def gradients(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Of the loss by inputs: weights, or the hidden states (then it is the delta in front)."""
+        inputs = {name: self.inputs[name] for name in names}
+        found = torch.autograd.grad(self.out, list(inputs.values()), self.delta, create_graph=True)
+        return dict(zip(inputs, found, strict=True))
 
 
 class HessianBatch:
     """The diagonal blocks of the Hessian of one batch's mean loss, as products with directions.
 
-    Costs two forwards and one backward at the start.
+    Costs two forwards of all but the head and one backward at the start.
 
     Args:
         hidden: input of the first segment.
-        segments: the chain. Its weights must require gradients; no other parameter should.
-            Float32 or float64: bfloat16 has too few digits for a second derivative.
+        segments: the chain, in float32 or float64 (bfloat16 has too few digits for a second
+            derivative). Its weights must require gradients; no other parameter should.
         vectors_at_once: directions that go through a segment together (vmap), at as many times
             the memory; 1 is fastest on CPUs.
     """
 
-    def __init__(
-        self, hidden: torch.Tensor, segments: Sequence[Segment], *, vectors_at_once: int = 1
-    ):
+    def __init__(self, hidden: torch.Tensor, segments: Sequence[Segment], vectors_at_once: int = 1):
         self._segments = segments
         self._vectors_at_once = vectors_at_once
         self._place = {name: k for k, s in enumerate(segments) for name in s.weights}
@@ -96,9 +82,8 @@ class HessianBatch:
         with torch.no_grad(), double_backward_attention():
             for segment in segments[:-1]:
                 self._hidden.append(segment.forward(self._hidden[-1]))
-            loss = segments[-1].forward(self._hidden[-1])
-        # The delta behind each segment; that of the last is d loss/d loss.
-        self._deltas = [torch.ones_like(loss)] * len(segments)
+        # The delta behind each segment; that of the last is d loss/d loss, 1.
+        self._deltas: list[torch.Tensor | None] = [None] * len(segments)
         for index in range(len(segments) - 1, 0, -1):
             run = self._run(index)
             (self._deltas[index - 1],) = torch.autograd.grad(run.out, run.hidden, run.delta)
@@ -112,19 +97,16 @@ class HessianBatch:
 
     def products(self, name: str, directions: Sequence[Vector]) -> list[torch.Tensor]:
         """H v, shaped like the weight, for each direction in the weight ``name``."""
-        parts: dict[int, list[torch.Tensor]] = defaultdict(
-            list
-        )  # by segment: one of each direction
+        parts = [[] for _ in self._segments]  # of each segment, x of each direction
         for _, index, x, _ in self._walk_up([(name, direction) for direction in directions]):
             parts[index].append(x)
-        start, top = self._place[name], len(self._segments) - 1
         # The derivative of <gradient, v> by the hidden states before a segment; at last, by W.
-        carried = parts[top]
-        for index in range(top - 1, start - 1, -1):
-            run = self._run(index, [name] if index == start else [])
-            by = run.weights[name] if index == start else run.hidden
+        carried, start = parts[-1], self._place[name]
+        for index in range(len(parts) - 2, start - 1, -1):
+            run = self._run(index)
+            by = run.inputs[name if index == start else _HIDDEN]
             below = self._products_with_jacobian(run.out, carried, [by])
-            carried = [parts[index].pop(0) + vector for (vector,) in below]
+            carried = [x + vector for x, (vector,) in zip(parts[index], below, strict=True)]
         return carried
 
     def _walk_up(
@@ -133,35 +115,34 @@ class HessianBatch:
         """Carries all directions from their segments up to the loss.
 
         Yields:
-            (number of the direction, index of the segment, x, y), for each direction in each
-            segment from its own upwards; v^T H v is the sum of all x·y. In its own segment x is
-            d<gradient, v>/dW and y is v, like the weight; above, x is c and y is a, like the
-            hidden states.
+            (number of the direction, index of the segment, x, y) for each segment from its own
+            upwards; v^T H v is the sum of all x·y. In its own, x is d<gradient, v>/dW and y is v,
+            like the weight; above, x is c and y is a, like the hidden states.
         """
         places = [self._place[name] for name, _ in directions]
         carried: dict[int, torch.Tensor] = {}  # number of a direction -> a: (batch, seq_len, dim)
         for index in range(min(places), len(self._segments)):
             own = [k for k, place in enumerate(places) if place == index]
-            run = self._run(index, dict.fromkeys(directions[k][0] for k in own))
-            run.differentiate(with_hidden=bool(carried))
+            run = self._run(index)
+            wanted = [_HIDDEN] * bool(carried) + [directions[k][0] for k in own]
+            gradients = run.gradients(wanted)
             if carried:
                 pairs = self._products_with_jacobian(
-                    run.delta_before, list(carried.values()), [run.hidden, run.delta]
+                    gradients[_HIDDEN], list(carried.values()), [run.hidden, run.delta]
                 )
                 for k, (c, a) in zip(list(carried), pairs, strict=True):
                     yield k, index, c, carried[k]
                     carried[k] = a
             for k in own:
                 name, direction = directions[k]
-                weight = run.weights[name]
-                v = direction().view_as(weight)
+                v = direction().view_as(run.inputs[name])
                 ((second, carried[k]),) = self._products_with_jacobian(
-                    run.gradients[name], [v], [weight, run.delta]
+                    gradients[name], [v], [run.inputs[name], run.delta]
                 )
                 yield k, index, second, v
 
-    def _run(self, index: int, names: Iterable[str] = ()) -> SegmentRun:
-        return SegmentRun(self._segments[index], self._hidden[index], self._deltas[index], names)
+    def _run(self, index: int) -> _Run:
+        return _Run(self._segments[index], self._hidden[index], self._deltas[index])
 
     def _products_with_jacobian(
         self, output: torch.Tensor, vectors: Sequence[torch.Tensor], inputs: list[torch.Tensor]
@@ -183,6 +164,58 @@ class HessianBatch:
                 yield [got[k] if got.dim() > value.dim() else got for got, value in pairs]
 
 
+def rademacher(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A vector of random signs from the generator, (like.numel(),), dtype and device of ``like``"""
+    signs = torch.empty(like.numel(), dtype=like.dtype, device=generator.device)
+    return signs.bernoulli_(0.5, generator=generator).mul_(2).sub_(1).to(like.device)
+
+
+def hutchpp(
+    products: Callable[[Sequence[Vector]], Iterable[torch.Tensor]],
+    quadratic_forms: Callable[[Sequence[Vector]], list[float]],
+    like: torch.Tensor,
+    *,
+    rank: int,
+    num_probes: int,
+    generator: torch.Generator,
+) -> tuple[float, float, int]:
+    """h = Tr(Q^T H Q) + Tr(G^T (I - Q Q^T) H (I - Q Q^T) G)/num_probes (Eq. 10).
+
+    A sketch catches the large eigenvalues of the symmetric (dim, dim) matrix H, whose part of the
+    trace is then exact; random probes estimate the rest. Unbiased always, and exact when ``rank``
+    covers the rank of H. Costs 2·rank + num_probes products and, in memory, (dim, rank).
+
+    Args:
+        products: functions that make vectors (dim,) -> H v of each, dim numbers, in order.
+        quadratic_forms: functions that make vectors (dim,) -> v^T H v of each, which may be
+            cheaper than a product.
+        like: a tensor with dim entries, and the dtype and the device of the vectors.
+        rank: columns of the sketch; capped at dim.
+        num_probes: Rademacher probes G for the rest, at least 2 (for a standard error).
+        generator: source of the sketch and the probes.
+
+    Returns:
+        The trace and its standard error, in the units of the matrix, and the products behind them.
+    """
+    rank = min(rank, like.numel())
+    basis = like.new_empty(like.numel(), rank)
+    exact = 0.0
+    if rank:
+        random = [lambda: rademacher(like, generator)] * rank
+        for k, product in enumerate(products(random)):
+            basis[:, k] = product.flatten()
+        basis = torch.linalg.qr(basis)[0]  # (dim, rank)
+        exact = sum(quadratic_forms([lambda k=k: basis[:, k] for k in range(rank)]))
+
+    def deflated() -> torch.Tensor:
+        probe = rademacher(like, generator)
+        return probe - basis @ (basis.t() @ probe)  # (I - Q Q^T) g: (dim,)
+
+    rest = torch.tensor(quadratic_forms([deflated] * num_probes), dtype=torch.float64)
+    error = rest.std().item() / num_probes**0.5
+    return exact + rest.mean().item(), error, 2 * rank + num_probes
+
+
 def fisher_traces(
     model: nn.Module,
     weights: Mapping[str, nn.Parameter],
@@ -200,7 +233,7 @@ def fisher_traces(
         Name -> estimate; NaN for all if the logits are not finite.
     """
     logits = logits_of(model, batch)
-    counted = batch.labels != IGNORE_INDEX
+    counted = batch.labels >= 0
     probabilities = logits.detach()[counted].softmax(-1, dtype=torch.float32)  # (n, vocabulary)
     if not probabilities.isfinite().all():  # nothing can be sampled from them
         yield from (dict.fromkeys(weights, math.nan) for _ in generators)
@@ -215,3 +248,51 @@ def fisher_traces(
             name: batch.num_predicted * float(g.square().sum(dtype=torch.float64))
             for name, g in zip(weights, gradients, strict=True)
         }
+
+
+def saved_bytes(function: Callable[[], object]) -> int:
+    """Bytes of all storages that autograd keeps while ``function``'s result is alive."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def graph_bytes(segment: Segment, hidden: torch.Tensor) -> int:
+    """Bytes that are kept of a segment to differentiate it twice."""
+    by = [_HIDDEN] * hidden.is_floating_point() + list(segment.weights)
+    return saved_bytes(lambda: _Run(segment, hidden).gradients(by))
+
+
+def estimation_memory(
+    model: nn.Module, names: list[str], batch: CalibrationBatch, settings: EstimationConfig
+) -> dict[str, int]:
+    """Bytes on the device: model, autograd graph, and vectors (gradients or directions).
+
+    Found by running one block and the head on the meta device, so it takes no time. Allocator
+    overhead and short-lived temporaries are not in it: a guide, some 20% low.
+
+    Args:
+        model: a copy on the meta device, in the dtype of the estimation.
+        names: fully qualified names of the layers to measure.
+        batch: one calibration batch (only its shapes matter).
+    """
+    batch = batch.to("meta")
+    weights = {name: model.get_submodule(name).weight for name in names}
+    sizes = [weight.nbytes for weight in weights.values()]
+    if settings.curvature == "fisher":
+        graph = saved_bytes(lambda: mean_loss(logits_of(model, batch), batch.labels))
+        vectors = sum(sizes)
+    else:
+        hidden, segments = cut(model, weights, batch)
+        graph = max(graph_bytes(segment, hidden) for segment in (segments[0], segments[-1]))
+        graph *= settings.vectors_at_once
+        state = hidden.nbytes if hidden.is_floating_point() else 0
+        sketch = 3 * settings.rank if settings.fixed else 0
+        vectors = 2 * (len(segments) + DIRECTIONS_PER_WALK) * state + (2 + sketch) * max(sizes)
+    return {"model": sum(p.nbytes for p in model.parameters()), "graph": graph, "vectors": vectors}

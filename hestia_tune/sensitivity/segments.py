@@ -1,9 +1,8 @@
 """A model as a chain of segments: blocks, then the head with the loss.
 
 Second derivatives need the graph of the gradient, several times the size of the graph of the loss.
-Cut at the hidden states between blocks, only one segment's graph is alive at a time; what the
-others hand over is one hidden state per product. The price is that each segment is run again when
-a walk along the chain reaches it, once for all products together.
+Cut at the hidden states between blocks, only one segment's graph is alive at a time. The price is
+that each segment is run again when a walk along the chain reaches it.
 
 A decoder with ``tok_embeddings``, ``layers``, ``norm`` and ``output`` (torchtune's, or one built
 like it) is cut between its blocks. Any other model is one segment: right, but with the whole graph
@@ -12,11 +11,11 @@ in memory.
 
 import dataclasses
 import functools
-import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +51,7 @@ class CalibrationBatch:
         return dataclasses.replace(self, model_inputs=inputs, **moved)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segment:
+class Segment(NamedTuple):
     """One part of the chain.
 
     Args:
@@ -82,8 +80,8 @@ def cut(
 ) -> tuple[torch.Tensor, list[Segment]]:
     """(input of the first segment, the segments in order) for one batch.
 
-    As one segment, if several would not compute the model's loss (which two forwards find out,
-    except on the meta device), or if a weight is used by more than one.
+    As one segment, if several would not compute the model's loss (two forwards find out, except on
+    the meta device), or if a weight is used by more than one.
 
     Args:
         model: takes tokens and the batch's ``model_inputs``, gives logits.
@@ -96,32 +94,17 @@ def cut(
     def head(hidden: torch.Tensor) -> torch.Tensor:
         return mean_loss(model.output(model.norm(hidden)), batch.labels)
 
-    places = _places(model)
-    if all(id(weight) in places for weight in weights.values()):
-        forwards = [*(partial(block, **batch.model_inputs) for block in model.layers), head]
-        with torch.no_grad():
-            first = model.tok_embeddings(batch.tokens)
-            loss = functools.reduce(lambda hidden, forward: forward(hidden), forwards, first)
-            same = loss.is_meta or math.isclose(
-                loss, whole(batch.tokens), rel_tol=1e-3, abs_tol=1e-6
-            )
-        if same:
-            parts: list[dict[str, nn.Parameter]] = [{} for _ in forwards]
-            for name, weight in weights.items():
-                parts[places[id(weight)]][name] = weight
-            pairs = zip(forwards, parts, strict=True)
-            return first, [Segment(forward=f, weights=part) for f, part in pairs]
-    return batch.tokens, [Segment(forward=whole, weights=weights)]
-
-
-def _places(model: nn.Module) -> dict[int, int]:
-    """Parameter id -> index of the only segment that uses it; empty if the model is no chain."""
-    blocks = getattr(model, "layers", None)
-    others = [getattr(model, name, None) for name in ("tok_embeddings", "norm", "output")]
-    if not isinstance(blocks, nn.ModuleList) or None in others:
-        return {}
-    users: dict[int, set[int]] = defaultdict(set)
-    for index, user in enumerate([others[0], *blocks, others[2]], start=-1):  # embeddings: -1
-        for parameter in user.parameters() if isinstance(user, nn.Module) else ():
-            users[id(parameter)].add(index)
-    return {key: min(found) for key, found in users.items() if len(found) == 1 and -1 not in found}
+    names = ("tok_embeddings", "layers", "norm", "output")
+    if all(getattr(model, name, None) is not None for name in names):
+        users = [model.tok_embeddings, *model.layers, model.output]
+        used = [{id(p) for p in u.parameters()} if isinstance(u, nn.Module) else () for u in users]
+        parts = [{n: w for n, w in weights.items() if id(w) in ids} for ids in used]
+        if not parts[0] and sorted(chain(*parts)) == sorted(weights):
+            forwards = [*(partial(block, **batch.model_inputs) for block in model.layers), head]
+            with torch.no_grad():
+                first = model.tok_embeddings(batch.tokens)
+                loss = functools.reduce(lambda hidden, forward: forward(hidden), forwards, first)
+                same = loss.is_meta or abs(loss - whole(batch.tokens)) <= 1e-3 * loss + 1e-6
+            if same:
+                return first, list(map(Segment, forwards, parts[1:]))
+    return batch.tokens, [Segment(whole, weights)]

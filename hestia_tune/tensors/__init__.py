@@ -8,9 +8,8 @@ import dataclasses
 
 import torch
 
-# The modules in the next line register what the packed tensors do under torch's operators.
 from hestia_tune.methods import Method
-from hestia_tune.tensors import ternary_collectives, ternary_views  # noqa: F401
+from hestia_tune.tensors import ternary_operators  # noqa: F401  (registers them)
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
 from hestia_tune.tensors.intx import to_intx
@@ -27,6 +26,9 @@ __all__ = [
     "to_intx",
     "unpack2",
 ]
+
+# A checkpoint that holds them loads with weights_only=True.
+torch.serialization.add_safe_globals([Fairy2iTensor, TernaryTensor])
 
 _FROM_CODES = {
     "ternary": TernaryTensor.from_codes,

@@ -20,30 +20,85 @@ from hestia_tune.methods import Method
 from hestia_tune.methods.base import require_float
 
 T = TypeVar("T", bound="PackedTensor")
-PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 aten = torch.ops.aten
 
 
-class PackedTensor(TorchAOBaseTensor):
-    """A weight held as ``qdata`` (uint8, codes of 2 bits) and ``scale`` (bfloat16).
+def check_codes(codes: torch.Tensor, low: int, high: int) -> None:
+    """Raises unless ``codes`` are int8 from ``low`` to ``high``."""
+    if codes.dtype != torch.int8:
+        raise TypeError(f"codes must be int8; got {codes.dtype}")
+    if not codes.is_meta and codes.numel():
+        found = [value.item() for value in codes.aminmax()]
+        if found[0] < low or found[1] > high:
+            raise ValueError(f"codes must be {low} to {high}; got {found[0]} to {found[1]}")
 
-    Subclasses name their attributes, ``shape`` and ``dtype`` among them, and implement
-    ``from_codes``, ``codes``, ``dequantize``, ``is_transposed`` and ``transposed``.
+
+def exact_bfloat16(scale: torch.Tensor) -> torch.Tensor:
+    """``scale`` as bfloat16; raises if that would change a value."""
+    require_float(scale)
+    rounded = scale.to(torch.bfloat16)
+    same = (rounded.to(scale.dtype) == scale) | scale.isnan()
+    if not scale.is_meta and not same.all():
+        value = scale[~same][0].item()
+        raise ValueError(
+            f"scales must be bfloat16 values, so that every export is exact; got {value!r}; "
+            "round them before the codes are chosen"
+        )
+    return rounded
+
+
+class PackedTensor(TorchAOBaseTensor):
+    """A weight held as codes of 2 bits, four to a byte, and their scales.
+
+    Subclasses implement ``from_codes``, ``codes``, ``dequantize_weight`` and ``check_shapes``.
+
+    Args:
+        qdata: uint8, the packed codes.
+        scale: bfloat16. Its dtype never changes.
+        shape: (out_features, in_features), or turned if ``is_transposed``.
+        dtype: the floating-point dtype it presents; ``.to(dtype)`` changes it and nothing else.
+        is_transposed: whether this is `t()` of a weight, whose parts it then holds.
+
+    Raises:
+        TypeError: on another dtype.
+        ValueError: if the parts do not fit the shape.
     """
 
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale"]
+    tensor_attribute_names: ClassVar[list[str]] = ["shape", "dtype", "is_transposed"]
     # What codes and scales come from.
     method_type: ClassVar[type[Method]]
+    # What can be done with one, in the error of an operator that cannot.
+    limits: ClassVar[str]
+    is_transposed = False
+
+    def __new__(cls, qdata, scale, shape, dtype, is_transposed=False):
+        strides = (1, shape[0]) if is_transposed else None
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), strides=strides, dtype=dtype, device=qdata.device
+        )
+
+    def __init__(self, qdata, scale, shape, dtype, is_transposed=False):
+        super().__init__()
+        if (types := (qdata.dtype, scale.dtype)) != (torch.uint8, torch.bfloat16):
+            raise TypeError(f"qdata must be uint8 and scale bfloat16; got {types}")
+        if dtype not in _PRESENTED_DTYPES:
+            raise TypeError(f"a packed weight presents one of {_PRESENTED_DTYPES}; got {dtype}")
+        self.qdata, self.scale, self.is_transposed = qdata, scale, is_transposed
+        self.check_shapes(self.weight_shape, tuple(qdata.shape), tuple(scale.shape))
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """(out_features, in_features) of the weight, whether this is its transpose or not."""
+        return tuple(self.shape)[::-1] if self.is_transposed else tuple(self.shape)
 
     @classmethod
-    def from_hp(
-        cls: type[T], weight: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any
-    ) -> T:
-        """Quantizes a high-precision weight by the training's own rule.
+    def from_hp(cls: type[T], weight: torch.Tensor, **options: Any) -> T:
+        """Quantizes a high-precision weight by the training's own rule, to present its dtype.
 
         Args:
             weight: (out_features, in_features), floating point; the latent weight, not a hard one.
-            dtype: the dtype to present; that of ``weight`` if None.
             options: fields of the method (`TernaryMethod`, `Fairy2iMethod`), such as group_size.
 
         Raises:
@@ -52,23 +107,7 @@ class PackedTensor(TorchAOBaseTensor):
         """
         require_float(weight)
         codes, scales = cls.method_type(**options).codes(weight)
-        return cls.from_codes(codes, scales, dtype=dtype or weight.dtype)
-
-    @classmethod
-    def check_dtypes(cls, qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
-        """Raises TypeError unless parts and presented dtype are of the documented types."""
-        if qdata.dtype != torch.uint8 or scale.dtype != torch.bfloat16:
-            raise TypeError(
-                f"qdata must be uint8 and scale bfloat16; got {qdata.dtype} and {scale.dtype}"
-            )
-        if dtype not in PRESENTED_DTYPES:
-            raise TypeError(
-                f"a {cls.__name__} presents float32, bfloat16, float16 or float64; got {dtype}"
-            )
-
-    @classmethod
-    def refuse(cls, func) -> None:
-        """Raises if an operator that is not implemented needs words of its own."""
+        return cls.from_codes(codes, scales, dtype=weight.dtype)
 
     @classmethod
     def operator(cls, operators: Any) -> Callable:
@@ -94,31 +133,32 @@ class PackedTensor(TorchAOBaseTensor):
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-            cls.refuse(func)
+            raise NotImplementedError(
+                f"a {cls.__name__} {cls.limits}; got {func}; call dequantize() first"
+            )
         outside = func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
         with torch.inference_mode(False) if outside else contextlib.nullcontext():
             return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def __repr__(self) -> str:
+        names = (*self.tensor_attribute_names, "device")
+        facts = [f"{name}={getattr(self, name)}" for name in names]
+        facts += [f"{name}={tuple(getattr(self, name).shape)}" for name in self.tensor_data_names]
+        return f"{type(self).__name__}({', '.join(facts)})"
+
     def _stable_hash_for_caching(self) -> str:
         """What the compiler's cache may tell two of them apart by: everything but the values."""
-        parts = [(p.shape, p.stride(), p.dtype, p.device) for p in self.parts]
-        return f"{self!r} {self.requires_grad} {parts}"
+        return f"{self!r} {self.requires_grad} {[part.stride() for part in self.parts]}"
 
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed codes and scales."""
         return self.qdata, self.scale
 
-    @property
-    def layout_key(self) -> tuple:
-        """What must be equal for one tensor to be copied into another: all but values and dtype."""
-        names = [name for name in self.tensor_attribute_names if name != "dtype"]
-        return type(self), *(getattr(self, n) for n in names), *(p.shape for p in self.parts)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits in memory per weight, scales included."""
-        return 8 * sum(part.nbytes for part in self.parts) / self.numel()
+    def dequantize(self) -> torch.Tensor:
+        """The dense weight in the presented dtype, turned if this is a transpose."""
+        dense = self.dequantize_weight()
+        return dense.t() if self.is_transposed else dense
 
     def rebuilt(self: T, qdata: torch.Tensor, scale: torch.Tensor, **changes: Any) -> T:
         """A tensor of other parts; its attributes are those of this one but for ``changes``."""
@@ -139,16 +179,11 @@ def packed_linear(
     Returns:
         (..., out_features).
     """
-    return F.linear(x, weight.dequantize(), bias)
+    return F.linear(_dense(x), _dense(weight), bias)
 
 
 def _dense(value):
     return value.dequantize() if isinstance(value, PackedTensor) else value
-
-
-def _is_linear_weight(value) -> bool:
-    """Whether this is a weight as a decomposed linear passes it: transposed."""
-    return isinstance(value, PackedTensor) and value.is_transposed
 
 
 @PackedTensor.implements_torch_function(F.linear)
@@ -158,35 +193,30 @@ def _(func, types, args, kwargs):
 
 @PackedTensor.operator(aten.linear.default)
 def linear(input, weight, bias=None):  # (..., in) x (out, in) -> (..., out)
-    if isinstance(weight, PackedTensor):
-        return packed_linear(_dense(input), weight, bias)
-    return F.linear(_dense(input), weight, bias)
+    return packed_linear(input, weight, bias)
 
 
 @PackedTensor.operator(aten.mm.default)
 def mm(x, weight):  # (n, in) x (in, out) -> (n, out)
-    if _is_linear_weight(weight):
-        return packed_linear(_dense(x), weight.t())
+    if getattr(weight, "is_transposed", False):  # as a decomposed linear passes it
+        return packed_linear(x, weight.t())
     return torch.mm(_dense(x), _dense(weight))
 
 
 @PackedTensor.operator(aten.addmm.default)
 def addmm(bias, x, weight, *, beta=1, alpha=1):  # (n, in) x (in, out) -> (n, out)
-    if _is_linear_weight(weight) and bias.dim() == 1 and beta == alpha == 1:
-        return packed_linear(_dense(x), weight.t(), bias)
+    if getattr(weight, "is_transposed", False) and bias.dim() == 1 and beta == alpha == 1:
+        return packed_linear(x, weight.t(), bias)
     return torch.addmm(_dense(bias), _dense(x), _dense(weight), beta=beta, alpha=alpha)
 
 
 @PackedTensor.operator(aten.permute.default)
 def permute(self, dims):
-    order = list(range(self.dim()))
-    if [dim % self.dim() for dim in dims] == order:
+    """Itself or, of a matrix, the transpose: views of both parts, shape and flag turned."""
+    if [dim % self.dim() for dim in dims] == list(range(self.dim())):
         return self.detach()
-    if self.dim() != 2:
-        raise ValueError(
-            f"only a 2-D {type(self).__name__} has a transpose; got {tuple(self.shape)}"
-        )
-    return self.transposed()
+    parts = (part.detach() for part in self.parts)
+    return self.rebuilt(*parts, shape=self.shape[::-1], is_transposed=not self.is_transposed)
 
 
 @PackedTensor.operator([aten.t.default, aten.transpose.int])
@@ -216,13 +246,20 @@ def copy_(target, source, non_blocking=False):
     """Between equal layouts; into a dense tensor it copies the dequantized values."""
     if not isinstance(target, PackedTensor):
         return target.copy_(source.dequantize())
-    if not isinstance(source, PackedTensor) or source.layout_key != target.layout_key:
-        got = source if isinstance(source, PackedTensor) else type(source).__name__
+    if _layout(source) != _layout(target):
         raise ValueError(
             f"only a {type(target).__name__} of the same shape and scales can be copied into "
-            f"{target!r}; got {got}; build it with from_codes or from_hp, or load it with "
+            f"{target!r}; got {source!r}; build it with from_codes or from_hp, or load it with "
             "assign=True"
         )
     for part, new in zip(target.parts, source.parts, strict=True):
         part.copy_(new)
     return target
+
+
+def _layout(value) -> tuple:
+    """What must be equal for one tensor to be copied into another: all but values and dtype."""
+    if not isinstance(value, PackedTensor):
+        return ()
+    names = [name for name in value.tensor_attribute_names if name != "dtype"]
+    return type(value), *(getattr(value, n) for n in names), *(p.shape for p in value.parts)

@@ -1,10 +1,10 @@
-"""What a run says of itself: log, table, codes, memory, and whether its weights are finite."""
+"""What a run says of itself: log, codes, memory, and whether its weights are finite."""
 
 import contextlib
 import json
 import math
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,29 +42,6 @@ class History:
         self.rows.append(dict(row))
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(self.rows[-1])}\n")
-
-
-def results_table(rows: Iterable[tuple[str, float]], reference: str, worst: str) -> str:
-    """A Markdown table of validation losses.
-
-    Args:
-        rows: (label, loss in nats per token).
-        reference: label of the model to recover.
-        worst: label of the model that has lost the most; the last column is the share of the gap
-            between the two that a row has won back.
-    """
-    losses = dict(rows)
-    gap = losses[worst] - losses[reference] if worst in losses and reference in losses else 0.0
-    width = max(len(label) for label in losses)
-    lines = [
-        f"| {'model':<{width}} | val loss | perplexity | gap recovered |",
-        f"|{'-' * (width + 2)}|---------:|-----------:|--------------:|",
-    ]
-    for label, loss in losses.items():
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        share = f"{(losses[worst] - loss) / gap:.1%}" if gap > 0 else "-"
-        lines.append(f"| {label:<{width}} | {loss:8.4f} | {perplexity:10.2f} | {share:>13} |")
-    return "\n".join(lines)
 
 
 class CodeStatistics:
@@ -144,6 +121,25 @@ def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
             f"NaN or infinity in the weights after step {step}: {', '.join(found[:3])}"
             f"{' ...' if len(found) > 3 else ''}; start anew with a lower learning rate "
             "or clip_grad_norm"
+        )
+
+
+def check_loss(
+    loss_sum: float, num_tokens: float, model: nn.Module, device: torch.device, step: int
+) -> None:
+    """Stops before a bad gradient reaches the weights. Collective if the loss is not finite.
+
+    Raises:
+        ValueError: if there was no token to predict.
+        FloatingPointError: if the loss is not finite; names the parameters that are not, if any.
+    """
+    if num_tokens == 0:
+        raise ValueError(f"the batches of step {step + 1} have no token to predict; check dataset")
+    if not math.isfinite(loss_sum):
+        check_finite(model, device, step)
+        raise FloatingPointError(
+            f"the loss of step {step + 1} is {loss_sum} though all weights are finite; look at "
+            "the data, or start anew with a lower learning rate"
         )
 
 

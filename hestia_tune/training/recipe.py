@@ -9,16 +9,12 @@ output_dir/
     logs/              torchtune's metric logger
 """
 
-import json
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torchao
-import torchtune
 from torchtune import training, utils
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
@@ -27,23 +23,26 @@ import hestia_tune
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import end_process_group, on_first_rank, sum_over_ranks
 from hestia_tune.evaluation import metrics_of, plain_outputs
-from hestia_tune.files import write_atomically
 from hestia_tune.modules import full_tensor
-from hestia_tune.plots import plot_training_curves
 from hestia_tune.training import checkpoint
 from hestia_tune.training.data import shifted_labels
-from hestia_tune.training.hard_model import hard_state_dict, write_hard_model
 from hestia_tune.training.monitoring import (
     check_finite,
+    check_loss,
     memory_metrics,
     record_memory_history,
+)
+from hestia_tune.training.outputs import (
+    HARD,
+    PRETRAINED,
+    hard_state_dict,
     results_table,
+    write_hard_model,
+    write_results,
 )
 from hestia_tune.training.setup import RecipeSetup
 
 log = utils.get_logger("DEBUG")
-
-PRETRAINED, HARD = "pretrained", "trained, hard"
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class HestiaQATRecipe(RecipeSetup):
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
-        self._check_loss(loss_sum, num_tokens)
+        check_loss(loss_sum, num_tokens, self._model, self._device, step)
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
@@ -194,18 +193,6 @@ class HestiaQATRecipe(RecipeSetup):
             ):
                 self._save(position)
             raise
-
-    def _check_loss(self, loss_sum: float, num_tokens: float) -> None:
-        """Stops before a bad gradient reaches the weights."""
-        step = self.global_step + 1
-        if num_tokens == 0:
-            raise ValueError(f"the batches of step {step} have no token to predict; check dataset")
-        if not math.isfinite(loss_sum):
-            check_finite(self._model, self._device, self.global_step)
-            raise FloatingPointError(
-                f"the loss of step {step} is {loss_sum} though all weights are finite; look at "
-                "the data, or start anew with a lower learning rate"
-            )
 
     def loss_sum(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of the loss over predicted tokens, number of predicted tokens) of one batch."""
@@ -325,13 +312,10 @@ class HestiaQATRecipe(RecipeSetup):
         folder = self.output_dir / "hard_model"
         checkpointer = self._checkpoint_client._get_checkpointer()
         write_hard_model(state, checkpointer, folder, description)
-        versions = {m.__name__: m.__version__ for m in (hestia_tune, torch, torchao, torchtune)}
-        results = {"validation_loss": self._ordered_losses(), "versions": versions} | description
-        write_atomically(self.output_dir / "results.json", json.dumps(results, indent=1) + "\n")
         by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
         temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
-        lines = {label: loss for label, loss in self._ordered_losses().items() if label != HARD}
-        plot_training_curves(self.history.rows, temperatures, lines, self.output_dir / "curves.png")
+        rows = self.history.rows
+        write_results(self.output_dir, self.validation_losses, description, rows, temperatures)
         log.info(f"hard model: {folder}")
 
     @property
@@ -357,13 +341,8 @@ class HestiaQATRecipe(RecipeSetup):
         """The results as Markdown; empty without validation data."""
         if not self.validation_losses:
             return ""
-        return results_table(
-            self._ordered_losses().items(), reference=PRETRAINED, worst=self._naive
-        )
-
-    def _ordered_losses(self) -> dict[str, float]:
-        order = (PRETRAINED, self._naive, HARD)
-        return {k: self.validation_losses[k] for k in order if k in self.validation_losses}
+        losses = self.validation_losses.items()
+        return results_table(losses, reference=PRETRAINED, worst=self._naive)
 
     def release(self) -> None:
         """Lets go of the model and the logger; the process group stays, for another recipe."""

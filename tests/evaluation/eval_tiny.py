@@ -29,14 +29,12 @@ class ByteTokenizer:
 class WholeModel(torch.nn.Module):
     """Another model behind a plain ``model(tokens)``: no norm, no positions, no caches."""
 
-    def __init__(self, model, most_tokens=None):
+    def __init__(self, model):
         super().__init__()
-        self.inner, self.most_tokens, self.calls = model, most_tokens, 0
+        self.inner, self.calls = model, 0
 
     def forward(self, tokens):
         self.calls += 1
-        if self.most_tokens is not None and tokens.numel() > self.most_tokens:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
         return self.inner(tokens)
 
 

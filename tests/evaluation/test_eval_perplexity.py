@@ -11,10 +11,9 @@ from torch import nn
 
 pytest.importorskip("lm_eval", reason="perplexity needs lm-eval's scoring")
 
-from hestia_tune.evaluation import perplexity  # noqa: E402
-from hestia_tune.evaluation import read_documents as documents_of  # noqa: E402
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
-from hestia_tune.evaluation.perplexity import windows  # noqa: E402
+from hestia_tune.evaluation.perplexity import perplexity  # noqa: E402
+from hestia_tune.evaluation.perplexity import read_documents as documents_of  # noqa: E402
 from hestia_tune.models.builders import llama  # noqa: E402
 from hestia_tune.sections import TextConfig  # noqa: E402
 
@@ -52,7 +51,7 @@ def make_model(seed, dtype=torch.float32):
 
 
 def measure(model, texts, batch_size="auto", **options):
-    lm = DecoderLM(model, Bytes(), window=64, batch_size=batch_size, progress=False)
+    lm = DecoderLM(model, Bytes(), window=64, batch_size=batch_size, device="cpu")
     return perplexity(lm, texts, **options)
 
 
@@ -91,19 +90,6 @@ def test_equals_one_token_at_a_time(window, stride, batch_size):
         assert (result["tokens"], result["documents"], result["bytes"]) == (71, 6, 71)
         assert result["words"] == sum(len(re.split(r"\s+", text)) for text in texts if text)
         assert (result["window"], result["stride"]) == (window, stride)
-
-
-@pytest.mark.parametrize("window", [1, 2, 5, 8])
-def test_windows_score_every_token_once_with_enough_context(window):
-    for stride in range(1, window + 1):
-        for size in range(40):
-            scored = []
-            for start, first, end in windows(size, window, stride):
-                assert 0 <= start <= first < end <= size and end - start <= window
-                scored += range(first, end)
-                if first:  # the input that predicts `first` is one of its context
-                    assert first + 1 - start >= window - stride + 1
-            assert scored == list(range(size))
 
 
 def test_default_stride_and_measures():
@@ -145,31 +131,15 @@ def test_max_tokens_scores_the_beginning():
     assert measure(model, texts, window=8, max_tokens=99)["tokens"] == 60
 
 
-def test_prefix_token_is_what_the_first_token_follows():
-    model, text = make_model(2), "abc"
-    found = measure(model, [text], window=8, prefix_token=97)
-    assert found["nll"] == pytest.approx(
-        one_token_at_a_time(model, text, 8, 8, prefix=97), rel=1e-5
-    )
-    assert found["nll"] != pytest.approx(one_token_at_a_time(model, text, 8, 8), rel=1e-3)
-
-
 def test_wrong_values_are_refused():
     model = make_model(0)
-    for window, stride in ((8, 9), (8, 0)):
-        with pytest.raises(ValueError, match="stride must be"):
-            measure(model, ["a"], window=window, stride=stride)
-    for options, message in (
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"window": 65}, "window must be in"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            measure(model, ["a"], **{"window": 8} | options)
-    with pytest.raises(ValueError, match="no tokens"):
-        measure(model, ["", ""], window=8)
+    with pytest.raises(ValueError, match="window must be in"):
+        measure(model, ["a"], window=65)
+    with pytest.raises(AssertionError):  # lm-eval's; the eval section is checked when it is read
+        measure(model, ["a"], window=8, stride=9)
     with torch.no_grad():
         model.tok_embeddings.weight.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="tokens 0 to 3 of document 0"):
+    with pytest.raises(FloatingPointError, match="NaN in the logits"):
         measure(model, ["abc"], window=8)
 
 
@@ -178,7 +148,7 @@ def test_text_file_is_one_document(tmp_path):
     file.write_bytes("one\r\ntwo é\n".encode())
     assert read_documents(file) == ["one\r\ntwo é\n"]
     file.write_bytes(b"good \xff bad")
-    with pytest.raises(ValueError, match="text.txt is not UTF-8 .byte 5"):
+    with pytest.raises(ValueError, match="text.txt is not UTF-8 .*position 5"):
         read_documents(file)
     file.write_bytes(b"")
     with pytest.raises(ValueError, match="holds no text"):
@@ -195,14 +165,13 @@ def test_parquet_column(tmp_path, monkeypatch):
     pyarrow.parquet.write_table(table, file)
     assert read_documents(file) == ["a", "", "b"]
     assert read_documents(str(file), limit=2, join="\n\n") == ["a\n\n"]
-    with pytest.raises(ValueError, match="no column 'txt'; did you mean text.; columns: text, n"):
+    with pytest.raises(ValueError, match="no column 'txt'; it has .'text', 'n'"):
         read_documents(file, column="txt")
-    with pytest.raises(ValueError, match="row 0 of column 'n' .* is 1, not text"):
-        read_documents(file, column="n")
-    with pytest.raises(ValueError, match="row 1 of column 'holes' .* is None"):
-        read_documents(file, column="holes")
+    for column in ("n", "holes"):
+        with pytest.raises(ValueError, match=f"column '{column}'.*or what is not text"):
+            read_documents(file, column=column)
     file.write_bytes(b"not parquet")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="not a parquet file"):
         read_documents(file)
 
 
@@ -211,17 +180,8 @@ def test_dataset(tmp_path, monkeypatch):
     folder = tmp_path / "set"
     folder.mkdir()
     (folder / "test.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
-    assert read_documents(folder) == ["a", "b"]
-    with pytest.raises(ValueError, match="no column 'body'; columns: text"):
+    assert read_documents(folder) == read_documents(folder / "test.jsonl") == ["a", "b"]
+    with pytest.raises(ValueError, match="no column 'body'; it has .'text'"):
         read_documents(folder, column="body")
-    with pytest.raises(ValueError, match="split 'nowhere'.*check the file, name and split"):
+    with pytest.raises(ValueError, match="nowhere.*Should be one of"):
         read_documents(folder, split="nowhere")
-
-
-def test_a_hub_out_of_reach_is_explained(monkeypatch):
-    def refuse(*arguments, **options):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("datasets.load_dataset", refuse)
-    with pytest.raises(ConnectionError, match="dataset some/set .*cannot be reached .no route."):
-        read_documents("some/set")

@@ -10,8 +10,9 @@ from eval_tasks_local import make_manager, make_task_folder  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hestia_tune import evaluation  # noqa: E402
-from hestia_tune.evaluation import find_tasks, load_tasks  # noqa: E402
-from hestia_tune.evaluation.harness import hub_errors  # noqa: E402
+from hestia_tune.evaluation import Evaluator, evaluator  # noqa: E402
+from hestia_tune.evaluation.evaluator import find_tasks, load_tasks  # noqa: E402
+from hestia_tune.sections import EvalConfig, TextConfig  # noqa: E402
 
 FIVE = ["arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande"]
 
@@ -26,7 +27,7 @@ def test_preset_is_the_papers_five_tasks(tmp_path, monkeypatch):
     folder = make_task_folder(tmp_path / "tasks", official=FIVE)
     ours = Path(evaluation.__file__).parent / "tasks"
     manager = TaskManager(include_path=[str(ours), str(folder)], include_defaults=False)
-    (group,) = load_tasks(["hestia_zeroshot"], manager)
+    ((group,), _) = load_tasks(["hestia_zeroshot"], manager)
     assert [task.task_name for task in group.get_all_tasks()] == FIVE
     with pytest.raises(ValueError, match="near|did you mean hestia_zeroshot"):
         load_tasks(["hestia_zero_shot"], manager)
@@ -51,16 +52,21 @@ def test_unknown_task_suggests_near_ones(manager):
         find_tasks("/no/such")
 
 
-def test_hub_errors_are_one_message_and_others_pass(manager, monkeypatch):
-    def unreachable(names):
-        try:
-            raise ConnectionError("Couldn't reach 'a/b'")
-        except ConnectionError as error:
-            raise FileNotFoundError("not cached") from error
+def test_a_hub_out_of_reach_is_explained(manager, monkeypatch):
+    def unreachable(*args, **options):
+        raise ConnectionError("Couldn't reach 'a/b'")
 
-    monkeypatch.setattr(manager, "load", unreachable)
-    message = "task tiny_choice is on the .* hub.*Couldn't reach 'a/b'.*include_path.*OFFLINE"
+    def make(**section):
+        return Evaluator(EvalConfig(**section), None, 64)
+
+    message = "hub cannot be reached .Couldn't reach 'a/b'.*include_path"
+    monkeypatch.setattr(evaluator, "find_tasks", lambda folder: manager)
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
     with pytest.raises(ConnectionError, match=message):
-        load_tasks(["tiny_choice"], manager)
-    with pytest.raises(KeyError), hub_errors("x"):
-        raise KeyError("not a matter of networks")
+        make(tasks=[], perplexity={"t": TextConfig(source="a/b")})
+    monkeypatch.setattr(manager, "load", unreachable)
+    with pytest.raises(ConnectionError, match=message):
+        make(tasks=["tiny_choice"])
+    monkeypatch.setattr(manager, "load", lambda names: {}[names[0]])
+    with pytest.raises(KeyError):  # not a matter of networks
+        make(tasks=["tiny_choice"])

@@ -126,6 +126,25 @@ def read_stock(path) -> dict[str, torch.Tensor]:
     return found
 
 
+def read_tensor_infos(path) -> dict[str, tuple[int, torch.Size, int]]:
+    """Name of every tensor -> its ggml type, its shape and its offset in the file.
+
+    The package's reader refuses types that are not in its enum, so what it makes of the tensor
+    list is replaced by the list itself.
+    """
+
+    class Reader(gguf.GGUFReader):
+        def _build_tensors(self, start_offs, fields):
+            self.infos = {}
+            for field in fields:
+                _, name, _, dims, type_id, offset = field.parts
+                shape = torch.Size(reversed([int(dim) for dim in dims]))
+                position = int(start_offs) + int(offset[0])
+                self.infos[bytes(name).decode("utf-8")] = (int(type_id[0]), shape, position)
+
+    return Reader(path).infos
+
+
 def paired_rows(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows i and i + half of each head side by side, one by one."""
     size = len(tensor) // heads

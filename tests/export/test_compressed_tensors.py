@@ -217,14 +217,14 @@ def test_the_target(demo, tmp_path):
     write_compressed_tensors(folder, target, quantized=some, overwrite=True)
     assert sum(n.endswith("_packed") for n in load_file(target / "model.safetensors")) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
-    with pytest.raises(ValueError, match=r"quantized already \(compressed-tensors\)"):
+    with pytest.raises(ValueError, match=r"is quantized \(compressed-tensors\)"):
         write_compressed_tensors(target, tmp_path / "twice", quantized=some)
 
 
 def test_wrong_names_and_sizes(demo, tmp_path):
     folder, quantized = demo
     refuse(folder, tmp_path, {}, ValueError, "got none")
-    refuse(folder, tmp_path, {NAME + "s": 128}, ValueError, f"did you mean {NAME}")
+    refuse(folder, tmp_path, {NAME + "s": 128}, ValueError, f"{NAME}s is none of")
     refuse(folder, tmp_path, {NAME: 96}, ValueError, f"96 does not divide .*{NAME}")
     refuse(folder, tmp_path, {"model.norm.weight": 128}, ValueError, "only matrices")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -232,7 +232,7 @@ def test_wrong_names_and_sizes(demo, tmp_path):
         state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
         save_file(state, folder / "model.safetensors")
         edit_json(folder / "config.json", tie_word_embeddings=False)
-        refuse(folder, tmp_path, {name: 128}, ValueError, f"output head.*{name} is not one")
+        refuse(folder, tmp_path, {name: 128}, ValueError, f"output head .* leave out {name}")
 
 
 @pytest.mark.parametrize(
@@ -240,13 +240,12 @@ def test_wrong_names_and_sizes(demo, tmp_path):
     [
         {"model_type": "perceptive", "architectures": ["PerceptiveForCausalLM"]},
         {"model_type": "vit", "architectures": ["ViTModel"]},
-        {"hidden_act": "warble"},
     ],
 )
 def test_models_that_transformers_does_not_build(demo, tmp_path, changes):
     folder, quantized = demo
     edit_json(folder / "config.json", **changes)
-    refuse(folder, tmp_path, quantized, ValueError, "transformers .* does not build")
+    refuse(folder, tmp_path, quantized, ValueError, "Transformers does not|Unrecognized")
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "config.json", "model.safetensors"])

@@ -5,28 +5,22 @@ import numpy as np
 import pytest
 import torch
 
-from hestia_tune.export.gguf import packed_entry
-from hestia_tune.export.gguf_blocks import (
-    BLOCK_TYPES,
-    FP16_MAX,
-    FP16_MIN_NORMAL,
-    choose_block_type,
-    to_fp16_scales,
-)
-from hestia_tune.export.source import split_hard
-from hestia_tune.functional import hard_ternary, ternary_codes
+from hestia_tune.export.gguf import BLOCK_TYPES, choose_block_type
+from hestia_tune.functional import hard_ternary
+from hestia_tune.tensors import TernaryTensor
 
 NAMES = tuple(BLOCK_TYPES)
+FP16_MIN_NORMAL, FP16_MAX = 2.0**-14, 65504.0
 
 
-def random_rows(name: str, seed: int, rows: int = 20) -> tuple[np.ndarray, np.ndarray]:
+def random_rows(name: str, seed: int, rows: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of rows of two blocks each, and a scale for each block."""
     generator = np.random.default_rng(seed)
     codes = generator.integers(-1, 2, (rows, 2 * BLOCK_TYPES[name].block), dtype=np.int8)
     codes[:3] = np.array([[-1], [0], [1]])
-    scales = generator.uniform(0.001, 2, (rows, 2)).astype(np.float16)
+    scales = torch.from_numpy(generator.uniform(0.001, 2, (rows, 2))).bfloat16()
     scales[1, 1] = 0
-    return codes, scales
+    return torch.from_numpy(codes), scales
 
 
 def slow_decode(name: str, block: bytes) -> list[int]:
@@ -60,20 +54,21 @@ def slow_decode(name: str, block: bytes) -> list[int]:
 def test_packing_has_an_exact_inverse(name, seed):
     block_type = BLOCK_TYPES[name]
     codes, scales = random_rows(name, seed)
-    data = block_type.pack(codes, scales)
+    data = block_type.pack(codes, scales, "layer")
     assert data.dtype == np.uint8 and data.shape == (len(codes), 2, block_type.num_bytes)
-    found = block_type.unpack(data.reshape(len(codes), -1))
+    found = block_type.unpack(data.reshape(-1))
     assert found.dtype == np.float32
-    assert np.array_equal(found, codes * scales.astype(np.float32).repeat(block_type.block, 1))
+    expected = codes * scales.float().repeat_interleave(block_type.block, 1)
+    assert torch.equal(torch.from_numpy(found).view(codes.shape), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packing_is_ggmls_layout(name):
     block_type = BLOCK_TYPES[name]
     codes, scales = random_rows(name, seed=7)
-    blocks = block_type.pack(codes, scales).reshape(-1, block_type.num_bytes)
-    codes = codes.reshape(len(blocks), -1)
-    for codes_of_block, scale, block in zip(codes, scales.reshape(-1), blocks, strict=True):
+    blocks = block_type.pack(codes, scales, "layer").reshape(-1, block_type.num_bytes)
+    codes, scales = codes.view(len(blocks), -1), scales.view(-1).tolist()
+    for codes_of_block, scale, block in zip(codes, scales, blocks, strict=True):
         assert slow_decode(name, bytes(block)) == codes_of_block.tolist()
         found = bytes(block[:2] if name.startswith("Q") else block[-2:])
         assert np.frombuffer(found, "<f2")[0] == scale  # a block of zeros keeps its row's too
@@ -93,79 +88,53 @@ def test_types_stand_smallest_first():
     assert bits == sorted(bits) == [1.6875, 2.0625, 2.25, 4.5]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256, "channel", "tensor"])
-@pytest.mark.parametrize("seed", range(2))
-def test_split_recovers_codes_and_scales(dtype, group_size, seed):
-    torch.manual_seed(seed)
-    latent = torch.randn(12, 256) * 0.03
-    hard = hard_ternary(latent, group_size=group_size).to(dtype)
-    codes, scales = split_hard(hard, group_size, "layer")
-    expected_codes, expected_scales = ternary_codes(latent, group_size=group_size)
-    assert codes.dtype == torch.int8 and torch.equal(codes, expected_codes)
-    assert scales.dtype == torch.bfloat16 and torch.equal(scales, expected_scales)
-    per_weight = scales.float().expand(12, -1).repeat_interleave(256 // scales.shape[1], 1)
-    assert torch.equal(codes * per_weight, hard.float())
-
-
 @pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, "channel", "tensor"])
 @pytest.mark.parametrize("name", NAMES)
 def test_scales_stand_in_every_block_of_their_group(name, group_size, rows):
     torch.manual_seed(0)
     kind, hard = BLOCK_TYPES[name], hard_ternary(torch.randn(rows, 512), group_size=group_size)
-    order = torch.randperm(rows)
     if not kind.fits(512, group_size):
-        with pytest.raises(ValueError, match=f"layer .* does not fit {name}"):
+        with pytest.raises(ValueError, match=f"{name} would straddle .* of layer"):
             choose_block_type((name,), 512, group_size, "layer")
         return
-    entry = packed_entry(hard, kind, group_size, order, "layer")
-    assert entry.shape == hard.shape and entry.data.shape == (
-        rows,
-        512 // kind.block * kind.num_bytes,
-    )
-    assert torch.equal(torch.from_numpy(kind.unpack(entry.data)), hard[order])
+    packed = TernaryTensor.from_hard(hard, group_size=group_size)
+    data = kind.pack(packed.codes(), packed.scale, "layer")
+    assert data.shape == (rows, 512 // kind.block, kind.num_bytes)
+    assert torch.equal(torch.from_numpy(kind.unpack(data.reshape(-1))).view(rows, 512), hard)
 
 
 def test_a_group_of_zeros_has_scale_zero():
     hard = hard_ternary(torch.randn(4, 64), group_size=32)
     hard[2, 32:] = 0
-    codes, scales = split_hard(hard, 32, "layer")
-    assert scales[2, 1] == 0 and not codes[2, 32:].any()
-    assert torch.equal(to_fp16_scales(scales, "layer").float(), scales.float())
+    packed = TernaryTensor.from_hard(hard, group_size=32)
+    assert packed.scale[2, 1] == 0 and not packed.codes()[2, 32:].any()
+    assert torch.equal(packed_scales(packed.scale), packed.scale.float())
 
 
-def test_split_refuses_what_is_not_ternary():
-    hard = hard_ternary(torch.randn(6, 128), group_size=64)
-    with pytest.raises(ValueError, match="some_layer is not a hard weight: .* row 0, group 0"):
-        split_hard(hard, 128, "some_layer")
-    hard[3, 70] = 1.5 * hard.abs().max()
-    with pytest.raises(ValueError, match="some_layer .* group of 64.* row 3, group 1"):
-        split_hard(hard, 64, "some_layer")
-    for value in (float("nan"), float("inf")):
-        broken = hard_ternary(torch.randn(6, 128), group_size=64)
-        broken[5, 1] = value
-        with pytest.raises(ValueError, match="row 5, group 0"):
-            split_hard(broken, 64, "some_layer")
+def packed_scales(scales: torch.Tensor) -> torch.Tensor:
+    """What the file holds for scales of rows of two blocks of Q4_0."""
+    codes = torch.ones(len(scales), 64, dtype=torch.int8)
+    blocks = BLOCK_TYPES["Q4_0"].pack(codes, scales, "blk.7")
+    return torch.from_numpy(blocks[..., :2].copy().view(np.float16)[..., 0]).float()
 
 
 def test_scales_are_exact_in_float16_or_refused():
-    exact = torch.tensor([[0.0, FP16_MIN_NORMAL, 0.0123], [1.0, 100.5, FP16_MAX]]).bfloat16()
-    exact[1, 2] = 65280.0  # the largest bfloat16 below float16's largest value
-    assert torch.equal(to_fp16_scales(exact.float(), "layer").float(), exact.float())
-    for value in (FP16_MIN_NORMAL / 2, 2.0**-30, 65536.0, 1 + 2.0**-12):
-        scales = torch.ones(3, 4)
+    exact = torch.tensor([[0.0, FP16_MIN_NORMAL], [0.0123, 1.0], [100.5, 65280.0]]).bfloat16()
+    assert torch.equal(packed_scales(exact), exact.float())
+    for value in (FP16_MIN_NORMAL / 2, 2.0**-30, 65536.0):
+        scales = torch.ones(3, 2).bfloat16()
         scales[2, 1] = value
         with pytest.raises(ValueError, match="group 1 of row 2 of blk.7 has the scale"):
-            to_fp16_scales(scales, "blk.7")
+            packed_scales(scales)
 
 
 def test_every_normal_bfloat16_scale_survives():
     bits = torch.arange(1, 2**15 - 1, dtype=torch.int16)
-    values = bits.view(torch.bfloat16).float()
-    values = values[(values >= FP16_MIN_NORMAL) & (values <= FP16_MAX)]
+    values = bits.view(torch.bfloat16)
+    values = values[(values.float() >= FP16_MIN_NORMAL) & (values.float() <= FP16_MAX)]
     assert len(values) > 3000
-    assert torch.equal(to_fp16_scales(values[:, None], "all").float()[:, 0], values)
+    assert torch.equal(packed_scales(values[:, None])[:, 0], values.float())
 
 
 @pytest.mark.parametrize(
@@ -191,10 +160,9 @@ def test_the_smallest_exact_type_is_chosen(in_features, group_size, expected):
     assert choose_block_type(("Q4_0",), in_features, group_size, "layer").name == "Q4_0"
 
 
-def test_a_group_that_does_not_fit_names_the_types_that_do():
-    with pytest.raises(ValueError, match=r"blk.0 .* Q2_0 multiples of 64.*; use block_type Q4_0"):
+def test_a_group_that_does_not_fit():
+    with pytest.raises(ValueError, match="TQ2_0 or Q2_0 .* blk.0 .*; try block_type Q4_0"):
         choose_block_type(("TQ2_0", "Q2_0"), 576, 96, "blk.0")
-    with pytest.raises(ValueError, match="no GGUF block type holds it"):
-        choose_block_type(NAMES, 172, "channel", "blk.0")
-    with pytest.raises(ValueError, match="group_size 16 .* no GGUF block type holds it"):
-        choose_block_type(NAMES, 576, 16, "blk.0")
+    for in_features, group_size in ((172, "channel"), (576, 16)):
+        with pytest.raises(ValueError, match=f"group_size {group_size}.* to be stored densely"):
+            choose_block_type(NAMES, in_features, group_size, "blk.0")

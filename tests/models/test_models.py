@@ -13,7 +13,7 @@ from hestia_tune.methods import Fairy2iMethod, TernaryMethod
 from hestia_tune.models import PackedWeights
 from hestia_tune.models.build import instantiate
 from hestia_tune.models.packed import packed_entries
-from hestia_tune.training.hard_model import write_hard_model
+from hestia_tune.training.outputs import write_hard_model
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,16 @@ def test_entries_equal_the_dense_weight(method, dtype):
     arguments = {"compute_dtype": dtype}
     if not method.codes_follow_from_hard:
         arguments["latents"] = latents
-    for name, dense, stored in packed_entries(iter(hard.items()), quantized, method, **arguments):
-        assert torch.equal(dense, hard[name])
+    for name, stored in packed_entries(iter(hard.items()), quantized, method, **arguments):
         assert (type(stored) is torch.Tensor) == (name == "norm")
         plain = stored if name == "norm" else stored.dequantize()
-        assert stored.dtype == torch.bfloat16 and torch.equal(plain, dense)
+        assert stored.dtype == torch.bfloat16 and torch.equal(plain, hard[name])
+
+
+def test_codes_of_other_latents_are_not_kept():
+    method, weight = Fairy2iMethod(granularity=2), torch.randn(4, 8)
+    entries = packed_entries(
+        [("a", method.hard(weight))], {"a"}, method, latents={"a": torch.randn(4, 8)}
+    )
+    with pytest.raises(RuntimeError, match="a packed differs from the hard model"):
+        list(entries)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hestia_tune import AnnealingSchedule, SensitivityArtifact
-from hestia_tune.sensitivity import model_fingerprint, sensitivity_scores
+from hestia_tune.sensitivity import model_fingerprint
+from hestia_tune.sensitivity.artifact import sensitivity_scores
 
 TRACES = {"layers.0.q_proj": 2.5, "layers.0.w1": 1e-6, "layers.1.q_proj": 40.0, "layers.1.w1": 0.3}
 
@@ -20,7 +21,6 @@ def make_artifact(**changes) -> SensitivityArtifact:
         "scores": sensitivity_scores(TRACES),
         "model_fingerprint": "sha256:0123",
         "probes": {name: 10 + k for k, name in enumerate(TRACES)},
-        "resolved": dict.fromkeys(TRACES, True),
         "estimator": {"method": "hutchinson", "seed": 7, "kappa": 1.0, "epsilon": 1e-8},
         "dataset": {"num_batches": 4},
         "tokens_seen": 1234,
@@ -57,7 +57,6 @@ def unresolved_artifact(**changes) -> SensitivityArtifact:
     return SensitivityArtifact(
         traces=traces,
         standard_errors=errors,
-        resolved={name: name not in "bd" for name in traces},
         model_fingerprint="sha256:0",
         estimator={"method": "hutchinson", "kappa": 1.0, "epsilon": 1e-8} | changes,
     )
@@ -77,9 +76,17 @@ def test_unresolved_layers_score_as_the_smallest_resolved_one(tmp_path, kappa):
         SensitivityArtifact(
             traces={"a": 1.0},
             standard_errors={"a": 2.0},
-            resolved={"a": False},
             model_fingerprint="sha256:0",
         )
+
+
+def identity_of(artifact, *, fingerprint="sha256:0", digest=None, **estimator) -> dict:
+    """What `estimation_identity` gives for the artifact's own estimation, or for another."""
+    return {
+        "model_fingerprint": fingerprint,
+        "estimator": artifact.estimator | estimator,
+        "dataset": {"num_batches": 1, "digest": digest},
+    }
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -89,9 +96,24 @@ def test_rescored_for_another_gain(tmp_path, loaded, kappa):
     if loaded:
         artifact.save(tmp_path / "s.json")
         artifact = SensitivityArtifact.load(tmp_path / "s.json")
-    other = artifact.rescored(kappa)
+    other = artifact.of_estimation(identity_of(artifact, kappa=kappa))
     assert other == unresolved_artifact(kappa=kappa, epsilon=0.1)
-    assert other.rescored(1.0) == artifact
+    assert other.of_estimation(identity_of(artifact)) == artifact
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [
+        ({"epsilon": 0.2}, "epsilon"),
+        ({"method": "hutch++", "kappa": 2.0, "rank": 3}, "method, rank"),
+        ({"fingerprint": "sha256:1"}, "the model's weights"),
+        ({"digest": "sha256:2"}, "the calibration samples"),
+    ],
+)
+def test_an_artifact_of_another_estimation_says_in_what_it_differs(changes, differing):
+    artifact = unresolved_artifact()
+    with pytest.raises(ValueError, match=f"is of another estimation, and differs in {differing}$"):
+        artifact.of_estimation(identity_of(artifact, **changes))
 
 
 def test_the_summary(tmp_path):
@@ -158,11 +180,11 @@ def test_check_model_names_missing_and_unknown_layers():
     artifact.check_model(TRACES)
     artifact.check_model(list(TRACES), "sha256:0123")
     extra = [*TRACES, *(f"layers.{i}.new" for i in range(2, 7))]
-    with pytest.raises(ValueError, match=r"no entry for layers.2.new, .* and 2 more"):
+    with pytest.raises(ValueError, match="and the model differ in layers.2.new; compute it with"):
         artifact.check_model(extra)
-    with pytest.raises(ValueError, match="layers that are not quantized: layers.1.w1$"):
+    with pytest.raises(ValueError, match="and the model differ in layers.1.w1; compute it with"):
         artifact.check_model([name for name in TRACES if name != "layers.1.w1"])
-    with pytest.raises(ValueError, match="other weights; compute it anew"):
+    with pytest.raises(ValueError, match="other weights; compute it with"):
         artifact.check_model(TRACES, "sha256:4567")
 
 

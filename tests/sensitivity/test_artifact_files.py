@@ -27,9 +27,9 @@ def set_entry(field, value):
 BAD_DOCUMENTS = {
     "version 1": (
         set_field(schema_version=1),
-        "must be 2; got 1, which is outdated; compute it with `tune run hestia_sensitivity",
+        "must be 2; got 1; compute it with `tune run hestia_sensitivity",
     ),
-    "version 3": (set_field(schema_version=3), "must be 2; got 3, which this version cannot read"),
+    "version 3": (set_field(schema_version=3), "schema_version must be 2; got 3; compute"),
     "version as text": (set_field(schema_version="2"), "schema_version must be 2; got 2"),
     "no version": (lambda d: d.pop("schema_version"), "lacks the field 'schema_version'"),
     "no layers": (lambda d: d.pop("layers"), "lacks the field 'layers'"),
@@ -39,10 +39,6 @@ BAD_DOCUMENTS = {
     "no tokens": (lambda d: d.pop("tokens_seen"), "lacks the field 'tokens_seen'"),
     "no alpha": (lambda d: d.pop("alpha"), "lacks the field 'alpha'"),
     "no probes": (lambda d: d["layers"]["layers.0.w1"].pop("probes"), "lacks the field 'probes'"),
-    "not said if resolved": (
-        lambda d: d["layers"]["layers.0.w1"].pop("resolved"),
-        "lacks the field 'resolved'",
-    ),
     "no score": (lambda d: d["layers"]["layers.0.w1"].pop("score"), "lacks the field 'score'"),
     "no trace": (lambda d: d["layers"]["layers.0.w1"].pop("trace"), "lacks the field 'trace'"),
     "empty": (set_field(layers={}), "at least one"),
@@ -50,39 +46,28 @@ BAD_DOCUMENTS = {
     "entry as a number": (lambda d: d["layers"].update({"layers.0.w1": 0.5}), "is not valid"),
     "score above 1": (
         set_entry("score", 1.5),
-        r"score of layers.0.w1 must be a number in \[0, 1\]",
+        r"score of layers.0.w1 must be in \[0, 1\]",
     ),
     "score below 0": (
         set_entry("score", -0.1),
-        r"score of layers.0.w1 must be a number in \[0, 1\]",
+        r"score of layers.0.w1 must be in \[0, 1\]",
     ),
     "score as text": (set_entry("score", "0.5"), "score of layers.0.w1 must be a number"),
     "score null": (set_entry("score", None), "score of layers.0.w1 must be a number"),
     "score true": (set_entry("score", True), "score of layers.0.w1 must be a number"),
-    "trace NaN": (set_entry("trace", float("nan")), "NaN is not a number"),
-    "trace infinite": (set_entry("trace", float("inf")), "Infinity is not a number"),
-    "trace too large": (set_entry("trace", 10**400), "trace of layers.0.w1 must be a finite"),
-    "error NaN": (set_entry("standard_error", float("nan")), "NaN is not a number"),
+    "trace NaN": (set_entry("trace", float("nan")), "trace of layers.0.w1 must be in .*; got nan"),
+    "trace infinite": (set_entry("trace", float("inf")), "layers.0.w1 must be in .*; got inf"),
+    "trace too large": (set_entry("trace", 10**400), "trace of layers.0.w1 must be in .*; got 100"),
+    "error NaN": (set_entry("standard_error", float("nan")), "layers.0.w1 must be in .*; got nan"),
     "error negative": (
         set_entry("standard_error", -0.1),
-        "standard_error of layers.0.w1 must be a finite number >= 0; got -0.1",
+        r"standard_error of layers.0.w1 must be in \[0, .*; got -0.1",
     ),
-    "resolved at zero": (set_entry("trace", 0.0), "layers.0.w1 is resolved and so must be > 0"),
-    "resolved and negative": (
-        set_entry("trace", -2.0),
-        "trace of layers.0.w1 is resolved and so must be > 0; got -2.0",
-    ),
-    "resolved as a number": (set_entry("resolved", 1), "resolved of layers.0.w1 must be true"),
-    "resolved as text": (set_entry("resolved", "yes"), "resolved of layers.0.w1 must be true"),
-    "probes as a fraction": (set_entry("probes", 2.5), "probes of layers.0.w1 must be a non-neg"),
-    "probes negative": (set_entry("probes", -1), "probes of layers.0.w1 must be a non-negative"),
-    "probes true": (set_entry("probes", True), "probes of layers.0.w1 must be a non-negative"),
-    "tokens as text": (set_field(tokens_seen="9"), "tokens_seen must be a finite number; got '9'"),
-    "time null": (set_field(wall_time_seconds=None), "wall_time_seconds must be a finite number"),
-    "alpha as text": (set_field(alpha="0.4"), "alpha must be a finite number"),
-    "dataset as text": (set_field(dataset="c4"), "dataset must be a mapping; got 'c4'"),
-    "fingerprint as a number": (set_field(model_fingerprint=5), "model_fingerprint"),
-    "estimator as a list": (set_field(estimator=[10]), "estimator"),
+    "probes negative": (set_entry("probes", -1), r"probes of layers.0.w1 must be in \[0, "),
+    "probes as text": (set_entry("probes", "9"), "probes of layers.0.w1 must be a number"),
+    "probes true": (set_entry("probes", True), "probes of layers.0.w1 must be a number"),
+    "dataset as text": (set_field(dataset="c4"), "estimator and dataset must be mappings"),
+    "estimator as a list": (set_field(estimator=[10]), "estimator and dataset must be mappings"),
 }
 
 
@@ -135,7 +120,9 @@ def test_a_truncated_file_is_refused(tmp_path, kept):
 def test_a_foreign_json_file_is_refused(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="config.json lacks the field 'schema_version'; compute"):
+    with pytest.raises(
+        ValueError, match="config.json is not valid: it lacks .* 'schema_version'; comp"
+    ):
         SensitivityArtifact.load(path)
 
 
@@ -157,7 +144,7 @@ def test_numbers_that_overflow_are_refused(tmp_path):
     path = tmp_path / "sensitivity.json"
     make_artifact().save(path)
     path.write_text(path.read_text().replace('"trace": 40.0', '"trace": 1e999'))
-    with pytest.raises(ValueError, match="trace of layers.1.q_proj must be a finite number"):
+    with pytest.raises(ValueError, match="trace of layers.1.q_proj must be in .*; got inf"):
         SensitivityArtifact.load(path)
 
 

@@ -21,10 +21,10 @@ from hestia_tune.sensitivity import (
     EstimationConfig,
     estimate_sensitivity,
     model_fingerprint,
-    sensitivity_scores,
 )
+from hestia_tune.sensitivity.artifact import sensitivity_scores
+from hestia_tune.sensitivity.curvature import hutchpp
 from hestia_tune.sensitivity.estimation import probe_generator
-from hestia_tune.sensitivity.hutchpp import hutchpp
 
 DENSE = {"hessian": dense_hessian, "fisher": dense_gauss_newton}
 
@@ -40,7 +40,6 @@ def run(model, batches, *, journal=None, weights=None, **settings):
         batches,
         EstimationConfig(**settings),
         journal=journal,
-        progress=False,
     )
 
 
@@ -153,13 +152,13 @@ def test_fixed_is_hutchpp_on_every_batch():
     model = one_layer()
     batches = fitted_batches(model, 3)
     settings = EstimationConfig(fixed=True, rank=3, num_probes=5, seed=4)
-    found = estimate_sensitivity(model, weights_of(model), batches, settings, progress=False)
+    found = estimate_sensitivity(model, weights_of(model), batches, settings)
     tokens = [data.num_predicted for data in batches]
     for name, weight in weights_of(model).items():
         traces, variance = [], 0.0
         for index, data in enumerate(batches):
             dense = dense_hessian(model, name, data)
-            expected = hutchpp(
+            trace, error, _ = hutchpp(
                 lambda vectors, dense=dense: [dense @ v() for v in vectors],
                 lambda vectors, dense=dense: [
                     float(v @ dense @ v) for v in (vector() for vector in vectors)
@@ -169,8 +168,8 @@ def test_fixed_is_hutchpp_on_every_batch():
                 num_probes=5,
                 generator=probe_generator(4, (name, index, 0), weight.device),
             )
-            traces.append(expected.trace * tokens[index] / sum(tokens))
-            variance += (expected.standard_error * tokens[index] / sum(tokens)) ** 2
+            traces.append(trace * tokens[index] / sum(tokens))
+            variance += (error * tokens[index] / sum(tokens)) ** 2
         assert found.traces[name] == pytest.approx(math.fsum(traces), rel=1e-8)
         assert found.standard_errors[name] == pytest.approx(math.sqrt(variance), rel=1e-7)
         assert found.probes[name] == (2 * 3 + 5) * 3

@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from small_nets import decoder, fitted_batches, weights_of
 
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
-from hestia_tune.sensitivity.journal import Journal
+from hestia_tune.sensitivity.estimation import Journal
 
 # Name -> (number of batches, settings). One batch leaves the second rank without work.
 CASES = {
@@ -24,8 +24,8 @@ CASES = {
 class CountingJournal(Journal):
     """Notes what this process measured."""
 
-    def __init__(self, stem=None, rank=0):
-        super().__init__(stem, rank)
+    def __init__(self, folder=None, rank=0):
+        super().__init__(folder, rank)
         self.added = []
 
     def add(self, measured):
@@ -42,7 +42,6 @@ def run(case: str, journal: Journal | None = None) -> SensitivityArtifact:
         fitted_batches(model, num_batches),
         EstimationConfig(**settings),
         journal=journal,
-        progress=False,
     )
 
 
@@ -88,7 +87,7 @@ def test_two_ranks_equal_one_process(folder, case):
     assert first == second
     for column in ("traces", "standard_errors", "scores"):
         assert getattr(first, column) == pytest.approx(getattr(one, column), rel=1e-6)
-    for key in ("probes", "resolved", "estimator", "dataset", "tokens_seen", "model_fingerprint"):
+    for key in ("probes", "estimator", "dataset", "tokens_seen", "model_fingerprint"):
         assert getattr(first, key) == getattr(one, key)
 
 

@@ -9,7 +9,7 @@ from small_nets import decoder, fitted_batches, weights_of
 from torch import nn
 
 from hestia_tune.sensitivity import CalibrationBatch, EstimationConfig, estimate_sensitivity
-from hestia_tune.sensitivity.journal import Journal
+from hestia_tune.sensitivity.estimation import Journal
 
 MODES = {
     "hessian": {"num_probes": 6, "target_standard_error": 0.03},
@@ -26,8 +26,8 @@ class Killed(Exception):
 class CountingJournal(Journal):
     """Notes what is measured, and raises when more than ``limit`` records would be written."""
 
-    def __init__(self, stem=None, rank=0, limit=None):
-        super().__init__(stem, rank)
+    def __init__(self, folder=None, rank=0, limit=None):
+        super().__init__(folder, rank)
         self.found, self.added, self.records, self.limit = set(self.values), [], 0, limit
 
     def add(self, measured):
@@ -47,7 +47,7 @@ def run(journal=None, *, made=None, weights=None, **settings):
     model, batches = made or make()
     weights = weights_of(model) if weights is None else weights
     settings = EstimationConfig(**settings)
-    return estimate_sensitivity(model, weights, batches, settings, journal=journal, progress=False)
+    return estimate_sensitivity(model, weights, batches, settings, journal=journal)
 
 
 def timeless(artifact):
@@ -135,7 +135,7 @@ def test_more_probes_build_on_fewer(tmp_path):
 @pytest.mark.parametrize("cut", [1, 2, 8, 20, "all but one letter", "garbage"])
 def test_a_last_line_cut_off_by_a_kill_is_ignored(tmp_path, cut):
     expected = timeless(run(Journal(tmp_path / "j"), **MODES["hessian"]))
-    path = tmp_path / "j-rank0.jsonl"
+    path = tmp_path / "j" / "rank0.jsonl"
     text = path.read_text().rstrip("\n")
     last = text.splitlines()[-1]
     if cut == "garbage":
@@ -151,22 +151,19 @@ def test_a_last_line_cut_off_by_a_kill_is_ignored(tmp_path, cut):
     assert timeless(run(journal, **MODES["hessian"])) == expected and not journal.added
 
 
-def test_journals_of_two_ranks_are_read_by_one_and_removed_together(tmp_path):
+def test_journals_of_two_ranks_are_read_by_one(tmp_path):
     whole = Journal(tmp_path / "j")
     expected = timeless(run(whole, **MODES["hessian"]))
-    path = tmp_path / "j-rank0.jsonl"
+    path = tmp_path / "j" / "rank0.jsonl"
     lines = [line for line in path.read_text().splitlines() if line]
     path.write_text("\n".join(lines[::2]) + "\n")
-    (tmp_path / "j-rank1.jsonl").write_text("\n".join(lines[1::2]))
-    other = tmp_path / "jo-rank0.jsonl"
-    other.write_text('["layers.0.w1", 0, 0, [9.0]]\n')
+    (tmp_path / "j" / "rank1.jsonl").write_text("\n".join(lines[1::2]))
+    (tmp_path / "jo").mkdir()
+    (tmp_path / "jo" / "rank0.jsonl").write_text('["layers.0.w1", 0, 0, [9.0]]\n')
     for rank in range(3):
         assert Journal(tmp_path / "j", rank).values == whole.values
     journal = CountingJournal(tmp_path / "j")
     assert timeless(run(journal, **MODES["hessian"])) == expected and not journal.added
-    journal.remove()
-    assert list(tmp_path.iterdir()) == [other]
-    assert Journal(tmp_path / "j").values == {}
 
 
 def flags(model):
@@ -206,7 +203,7 @@ def test_dropout_is_off():
 def test_low_precision_is_refused(dtype):
     model, batches = make()
     model.layers[1].w2.to(dtype)
-    message = rf"need float32 weights; layers\.1\.w2 is {dtype}; load the model in float32"
+    message = rf"layers\.1\.w2 is {dtype}; load the model in float32"
     with pytest.raises(TypeError, match=message):
         run(made=(model, batches))
 
@@ -231,11 +228,24 @@ def test_what_is_not_finite_names_the_layer_and_the_batch(mode, value):
 @modes
 def test_nothing_to_measure(mode):
     model, batches = make()
-    with pytest.raises(ValueError, match="at least one layer and one calibration sample"):
+    with pytest.raises(ValueError, match="at least one layer and one token to predict"):
         run(made=(model, []), **MODES[mode])
-    with pytest.raises(ValueError, match="at least one layer and one calibration sample"):
+    with pytest.raises(ValueError, match="at least one layer and one token to predict"):
         run(made=(model, batches), weights={}, **MODES[mode])
     tokens = batches[0].tokens
     empty = CalibrationBatch(tokens=tokens, labels=torch.full_like(tokens, -100))
-    with pytest.raises(ValueError, match="calibration batch 1 has no token to predict"):
-        run(made=(model, [batches[0], empty, batches[1]]), **MODES[mode])
+    with pytest.raises(ValueError, match="at least one layer and one token to predict"):
+        run(made=(model, [empty]), **MODES[mode])
+
+
+@modes
+def test_a_batch_that_predicts_nothing_does_not_count(mode):
+    model, batches = make()
+    tokens = batches[0].tokens
+    empty = CalibrationBatch(tokens=tokens, labels=torch.full_like(tokens, -100))
+    settings = MODES[mode] | {"min_probes": 4, "num_probes": 4}
+    expected = run(made=(model, batches), **settings)
+    found = run(made=(model, [*batches, empty]), **settings)
+    assert found.traces == pytest.approx(expected.traces, rel=1e-12)
+    assert found.standard_errors == pytest.approx(expected.standard_errors, rel=1e-12)
+    assert found.tokens_seen == expected.tokens_seen

@@ -1,10 +1,12 @@
 """Hutch++ against matrices whose trace is known."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from references import eq10_hutchpp
 
-from hestia_tune.sensitivity.hutchpp import hutchpp, rademacher
+from hestia_tune.sensitivity.curvature import hutchpp, rademacher
 
 
 def generator(seed=0):
@@ -26,14 +28,21 @@ def decaying(dim, seed=0):
     return basis @ torch.diag(values) @ basis.t()
 
 
+class TraceEstimate(NamedTuple):
+    trace: float
+    standard_error: float
+    probes: int
+
+
 def estimate(matrix, seed=0, *, dtype=torch.float64, **settings):
-    return hutchpp(
+    found = hutchpp(
         lambda vectors: [matrix @ v() for v in vectors],
         lambda vectors: [float(v @ matrix @ v) for v in (vector() for vector in vectors)],
         torch.empty(len(matrix), dtype=dtype),
         generator=generator(seed),
         **settings,
     )
+    return TraceEstimate(*found)
 
 
 @pytest.mark.parametrize("rank", [1, 4, 10])
@@ -124,7 +133,10 @@ def test_products_and_forms_are_asked_for_as_often_as_stated(rank, dtype):
         return [float(v @ matrix @ v) for v in (vector() for vector in vectors)]
 
     like = torch.empty(3, 4, dtype=dtype)
-    found = hutchpp(products, forms, like, rank=rank, num_probes=4, generator=generator(3))
+    source = generator(3)
+    found = TraceEstimate(
+        *hutchpp(products, forms, like, rank=rank, num_probes=4, generator=source)
+    )
     expected = estimate(matrix, 3, rank=rank, num_probes=4, dtype=dtype)
     assert found.trace == pytest.approx(expected.trace, rel=1e-5)
     assert found.standard_error == pytest.approx(expected.standard_error, rel=1e-4)

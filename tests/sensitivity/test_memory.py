@@ -8,8 +8,12 @@ from small_nets import Decoder, Wrapped, batch, weights_of
 
 from hestia_tune.models.builders import llama
 from hestia_tune.sensitivity import CalibrationBatch, EstimationConfig
-from hestia_tune.sensitivity.estimation import DIRECTIONS_PER_WALK
-from hestia_tune.sensitivity.memory import estimation_memory, graph_bytes, saved_bytes
+from hestia_tune.sensitivity.curvature import (
+    DIRECTIONS_PER_WALK,
+    estimation_memory,
+    graph_bytes,
+    saved_bytes,
+)
 from hestia_tune.sensitivity.segments import cut, logits_of, mean_loss
 
 SHAPE = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "max_seq_len": 64}
@@ -108,13 +112,12 @@ def test_parts_that_follow_from_shapes(dtype, tied):
     attention = 2 * 16 * 16 + 2 * 16 * 8
     per_layer = attention + 3 * 16 * 24 + 2 * 16
     assert found["model"] == (2 * per_layer + 16 + (1 if tied else 2) * 32 * 16) * width
-    assert found["hidden states"] == 2 * 3 * state
-    assert found["sketch"] == 3 * 7 * largest
-    assert found["directions"] == 2 * DIRECTIONS_PER_WALK * state + 2 * largest
-    assert needed(model)["sketch"] == 0
+    adaptive = needed(model)["vectors"]  # between segments, of directions, and a probe with Hv
+    assert adaptive == 2 * 3 * state + 2 * DIRECTIONS_PER_WALK * state + 2 * largest
+    assert found["vectors"] == adaptive + 3 * 7 * largest  # the sketch
     fisher = needed(model, curvature="fisher")
-    assert fisher["gradients"] == sum(w.numel() for w in weights) * width
-    assert fisher["model"] == found["model"] and "sketch" not in fisher
+    assert fisher["vectors"] == sum(w.numel() for w in weights) * width
+    assert fisher["model"] == found["model"]
 
 
 def test_vectors_at_once_multiply_the_graph():

@@ -90,8 +90,8 @@ def test_dequantize_is_the_reference(num_stages, granularity):
 @dtypes
 def test_another_presented_dtype_rounds_the_same_sum(dtype):
     weight = latent(5)
-    made = Fairy2iTensor.from_hp(weight, num_stages=3, dtype=dtype)
-    exact = Fairy2iTensor.from_hp(weight, num_stages=3, dtype=torch.float64).dequantize()
+    made = Fairy2iTensor.from_hp(weight, num_stages=3).to(dtype)
+    exact = made.to(torch.float64).dequantize()
     assert made.dtype == dtype
     torch.testing.assert_close(made.dequantize(), exact.to(dtype))
     if dtype != torch.float64:
@@ -129,10 +129,13 @@ def test_layout_is_powers_of_i_little_end_first():
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_a_stage_takes_one_bit_a_weight(num_stages):
+    def bits_per_weight(tensor):
+        return 8 * sum(part.nbytes for part in tensor.parts) / tensor.numel()
+
     made = packed(num_stages, shape=(16, 64))
-    assert made.bits_per_weight == num_stages * (1 + 16 * 4 / (16 * 64))
+    assert bits_per_weight(made) == num_stages * (1 + 16 * 4 / (16 * 64))
     made = packed(num_stages, 16, shape=(16, 64))
-    assert made.bits_per_weight == num_stages * (1 + 16 / 16)
+    assert bits_per_weight(made) == num_stages * (1 + 16 / 16)
     assert (made.num_stages, made.granularity) == (num_stages, 16)
     assert made.t().granularity == 16
 
@@ -153,8 +156,8 @@ def test_a_weight_that_is_not_finite_stays_so():
 def test_repr_and_meta_device():
     made = packed(2, 4, torch.bfloat16)
     assert repr(made) == (
-        "Fairy2iTensor(shape=(10, 32), num_stages=2, granularity=4, dtype=torch.bfloat16, "
-        "device=cpu, is_transposed=False)"
+        "Fairy2iTensor(shape=torch.Size([10, 32]), dtype=torch.bfloat16, is_transposed=False, "
+        "device=cpu, qdata=(2, 2, 5, 4), scale=(2, 2, 2, 5, 4))"
     )
     assert not made.requires_grad and made.is_floating_point()
     meta = Fairy2iTensor.from_hp(latent().to("meta"), granularity=4)
@@ -170,7 +173,7 @@ SCALES = torch.ones(2, 2, 2, 1, 1)
     [
         (CODES.float(), SCALES, torch.bfloat16, TypeError, "codes must be int8"),
         (CODES, SCALES.to(torch.int8), torch.bfloat16, TypeError, "floating-point"),
-        (CODES, SCALES, torch.int8, TypeError, "presents float32"),
+        (CODES, SCALES, torch.int8, TypeError, "presents one of"),
         (CODES + 4, SCALES, torch.bfloat16, ValueError, "got 4 to 4"),
         (CODES - 1, SCALES, torch.bfloat16, ValueError, "got -1 to -1"),
         (CODES[0], SCALES, torch.bfloat16, ValueError, r"\(num_stages, 2, n, m\); got"),
@@ -276,7 +279,7 @@ REFUSED = {
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_cannot_stay_packed_is_an_error(name, inference):
     weight = packed()
-    message = "rows i and n .* share codes; got aten.*dequantize"
+    message = "rows i and n .* share codes .*; got aten.*dequantize"
     with torch.inference_mode(inference):
         for value in (weight, weight.t()):
             with pytest.raises(NotImplementedError, match=message):
@@ -292,7 +295,7 @@ def two_ranks():
 
 
 def test_sharding_is_refused_and_ignoring_works(two_ranks):
-    message = "share codes; .* load the weight whole on every rank"
+    message = "share codes .*load the weight whole on every rank"
     for placement in (Shard(0), Shard(1), Replicate()):
         with pytest.raises(NotImplementedError, match=message):
             distribute_tensor(packed(), two_ranks, [placement])

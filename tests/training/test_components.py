@@ -11,7 +11,8 @@ from torchtune.models.convert_weights import hf_to_tune
 from hestia_tune.models.builders import llama
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 from hestia_tune.plots import plot_training_curves
-from hestia_tune.training.monitoring import History, results_table
+from hestia_tune.training.monitoring import History
+from hestia_tune.training.outputs import results_table
 
 
 def tune_state(folder):
@@ -32,7 +33,7 @@ def test_llama_equals_transformers(tmp_path):
 
 
 def test_llama_refuses_heads_that_do_not_divide():
-    with pytest.raises(ValueError, match="must divide"):
+    with pytest.raises(ValueError, match="must be divisible"):
         llama(**SHAPE | {"num_heads": 5})
 
 

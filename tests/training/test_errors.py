@@ -29,10 +29,9 @@ def launch(monkeypatch, capsys, config: str, *overrides: str) -> tuple[int, str]
 
 def foreign_layers(folder):
     names = [f"layers.{i}.mlp.w1" for i in range(3)]
-    numbers = dict.fromkeys(names, 1.0)
     return SensitivityArtifact(
-        traces=numbers,
-        standard_errors=numbers,
+        traces=dict.fromkeys(names, 1.0),
+        standard_errors=dict.fromkeys(names, 0.1),
         scores=dict.fromkeys(names, 0.5),
         model_fingerprint="sha256:0",
     )
@@ -62,9 +61,9 @@ CASES = {
     "checkpointer.checkpoint_dir=/nowhere": "/nowhere",
     "checkpointer.checkpoint_files=[other.safetensors]": "other.safetensors",
     "checkpointer._component_=torchtune.training.FullModelMetaCheckpointer": "checkpointer must be",
-    "model.num_layers=3": "is of another model than the config's: no layers.2",
+    "model.num_layers=3": "another model than the config's: layers.2.attn.q_proj.weight is absent",
     "model.intermediate_dim=128": "layers.0.mlp.w1.weight is (96, 64) instead of (128, 64)",
-    "tokenizer.path=/nowhere": "tokenizer file /nowhere/tokenizer.json does not exist",
+    "tokenizer.path=/nowhere": "/nowhere/tokenizer.json does not exist; check tokenizer.path",
     "tokenizer.eos_token=<nope>": "tokenizer.eos_token '<nope>' is not in",
     "dataset.num=0": "dataset could not be loaded: it has no samples",
     "dataset.num=3": "dataset has 3 samples, one step takes 4",
@@ -95,7 +94,7 @@ def test_foreign_sensitivity_files(model_dir, tmp_path, monkeypatch, capsys):
     path = tmp_path / "sensitivity.json"
     foreign_layers(tmp_path).save(path)
     code, line = launch(monkeypatch, capsys, config, f"sensitivity={path}")
-    assert code == 1 and "has no entry for layers.0.attn.k_proj" in line
+    assert code == 1 and "and the model differ in layers.0.attn.k_proj" in line
 
     document = json.loads(path.read_text())
     entry = document["layers"]["layers.0.mlp.w1"]

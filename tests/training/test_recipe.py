@@ -222,10 +222,9 @@ def test_sensitivity_spreads_the_temperatures(model_dir, tmp_path):
     )
     names = [n.removesuffix(".weight") for n in state if ".attn." in n or ".mlp." in n]
     scores = {name: index / (len(names) - 1) for index, name in enumerate(names)}
-    ones = dict.fromkeys(names, 1.0)
     SensitivityArtifact(
-        traces=ones,
-        standard_errors=ones,
+        traces=dict.fromkeys(names, 1.0),
+        standard_errors=dict.fromkeys(names, 0.1),
         scores=scores,
         model_fingerprint=model_fingerprint({n: state[f"{n}.weight"] for n in names}),
     ).save(tmp_path / "sensitivity.json")

@@ -12,6 +12,7 @@ from hestia_tune import SensitivityArtifact
 from hestia_tune.commands.qat import run_qat
 from hestia_tune.commands.sensitivity import SensitivityRecipe, run_sensitivity
 from hestia_tune.sensitivity import curvature
+from hestia_tune.sensitivity.artifact import sensitivity_scores, usable_traces
 
 FEW = (
     "sensitivity_estimation.num_samples=5",
@@ -63,7 +64,7 @@ def test_what_it_writes(model_dir, tmp_path, caplog):
         assert entry["tau_scale"] == pytest.approx(math.exp(0.3 * artifact.scores[name]))
         assert 10 <= entry["probes"] <= 20  # the floor of 2 a batch, up to the cap of 4
     told = caplog.text
-    for part in ("memory needed: about", "sensitivity.json", "sensitivity.png", "temperatures"):
+    for part in ("memory needed: about", "sensitivity.json", "with scores known to"):
         assert part in told
 
 
@@ -111,7 +112,8 @@ def test_another_kappa_or_alpha_needs_no_new_estimation(model_dir, tmp_path, mon
     monkeypatch.setattr("hestia_tune.commands.sensitivity.estimate_sensitivity", fail)
     options = ("sensitivity_estimation.kappa=2", "schedule.alpha=0.7")
     found = estimate(model_dir, tmp_path, *options)
-    assert found.traces == first.traces and found.scores == first.rescored(2).scores
+    usable, _ = usable_traces(first.traces, first.standard_errors)
+    assert found.traces == first.traces and found.scores == sensitivity_scores(usable, kappa=2)
     entry = json.loads((tmp_path / "sensitivity.json").read_text())["layers"]["layers.0.mlp.w1"]
     assert entry["tau_scale"] == pytest.approx(math.exp(0.7 * found.scores["layers.0.mlp.w1"]))
     assert (tmp_path / "sensitivity.png").exists()
@@ -143,14 +145,14 @@ def test_killed_in_the_middle_it_goes_on(model_dir, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         estimate(model_dir, tmp_path / "run")
     assert not (tmp_path / "run" / "sensitivity.json").exists()
-    assert list((tmp_path / "run").glob("sensitivity.json.*-rank0.jsonl"))
+    assert list((tmp_path / "run").glob("sensitivity.json.*/rank0.jsonl"))
     done = sum(calls[:2])
     distributed.destroy_process_group()
     resumed = estimate(model_dir, tmp_path / "run")
     assert resumed.traces == expected.traces
     assert resumed.standard_errors == expected.standard_errors
     assert sum(calls[3:]) == sum(resumed.probes.values()) - done
-    assert not list((tmp_path / "run").glob("*.jsonl"))
+    assert not list((tmp_path / "run").glob("sensitivity.json.*"))
 
 
 def test_fisher(model_dir, tmp_path):
@@ -168,7 +170,7 @@ def test_a_short_dataset_gives_all_it_has(model_dir, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     artifact = estimate(model_dir, tmp_path, "dataset.num=2", *FISHER)
     assert artifact.dataset["num_samples"] == 2
-    assert "fewer than num_samples" in caplog.text
+    assert "all 2 samples are taken; num_samples is more" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -227,8 +229,9 @@ def test_auto_without_alpha_computes_nothing(model_dir, tmp_path):
     assert not (tmp_path / "sensitivity.json").exists()
 
 
-def test_the_recipe_leaves_no_journal_of_others(model_dir, tmp_path):
-    foreign = tmp_path / "sensitivity.json.0000-rank0.jsonl"
+def test_the_recipe_leaves_the_journal_of_others(model_dir, tmp_path):
+    foreign = tmp_path / "sensitivity.json.0000" / "rank0.jsonl"
+    foreign.parent.mkdir()
     foreign.write_text("[1]\n")
     SensitivityRecipe(make_config(model_dir, tmp_path, *FEW)).run()
     assert foreign.exists()

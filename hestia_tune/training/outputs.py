@@ -1,0 +1,118 @@
+"""What a finished run leaves: the hard model, a Hugging Face folder in bfloat16, which is exact and
+any tool loads; the results; the curves.
+
+torchtune's own checkpointer maps the names back and copies config and tokenizer.
+"""
+
+import copy
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchao
+import torchtune
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
+
+import hestia_tune
+from hestia_tune.export.folder import DESCRIPTION_FILE
+from hestia_tune.files import staged, write_atomically
+from hestia_tune.modules import full_tensor, quantized_linears
+from hestia_tune.plots import plot_training_curves
+
+PRETRAINED, HARD = "pretrained", "trained, hard"
+
+
+def hard_state_dict(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Hard weights and all other parameters in bfloat16 on the CPU of the first rank.
+
+    Collective, one parameter at a time; the other ranks get an empty dict. The method makes the
+    hard weight from the latent weight in ``compute_dtype``, which is what the forward pass saw.
+    """
+    layers, state = quantized_linears(model), {}
+    for name, value in get_model_state_dict(model).items():
+        full = full_tensor(value)
+        if dist.get_rank() == 0:
+            if layer := layers.pop(name.removesuffix(".weight"), None):
+                full = layer.weight_fake_quantizer.method.hard(full.to(compute_dtype))
+            state[name] = full.to(torch.bfloat16).cpu()
+    if state and layers:
+        raise RuntimeError(f"quantized weights are missing from the state dict: {[*layers]}")
+    return state
+
+
+def write_hard_model(
+    state: dict[str, torch.Tensor],
+    checkpointer: FullModelHFCheckpointer,
+    folder: Path,
+    description: dict[str, Any],
+) -> None:
+    """Writes ``state`` as a Hugging Face folder; a folder of that name is replaced at the end.
+
+    Args:
+        state: full torchtune state dict, on the first rank, which alone calls this.
+        checkpointer: the one that read the pretrained model (it knows names, files and config).
+        description: how the weights were made; goes into ``hestia.json`` beside them.
+    """
+    with staged(folder) as temporary, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        writer = copy.copy(checkpointer)
+        writer._output_dir = Path(scratch)  # it writes into a folder epoch_0 of this
+        writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
+        (Path(scratch) / "epoch_0").rename(temporary)
+        config = json.loads((temporary / "config.json").read_text("utf-8"))
+        config = {k: v for k, v in config.items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
+        # Replacements, not writes: the copied files may be read-only, as the originals were.
+        for name, content in (("config.json", config), (DESCRIPTION_FILE, description)):
+            write_atomically(temporary / name, json.dumps(content, indent=1) + "\n")
+
+
+def write_results(
+    folder: Path,
+    losses: Mapping[str, float],
+    description: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    temperatures: Mapping[str, Sequence[float]],
+) -> None:
+    """Writes results.json and curves.png.
+
+    Args:
+        folder: the run's.
+        losses: label -> validation loss, that of the trained model last.
+        description: of the run; beside the losses.
+        rows: of the history.
+        temperatures: layer -> its temperature at steps 0, 1, ..., T.
+    """
+    versions = {m.__name__: m.__version__ for m in (hestia_tune, torch, torchao, torchtune)}
+    results = {"validation_loss": dict(losses), "versions": versions, **description}
+    write_atomically(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    others = {label: loss for label, loss in losses.items() if label != HARD}
+    plot_training_curves(rows, temperatures, others, folder / "curves.png")
+
+
+def results_table(rows: Iterable[tuple[str, float]], reference: str, worst: str) -> str:
+    """A Markdown table of validation losses.
+
+    Args:
+        rows: (label, loss in nats per token).
+        reference: label of the model to recover.
+        worst: label of the model that has lost the most; the last column is the share of the gap
+            between the two that a row has won back.
+    """
+    losses = dict(rows)
+    gap = losses[worst] - losses[reference] if worst in losses and reference in losses else 0.0
+    width = max(len(label) for label in losses)
+    lines = [
+        f"| {'model':<{width}} | val loss | perplexity | gap recovered |",
+        f"|{'-' * (width + 2)}|---------:|-----------:|--------------:|",
+    ]
+    for label, loss in losses.items():
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        share = f"{(losses[worst] - loss) / gap:.1%}" if gap > 0 else "-"
+        lines.append(f"| {label:<{width}} | {loss:8.4f} | {perplexity:10.2f} | {share:>13} |")
+    return "\n".join(lines)
