@@ -86,7 +86,7 @@ def open_rows(config: StreamConfig) -> tuple[IterableDataset, str]:
     if config.source in ("parquet", "json", "text") and not config.data_files:
         raise ValueError(f"source {config.source} needs data_files; give a path, a list or a glob")
     try:
-        builder = datasets.load_dataset_builder(
+        builder: Any = datasets.load_dataset_builder(
             config.source, config.name, data_files=config.data_files, revision=config.revision
         )
         if hasattr(builder.config, "batch_size"):  # parquet; else a whole row group at once

@@ -28,7 +28,7 @@ from hestia_tune.data.sequences import SequenceDataset, encode_each, training_sa
 # With fewer files (or row groups) for each share than this, shares would be too uneven; then every
 # share reads all rows and takes each num_shares-th. Reading costs little beside tokenizing.
 LEAST_FILES = 8
-LOT = 16  # documents that one call of the tokenizer gets
+LOT = 8  # documents that one call of the tokenizer gets
 _START = {
     "epoch": 0,
     "block": 0,  # of the epoch
