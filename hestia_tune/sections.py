@@ -102,6 +102,7 @@ class ConvertConfig(Section):
         'of "torchao": a packed format of the method; null is its own tensor ("ternary", '
         '"fairy2i"); "intx", of ternary ones, is torchao\'s int2 tensor, a byte per weight, that '
         "needs nothing of this package",
+        choices=("ternary", "intx", "fairy2i"),
     )
     block_type: str | list[str] = option("auto", 'of "gguf": see `hestia_tune.export.write_gguf`')
     overwrite: bool = option(False, "replace what is there")

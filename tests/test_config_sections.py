@@ -63,8 +63,9 @@ WRONG = {
     ConvertConfig: [
         *of_type("a list", ("formats",), ("gguf", None)),
         *in_range("one of torchao, huggingface", ("formats",), (["onnx"], ["gguf", "ggml"])),
-        *of_type("a string", ("source", "target"), STRINGS),
-        *in_range("one of ternary, intx", ("target",), ("int4",)),
+        *of_type("a string", ("source",), STRINGS),
+        *of_type("a string or null", ("target",), ([1],)),
+        *in_range("one of ternary, intx, fairy2i", ("target",), ("int4",)),
         *of_type("a list or a string", ("block_type",), (3, None)),
         *of_type("a string or null", ("output",), ([1],)),
         *of_type("True or False", ("overwrite",), ("maybe", None)),

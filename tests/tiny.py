@@ -93,7 +93,7 @@ class _HalfIgnored(SequenceDataset):
 
 def half_ignored_dataset(tokenizer, *, num: int) -> SequenceDataset:
     """`random_dataset` of which half the batches of 4 are ignored."""
-    return _HalfIgnored(random_dataset(tokenizer, num=num).sequences)
+    return _HalfIgnored(random_dataset(tokenizer, num=num).sequences.flatten().tolist(), 16)
 
 
 class SignallingLogger(DiskLogger):
