@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hestia_tune.methods.base import Total
+from hestia_tune.methods.base import Total, fused
 from hestia_tune.modules import QuantizedLinear, local_rows
 from hestia_tune.tensors.latent_shard import LatentShard
 
@@ -72,10 +72,11 @@ class _Rows:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.num_rows = weight.shape[0]
         self.exchanged = layer.method.pairs_rows and self.size > 1
+        self.spans_rows = layer.method.scales_span_rows
 
     def total(self) -> Total | None:
-        """Sums over the ranks."""
-        if self.size == 1:
+        """Sums over the ranks; None if no scale of the method needs them."""
+        if self.size == 1 or not self.spans_rows:
             return None
 
         def total(value: torch.Tensor) -> torch.Tensor:
@@ -134,21 +135,30 @@ class _Rows:
 
 
 @torch.no_grad()
-def refresh(layers: Iterable[QuantizedLinear], dtype: torch.dtype) -> None:
+def refresh(
+    layers: Iterable[QuantizedLinear], dtype: torch.dtype, *, compiled: bool = False
+) -> None:
     """Makes the effective rows of every layer from its latents, rounded once to ``dtype``.
 
     Collective. Call it before a forward whenever latents, temperature or pressure have changed, and
     see that FSDP2 gathers anew (`reshard`).
+
+    Args:
+        layers: with `LatentShard` weights.
+        dtype: of the products.
+        compiled: run the formula as fused kernels, unless its scales span ranks.
     """
     for layer in layers:
         fake, rows = layer.weight_fake_quantizer, _Rows(layer)
         latent, *parameters = (local_rows(v).to(fake.tau.device) for v in layer.latents())
+        latent, inputs, total = rows.to_pairs(latent), (fake.tau, fake.pressure), rows.total()
         if fake.is_hard:
-            effective = layer.method.hard(rows.to_pairs(latent), parameters, rows.total())
+            effective = layer.method.hard(latent, parameters, total)
+        elif compiled and total is None:
+            kernel = fused(layer.method.key(), "effective_weight", dtype)
+            effective = kernel(latent, *inputs, parameters)
         else:
-            effective = layer.method.effective_weight(
-                rows.to_pairs(latent), fake.tau, fake.pressure, parameters, rows.total()
-            )
+            effective = layer.method.effective_weight(latent, *inputs, parameters, total)
         effective = rows.from_pairs(effective.to(dtype))
         layer.effective_rows = effective.to(local_rows(layer.weight).device)
 
@@ -161,8 +171,10 @@ def reshard(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def pull_back(layers: Iterable[QuantizedLinear]) -> None:
+def pull_back(layers: Iterable[QuantizedLinear], *, compiled: bool = False) -> None:
     """Turns the gradient of every effective weight into that of its latents, in place. Collective.
+
+    ``compiled`` as in `refresh`.
 
     Call it once an optimizer step, after the last backward and before clipping, with temperature,
     pressure and latents as in the forward.
@@ -175,14 +187,12 @@ def pull_back(layers: Iterable[QuantizedLinear]) -> None:
         fake, rows = layer.weight_fake_quantizer, _Rows(layer)
         grad = local_rows(layer.weight.grad)
         latent, *parameters = (local_rows(v).to(fake.tau.device) for v in layer.latents())
-        pulled, *others = layer.method.vjp(
-            rows.to_pairs(grad.to(fake.tau.device)),
-            rows.to_pairs(latent),
-            fake.tau,
-            fake.pressure,
-            parameters,
-            rows.total(),
-        )
+        total = rows.total()
+        fuses = compiled and total is None
+        vjp = fused(layer.method.key(), "vjp") if fuses else layer.method.vjp
+        inputs = rows.to_pairs(grad.to(fake.tau.device)), rows.to_pairs(latent)
+        others = () if fuses else (total,)
+        pulled, *others = vjp(*inputs, fake.tau, fake.pressure, parameters, *others)
         grad.copy_(rows.from_pairs(pulled))
         _set_gradients(layer.method_parameters(), others)
 

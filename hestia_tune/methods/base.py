@@ -69,6 +69,11 @@ class Method(ABC):
         return Method._by_name[name](**values)
 
     @property
+    def scales_span_rows(self) -> bool:
+        """Whether a scale covers several rows, so that parts of a weight need `Total`."""
+        return False
+
+    @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the parameters that a layer holds beside its weight, in order."""
         return ()
@@ -197,9 +202,16 @@ def require_float(weight: torch.Tensor) -> None:
 
 
 @functools.cache
-def fused(key: str, formula: str):
-    """A formula of a method as fused kernels, one set for weights of every shape."""
-    return torch.compile(getattr(Method.from_key(key), formula), dynamic=True)
+def fused(key: str, formula: str, dtype: torch.dtype | None = None):
+    """A formula of a method as fused kernels, one set for weights of every shape.
+
+    Args:
+        dtype: of a result that is one tensor, rounded in the same kernel; None is the formula's.
+    """
+    function = getattr(Method.from_key(key), formula)
+    if dtype is None:
+        return torch.compile(function, dynamic=True)
+    return torch.compile(lambda *inputs: function(*inputs).to(dtype), dynamic=True)
 
 
 @torch.library.custom_op("hestia::effective_weight", mutates_args=())

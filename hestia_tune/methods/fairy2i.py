@@ -212,6 +212,10 @@ class Fairy2iMethod(Method):
         validate_num_stages(self.num_stages)
         validate_granularity(self.granularity)
 
+    @property
+    def scales_span_rows(self) -> bool:
+        return self.granularity == "tensor"
+
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
         check_even(in_features, out_features, name)
         columns = in_features // 2

@@ -149,6 +149,10 @@ class TernaryMethod(Method):
         check_divides(self.group_size, in_features, name)
 
     @property
+    def scales_span_rows(self) -> bool:
+        return self.group_size == "tensor"
+
+    @property
     def parameter_names(self) -> tuple[str, ...]:
         return ("scale_logit", "scale_start") if self.scale == "learned" else ()
 

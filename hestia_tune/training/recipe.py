@@ -126,7 +126,7 @@ class HestiaQATRecipe(RecipeSetup):
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
-        sharded.pull_back(quantized_linears(self._model).values())
+        sharded.pull_back(quantized_linears(self._model).values(), compiled=self._compile)
         grad_norm = self.clip_gradients()
         self._learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()

@@ -194,7 +194,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         layers = quantized_linears(self._model)
 
         def requantize() -> None:
-            sharded.refresh(layers.values(), self._dtype)
+            sharded.refresh(layers.values(), self._dtype, compiled=self._compile)
             sharded.reshard(self._model)
 
         return ScheduleDriver(self.schedule, layers, scores, requantize)
