@@ -155,7 +155,7 @@ def refresh(
         if fake.is_hard:
             effective = layer.method.hard(latent, parameters, total)
         elif compiled and total is None:
-            kernel = fused(layer.method.key(), "effective_weight", dtype)
+            kernel = fused(layer.method.key(), "effective_weight")
             effective = kernel(latent, *inputs, parameters)
         else:
             effective = layer.method.effective_weight(latent, *inputs, parameters, total)
