@@ -166,5 +166,8 @@ def test_trained_models_are_compared_with_the_pretrained_one(tmp_path):
     options += ("--config", "demo", "--steps", 2, "--out", tmp_path / "real")
     table = run("real.py", *options, *SMALLER, "~max_steps_per_epoch")
     assert (tmp_path / "real" / "straight-through" / "steps2" / "record.json").is_file()
-    rows = [line.split("|")[1].strip() for line in table.splitlines() if "held_out" in line]
-    assert rows[:2] == ["pretrained", "naive"] and rows[2].endswith("hard_model")
+    lines = table.splitlines()
+    rows = [number for number, line in enumerate(lines) if "held_out" in line]
+    columns = [name.strip() for name in lines[rows[0] - 2].strip("|").split("|")]
+    assert columns[2:4] == ["pretrained", "naive"] and columns[4].endswith("hard_model")
+    assert len(rows) >= 3 and "word perplexity" in lines[rows[1]]
