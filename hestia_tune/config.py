@@ -192,9 +192,22 @@ class ScheduleConfig(Section):
         high=4,
         remedy="the paper uses 0.4",
     )
+    hard_fraction: float = option(
+        0.0,
+        "last share of the steps at temperature 0, straight-through on hard codes, so that scales "
+        "and norms settle on them; the cosine of Eq. 12 ends where it begins",
+        low=0,
+        high=0.9,
+        remedy="0 is the paper's",
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        if self.hard_fraction and self.rho + self.hard_fraction > 1:
+            raise ValueError(
+                f"schedule.rho + hard_fraction must be at most 1; got {self.rho} + "
+                f"{self.hard_fraction}"
+            )
         if isinstance(self.tau_init, str) and self.tau_init != "auto":
             raise TypeError(
                 f'schedule.tau_init must be a number; got {self.tau_init!r}; or use "auto"'

@@ -79,6 +79,21 @@ def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: s
         figure.colorbar(image, label=f"trace of the {curvature} block")
 
 
+def plot_errors(windows: Sequence[Any], path: str | Path) -> None:
+    """The relative error at the end of each window, before and after its training, over blocks.
+
+    Args:
+        windows: with ``end``, ``naive_error`` and ``error``.
+    """
+    blocks = [window.end - 1 for window in windows]
+    with _picture(path, 7, 4) as figure:
+        axis = figure.subplots()
+        axis.plot(blocks, [w.naive_error for w in windows], "x--", color="grey", label="naive")
+        axis.plot(blocks, [w.error for w in windows], "o-", label="reconstructed")
+        axis.set(xlabel="last block of the window", ylabel="relative squared error", yscale="log")
+        axis.legend()
+
+
 @contextmanager
 def _picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
     from matplotlib.figure import Figure  # slow to import, and needed once

@@ -91,7 +91,10 @@ class HestiaConfig(QATConfigBase):
     Args:
         group_size: weights that share a scale: an int that divides in_features (128 in the
             paper), "channel" or "tensor".
-        scale: "absmean" (Eq. 1) or "learned", a factor per group that training finds; see
+        scale: "absmean" (Eq. 1) or "learned", a factor per group that training finds.
+        threshold: "half" of the scale, or "learned".
+        offset: "none" or "learned".
+        start: "absmean" or "least_squares", where learned parameters start; all four as in
             `hestia_tune.methods.TernaryMethod`.
         target: "dense", "ternary" (a packed `hestia_tune.TernaryTensor`) or "intx" (torchao's int2
             tensor).
@@ -108,6 +111,9 @@ class HestiaConfig(QATConfigBase):
     method_type: ClassVar[type[Method]] = TernaryMethod
     group_size: GroupSize = 128
     scale: Literal["absmean", "learned"] = "absmean"
+    threshold: Literal["half", "learned"] = "half"
+    offset: Literal["none", "learned"] = "none"
+    start: Literal["absmean", "least_squares"] = "absmean"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +239,8 @@ class HestiaQATQuantizer(QATQuantizerBase):
     Args:
         group_size: weights that share a scale: an int that divides in_features (128 in the
             paper), "channel" or "tensor".
-        scale: "absmean" (the paper's) or "learned"; see `HestiaConfig`.
-        scale_lr: learning rate of learned scales; None takes the optimizer's.
+        scale, threshold, offset, start: see `HestiaConfig`; the defaults are the paper's.
+        scale_lr: learning rate of what is learned of these; None takes the optimizer's.
         include: shell patterns of the linears to quantize; None takes every linear of the
             transformer blocks (attention q, k, v, output; MLP gate, up, down).
         exclude: shell patterns of linears to leave out.
@@ -250,16 +256,21 @@ class HestiaQATQuantizer(QATQuantizerBase):
         self,
         group_size: GroupSize = 128,
         scale: Literal["absmean", "learned"] = "absmean",
+        threshold: Literal["half", "learned"] = "half",
+        offset: Literal["none", "learned"] = "none",
+        start: Literal["absmean", "least_squares"] = "absmean",
         scale_lr: float | None = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         skip_incompatible: bool = False,
     ):
-        config = HestiaConfig(group_size=group_size, scale=scale)
-        if scale_lr is not None and scale != "learned":
+        config = HestiaConfig(
+            group_size=group_size, scale=scale, threshold=threshold, offset=offset, start=start
+        )
+        if scale_lr is not None and not config.method().trained_parameters:
             raise ValueError(
-                f'quantizer.scale_lr is read with scale "learned" only; got {scale_lr} with scale '
-                f'"{scale}"; leave it out'
+                "quantizer.scale_lr is read with a learned scale, threshold or offset only; got "
+                f"{scale_lr} and nothing learned; leave it out"
             )
         super().__init__(config, include, exclude, skip_incompatible, parameter_lr=scale_lr)
 

@@ -32,14 +32,17 @@ def pressure_at(step: int, total_steps: int, rho: float) -> float:
     return min(1.0, step / (rho * total_steps))
 
 
-def base_temperature_at(step: int, total_steps: int, rho: float, tau_init: float) -> float:
-    """tau_init until T_comp, then (tau_init/2)·(1 + cos(pi·(t - T_comp)/(T - T_comp))) (Eq. 12)."""
-    compress_steps = rho * total_steps
-    if step >= total_steps:
+def base_temperature_at(
+    step: int, total_steps: int, rho: float, tau_init: float, hard_fraction: float = 0.0
+) -> float:
+    """tau_init until T_comp, then (tau_init/2)·(1 + cos(pi·(t - T_comp)/(T_hard - T_comp))) until
+    T_hard = (1 - hard_fraction)·T (Eq. 12, where it is T), then 0."""
+    compress_steps, hard_from = rho * total_steps, (1.0 - hard_fraction) * total_steps
+    if step >= hard_from:
         return 0.0
     if step <= compress_steps:
         return tau_init
-    progress = (step - compress_steps) / (total_steps - compress_steps)
+    progress = (step - compress_steps) / (hard_from - compress_steps)
     return 0.5 * tau_init * (1.0 + math.cos(math.pi * progress))
 
 
@@ -53,20 +56,27 @@ class AnnealingSchedule:
 
     Args:
         total_steps: T, at least 1.
-        rho, tau_init, alpha: as in `hestia_tune.config.ScheduleConfig`, tau_init a number.
+        rho, tau_init, alpha, hard_fraction: as in `hestia_tune.config.ScheduleConfig`, tau_init a
+            number.
 
     Raises:
         TypeError, ValueError: on options out of range.
     """
 
     def __init__(
-        self, total_steps: int, *, rho: float = 0.2, tau_init: float = 0.3, alpha: float = 0.4
+        self,
+        total_steps: int,
+        *,
+        rho: float = 0.2,
+        tau_init: float = 0.3,
+        alpha: float = 0.4,
+        hard_fraction: float = 0.0,
     ):
         if isinstance(total_steps, bool) or not isinstance(total_steps, int):
             raise TypeError(f"total_steps must be an int; got {total_steps!r}")
         if total_steps < 1:
             raise ValueError(f"total_steps must be at least 1; got {total_steps}")
-        ScheduleConfig(rho=rho, tau_init=tau_init, alpha=alpha)
+        ScheduleConfig(rho=rho, tau_init=tau_init, alpha=alpha, hard_fraction=hard_fraction)
         if isinstance(tau_init, str):
             raise TypeError('tau_init must be a number here; resolve "auto" by optimal_temperature')
         if rho == 1:
@@ -77,6 +87,7 @@ class AnnealingSchedule:
             )
         self.total_steps = total_steps
         self.rho, self.tau_init, self.alpha = float(rho), float(tau_init), float(alpha)
+        self.hard_fraction = float(hard_fraction)
 
     def pressure(self, step: int) -> float:
         """Pressure of training step ``step``, in [0, 1]."""
@@ -84,7 +95,9 @@ class AnnealingSchedule:
 
     def temperature(self, step: int, score: float = 0.0) -> float:
         """Temperature of training step ``step`` for a tensor with sensitivity ``score``."""
-        base = base_temperature_at(step, self.total_steps, self.rho, self.tau_init)
+        base = base_temperature_at(
+            step, self.total_steps, self.rho, self.tau_init, self.hard_fraction
+        )
         return base * tau_scale(self.alpha, score)
 
 

@@ -81,6 +81,96 @@ class EstimationConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationConfig(Section):
+    """The YAML's ``distillation`` section: training towards the predictions of another model."""
+
+    section: ClassVar[str] = "distillation"
+    weight: float = option(
+        0.0,
+        "share of it in the loss, the rest being cross-entropy; 0 switches it off",
+        low=0,
+        high=1,
+    )
+    temperature: float = option(
+        1.0,
+        "that both logits are divided by; the loss is multiplied by its square",
+        low=1e-2,
+        high=100,
+    )
+    loss: str = option(
+        "kl",
+        'Kullback-Leibler divergence "kl" of the model from the teacher, "kl_reverse" of the '
+        'teacher from the model, or half of both, "mixed"; "kl" is told as a cross-entropy, the '
+        "teacher's entropy included",
+        choices=("kl", "kl_reverse", "mixed"),
+    )
+    teacher: str = option(
+        "pretrained", '"pretrained", or a Hugging Face folder of a model of the same shape'
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReconstructionConfig(Section):
+    """The YAML's ``reconstruct`` section: blocks are made ternary one window after the other."""
+
+    section: ClassVar[str] = "reconstruct"
+    num_samples: int = option(512, "sequences, drawn from the dataset by the seed", low=1)
+    batch_size: int = option(8, "sequences per optimizer step, of all ranks", low=1)
+    epochs: int = option(4, "passes over the samples, in every window", low=1)
+    window: int = option(1, "blocks that are trained together", low=1)
+    stride: int = option(1, "blocks by which the window moves on; at most window", low=1)
+    loss: str = option(
+        "squared",
+        '"squared" error of the hidden state, relative to the norm of its token; or "huber", which '
+        "grows linearly beyond huber_delta",
+        choices=("squared", "huber"),
+    )
+    huber_delta: float = option(
+        1.0, "in root mean squares of the token's hidden state", low=1e-6, high=1e6
+    )
+    kl_weight: float = option(
+        0.0,
+        "of the Kullback-Leibler divergence from the pretrained model's predictions, added to the "
+        "loss of the last window",
+        low=0,
+        high=1e6,
+    )
+    lr: float = option(2e-2, "of the latent weights; falls linearly to 0", low=0, high=1)
+    parameter_lr: float = option(5e-3, "of the method's own parameters", low=0, high=1)
+    norm_lr: float = option(
+        1e-3, "of what else the blocks hold, norms and biases; 0 leaves them", low=0, high=1
+    )
+    rank: int = option(
+        0, "of the update of the latent weights, W + B·A, which saves memory; 0 trains W", low=0
+    )
+    rho: float = option(0.0, "as in schedule, for every window", low=0, high=1)
+    tau_init: float = option(0.3, "as in schedule, for every window", low=0, high=100)
+    alpha: float = option(0.0, "as in schedule, for every window", low=-4, high=4)
+    hard_fraction: float = option(0.2, "as in schedule, for every window", low=0, high=0.9)
+    memory: float = option(
+        8.0, "GiB of hidden states per rank in memory; more go to a file in output", low=0, high=1e6
+    )
+    seed: int | None = option(
+        None, "of samples and their order; null takes the run's own", low=0, high=2**63 - 1
+    )
+    output: str | None = option(None, "the folder; null is reconstruction in output_dir")
+    overwrite: bool = option(False, "replace one of another model, or of other settings")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.stride > self.window:
+            raise ValueError(
+                f"{self.section}.stride {self.stride} must not be above window {self.window}, or "
+                "blocks would be left out; lower it"
+            )
+        if self.num_samples < self.batch_size:
+            raise ValueError(
+                f"{self.section}.num_samples {self.num_samples} must be at least batch_size "
+                f"{self.batch_size}; raise it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConvertConfig(Section):
     """The YAML's ``convert`` section."""
 

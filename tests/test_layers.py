@@ -21,6 +21,7 @@ ROOMS = [
     "sharded",
     "plots",
     "sensitivity",
+    "reconstruction",
     "data",
     "export",
     "models",

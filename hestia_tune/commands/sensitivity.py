@@ -8,7 +8,6 @@ Every rank holds the whole model in float32 and measures a share of the batches.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, training, utils
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
-from hestia_tune.data import StreamingTextDataset
 from hestia_tune.distributed import end_process_group, ensure_process_group, on_first_rank
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
@@ -60,8 +57,15 @@ class SensitivityRecipe:
         """
         meta = build.build_on_meta(self.cfg.model, self.component)
         names = list(quantized_linears(meta))
-        batches = self.calibration_batches()
-        state = on_first_rank(lambda: self.read_pretrained(meta), share=False) or {}
+        batches = data.calibration_batches(
+            self.cfg,
+            config.instantiate(self.cfg.tokenizer),
+            seed=self.settings.seed,
+            num_samples=self.settings.num_samples,
+            batch_size=self.settings.batch_size,
+        )
+        plain = build.plain_on_meta(self.cfg.model)
+        state = on_first_rank(lambda: self.read_pretrained(plain), share=False) or {}
         identity, artifact = on_first_rank(lambda: self._find(names, state, batches))
         folder = self.path.with_name(f"{self.path.name}.{digest(identity)}")  # of the journal
         changes = {"alpha": self.options.schedule.alpha}
@@ -94,27 +98,6 @@ class SensitivityRecipe:
         for parameter in model.parameters():
             dist.broadcast(parameter.data, src=0)
         return model
-
-    def calibration_batches(self) -> list[CalibrationBatch]:
-        """The samples that the seed draws, in batches; the same on every rank."""
-        cfg, settings = self.cfg, self.settings
-        tokenizer = config.instantiate(cfg.tokenizer)
-        dataset, packed = data.build_dataset(
-            cfg.dataset, tokenizer, "dataset", calibration_seed=settings.seed
-        )
-        if not isinstance(dataset, StreamingTextDataset):  # which shuffles by itself
-            generator = torch.Generator().manual_seed(settings.seed)
-            order = torch.randperm(len(dataset), generator=generator)[: settings.num_samples]
-            dataset = map(dataset.__getitem__, order.tolist())
-        samples = list(itertools.islice(dataset, settings.num_samples))
-        if len(samples) < settings.num_samples:
-            utils.log_rank_zero(log, f"all {len(samples)} samples are taken; num_samples is more")
-        collate = data.collate_function(
-            cfg.collate_fn, tokenizer.pad_id, CROSS_ENTROPY_IGNORE_IDX, packed
-        )
-        size = settings.batch_size
-        batches = [collate(samples[k : k + size]) for k in range(0, len(samples), size)]
-        return [data.calibration_batch(batch) for batch in batches]
 
     def _find(
         self, names: list[str], state: Mapping[str, torch.Tensor], batches: list[CalibrationBatch]
@@ -156,11 +139,33 @@ class SensitivityRecipe:
             dtype = training.get_dtype(self.options.dtype, self.device)
             weights = (state[f"{name}.weight"].to(dtype) for name in artifact.traces)
             tau_init = self.component.method.fit_temperature(weights)
-        schedule = AnnealingSchedule(400, rho=options.rho, tau_init=tau_init, alpha=options.alpha)
+        schedule = AnnealingSchedule(
+            400,
+            rho=options.rho,
+            tau_init=tau_init,
+            alpha=options.alpha,
+            hard_fraction=options.hard_fraction,
+        )
         fan = f"{self.path.stem}_temperatures.png".removeprefix("sensitivity_")
         plot_temperatures(schedule, artifact.scores, self.path.with_name(fan))
         worst = max(artifact.score_standard_errors.values())
         log.info(f"sensitivity: {self.path}, with scores known to +-{worst:.4f} or better")
+
+
+def with_sensitivity(run: Run, alpha: float) -> tuple[Run, bool]:
+    """``sensitivity: auto``: the run with the path of the artifact, computed if there is none (and
+    not at all if ``alpha`` is 0, since nothing would read it); whether it was computed."""
+    options = run.options
+    if options.sensitivity != "auto":
+        return run, False
+    if alpha == 0:
+        return run.changed({"sensitivity": None}), False
+    if options.overwrite_output and not options.resume_from_checkpoint:
+        # What a run may overwrite includes the artifact that it makes by itself.
+        run = run.changed({"sensitivity_estimation": {"overwrite": True}})
+    recipe = SensitivityRecipe(run)
+    recipe.run()
+    return run.changed({"sensitivity": str(recipe.path)}), recipe.computed
 
 
 def run_sensitivity(run: Run | DictConfig) -> int:

@@ -22,13 +22,20 @@ hard code is the comparison |w| > gamma/2, which is exact, instead of round(w/ga
 compiler may compute with an approximate division. A tie |w| = gamma/2 gives the code 0, as
 rounding half to even does.
 
-A learned scale gets dH/dgamma = mu - z·mu'(z), exact under the relaxation. At tau 0 it is that of
-gamma·round(w/gamma) with a straight-through rounding, round(z) - z, and the clipped code beyond
-1.5 scales, much as in LSQ. The rounding of gamma to bfloat16 passes gradients as they are.
+Learned parameters, one of each per group. A step delta of its own (twice the threshold between 0
+and the outer codes) and an offset b choose the codes, and gamma only multiplies them: with
+u = (w - b)/delta in place of z, H = gamma·mu(u), and
+
+    dH/dw = (gamma/delta)·mu'(u)    dH/ddelta = -u·dH/dw    dH/db = -dH/dw    dH/dgamma = mu(u)
+
+exact under the relaxation; without a step of its own delta is gamma, and dH/dgamma = mu - u·mu'.
+At tau 0, where mu' is that of a straight-through rounding, 1, these parameters take it up to 1.5
+steps, beyond which the code is clipped, much as in LSQ: round(u) - u, and then the code. The
+rounding of gamma to bfloat16 passes gradients as they are.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -44,7 +51,7 @@ from hestia_tune.methods.temperature import relaxation_histogram, temperature_fr
 SCALE_EPS = 1e-8
 # exp(80) is finite in float32 and bfloat16; beyond it the weight of a nonzero code is below 1e-34.
 _MAX_EXPONENT = 80.0
-# The hard code is round(z) up to here, in scales; beyond, it is clipped and z no longer matters.
+# The hard code is round(u) up to here, in steps; beyond, it is clipped and u no longer matters.
 _ROUNDED_WITHIN = 1.5
 # Keeps 2/tau finite in float32; a cosine over 10^9 steps stays far above it.
 MIN_TAU = 1e-30
@@ -92,18 +99,47 @@ def _mean_scale(
     return scale.to(compute_dtype(blocks))
 
 
-def _hard_code(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """clip(round(w/gamma), -1, 1) without the division."""
-    return torch.where(w.abs() > 0.5 * scale, torch.sign(w), torch.zeros_like(w))
+def _least_squares_scale(blocks: torch.Tensor) -> torch.Tensor:
+    """The gamma of the codes that leave the least sum (w - gamma·q)^2; shape (..., 1), as above.
+
+    With k nonzero codes, those of the largest |w|, gamma is their mean and the sum falls by
+    (sum of these |w|)^2 / k.
+    """
+    sums = blocks.detach().abs().double().sort(-1, descending=True).values.cumsum(-1)
+    counts = torch.arange(1, blocks.shape[-1] + 1, device=blocks.device)
+    best = (sums.square() / counts).argmax(-1, keepdim=True)
+    scale = sums.gather(-1, best) / (best + 1) + SCALE_EPS
+    return round_to_bfloat16(scale.to(torch.float32)).to(compute_dtype(blocks))
 
 
-def _softmax_terms(w: torch.Tensor, scale: torch.Tensor, tau: torch.Tensor):
-    """(-4a/tau, e1, e2, 1/D) of the module docstring; stable for every tau > 0."""
-    a = w.abs() / scale
+def _hard_code(w: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """clip(round(w/step), -1, 1) without the division."""
+    return torch.where(w.abs() > 0.5 * step, torch.sign(w), torch.zeros_like(w))
+
+
+def _softmax_terms(w: torch.Tensor, step: torch.Tensor, tau: torch.Tensor):
+    """(-4a/tau, e1, e2, 1/D) of the module docstring, a = |w|/step; stable for every tau > 0."""
+    a = w.abs() / step
     log_e1 = -4.0 * a / tau
     e1 = log_e1.exp()
     e2 = ((1.0 - 2.0 * a) / tau).clamp(max=_MAX_EXPONENT).exp()
     return log_e1, e1, e2, 1.0 / (1.0 + e1 + e2)
+
+
+class _Groups(NamedTuple):
+    """A weight by groups, in the dtype of the formulas.
+
+    Attributes:
+        w: (rows, groups, group).
+        scale: gamma, (rows, groups, 1), like the next.
+        step: delta; gamma itself if it is not learned.
+        shifted: w - b, what codes are chosen by; w itself without an offset.
+    """
+
+    w: torch.Tensor
+    scale: torch.Tensor
+    step: torch.Tensor
+    shifted: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +150,19 @@ class TernaryMethod(Method):
         group_size: weights along in_features that share a scale (128 in the paper), or "channel",
             or "tensor".
         scale: "absmean", mean|w| of the latent weights as they are (Eq. 1; AbsMean of BitNet
-            b1.58); or "learned", 2·sigmoid(t)·mean|w0| with a parameter t per group that starts at
-            0 and mean|w0| of the pretrained weights.
+            b1.58); or "learned", 2·sigmoid(t)·g with a parameter t per group that starts at 0.
+        threshold: "half" of the scale (Eq. 2), or "learned", sigmoid(s)·g with a parameter s that
+            starts at 0.
+        offset: "none", or "learned": codes are chosen by w - o·g, with a parameter o that starts
+            at 0.
+        start: g of learned parameters, by the pretrained weights: their "absmean", or the scale
+            of "least_squares".
 
-    Parameters of a layer, both (out_features, groups), if the scale is learned: ``scale_logit``, t,
-    and ``scale_start``, mean|w0|, which is not trained.
+    Parameters of a layer, all (out_features, groups): ``scale_logit`` (t), ``threshold_logit``
+    (s) and ``offset`` (o), those that are learned; and then ``scale_start`` (g), not trained.
 
     Raises:
-        TypeError, ValueError: on a wrong ``group_size`` or ``scale``.
+        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "ternary"
@@ -134,15 +175,31 @@ class TernaryMethod(Method):
     )
     group_size: GroupSize = 128
     scale: Literal["absmean", "learned"] = field(default="absmean", metadata={"optional": True})
+    threshold: Literal["half", "learned"] = field(default="half", metadata={"optional": True})
+    offset: Literal["none", "learned"] = field(default="none", metadata={"optional": True})
+    start: Literal["absmean", "least_squares"] = field(
+        default="absmean", metadata={"optional": True}
+    )
 
     def __post_init__(self):
         validate_group_size(self.group_size)
-        if self.scale not in ("absmean", "learned"):
-            raise ValueError(f'scale must be "absmean" or "learned"; got {self.scale!r}')
-        if self.scale == "learned" and self.group_size == "tensor":
+        for name, words in (
+            ("scale", ("absmean", "learned")),
+            ("threshold", ("half", "learned")),
+            ("offset", ("none", "learned")),
+            ("start", ("absmean", "least_squares")),
+        ):
+            if (value := getattr(self, name)) not in words:
+                raise ValueError(f'{name} must be "{words[0]}" or "{words[1]}"; got {value!r}')
+        if self.trained_parameters and self.group_size == "tensor":
             raise ValueError(
-                'scale "learned" needs scales that lie within rows; got group_size "tensor"; use '
-                '"channel" or an int'
+                "a learned scale, threshold or offset needs scales that lie within rows; got "
+                'group_size "tensor"; use "channel" or an int'
+            )
+        if self.start != "absmean" and not self.trained_parameters:
+            raise ValueError(
+                f'start "{self.start}" is where a learned scale, threshold or offset starts; '
+                "nothing is learned; set scale: learned"
             )
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
@@ -154,67 +211,88 @@ class TernaryMethod(Method):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        return ("scale_logit", "scale_start") if self.scale == "learned" else ()
+        return (*self.trained_parameters, "scale_start") if self.trained_parameters else ()
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
-        return self.parameter_names[:1]
+        names = {"scale": "scale_logit", "threshold": "threshold_logit", "offset": "offset"}
+        return tuple(name for key, name in names.items() if getattr(self, key) == "learned")
 
     def initial_parameters(self, weight):
-        if self.scale == "absmean":
+        if not self.trained_parameters:
             return ()
         blocks = block_view(weight.detach(), self.group_size).to(compute_dtype(weight))
-        start = _mean_scale(blocks).squeeze(-1).to(torch.float32)
-        return torch.zeros_like(start), start
+        scale = _mean_scale if self.start == "absmean" else _least_squares_scale
+        start = scale(blocks).squeeze(-1).to(torch.float32)
+        return *(torch.zeros_like(start) for _ in self.trained_parameters), start
 
-    def _blocks(self, weight, parameters=(), total=None, keep_ternary=False):
-        """w (rows, groups, group) and gamma (rows, groups, 1), in the dtype of the formulas."""
+    def _groups(self, weight, parameters=(), total=None, keep_ternary=False) -> _Groups:
         w = block_view(weight, self.group_size).to(compute_dtype(weight))
-        if self.scale == "absmean":
+        values = dict(zip(self.parameter_names, parameters, strict=True))
+        start = values.get("scale_start")
+        if self.scale == "learned":
+            scale = (2.0 * torch.sigmoid(values["scale_logit"]) * start).to(torch.float32)
+            scale = round_to_bfloat16(scale).to(w.dtype).unsqueeze(-1)
+        else:
             total = total if self.group_size == "tensor" else None
-            return w, _mean_scale(w, total, keep_ternary=keep_ternary)
-        logit, start = parameters
-        scale = (2.0 * torch.sigmoid(logit) * start).to(torch.float32)
-        return w, round_to_bfloat16(scale).to(w.dtype).unsqueeze(-1)
+            scale = _mean_scale(w, total, keep_ternary=keep_ternary)
+        step, shifted = scale, w
+        if self.threshold == "learned":
+            step = (2.0 * torch.sigmoid(values["threshold_logit"]) * start).to(w.dtype)
+            step = step.unsqueeze(-1)
+        if self.offset == "learned":
+            shifted = w - (values["offset"] * start).to(w.dtype).unsqueeze(-1)
+        return _Groups(w, scale, step, shifted)
 
     def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
-        w, scale = self._blocks(weight, parameters, total)
+        w, scale, step, shifted = self._groups(weight, parameters, total)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
-        log_e1, _, _, inv_d = _softmax_terms(w, scale, tau.clamp(min=MIN_TAU))
-        soft_mean = torch.sign(w) * (-torch.expm1(log_e1)) * inv_d
-        mean = torch.where(tau > 0, soft_mean, _hard_code(w, scale))
+        log_e1, _, _, inv_d = _softmax_terms(shifted, step, tau.clamp(min=MIN_TAU))
+        soft_mean = torch.sign(shifted) * (-torch.expm1(log_e1)) * inv_d
+        mean = torch.where(tau > 0, soft_mean, _hard_code(shifted, step))
         effective = (1.0 - pressure) * w + pressure * (scale * mean)
         return effective.to(weight.dtype).view_as(weight)
 
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
-        w, scale = self._blocks(weight, parameters, total)
+        w, scale, step, shifted = self._groups(weight, parameters, total)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         safe_tau = tau.clamp(min=MIN_TAU)
-        log_e1, e1, e2, inv_d = _softmax_terms(w, scale, safe_tau)
+        log_e1, e1, e2, inv_d = _softmax_terms(shifted, step, safe_tau)
         variance = (4.0 * e1 * inv_d + (e2 * inv_d) * (1.0 + e1)) * inv_d
         slope = torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w))
-        jacobian = (1.0 - pressure) + pressure * slope
+        ratio = scale / step if self.threshold == "learned" else 1.0  # gamma/delta
+        jacobian = (1.0 - pressure) + pressure * (ratio * slope)
         g = block_view(grad, self.group_size).to(w.dtype)
         grad_w = (g * jacobian).to(weight.dtype).view_as(weight)
-        if self.scale == "absmean":
+        if not self.trained_parameters:
             return (grad_w,)
-        # H = gamma·mu(w / gamma): dH/dgamma = mu - z·mu'(z), and dH/dw = mu'(z) = slope.
-        z = w / scale
-        soft = torch.sign(w) * (-torch.expm1(log_e1)) * inv_d - z * slope
-        hard = _hard_code(w, scale) - torch.where(z.abs() < _ROUNDED_WITHIN, z, 0.0)
-        grad_scale = (g * torch.where(tau > 0, soft, hard)).sum(-1) * pressure  # (rows, groups)
-        logit, start = parameters
-        sigmoid = torch.sigmoid(logit)
-        grad_logit = grad_scale * 2.0 * start * sigmoid * (1.0 - sigmoid)
-        return grad_w, grad_logit.to(logit.dtype), torch.zeros_like(start)
+        u = shifted / step
+        soft_mean = torch.sign(shifted) * (-torch.expm1(log_e1)) * inv_d
+        mean = torch.where(tau > 0, soft_mean, _hard_code(shifted, step))
+        slope = torch.where(tau > 0, slope, (u.abs() < _ROUNDED_WITHIN).to(w.dtype))
+        by_scale = mean if self.threshold == "learned" else mean - u * slope  # dH/dgamma
+        by_parameter = {
+            "scale_logit": by_scale,
+            "threshold_logit": -ratio * u * slope,
+            "offset": -ratio * slope,
+        }
+        *trained, start = parameters
+        grads = []
+        for name, parameter in zip(self.trained_parameters, trained, strict=True):
+            inner = (g * by_parameter[name]).sum(-1) * pressure * start  # (rows, groups)
+            if name != "offset":  # 2·sigmoid
+                sigmoid = torch.sigmoid(parameter)
+                inner = inner * 2.0 * sigmoid * (1.0 - sigmoid)
+            grads.append(inner.to(parameter.dtype))
+        return grad_w, *grads, torch.zeros_like(start)
 
     def hard(self, weight, parameters=(), total=None):
-        w, scale = self._blocks(weight.detach(), parameters, total, keep_ternary=True)
-        return (scale * _hard_code(w, scale)).to(weight.dtype).view_as(weight)
+        _, scale, step, shifted = self._groups(weight.detach(), parameters, total, True)
+        return (scale * _hard_code(shifted, step)).to(weight.dtype).view_as(weight)
 
     def codes(self, weight, parameters=()):
-        w, scale = self._blocks(weight.detach(), parameters, keep_ternary=True)
-        codes = _hard_code(w, scale).to(torch.int8).view_as(weight)
+        _, scale, step, shifted = self._groups(weight.detach(), parameters, keep_ternary=True)
+        codes = _hard_code(shifted, step).to(torch.int8).view_as(weight)
         return codes, scale.squeeze(-1).to(torch.bfloat16)
 
     def fit_temperature(self, weights):
@@ -227,7 +305,7 @@ class TernaryMethod(Method):
         for weight in weights:
             if not torch.isfinite(weight).all():
                 raise ValueError("tau_init auto needs finite weights; got NaN or infinity")
-            w, scale = self._blocks(weight.detach(), self.initial_parameters(weight))
+            w, scale, *_ = self._groups(weight.detach(), self.initial_parameters(weight))
             part = relaxation_histogram((w.abs() / scale).flatten(), scale.expand_as(w).flatten())
             histogram = part if histogram is None else histogram + part
         if histogram is None:

@@ -115,7 +115,8 @@ def _set_schedule(
     """Brings prepared layers to the temperatures and the pressure of their checkpoint, or makes
     them hard; returns what was set."""
     identity, step = meta["identity"], meta["step"]
-    options = {name: identity[f"schedule.{name}"] for name in ("rho", "tau_init", "alpha")}
+    names = ("rho", "tau_init", "alpha", "hard_fraction")
+    options = {name: identity[f"schedule.{name}"] for name in names}
     schedule = AnnealingSchedule(identity["total_steps"], **options)
     if kind == "checkpoint_hard":
         for layer in layers.values():

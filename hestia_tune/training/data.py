@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchtune import config
+from torchtune import config, utils
 from torchtune.config._utils import _get_component_from_path
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_packed
 from torchtune.datasets import ConcatDataset
@@ -30,6 +30,8 @@ from hestia_tune.config import one_line
 from hestia_tune.data import DataStreamError, PositionSampler, StreamingTextDataset, TokenizedSet
 from hestia_tune.distributed import raise_together
 from hestia_tune.sensitivity import CalibrationBatch
+
+log = utils.get_logger("DEBUG")
 
 
 def build_dataset(
@@ -90,6 +92,31 @@ def calibration_batch(batch: dict[str, torch.Tensor]) -> CalibrationBatch:
     inputs = {k: v for k, v in batch.items() if k not in ("tokens", "labels")}
     labels = shifted_labels(batch["labels"], CROSS_ENTROPY_IGNORE_IDX)
     return CalibrationBatch(tokens=batch["tokens"], labels=labels, model_inputs=inputs)
+
+
+def calibration_batches(
+    cfg: DictConfig, tokenizer: Any, *, seed: int, num_samples: int, batch_size: int
+) -> list[CalibrationBatch]:
+    """The samples of the ``dataset`` section that a seed draws, in batches; the same on every rank.
+
+    Args:
+        cfg: the run's config.
+        tokenizer: the config's.
+        seed: of the draw.
+        num_samples: how many; all, if the dataset has fewer.
+        batch_size: samples in a batch; the last may be smaller.
+    """
+    dataset, packed = build_dataset(cfg.dataset, tokenizer, "dataset", calibration_seed=seed)
+    if not isinstance(dataset, StreamingTextDataset):  # which shuffles by itself
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(dataset), generator=generator)[:num_samples]
+        dataset = map(dataset.__getitem__, order.tolist())
+    samples = list(islice(dataset, num_samples))
+    if len(samples) < num_samples:
+        utils.log_rank_zero(log, f"all {len(samples)} samples are taken; num_samples is more")
+    collate = collate_function(cfg.collate_fn, tokenizer.pad_id, CROSS_ENTROPY_IGNORE_IDX, packed)
+    parts = (samples[k : k + batch_size] for k in range(0, len(samples), batch_size))
+    return [calibration_batch(collate(part)) for part in parts]
 
 
 class TrainingData:

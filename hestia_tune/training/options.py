@@ -13,7 +13,14 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hestia_tune.config import ScheduleConfig, Section, in_our_words, option, require_number
-from hestia_tune.sections import ConvertConfig, EstimationConfig, EvalConfig, TokenizeConfig
+from hestia_tune.sections import (
+    ConvertConfig,
+    DistillationConfig,
+    EstimationConfig,
+    EvalConfig,
+    ReconstructionConfig,
+    TokenizeConfig,
+)
 
 _CHECKPOINTER = "torchtune.training.FullModelHFCheckpointer"
 _DATA_PARALLEL_ONLY = "scales need whole rows; use FSDP alone"
@@ -84,6 +91,13 @@ class RunOptions(Section):
         "schedule",
     )
     sensitivity_estimation: EstimationConfig = option(EstimationConfig())
+    distillation: DistillationConfig = option(DistillationConfig())
+    reconstruction: str | None = option(
+        None,
+        'folder that hestia_reconstruct wrote, to start from; "auto" to compute it if there is '
+        "none; null starts from the pretrained model",
+    )
+    reconstruct: ReconstructionConfig = option(ReconstructionConfig())
     convert: ConvertConfig = option(ConvertConfig())
     eval: EvalConfig = option(EvalConfig())
     tokenize: TokenizeConfig = option(TokenizeConfig())
@@ -134,6 +148,8 @@ class RunOptions(Section):
             raise ValueError("prefetch_factor needs num_workers; raise that, or leave it out")
         seed = self.sensitivity_estimation.seed
         self._fill("sensitivity_estimation", "sensitivity.json", seed=self.seed or 0, given=seed)
+        given = self.reconstruct.seed
+        self._fill("reconstruct", "reconstruction", seed=self.seed or 0, given=given)
         self._fill("convert", "converted")
         self._fill("eval", "evaluation.json")
         self._fill("tokenize", "tokens")

@@ -27,6 +27,7 @@ from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.plots import plot_training_curves
 
 PRETRAINED, HARD = "pretrained", "trained, hard"
+RECONSTRUCTED = "reconstructed, hard"
 
 
 def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ from hestia_tune.evaluation import metrics_of
 from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.training import checkpoint
 from hestia_tune.training.data import shifted_labels
+from hestia_tune.training.distillation import distillation_loss_sum
 from hestia_tune.training.monitoring import (
     check_finite,
     check_loss,
@@ -35,6 +36,7 @@ from hestia_tune.training.monitoring import (
 from hestia_tune.training.outputs import (
     HARD,
     PRETRAINED,
+    RECONSTRUCTED,
     hard_state_dict,
     results_table,
     write_hard_model,
@@ -115,7 +117,7 @@ class HestiaQATRecipe(RecipeSetup):
             record_memory_history(self, step)
         losses, counts = [], []
         for batch in batches:
-            loss, count = self.loss_sum(batch)
+            loss, count = self.loss_sum(batch, self._teacher)
             loss.backward()
             losses.append(loss.detach())
             counts.append(count)
@@ -189,20 +191,35 @@ class HestiaQATRecipe(RecipeSetup):
                 self._save(position)
             raise
 
-    def loss_sum(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum of the loss over predicted tokens, number of predicted tokens) of one batch."""
+    def loss_sum(
+        self, batch: dict[str, Any], teacher: torch.nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum of the loss over predicted tokens, number of predicted tokens) of one batch.
+
+        The loss is the config's, mixed with the distillation from ``teacher`` if there is one.
+        """
         utils.batch_to_device(batch, self._device)
         ignore = self._loss_fn.ignore_index
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
-        # Without a token to predict the mean would be NaN; any label will do, its weight is 0.
-        labels = torch.where(count > 0, labels, torch.zeros_like(labels))
+        if teacher is not None:
+            with torch.no_grad():
+                wanted = teacher(**batch)
         with self.activations_handling_ctx:
             logits = self._model(**batch)
-        if not isinstance(logits, list):
-            labels, logits = labels.reshape(-1), logits.reshape(-1, logits.size(-1))
-        loss = self._loss_fn(logits, labels)
-        return loss * count, count
+        settings, total = self.options.distillation, 0.0
+        if teacher is None or settings.weight < 1:
+            # Without a token to predict the mean would be NaN; any label will do, its weight is 0.
+            some = torch.where(count > 0, labels, torch.zeros_like(labels))
+            if isinstance(logits, list):
+                loss = self._loss_fn(logits, some)
+            else:
+                loss = self._loss_fn(logits.reshape(-1, logits.size(-1)), some.reshape(-1))
+            total = loss * count
+        if teacher is not None:
+            distilled = distillation_loss_sum(logits, wanted, labels, settings, ignore)
+            total = (1 - settings.weight) * total + settings.weight * distilled
+        return total, count
 
     def clip_gradients(self) -> float | None:
         """The norm of the gradient before clipping; None if it is not clipped. Collective."""
@@ -242,10 +259,14 @@ class HestiaQATRecipe(RecipeSetup):
         return f"naive {self.component.method.name}"
 
     def _evaluate_baselines(self) -> None:
-        with self.driver.latent():
-            self.validation_losses[PRETRAINED] = self.evaluate()
+        hard = self._naive
+        if self.options.reconstruction is None:
+            with self.driver.latent():
+                self.validation_losses[PRETRAINED] = self.evaluate()
+        else:  # which has measured the pretrained and the naive model
+            hard = RECONSTRUCTED
         with self.driver.hard():
-            self.validation_losses[self._naive] = self.evaluate()
+            self.validation_losses[hard] = self.evaluate()
         for label, loss in self.validation_losses.items():
             utils.log_rank_zero(log, f"validation loss, {label}: {loss:.4f}")
 
@@ -340,7 +361,7 @@ class HestiaQATRecipe(RecipeSetup):
     def release(self) -> None:
         """Lets go of the model and the logger; the process group stays, for another recipe."""
         torch.distributed.barrier()
-        self._model = self._optimizer = None
+        self._model = self._teacher = self._optimizer = None
         if self._is_rank_zero:
             self._metric_logger.close()
 

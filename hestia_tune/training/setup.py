@@ -5,6 +5,8 @@ the meta device, then the checkpoint, the data, and only then sharding and optim
 rank alone reads the checkpoint; its errors are raised on every rank.
 """
 
+import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from hestia_tune.distributed import StopRequest, ensure_process_group, on_first_
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
+from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
@@ -28,6 +31,7 @@ from hestia_tune.training.base import FullFinetuneRecipeDistributed
 from hestia_tune.training.data import TrainingData
 from hestia_tune.training.monitoring import CodeStatistics, History
 from hestia_tune.training.options import Run, RunOptions
+from hestia_tune.training.reconstructed import read_results, reconstructed
 
 log = utils.get_logger("DEBUG")
 
@@ -97,6 +101,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         names = list(quantized_linears(on_meta))
         if artifact is not None:
             artifact.check_model(names)
+        start = None
+        if options.reconstruction is not None:
+            start = read_results(options.reconstruction, self.component.method.key())
         self._tokenizer = build.instantiate(cfg.tokenizer, "tokenizer")
         if options.eval.every_n_steps or options.eval.at_end:
             self._evaluator = Evaluator(options.eval, self._tokenizer, on_meta.max_seq_len)
@@ -112,6 +119,11 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
         plain = build.plain_on_meta(cfg.model)
         state = on_first_rank(lambda: self.read_pretrained(plain, artifact), share=False) or {}
+        pretrained = state
+        if start is not None:
+            make = partial(reconstructed, state, options.reconstruction, start)
+            state = on_first_rank(make, share=False) or {}
+            self.validation_losses |= start["validation_loss"]
         self.schedule = self._make_schedule(state, names, resume_meta)
         scores = None if artifact is None else artifact.scores
         self._identity = on_first_rank(lambda: self._describe_run(cfg, state, names, scores))
@@ -137,6 +149,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
+        self._teacher = None
+        if options.distillation.weight:
+            self._teacher = self._setup_teacher(cfg, pretrained)
         self.driver = self.make_driver(scores)
         self._statistics = None
         if options.code_statistics:
@@ -186,7 +201,11 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             tau_init = on_first_rank(lambda: self.component.method.fit_temperature(weights))
             utils.log_rank_zero(log, f"tau_init auto: {tau_init:.4f}")
         return AnnealingSchedule(
-            self.total_steps, rho=options.rho, tau_init=tau_init, alpha=options.alpha
+            self.total_steps,
+            rho=options.rho,
+            tau_init=tau_init,
+            alpha=options.alpha,
+            hard_fraction=options.hard_fraction,
         )
 
     def make_driver(self, scores: dict[str, float] | None) -> ScheduleDriver:
@@ -214,11 +233,13 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             "schedule.rho": self.schedule.rho,
             "schedule.tau_init": self.schedule.tau_init,
             "schedule.alpha": self.schedule.alpha,
+            "schedule.hard_fraction": self.schedule.hard_fraction,
             "sensitivity": checkpoint.digest(scores),
             "optimizer": OmegaConf.to_container(cfg.optimizer, resolve=True),
             "shuffle": cfg.shuffle,
             "seed": self.seed,
             "dtype": cfg.dtype,
+            "distillation": dataclasses.asdict(self.options.distillation),
             **self.data.identity(),
         }
 
@@ -256,11 +277,11 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             model, enable_activation_checkpointing, ac_mode, ac_option
         )
         sharded.quantize_shards(model)
-        mesh = init_device_mesh(self._device.type, (self.world_size,), mesh_dim_names=("dp",))
+        self._mesh = init_device_mesh(self._device.type, (self.world_size,), mesh_dim_names=("dp",))
         self.dp_size, self.dp_rank = self.world_size, self.rank
         sharding.shard(
             model,
-            mesh,
+            self._mesh,
             self._dtype,
             cpu_offload=fsdp_cpu_offload,
             reshard_after_forward=reshard_after_forward,
@@ -271,6 +292,40 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             model, enable_activation_offloading
         )
         return model
+
+    def _setup_teacher(self, cfg: DictConfig, pretrained: dict[str, torch.Tensor]) -> nn.Module:
+        """The model to distil from: frozen, in the compute dtype, sharded like the model."""
+        teacher, source = build.plain_on_meta(cfg.model), self.options.distillation.teacher
+        if source != "pretrained":
+            pretrained = on_first_rank(partial(self._read_teacher, teacher), share=False) or {}
+        teacher.requires_grad_(False).eval()
+        if cfg.compile:
+            training.compile_model(teacher, verbose=self._is_rank_zero)
+        sharding.shard(
+            teacher,
+            self._mesh,
+            self._dtype,
+            cpu_offload=cfg.fsdp_cpu_offload,
+            reshard_after_forward=cfg.fsdp_reshard_after_forward,
+            names_to_match=cfg.custom_sharded_layers,
+        )
+        teacher.to(self._dtype)
+        sharding.materialize(
+            teacher, pretrained, self._device, cfg.fsdp_cpu_offload, dtype=self._dtype
+        )
+        teacher.num_output_chunks = self._model.num_output_chunks
+        return teacher
+
+    def _read_teacher(self, teacher: nn.Module) -> dict[str, torch.Tensor]:
+        folder = Path(self.options.distillation.teacher)
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(
+                f'distillation.teacher {folder} has no config.json; give "pretrained" or a '
+                "Hugging Face folder"
+            )
+        state = dict(read_weights(self.run.cfg.checkpointer.model_type, folder))
+        build.check_state_dict(teacher, state, str(folder))
+        return state
 
     def _setup_optimizer(
         self,

@@ -65,22 +65,27 @@ def shard(
 
 
 def materialize(
-    model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device, cpu_offload: bool
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+    cpu_offload: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Creates the buffers on ``device`` and loads the weights that the first process read.
 
     Args:
         state: the full state dict on the first process, an empty one on the others.
+        dtype: of the parameters; that of latent weights is float32.
     """
     model.to_empty(device="cpu" if cpu_offload else device)
     build_buffers(model, device)
-    latents = {name: value.to(torch.float32) for name, value in state.items()}
+    latents = {name: value.to(dtype) for name, value in state.items()}
     for name, layer in quantized_linears(model).items():
         layer.weight_fake_quantizer.reset_buffers(device)
         if latents:
             initial = layer.method.initial_parameters(latents[f"{name}.weight"])
             for key, value in zip(layer.method.parameter_names, initial, strict=True):
-                latents[f"{name}.{key}"] = value
+                latents.setdefault(f"{name}.{key}", value)  # a reconstruction brings its own
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
     )

@@ -1,0 +1,366 @@
+"""``hestia_reconstruct``: a hard model by block reconstruction, and what hestia_qat starts from.
+
+Every rank holds the whole model in float32 on the CPU and a share of the samples; one window of
+blocks at a time is on the device. In ``reconstruct.output``:
+
+    reconstruction.json     settings, the error of every window, losses
+    latents.safetensors     float32 latents, the method's parameters and norms, torchtune's names
+    hard_model/             as that of hestia_qat
+    errors.png              the error at the end of every window, before and after
+    windows/                of a run that is not finished: it goes on after the last of them
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torchtune import training, utils
+from tqdm import tqdm
+
+import hestia_tune
+from hestia_tune.commands.launch import INTERRUPTED
+from hestia_tune.commands.sensitivity import with_sensitivity
+from hestia_tune.distributed import (
+    StopRequest,
+    end_process_group,
+    ensure_process_group,
+    on_first_rank,
+    sum_over_ranks,
+)
+from hestia_tune.files import remove, require_writable_dir, staged, write_atomically
+from hestia_tune.models import build
+from hestia_tune.modules import quantized_linears
+from hestia_tune.plots import plot_errors
+from hestia_tune.reconstruction import Reconstruction, WindowResult
+from hestia_tune.reconstruction.streams import Stream, bytes_of_streams
+from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, model_fingerprint
+from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of, mean_loss
+from hestia_tune.training import data
+from hestia_tune.training.checkpoint import digest
+from hestia_tune.training.options import Run
+from hestia_tune.training.outputs import (
+    PRETRAINED,
+    RECONSTRUCTED,
+    hard_state_dict,
+    results_table,
+    write_hard_model,
+)
+from hestia_tune.training.reconstructed import LATENTS_FILE, RESULTS_FILE
+
+log = utils.get_logger("DEBUG")
+
+
+class ReconstructionRecipe:
+    """Reconstructs the model of a run.
+
+    Attributes:
+        output: the folder.
+        finished: whether `run` came to the end; ``computed``, whether it had anything to do.
+        losses: label -> validation loss, if there are validation data.
+    """
+
+    def __init__(self, run: Run | DictConfig):
+        run = Run.of(run)
+        self.cfg, self.options = run.cfg, run.options
+        self.settings = self.options.reconstruct
+        self.output = require_writable_dir(self.settings.output)
+        self.device = utils.get_device(self.options.device)
+        ensure_process_group(self.device)
+        self.dtype = training.get_dtype(self.options.dtype, self.device)
+        if self.settings.batch_size % dist.get_world_size():
+            raise ValueError(
+                f"reconstruct.batch_size {self.settings.batch_size} must be a multiple of the "
+                f"{dist.get_world_size()} ranks, which share every batch"
+            )
+        self.component = build.instantiate(self.cfg.quantizer, "quantizer")
+        self.losses: dict[str, float] = {}
+        self.finished = self.computed = False
+
+    def run(self) -> None:
+        """Reconstructs, unless the folder holds just this; goes on where an earlier run stopped.
+
+        Raises:
+            ValueError: if a reconstruction of another model or of other settings is in the way.
+        """
+        meta = build.build_on_meta(self.cfg.model, self.component)
+        names = list(quantized_linears(meta))
+        tokenizer = build.instantiate(self.cfg.tokenizer, "tokenizer")
+        settings = self.settings
+        batches = data.calibration_batches(
+            self.cfg,
+            tokenizer,
+            seed=settings.seed,
+            num_samples=settings.num_samples,
+            batch_size=settings.batch_size,
+        )
+        batches = [batch for batch in batches if len(batch.tokens) == settings.batch_size]
+        if not batches:
+            raise ValueError(
+                f"the dataset has fewer samples than reconstruct.batch_size {settings.batch_size}; "
+                "lower it"
+            )
+        self.data = data.TrainingData(
+            self.cfg, tokenizer, ignore_index=IGNORE_INDEX, seed=self.settings.seed
+        )
+        scores = None
+        if settings.alpha and self.options.sensitivity is not None:
+            artifact = SensitivityArtifact.load(self.options.sensitivity)
+            artifact.check_model(names)
+            scores = artifact.scores
+        plain = build.plain_on_meta(self.cfg.model)
+        checkpointer = build.instantiate(self.cfg.checkpointer, "checkpointer")
+        load = checkpointer.load_checkpoint
+        state = on_first_rank(
+            lambda: build.read_checkpoint(load, plain, self.cfg.checkpointer), share=False
+        )
+        identity = on_first_rank(lambda: self._identity(state or {}, names, batches, scores))
+        assert identity is not None
+        windows = self.output / "windows"
+        if not on_first_rank(lambda: self._prepare_folder(identity, windows)):
+            self.finished = True
+            return
+        self.computed = True
+        model = self._load(state)
+        self.losses |= self.validation_loss(model, PRETRAINED)
+        self.component.prepare(model)
+        for layer in quantized_linears(model).values():
+            layer.weight_fake_quantizer.is_hard = True
+        self.losses |= self.validation_loss(model, f"naive {self.component.method.name}")
+        self._reconstruct(model, batches, scores, windows)
+        if not self.finished:
+            return
+        self.losses |= self.validation_loss(model, RECONSTRUCTED)
+        state = hard_state_dict(model)
+        description = identity | {
+            "hestia_tune": hestia_tune.__version__,
+            "step": 0,
+            "layers": names,
+            "validation_loss": self.losses,
+        }
+        on_first_rank(lambda: self._write(model, state, checkpointer, description), share=False)
+        on_first_rank(lambda: remove(windows), share=False)
+
+    def _identity(
+        self,
+        state: Mapping[str, torch.Tensor],
+        names: Sequence[str],
+        batches: Sequence[CalibrationBatch],
+        scores: Mapping[str, float] | None,
+    ) -> dict[str, Any]:
+        """What makes a reconstruction this one."""
+        settings = dataclasses.asdict(self.settings)
+        settings = {k: v for k, v in settings.items() if k not in ("output", "overwrite", "memory")}
+        return {
+            "model_fingerprint": model_fingerprint({n: state[f"{n}.weight"] for n in names}),
+            "quantizer": self.component.method.key(),
+            "settings": settings,
+            "sensitivity": digest(scores),
+            "samples": digest([batch.tokens.tolist() for batch in batches]),
+            "dtype": str(self.dtype),
+        }
+
+    def _prepare_folder(self, identity: dict[str, Any], windows: Path) -> bool:
+        """Whether there is something to do; what another run left goes, if it may."""
+        for path in (self.output / RESULTS_FILE, windows / RESULTS_FILE):
+            if not path.exists():
+                continue
+            found = json.loads(path.read_text(encoding="utf-8"))
+            odd = [key for key, value in identity.items() if found.get(key) != value]
+            if not odd:
+                return path.parent == windows
+            if not self.settings.overwrite:
+                raise ValueError(
+                    f"{path} is of another {odd[0]}; set reconstruct.overwrite=True to replace it, "
+                    "or reconstruct.output to another folder"
+                )
+        for name in ("windows", RESULTS_FILE, LATENTS_FILE, "hard_model", "errors.png"):
+            remove(self.output / name)
+        windows.mkdir()
+        write_atomically(windows / RESULTS_FILE, json.dumps(identity))
+        return True
+
+    def _load(self, state: Mapping[str, torch.Tensor] | None) -> nn.Module:
+        """The pretrained model in float32 on the CPU of every rank; rank 0 has ``state``."""
+        with training.set_default_dtype(torch.float32):
+            model = build.instantiate(self.cfg.model, "model").requires_grad_(False).eval()
+        if state is not None:
+            model.load_state_dict(state)
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=0)
+        return model
+
+    @torch.no_grad()
+    def validation_loss(self, model: nn.Module, label: str) -> dict[str, float]:
+        """``label`` -> the mean loss of the model as it stands; empty without validation data."""
+        if self.data.val_loader is None:
+            return {}
+        model.to(self.device)
+        own, seen, total, count = self.data.val_samples, 0, 0.0, 0
+        for batch in self.data.validation_batches(self.options.max_val_batches):
+            if own is not None:  # the sampler fills up uneven shares
+                batch["labels"][max(0, own - seen) :] = IGNORE_INDEX
+            seen += len(batch["labels"])
+            batch = data.calibration_batch(batch).to(self.device)
+            with self._autocast():
+                logits = logits_of(model, batch).float()
+            total += mean_loss(logits, batch.labels).double() * batch.num_predicted
+            count += batch.num_predicted
+        model.to("cpu")
+        total, count = sum_over_ranks([total, count], self.device)
+        utils.log_rank_zero(log, f"validation loss, {label}: {total / count:.4f}")
+        return {label: total / count}
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled=enabled)
+
+    def _streams(self, shape: tuple[int, int, int], batch_size: int) -> tuple[Stream, Stream]:
+        """Both streams, in memory if they fit into what ``memory`` allows, else in files."""
+        need = bytes_of_streams(*shape) / 2**30
+        in_files = need > self.settings.memory
+        where = f"files in {self.output}" if in_files else "memory"
+        log.info(f"hidden states: {need:.2f} GiB per rank, in {where}")
+        names = (f"stream_{name}_{dist.get_rank()}.tmp" for name in ("full", "hard"))
+        files = [self.output / name if in_files else None for name in names]
+        full, hard = (Stream(shape, batch_size, self.device, file) for file in files)
+        for file in files:  # lives on while it is mapped
+            remove(file or self.output / "no.tmp")
+        return full, hard
+
+    def _reconstruct(
+        self,
+        model: nn.Module,
+        batches: Sequence[CalibrationBatch],
+        scores: Mapping[str, float] | None,
+        windows: Path,
+    ) -> None:
+        """Trains all windows, or to the first Ctrl-C."""
+        world_size = dist.get_world_size()
+        mine = slice(dist.get_rank(), None, world_size)  # of every batch
+        length = max(batch.tokens.shape[1] for batch in batches)
+
+        def padded(values: torch.Tensor) -> torch.Tensor:
+            return F.pad(values[mine], (0, length - values.shape[1]))
+
+        work = Reconstruction(
+            model,
+            list(model.layers),
+            lambda hidden: model.output(model.norm(hidden)),
+            self.settings,
+            (model.tok_embeddings(padded(batch.tokens)) for batch in batches),
+            [padded(batch.labels != IGNORE_INDEX) for batch in batches],
+            inputs=[{k: v[mine] for k, v in batch.model_inputs.items()} for batch in batches],
+            scores=scores,
+            device=self.device,
+            dtype=self.dtype,
+            compiled=self.options.compile,
+            streams=self._streams,
+        )
+        results = self._resume(work, model, windows)
+        total = len(work.windows) * work.steps
+        progress = tqdm(
+            total=total, initial=len(results) * work.steps, disable=dist.get_rank() != 0
+        )
+        stop = StopRequest()
+        with progress, stop.installed():
+            for result in work.run(len(results)):
+                if result is not None:
+                    results.append(result)
+                    on_first_rank(lambda: self._save(model, results, windows), share=False)
+                    progress.set_postfix_str(
+                        f"blocks {result.begin} to {result.end - 1}: error {result.error:.4f}, "
+                        f"naive {result.naive_error:.4f}"
+                    )
+                    continue
+                progress.update(1)
+                if sum_over_ranks([float(stop.requested)], self.device)[0]:
+                    return
+        self.results, self.finished = results, True
+
+    def _resume(self, work: Reconstruction, model: nn.Module, windows: Path) -> list[WindowResult]:
+        """Loads the windows that are done; returns their results."""
+        found = sorted(windows.glob("window_*.safetensors"))
+        if not found:
+            return []
+        results = [WindowResult(**json.loads(f.with_suffix(".json").read_text())) for f in found]
+
+        def load() -> None:
+            for file in found:
+                model.load_state_dict(load_file(file), strict=False)
+
+        work.skip(len(found), load)
+        utils.log_rank_zero(log, f"goes on after {len(found)} of {len(work.windows)} windows")
+        return results
+
+    def _save(self, model: nn.Module, results: Sequence[WindowResult], windows: Path) -> None:
+        last = results[-1]
+        path = windows / f"window_{last.index:04}.safetensors"
+        kept = tuple(f"layers.{index}." for index in range(last.begin, last.end))
+        write_atomically(path.with_suffix(".json"), json.dumps(dataclasses.asdict(last)))
+        with staged(path) as temporary:
+            state = {k: v for k, v in model.state_dict().items() if k.startswith(kept)}
+            save_file(state, temporary)
+
+    def _write(
+        self,
+        model: nn.Module,
+        state: dict[str, torch.Tensor],
+        checkpointer: Any,
+        description: dict[str, Any],
+    ) -> None:
+        latents = {k: v for k, v in model.state_dict().items() if k.startswith("layers.")}
+        with staged(self.output / LATENTS_FILE) as temporary:
+            save_file(latents, temporary)
+        write_hard_model(state, checkpointer, self.output / "hard_model", description)
+        plot_errors(self.results, self.output / "errors.png")
+        rows = [dataclasses.asdict(result) for result in self.results]
+        text = json.dumps(description | {"windows": rows}, indent=1)
+        write_atomically(self.output / RESULTS_FILE, f"{text}\n")
+
+    def summary(self) -> str:
+        """What to print at the end."""
+        if not self.finished:
+            return "stopped; finished windows are kept, and the same command goes on after them"
+        found = json.loads((self.output / RESULTS_FILE).read_text(encoding="utf-8"))
+        losses = found["validation_loss"]
+        naive = f"naive {self.component.method.name}"
+        table = results_table(losses.items(), PRETRAINED, naive) + "\n\n" if losses else ""
+        return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
+
+
+def with_reconstruction(run: Run) -> tuple[Run, bool]:
+    """``reconstruction: auto``: the run with the path of the folder, computed if there is none;
+    whether it was computed.
+
+    Raises:
+        KeyboardInterrupt: if it was stopped; finished windows are kept.
+    """
+    options = run.options
+    if options.reconstruction != "auto":
+        return run, False
+    if options.overwrite_output and not options.resume_from_checkpoint:
+        run = run.changed({"reconstruct": {"overwrite": True}})
+    recipe = ReconstructionRecipe(with_sensitivity(run, options.reconstruct.alpha)[0])
+    recipe.run()
+    if not recipe.finished:
+        raise KeyboardInterrupt
+    return run.changed({"reconstruction": str(recipe.output)}), recipe.computed
+
+
+def run_reconstruct(run: Run | DictConfig) -> int:
+    """The recipe as a command; returns its exit code."""
+    run = Run.of(run)
+    recipe = ReconstructionRecipe(with_sensitivity(run, run.options.reconstruct.alpha)[0])
+    recipe.run()
+    if dist.get_rank() == 0:
+        print(recipe.summary())
+    end_process_group()
+    return 0 if recipe.finished else INTERRUPTED

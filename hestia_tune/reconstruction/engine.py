@@ -1,0 +1,322 @@
+"""Windows of blocks, trained one after the other to give what the pretrained blocks gave.
+
+A window takes the hidden states that the hard blocks before it put out, so that it may mend what
+they lost, and is trained towards the pretrained stream's hidden states at its end. The error of a
+token is relative to its norm, which is capped at four times the median: some blocks give a few
+tokens norms thousands of times those of the others. The method, its temperature and its own
+parameters are those of training; a window anneals from start to end, then it is hard.
+
+Legend: W latent weights, E effective weights, h hidden states (batch, seq_len, dim), h* their
+target. A step makes E of every linear from W (one fused kernel), computes with E as plain linears,
+and pulls the gradient of E back to W, as `hestia_tune.sharded` does; W = W0 + B·A with a rank.
+
+Cost: a window costs as many forwards and backwards as it has steps; in memory stand one window with
+its optimizer, and two hidden states a token (`hestia_tune.reconstruction.streams`). Ranks share the
+samples and sum their gradients, so the result is that of one process.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hestia_tune.modules import QuantizedLinear, quantized_linears
+from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
+from hestia_tune.reconstruction.streams import Stream, prefetched
+from hestia_tune.reconstruction.windows import WindowResult, windows
+from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.sections import ReconstructionConfig
+
+_WARMUP_STEPS = 10
+# Norms of tokens are capped at as many times their median.
+_NORM_CAP = 4.0
+# Positions whose predictions are compared at once: what bounds the memory of logits.
+_LOGIT_POSITIONS = 512
+# Batches on which the errors that are told are measured.
+_ERROR_BATCHES = 8
+
+
+class Reconstruction:
+    """The windows of one model.
+
+    Args:
+        model: prepared, float32, on the CPU; its latent weights and the parameters of its method
+            are what is trained, in place.
+        blocks: those of the model, in order; called as ``block(h, **inputs)``.
+        head: hidden states after the last block to logits (float32); for ``kl_weight``.
+        settings: see `ReconstructionConfig`.
+        states: hidden states before the first block, of this rank's sequences, as batches
+            (batch_size / ranks, seq_len, dim), one after the other; as many on every rank.
+        counted: bool (batch_size / ranks, seq_len) of each batch: positions that count.
+        inputs: further keyword inputs of the blocks for each batch (``mask``, ``input_pos``).
+        scores: sensitivity of the layers by name, for alpha; None is the uniform schedule.
+        device: where windows are trained.
+        dtype: of the products.
+        compiled: run the method's formulas as fused kernels.
+        streams: makes room for a stream of a shape; None keeps both in memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        head: Callable[[torch.Tensor], torch.Tensor],
+        settings: ReconstructionConfig,
+        states: Iterable[torch.Tensor],
+        counted: Sequence[torch.Tensor],
+        *,
+        inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
+        scores: Mapping[str, float] | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        compiled: bool = False,
+        streams: Callable[[tuple[int, int, int], int], tuple[Stream, Stream]] | None = None,
+    ):
+        self.blocks, self.head, self.settings = list(blocks), head, settings
+        self.device, self.dtype, self._scores = torch.device(device), dtype, scores
+        self.seed, self._compiled = settings.seed or 0, compiled
+        self._names = {id(layer): name for name, layer in quantized_linears(model).items()}
+        self.windows = windows(len(self.blocks), settings.window, settings.stride)
+        self.num_batches = len(counted)
+        for batch, state in enumerate(states):
+            if batch == 0:
+                shape = (self.num_batches * state.shape[0], *state.shape[1:])
+                self.full, self.hard = (streams or self._in_memory)(shape, state.shape[0])
+            self.full.write(batch, state)
+            self.hard.write(batch, state)
+        self._counted = torch.stack(list(counted)).to(self.device)  # (batches, batch, seq_len)
+        self._tokens = self._sum(self._counted.sum((1, 2)).double()).clamp(min=1)
+        self._inputs = list(inputs or [{}] * self.num_batches)
+        self._full_at = self._hard_at = 0  # blocks that each stream has passed
+        # One graph is compiled for all blocks that are alike.
+        self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
+        self._templates = {
+            id(block): next(other for other in self.blocks if alike(other, block))
+            for block in self.blocks
+        }
+        self.steps = settings.epochs * self.num_batches  # of a window
+
+    def _in_memory(self, shape: tuple[int, int, int], batch_size: int) -> tuple[Stream, Stream]:
+        return Stream(shape, batch_size, self.device), Stream(shape, batch_size, self.device)
+
+    def run(self, done: int = 0) -> Iterator[WindowResult | None]:
+        """Trains the windows from number ``done`` on; yields None after every step, and at the end
+        of a window its result."""
+        for index in range(done, len(self.windows)):
+            yield from self._train(index)
+
+    def skip(self, done: int, load: Callable[[], None]) -> None:
+        """Passes over windows that were trained before.
+
+        Args:
+            done: how many.
+            load: puts what they learned into the model; called once the pretrained stream has gone
+                through the pretrained weights.
+        """
+        _, self._full_at, self._hard_at = self.windows[done - 1]
+        self._advance(self.full, self.blocks[: self._full_at], hard=False)
+        load()
+        self._advance(self.hard, self.blocks[: self._hard_at], hard=True)
+
+    @torch.no_grad()
+    def _advance(self, stream: Stream, blocks: Sequence[nn.Module], *, hard: bool) -> None:
+        """Moves a stream through blocks, with the pretrained or the hard weights."""
+        for block in blocks:
+            block.to(self.device)
+            layers = self._layers([block]) if hard else []
+            for layer in layers:
+                layer.refresh(self.dtype, hard=True)
+            for batch, (states,) in prefetched([*range(self.num_batches)], stream):
+                stream.write(batch, self._forward([block], layers, states, batch))
+            block.to("cpu")
+
+    def _layers(
+        self, blocks: Sequence[nn.Module], rank: int = 0, seed: int = 0
+    ) -> list[TrainedLayer]:
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            TrainedLayer(module, self._names[id(module)], rank, generator, self._compiled)
+            for block in blocks
+            for module in block.modules()
+            if isinstance(module, QuantizedLinear)
+        ]
+
+    def _forward(
+        self,
+        blocks: Sequence[nn.Module],
+        layers: Sequence[TrainedLayer],
+        states: torch.Tensor,
+        batch: int,
+    ) -> torch.Tensor:
+        """h through the blocks, float32 between them; the linears of ``layers`` by their E."""
+        effective = {layer.name: layer.effective for layer in layers}
+        inputs = {key: value.to(self.device) for key, value in self._inputs[batch].items()}
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            for block in blocks:
+                tensors = dict(block.named_parameters()) | dict(block.named_buffers())
+                for name, module in quantized_linears(block).items():
+                    own = effective.get(self._names[id(module)], module.weight)
+                    tensors[f"{name}.weight"] = own
+                template = self._templates[id(block)]
+                with plain_linears(template):
+                    states = self._call(template, tensors, states, inputs)
+        return states.float()
+
+    def _loss(
+        self, out: torch.Tensor, target: torch.Tensor, norms: torch.Tensor, batch: int
+    ) -> torch.Tensor:
+        """Relative error, a mean over the counted tokens of the batch, of this rank's part.
+
+        sum (h - h*)^2 / N per token, N = min(|h*|^2, cap); for "huber", with r = (h - h*) in units
+        of sqrt(N/dim), the mean of r^2 up to delta and of delta·(2|r| - delta) beyond.
+        """
+        if self.settings.loss == "squared":
+            error = (out - target).square().sum(-1) / norms
+        else:
+            r = (out - target) / (norms / out.shape[-1]).sqrt().unsqueeze(-1)
+            delta = self.settings.huber_delta
+            error = 2.0 * F.huber_loss(r, torch.zeros_like(r), reduction="none", delta=delta)
+            error = error.mean(-1)
+        return (error * self._counted[batch]).sum() / self._tokens[batch].float()
+
+    def _divergence(self, out: torch.Tensor, target: torch.Tensor, batch: int) -> torch.Tensor:
+        """KL(pretrained || hard) of the predictions, as `_loss` in its mean; nats per token."""
+
+        def part(h: torch.Tensor, h_full: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                wanted = self.head(h_full).float().log_softmax(-1)
+            found = self.head(h).float().log_softmax(-1)
+            return F.kl_div(found, wanted, reduction="sum", log_target=True)
+
+        counted = self._counted[batch]
+        total = out.new_zeros(())
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            for h, h_full in zip(
+                out[counted].split(_LOGIT_POSITIONS),
+                target[counted].split(_LOGIT_POSITIONS),
+                strict=True,
+            ):
+                total = total + checkpoint(part, h, h_full, use_reentrant=False)
+        return total / self._tokens[batch].float()
+
+    @torch.no_grad()
+    def _norms(self) -> torch.Tensor:
+        """|h*|^2 of every token, (batches, batch, seq_len), capped."""
+        order = [*range(self.num_batches)]
+        norms = torch.stack([h.square().sum(-1) for _, (h,) in prefetched(order, self.full)])
+        mine = norms[self._counted]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            parts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, mine.cpu())
+            mine = torch.cat(parts)
+        return norms.clamp(max=_NORM_CAP * mine.median().item())
+
+    @torch.no_grad()
+    def _error(
+        self, blocks: Sequence[nn.Module], layers: Sequence[TrainedLayer], norms: torch.Tensor
+    ) -> float:
+        """Relative squared error with hard weights, a mean over the tokens of a few batches."""
+        for layer in layers:
+            layer.refresh(self.dtype, hard=True)
+        order = [*range(0, self.num_batches, -(-self.num_batches // _ERROR_BATCHES))]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch, (states, target) in prefetched(order, self.hard, self.full):
+            out = self._forward(blocks, layers, states, batch)
+            error = (out - target).square().sum(-1) / norms[batch]
+            total += error[self._counted[batch]].sum()
+        return float(self._sum(total) / self._tokens[order].sum())
+
+    def _sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Over ranks, in place."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(value)
+        return value
+
+    def _optimizer(
+        self, blocks: Sequence[nn.Module], layers: Sequence[TrainedLayer]
+    ) -> torch.optim.Optimizer:
+        """AdamW without decay: latent weights, the method's parameters, norms and biases."""
+        settings, own = self.settings, {id(value) for x in layers for value in x.layer.latents()}
+        others = [p for block in blocks for p in block.parameters() if id(p) not in own]
+        for parameter in others:
+            parameter.requires_grad_(settings.norm_lr > 0)
+        groups = [
+            {"params": [p for x in layers for p in x.trained], "lr": settings.lr},
+            {
+                "params": [p for x in layers for p in x.parameters if p.requires_grad],
+                "lr": settings.parameter_lr,
+            },
+            {"params": [p for p in others if p.requires_grad], "lr": settings.norm_lr},
+        ]
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    def _train(self, index: int) -> Iterator[WindowResult | None]:
+        started, settings = time.perf_counter(), self.settings
+        begin, end, final = self.windows[index]
+        is_last = final == len(self.blocks)
+        if end > self._full_at:  # their latents are the pretrained weights still
+            self._advance(self.full, self.blocks[self._full_at : end], hard=False)
+            self._full_at = end
+        blocks = [block.to(self.device) for block in self.blocks[begin:end]]
+        layers = self._layers(blocks, settings.rank, self.seed + index)
+        norms = self._norms()
+        names = {layer.name: layer.layer for layer in layers}
+        schedule = AnnealingSchedule(
+            self.steps,
+            rho=settings.rho,
+            tau_init=settings.tau_init,
+            alpha=settings.alpha,
+            hard_fraction=settings.hard_fraction,
+        )
+        scores = self._scores and {name: self._scores[name] for name in names}
+        driver = ScheduleDriver(schedule, names, scores)
+        naive = self._error(blocks, layers, norms)
+        optimizer = self._optimizer(blocks, layers)
+        peaks = [group["lr"] for group in optimizer.param_groups]
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        generator = torch.Generator().manual_seed(self.seed + index)
+        step = 0
+        for _ in range(settings.epochs):
+            order = torch.randperm(self.num_batches, generator=generator).tolist()
+            for batch, (states, target) in prefetched(order, self.hard, self.full):
+                driver.set_step(step)
+                for layer in layers:
+                    layer.refresh(self.dtype)
+                out = self._forward(blocks, layers, states, batch)
+                loss = self._loss(out, target, norms[batch], batch)
+                if is_last and settings.kl_weight:
+                    loss = loss + settings.kl_weight * self._divergence(out, target, batch)
+                loss.backward()
+                for layer in layers:
+                    layer.pull_back()
+                for parameter in trained:
+                    self._sum(parameter.grad)
+                nn.utils.clip_grad_norm_(trained, 1.0)
+                rate = min(1.0, (step + 1) / _WARMUP_STEPS) * (1.0 - step / self.steps)
+                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                    group["lr"] = peak * rate
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                step += 1
+                yield None
+        for layer in layers:
+            layer.finish()
+        error = self._error(blocks, layers, norms)
+        if not math.isfinite(error):
+            raise FloatingPointError(
+                f"blocks {begin} to {end - 1}: the error is not finite after training; lower "
+                f"reconstruct.lr, now {settings.lr}"
+            )
+        for block in blocks:
+            block.to("cpu").requires_grad_(False)
+        self._advance(self.hard, self.blocks[self._hard_at : final], hard=True)
+        self._hard_at = final
+        seconds = time.perf_counter() - started
+        yield WindowResult(index, begin, end, naive, error, seconds)

@@ -1,0 +1,126 @@
+"""The linears of a window in training, and the blocks that they stand in."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from hestia_tune.methods.base import fused
+from hestia_tune.modules import QuantizedLinear, quantized_linears
+
+
+def alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules compute the same function of their parameters, buffers and inputs."""
+
+    def facts(module: nn.Module) -> list[Any]:
+        plain = (bool, int, float, str, type(None))
+        return [
+            (name, type(part), {k: v for k, v in vars(part).items() if isinstance(v, plain)})
+            for name, part in module.named_modules()
+        ]
+
+    shapes = [[(name, p.shape) for name, p in m.named_parameters()] for m in (one, other)]
+    return shapes[0] == shapes[1] and facts(one) == facts(other)
+
+
+@contextlib.contextmanager
+def plain_linears(block: nn.Module) -> Iterator[None]:
+    """Quantized linears take the weight that they are handed as it is."""
+    linears = quantized_linears(block).values()
+    for module in linears:
+        module.weight_is_effective = True
+    yield
+    for module in linears:
+        module.weight_is_effective = False
+
+
+def call_block(
+    template: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    states: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """The function of ``template`` with the parameters and buffers of a block that is alike."""
+    return functional_call(template, dict(tensors), (states,), dict(inputs))
+
+
+class TrainedLayer:
+    """What is trained of a quantized linear, and its effective weight as a leaf of the graph."""
+
+    def __init__(
+        self,
+        layer: QuantizedLinear,
+        name: str,
+        rank: int,
+        generator: torch.Generator,
+        compiled: bool,
+    ):
+        self.layer, self.name, self.method = layer, name, layer.method
+        self._compiled = compiled
+        self.weight = layer.weight.detach()
+        self.parameters = [
+            value.detach().requires_grad_(key in self.method.trained_parameters)
+            for key, value in zip(
+                self.method.parameter_names, layer.method_parameters(), strict=True
+            )
+        ]
+        self.factors: list[torch.Tensor] = []
+        if rank:
+            out_features, in_features = self.weight.shape
+            a = torch.empty(rank, in_features).normal_(generator=generator) / math.sqrt(in_features)
+            self.factors = [torch.zeros(out_features, rank), a]
+            self.factors = [f.to(self.weight.device).requires_grad_() for f in self.factors]
+        else:
+            self.weight.requires_grad_()
+        self.effective = self.weight
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """The latent weights, or the factors of their update."""
+        return self.factors or [self.weight]
+
+    @torch.no_grad()
+    def latent(self) -> torch.Tensor:
+        """W, detached."""
+        if not self.factors:
+            return self.weight.detach()
+        b, a = self.factors
+        return torch.addmm(self.weight, b, a)  # (out, rank) x (rank, in)
+
+    def _formula(self, name: str) -> Callable[..., Any]:
+        return fused(self.method.key(), name) if self._compiled else getattr(self.method, name)
+
+    @torch.no_grad()
+    def refresh(self, dtype: torch.dtype, *, hard: bool = False) -> None:
+        """Makes E, rounded once, a leaf that collects a gradient; or the hard weight."""
+        if hard:
+            self.effective = self.method.hard(self.latent(), self.parameters).to(dtype)
+            return
+        fake, formula = self.layer.weight_fake_quantizer, self._formula("effective_weight")
+        effective = formula(self.latent(), fake.tau, fake.pressure, self.parameters)
+        self.effective = effective.to(dtype).requires_grad_()
+
+    @torch.no_grad()
+    def pull_back(self) -> None:
+        """The gradients of what is trained, from that of E."""
+        fake, grad, latent = self.layer.weight_fake_quantizer, self.effective.grad, self.latent()
+        assert grad is not None
+        formula = self._formula("vjp")
+        grad, *others = formula(grad.float(), latent, fake.tau, fake.pressure, self.parameters)
+        if self.factors:
+            b, a = self.factors
+            b.grad, a.grad = grad @ a.t(), b.t() @ grad  # (out, in) x (in, rank), (rank, out) x ...
+        else:
+            self.weight.grad = grad
+        for value, other in zip(self.parameters, others, strict=True):
+            if value.requires_grad:
+                value.grad = other
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Puts what was learned into the module."""
+        self.layer.weight.copy_(self.latent())

@@ -1,0 +1,66 @@
+"""Hidden states of all samples between two blocks, in bfloat16, in memory or in a mapped file.
+
+Two streams go through the model: that of the pretrained blocks, and that of the blocks which are
+hard already. A stream is kept at one place only and overwritten as it moves on, batch by batch, so
+what is needed is two hidden states a token, 4·dim bytes.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+
+def bytes_of_streams(num_sequences: int, seq_len: int, dim: int) -> int:
+    """Of both streams together."""
+    return 2 * 2 * num_sequences * seq_len * dim
+
+
+class Stream:
+    """Hidden states (num_sequences, seq_len, dim) of this rank, by batches of fixed sequences.
+
+    Args:
+        shape: of all.
+        batch_size: sequences of this rank in a batch; divides num_sequences.
+        device: where batches are computed.
+        file: where to keep them; None is in memory.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        batch_size: int,
+        device: torch.device,
+        file: Path | None = None,
+    ):
+        self.batch_size, self._device = batch_size, device
+        if file is None:
+            pinned = device.type == "cuda"
+            self._states = torch.empty(shape, dtype=torch.bfloat16, pin_memory=pinned)
+        else:
+            count = shape[0] * shape[1] * shape[2]
+            mapped = torch.from_file(str(file), shared=True, size=count, dtype=torch.bfloat16)
+            self._states = mapped.view(shape)
+
+    def write(self, batch: int, states: torch.Tensor) -> None:
+        """Keeps the states (batch_size, seq_len, dim) of a batch, rounded to bfloat16."""
+        self._states[batch * self.batch_size :][: self.batch_size].copy_(states)
+
+    def read(self, batch: int) -> torch.Tensor:
+        """The states of a batch on the device, float32; the copy may still be under way."""
+        states = self._states[batch * self.batch_size :][: self.batch_size]
+        return states.to(self._device, non_blocking=True).float()
+
+
+def prefetched(
+    order: list[int], *sources: Stream | Mapping[int, torch.Tensor]
+) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """(batch, what each source has of it) in order; the next is fetched while one is computed."""
+    ready = None
+    for batch in [*order, None]:
+        fetched = None
+        if batch is not None:
+            fetched = batch, [s.read(batch) if isinstance(s, Stream) else s[batch] for s in sources]
+        if ready is not None:
+            yield ready
+        ready = fetched

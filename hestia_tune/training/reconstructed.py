@@ -1,0 +1,56 @@
+"""What hestia_reconstruct left, as hestia_qat starts from it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from hestia_tune.sensitivity import model_fingerprint
+
+RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
+
+
+def read_results(folder: str | Path, key: str) -> dict[str, Any]:
+    """The description of a finished reconstruction, checked before anything is loaded.
+
+    Args:
+        folder: of the reconstruction.
+        key: of the method that goes on with it.
+
+    Raises:
+        FileNotFoundError: if there is none, or none that is finished.
+        ValueError: if it was made by another method.
+    """
+    path = Path(folder) / RESULTS_FILE
+    if not path.is_file() or not path.with_name(LATENTS_FILE).is_file():
+        raise FileNotFoundError(
+            f"reconstruction: {folder} holds none that is finished; run hestia_reconstruct first, "
+            "or set reconstruction: auto"
+        )
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found["quantizer"] != key:
+        raise ValueError(
+            f"reconstruction: {folder} was made by quantizer {found['quantizer']}, the config has "
+            f"{key}; use the same, or reconstruct anew"
+        )
+    return found
+
+
+def reconstructed(
+    pretrained: Mapping[str, torch.Tensor], folder: str | Path, results: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """The pretrained state dict with what the reconstruction learned in its place, float32.
+
+    Raises:
+        ValueError: if it was made from another model.
+    """
+    weights = {name: pretrained[f"{name}.weight"] for name in results["layers"]}
+    if model_fingerprint(weights) != results["model_fingerprint"]:
+        raise ValueError(
+            f"reconstruction: {folder} was made from another model than the checkpointer's; "
+            "reconstruct this one"
+        )
+    return {**pretrained, **load_file(Path(folder) / LATENTS_FILE)}
