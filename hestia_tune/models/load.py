@@ -18,7 +18,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from hestia_tune.export.folder import DESCRIPTION_FILE
+from hestia_tune.export.folder import DESCRIPTION_FILE, SafetensorsFolder
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.packed import load_quantized
 from hestia_tune.modules import QuantizedLinear, quantized_linears
@@ -82,7 +82,9 @@ def load_model(
         return load_quantized(folder, device=device, dtype=dtype), facts
     component = build.instantiate(cfg.quantizer, "quantizer")
     if kind in ("folder", "naive"):
-        state = dict(checkpoints.read_weights(cfg.checkpointer.model_type, folder))
+        state = dict(
+            checkpoints.read_weights(cfg.checkpointer.model_type, SafetensorsFolder(folder))
+        )
         model = build.plain_on_meta(cfg.model)
         build.check_state_dict(model, state, str(folder))
         model.load_state_dict(state, assign=True)

@@ -17,6 +17,7 @@ from torchtune.models.convert_weights import hf_to_tune
 import hestia_tune
 from hestia_tune import TernaryTensor
 from hestia_tune.commands.convert import ConvertRecipe, run_convert
+from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import packed
 from hestia_tune.models.builders import llama
@@ -214,7 +215,7 @@ def test_names_map_back(model_dir, model_type):
     state = load_file(model_dir / "model.safetensors")
     by_name = names_in_files(model_type, model_dir)
     assert sorted(by_name.values()) == sorted(state)
-    for ours, weight in read_weights(model_type, model_dir):
+    for ours, weight in read_weights(model_type, SafetensorsFolder(model_dir)):
         assert torch.equal(weight.sort(0).values, state[by_name[ours]].sort(0).values)
 
 
