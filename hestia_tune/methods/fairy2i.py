@@ -59,12 +59,9 @@ from hestia_tune.methods.widely_linear import (
     Complex,
     add,
     check_even,
-    from_blocks,
     merge,
-    merged_blocks,
     split,
     subtract,
-    to_blocks,
 )
 
 Granularity = int | str
@@ -255,12 +252,9 @@ class Fairy2iMethod(Method):
             soft, hard = _relax(z, safe_tau), _digits(z)
             return torch.where(tau > 0, soft[0], hard[0]), torch.where(tau > 0, soft[1], hard[1])
 
-        quantized = merged_blocks(*_sum_of_stages(self._stages(z, quantize, total)[2]))
-        blocks = (
-            ((1.0 - pressure) * a.to(q.dtype) + pressure * q).to(weight.dtype)
-            for a, q in zip(to_blocks(weight), quantized, strict=True)
-        )
-        return from_blocks(tuple(blocks))
+        quantized = merge(*_sum_of_stages(self._stages(z, quantize, total)[2]))
+        latent = weight.to(quantized.dtype)
+        return ((1.0 - pressure) * latent + pressure * quantized).to(weight.dtype)
 
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
         z = self._split(weight)
@@ -273,11 +267,8 @@ class Fairy2iMethod(Method):
         for i in reversed(range(self.num_stages)):
             rest = subtract(grad_total, grad_z)
             grad_z = add(grad_z, _relax_vjp(rest, inputs[i], scales[i], safe_tau))
-        blocks = (
-            torch.where(tau > 0, (1.0 - pressure) * g + pressure * j, g).to(weight.dtype)
-            for g, j in zip(to_blocks(grad), merged_blocks(*_sum_of_stages([grad_z])), strict=True)
-        )
-        return (from_blocks(tuple(blocks)),)
+        pulled_back = (1.0 - pressure) * grad + pressure * merge(*_sum_of_stages([grad_z]))
+        return (torch.where(tau > 0, pulled_back, grad).to(weight.dtype),)
 
     def hard(self, weight, parameters=(), total=None):
         outputs = self._stages(self._split(weight.detach()), _digits, total)[2]

@@ -17,7 +17,6 @@ U and W travel stacked, as their real and imaginary parts: bfloat16 has no compl
 import torch
 
 Complex = tuple[torch.Tensor, torch.Tensor]
-Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def add(a: Complex, b: Complex) -> Complex:
@@ -30,42 +29,12 @@ def subtract(a: Complex, b: Complex) -> Complex:
 
 def check_even(in_features: int, out_features: int, name: str = "the weight") -> None:
     """Raises ValueError, naming the layer and what to do, if a dimension is odd."""
-    odd = [
-        f"{label} {size}"
-        for label, size in (("in_features", in_features), ("out_features", out_features))
-        if size % 2
-    ]
-    if odd:
+    if in_features % 2 or out_features % 2:
         raise ValueError(
-            f"a complex weight needs even in_features and out_features; got {' and '.join(odd)} "
-            f"of {name}; leave the layer out with `exclude`, or set `skip_incompatible: true`"
+            f"a complex weight needs even in_features and out_features; got {in_features} and "
+            f"{out_features} of {name}; leave the layer out with `exclude`, or set "
+            "`skip_incompatible: true`"
         )
-
-
-def to_blocks(weight: torch.Tensor) -> Blocks:
-    """The views A11, A12, A21, A22, each (n, m), of a (2n, 2m) matrix.
-
-    Raises:
-        ValueError: if ``weight`` is not a matrix, or has an odd dimension.
-    """
-    if weight.dim() != 2:
-        raise ValueError(
-            f"weight must have the shape (out_features, in_features); got {tuple(weight.shape)}"
-        )
-    check_even(weight.shape[1], weight.shape[0])
-    n, m = weight.shape[0] // 2, weight.shape[1] // 2
-    return (
-        weight[:n, :m],
-        weight[:n, m : 2 * m],
-        weight[n : 2 * n, :m],
-        weight[n : 2 * n, m : 2 * m],
-    )
-
-
-def from_blocks(blocks: Blocks) -> torch.Tensor:
-    """The matrix of four blocks."""
-    a11, a12, a21, a22 = blocks
-    return torch.cat([torch.cat([a11, a21]), torch.cat([a12, a22])], dim=1)
 
 
 def split(weight: torch.Tensor) -> Complex:
@@ -81,21 +50,24 @@ def split(weight: torch.Tensor) -> Complex:
     Raises:
         ValueError: if ``weight`` is not a matrix, or has an odd dimension.
     """
-    a11, a12, a21, a22 = to_blocks(weight)
+    if weight.dim() != 2:
+        raise ValueError(
+            f"weight must have the shape (out_features, in_features); got {tuple(weight.shape)}"
+        )
+    check_even(weight.shape[1], weight.shape[0])
+    top, bottom = weight.chunk(2)
+    (a11, a12), (a21, a22) = top.chunk(2, 1), bottom.chunk(2, 1)
     # A broadcast sign in place of `torch.stack`, which a compiler would write to memory.
     sign = 1 - 2 * torch.arange(2, dtype=weight.dtype, device=weight.device).view(2, 1, 1)
     return 0.5 * (a11 + sign * a22), 0.5 * (a21 - sign * a12)
 
 
-def merged_blocks(re: torch.Tensor, im: torch.Tensor) -> Blocks:
-    """A11, A12, A21, A22 of a pair; every entry is one sum of two numbers."""
-    return re[0] + re[1], im[1] - im[0], im[1] + im[0], re[0] - re[1]
-
-
 def merge(re: torch.Tensor, im: torch.Tensor) -> torch.Tensor:
-    """The real (2n, 2m) matrix of a pair; undoes `split`.
+    """The real (2n, 2m) matrix of a pair, each entry one sum of two numbers; undoes `split`.
 
     Args:
         re, im: (2, n, m), first U, then W.
     """
-    return from_blocks(merged_blocks(re, im))
+    left = torch.cat([re[0] + re[1], im[1] + im[0]])
+    right = torch.cat([im[1] - im[0], re[0] - re[1]])
+    return torch.cat([left, right], dim=1)

@@ -210,7 +210,7 @@ def test_parts_that_do_not_fit_are_refused():
 
 
 def test_from_hp_refuses():
-    with pytest.raises(ValueError, match="even in_features and out_features; got in_features 7"):
+    with pytest.raises(ValueError, match="even in_features and out_features; got 7"):
         Fairy2iTensor.from_hp(torch.ones(4, 7))
     with pytest.raises(ValueError, match="granularity 5 does not divide the 16 complex columns"):
         Fairy2iTensor.from_hp(latent(), granularity=5)
