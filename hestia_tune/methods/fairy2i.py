@@ -253,8 +253,9 @@ class Fairy2iMethod(Method):
             return torch.where(tau > 0, soft[0], hard[0]), torch.where(tau > 0, soft[1], hard[1])
 
         quantized = merge(*_sum_of_stages(self._stages(z, quantize, total)[2]))
-        latent = weight.to(quantized.dtype)
-        return ((1.0 - pressure) * latent + pressure * quantized).to(weight.dtype)
+        # The contiguous tensor stands first, so that the sum is contiguous whatever the weight is.
+        effective = pressure * quantized + (1.0 - pressure) * weight.to(quantized.dtype)
+        return effective.to(weight.dtype)
 
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
         z = self._split(weight)
@@ -267,7 +268,7 @@ class Fairy2iMethod(Method):
         for i in reversed(range(self.num_stages)):
             rest = subtract(grad_total, grad_z)
             grad_z = add(grad_z, _relax_vjp(rest, inputs[i], scales[i], safe_tau))
-        pulled_back = (1.0 - pressure) * grad + pressure * merge(*_sum_of_stages([grad_z]))
+        pulled_back = pressure * merge(*_sum_of_stages([grad_z])) + (1.0 - pressure) * grad
         return (torch.where(tau > 0, pulled_back, grad).to(weight.dtype),)
 
     def hard(self, weight, parameters=(), total=None):

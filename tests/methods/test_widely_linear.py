@@ -81,9 +81,9 @@ def test_strides_do_not_matter():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((3, 4), "got out_features 3 of the weight"),
-        ((4, 5), "got in_features 5 of the weight"),
-        ((3, 5), "got in_features 5 and out_features 3"),
+        ((3, 4), "got 4 and 3 of the weight"),
+        ((4, 5), "got 5 and 4 of the weight"),
+        ((3, 5), "got 5 and 3"),
         ((4,), "must have the shape"),
         ((2, 2, 2), "must have the shape"),
     ],
