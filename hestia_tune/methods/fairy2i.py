@@ -54,6 +54,7 @@ from typing import ClassVar
 import torch
 
 from hestia_tune.methods.base import Method, Total, compute_dtype
+from hestia_tune.methods.granularity import check_count
 from hestia_tune.methods.ternary import MIN_TAU, SCALE_EPS, round_to_bfloat16
 from hestia_tune.methods.widely_linear import (
     Complex,
@@ -69,24 +70,6 @@ Granularity = int | str
 MAX_STAGES = 4
 # The smallest modulus, in scales, at which the derivative of the angle is exact.
 _MIN_MODULUS = 2.0**-20
-
-
-def validate_num_stages(num_stages: int) -> None:
-    """Raises TypeError or ValueError unless ``num_stages`` is an int from 1 to 4."""
-    rule = f"num_stages must be an int from 1 to {MAX_STAGES}"
-    if isinstance(num_stages, bool) or not isinstance(num_stages, int):
-        raise TypeError(f"{rule}; got {num_stages!r} of type {type(num_stages).__name__}")
-    if not 1 <= num_stages <= MAX_STAGES:
-        raise ValueError(f"{rule}; got {num_stages}; 2 is the paper's, T stages cost T bits")
-
-
-def validate_granularity(granularity: Granularity) -> None:
-    """Raises TypeError or ValueError unless ``granularity`` is "tensor" or a positive int."""
-    rule = 'granularity must be "tensor" or a positive int, the complex columns that share scales'
-    if isinstance(granularity, bool) or not isinstance(granularity, int | str):
-        raise TypeError(f"{rule}; got {granularity!r} of type {type(granularity).__name__}")
-    if granularity != "tensor" and (isinstance(granularity, str) or granularity <= 0):
-        raise ValueError(f'{rule}; got {granularity!r}; "tensor" is the paper\'s')
 
 
 def _nearest(z: Complex):
@@ -206,8 +189,10 @@ class Fairy2iMethod(Method):
     granularity: Granularity = "tensor"
 
     def __post_init__(self):
-        validate_num_stages(self.num_stages)
-        validate_granularity(self.granularity)
+        rule = f"num_stages must be an int from 1 to {MAX_STAGES}"
+        check_count(rule, self.num_stages, most=MAX_STAGES)
+        rule = 'granularity must be "tensor" or a positive int, the complex columns of a scale'
+        check_count(rule, self.granularity, ("tensor",))
 
     @property
     def scales_span_rows(self) -> bool:
@@ -217,11 +202,9 @@ class Fairy2iMethod(Method):
         check_even(in_features, out_features, name)
         columns = in_features // 2
         if isinstance(self.granularity, int) and columns % self.granularity:
-            usable = [g for g in range(16, columns + 1, 16) if columns % g == 0]
-            sizes = "".join(f"{g}, " for g in [*usable, *([columns] if columns % 16 else [])])
             raise ValueError(
                 f"granularity {self.granularity} does not divide the {columns} complex columns "
-                f'(in_features {in_features} / 2) of {name}; use one of {sizes}or "tensor"'
+                f'(in_features {in_features} / 2) of {name}; use one that does, or "tensor"'
             )
 
     def _split(self, weight: torch.Tensor) -> Complex:

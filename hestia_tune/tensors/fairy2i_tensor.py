@@ -18,7 +18,7 @@ offered: save what `Fairy2iMethod.codes` gives for the latent weight, or the ten
 
 import torch
 
-from hestia_tune.methods.fairy2i import MAX_STAGES, Fairy2iMethod, Granularity, dequantize_codes
+from hestia_tune.methods.fairy2i import MAX_STAGES, Fairy2iMethod, dequantize_codes
 from hestia_tune.tensors.bitpack import pack2, packed_width, unpack2
 from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_bfloat16
 
@@ -83,18 +83,6 @@ class Fairy2iTensor(PackedTensor):
             )
         shape = (2 * codes.shape[2], 2 * codes.shape[3])
         return cls(pack2(codes), exact_bfloat16(scales).contiguous(), shape, dtype)
-
-    @property
-    def num_stages(self) -> int:
-        """Residual stages, each one bit per real weight."""
-        return self.qdata.shape[0]
-
-    @property
-    def granularity(self) -> Granularity:
-        """The number of complex columns that share scales in a row, or "tensor"."""
-        if tuple(self.scale.shape[3:]) == (1, 1):
-            return "tensor"
-        return self.weight_shape[1] // 2 // self.scale.shape[-1]
 
     def codes(self) -> torch.Tensor:
         """int8 in {0, 1, 2, 3}, (num_stages, 2, n, m); of a transpose, those of the weight."""

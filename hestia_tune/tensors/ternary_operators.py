@@ -1,9 +1,9 @@
 """Parts of a `TernaryTensor`, and moving it between ranks packed.
 
 What FSDP2, DTensor and torch's tensor parallelism call, and what slices a matrix: rows, whole
-groups of columns, a flat view, padding, joining, and collectives. Views are TernaryTensors over
-views of the two parts, so that sharding copies nothing. A part of a weight that would cut a byte,
-or groups unevenly, is an error. FSDP2's own all-gather goes through the hooks of the tensor.
+groups of columns, a flat view, joining, and collectives. Views are TernaryTensors over views of the
+two parts, so that sharding copies nothing. A part of a weight that would cut a byte, groups or
+shards unevenly, is an error. FSDP2's own all-gather goes through the hooks of the tensor.
 """
 
 import torch
@@ -98,46 +98,24 @@ def new_zeros(self, size, *, dtype=None, device=None, **unused):
     return zeros.to(device=device or self.device, dtype=dtype or self.dtype)
 
 
-@TernaryTensor.operator(aten.constant_pad_nd.default)
-def pad(self, amounts, value=0):
-    """Zero rows at the end, as DTensor evens out shards; they may be columns of a transpose."""
-    # From the last axis to the first: numbers of entries before and after.
-    *others, rows = full = [*amounts, *[0] * (2 * self.dim() - len(amounts))]
-    if self.is_transposed:
-        return pad(self.t(), [*full[2:], *full[:2]], value).t()
-    if any(others) or value or rows < 0:
-        raise ValueError(f"a TernaryTensor is padded with zero rows at the end only; got {amounts}")
-    padded = new_zeros(self, [self.shape[0] + rows, *self.shape[1:]])
-    padded.narrow(0, 0, self.shape[0]).copy_(self)
-    return padded
-
-
 @TernaryTensor.operator(aten.cat.default)
 def cat(tensors, dim=0):
     """Pieces with equal groups, end to end; scales over all rows become one scale a row."""
     first, dim = tensors[0], dim % tensors[0].dim()
-    if all(isinstance(t, TernaryTensor) and t.is_transposed for t in tensors):
-        return cat([t.t() for t in tensors], 1 - dim).t()
     kinds = {(type(t), t.dtype, getattr(t, "block_size", [0])[-1]) for t in tensors}
     if len(kinds) > 1 or any(t.is_transposed for t in tensors):
         raise ValueError(
-            "TernaryTensors can be joined with TernaryTensors of equal groups and dtypes; got "
-            f"{kinds}; join what dequantize() gives"
+            "TernaryTensors can be joined with TernaryTensors of equal groups and dtypes, but no "
+            f"transposes; got {kinds}; join what dequantize() gives"
         )
     is_packed = dim == first.dim() - 1
-    if is_packed:
-        _check_whole_bytes(tensors, dim)
+    if is_packed and any(t.shape[dim] % CODES_PER_BYTE for t in tensors[:-1]):
+        raise ValueError(f"packed columns are joined if multiples of 4; got {tensors}")
     scales = [t.scale if is_packed else t.scale.expand(t.shape[0], -1) for t in tensors]
     shape = list(first.shape)
     shape[dim] = sum(t.shape[dim] for t in tensors)
     qdata = torch.cat([t.qdata for t in tensors], dim)
     return first.rebuilt(qdata, torch.cat(scales, dim), shape=shape)
-
-
-def _check_whole_bytes(pieces: list[TernaryTensor], dim: int) -> None:
-    """All but the last piece must end with a byte, for codes to go on in the next."""
-    if any(piece.shape[dim] % CODES_PER_BYTE for piece in pieces[:-1]):
-        raise ValueError(f"packed columns are joined if multiples of 4; got {pieces}")
 
 
 @TernaryTensor.implements([c10d.scatter_.default, c10d.broadcast_.default])
@@ -152,17 +130,14 @@ def _(func, types, args, kwargs):
 @TernaryTensor.operator(functional.all_gather_into_tensor.default)
 def all_gather(self, group_size, group_name):
     """The shards of all ranks one below the other; a scale that covers all rows stays."""
+    if self.is_transposed:
+        raise ValueError(f"the shards of a weight are gathered, not of its transpose; got {self!r}")
 
     def gather(part):
-        part = part.t() if self.is_transposed else part
         pending = functional.all_gather_into_tensor(part.contiguous(), group_size, group_name)
-        whole = functional.wait_tensor(pending)
-        return whole.t() if self.is_transposed else whole
+        return functional.wait_tensor(pending)
 
-    if self.is_transposed:
-        _check_whole_bytes([self] * group_size, 0)
-    has_parts = self.is_transposed or self.has_scale_per_row
-    scale = gather(self.scale) if has_parts else self.scale.clone()
+    scale = gather(self.scale) if self.has_scale_per_row else self.scale.clone()
     shape = [self.shape[0] * group_size, *self.shape[1:]]
     return self.rebuilt(gather(self.qdata), scale, shape=shape)
 
