@@ -256,9 +256,6 @@ def write_safetensors(
         target,
         (entry for name in source.shapes for entry in stored(name).items()),
         {name: json.dumps(text, indent=2) + "\n" for name, text in texts.items() if text},
-        "*.safetensors",
-        save=save_torch_state_dict,
-        load=load_file,
         overwrite=overwrite,
     )
     kept = source.shapes.keys() - source.quantized.keys()
@@ -273,11 +270,9 @@ def write_folder(
     target: Path,
     entries: Iterable[tuple[str, torch.Tensor]],
     texts: Mapping[str, str],
-    files: str,
     *,
-    save: Callable[[dict[str, torch.Tensor], Path], Any],
-    load: Callable[[Path], dict[str, torch.Tensor]],
     overwrite: bool,
+    file: str | None = None,
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Writes the folder of a model, dense or packed; returns its tensors and the bytes they take.
 
@@ -286,9 +281,7 @@ def write_folder(
         target, overwrite: as `write_huggingface`'s; its errors.
         entries: name and tensor; made one at a time, once it is clear that they can be written.
         texts: name -> content of the other files, config.json among them.
-        files: pattern of the names of weights files.
-        save: writes the tensors into a folder.
-        load: reads one weights file.
+        file: name of the one file that torch.save writes; None writes safetensors.
     """
     is_model = (target / "config.json").is_file() and not target.is_symlink()
     holds_source = source.resolve().is_relative_to(target.resolve())
@@ -303,20 +296,28 @@ def write_folder(
         for name, text in texts.items():
             (staging / name).write_text(text, encoding="utf-8")
         try:
-            save(state, staging)
+            if file is None:
+                save_torch_state_dict(state, staging)
+            else:
+                torch.save(state, staging / file)
         except (SafetensorError, RuntimeError) as error:  # their words for a write that failed
             raise OSError(f"{staging} could not be written: {one_line(error)}") from error
         num_bytes, written = 0, {}
-        for file in staging.glob(files):
-            file.chmod((staging / "config.json").stat().st_mode)  # may be its owner's alone
-            num_bytes += file.stat().st_size
-            written |= load(file)
+        for path in staging.glob(file or "*.safetensors"):
+            path.chmod((staging / "config.json").stat().st_mode)  # may be its owner's alone
+            num_bytes += path.stat().st_size
+            written |= read_state(path) if file else load_file(path)
         for name, expected in tqdm(state.items(), desc="reading it back", unit="tensor"):
             found = written.get(name, torch.empty(0))
             same = torch.equal(as_dense(found), as_dense(expected))
             if not same or found.dtype != expected.dtype:
                 raise RuntimeError(f"{name} read back differs from its source; check the disk")
         return state, num_bytes
+
+
+def read_state(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file that torch.save wrote, without running code from it."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def as_dense(value: torch.Tensor) -> torch.Tensor:

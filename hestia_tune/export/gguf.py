@@ -135,6 +135,7 @@ _DENSE_TYPES = {
     torch.bfloat16: TensorType("BF16", 30, 32, 1, 2),
     torch.float32: TensorType("F32", 0, 0, 1, 4),
 }
+_VECTOR_TYPES = {torch.float32: _DENSE_TYPES[torch.float32]}
 _CHOICES = {"auto": ("Q2_0", "Q4_0"), "smallest": tuple(BLOCK_TYPES)}
 
 
@@ -189,7 +190,11 @@ def write_gguf(
             hard = source.pack(name, weight)
             data = kinds[name].pack(hard.codes(), hard.scale, name)
         else:
-            dtype, kinds[name] = choose_dense_type(weight, name)
+            dense = _VECTOR_TYPES if weight.dim() < 2 else _DENSE_TYPES
+            dtype = next((dtype for dtype in dense if is_exact(weight, dtype)), None)
+            if dtype is None:
+                raise ValueError(f"GGUF export holds up to float32; {name} has more digits")
+            kinds[name] = dense[dtype]
             data = weight.to(dtype).contiguous().view(torch.int8).numpy()
         num_bytes[name] = data.nbytes
         # A plain int as the type, and bytes that are not uint8: the package then looks the type up
@@ -234,11 +239,3 @@ def choose_block_type(
         f"(in_features {in_features}, group_size {group_size}); try block_type Q4_0, of 32 "
         "weights, or leave it out of quantized, to be stored densely"
     )
-
-
-def choose_dense_type(tensor: torch.Tensor, name: str) -> tuple[torch.dtype, TensorType]:
-    """The first floating type that holds a tensor; ValueError, naming it, if none does."""
-    for dtype, kind in _DENSE_TYPES.items():
-        if is_exact(tensor, dtype) and (tensor.dim() > 1 or kind.name == "F32"):
-            return dtype, kind
-    raise ValueError(f"GGUF export holds up to float32; {name} has more digits")

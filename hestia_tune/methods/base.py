@@ -8,6 +8,7 @@ save about ten tensors of the weight's size, `effective_weight` saves the weight
 
 import dataclasses
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from hestia_tune.config import require_number
 from hestia_tune.methods.temperature import search_temperature
 
 Scalar = float | torch.Tensor
@@ -187,11 +189,7 @@ def as_scalar(value: Scalar, name: str, weight: torch.Tensor) -> torch.Tensor:
                 f"{name} must be a float or a 0-D tensor; got shape {tuple(value.shape)}"
             )
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a float or a 0-D tensor; got {type(value).__name__}")
-    upper, interval = (1.0, "[0, 1]") if name == "pressure" else (float("inf"), "[0, inf)")
-    if not (0.0 <= value <= upper and value != float("inf")):
-        raise ValueError(f"{name} must be in {interval}; got {value}")
+    require_number(name, value, 0.0, 1.0 if name == "pressure" else math.inf, "or a 0-D tensor")
     return torch.tensor(value, dtype=compute_dtype(weight), device=weight.device)
 
 

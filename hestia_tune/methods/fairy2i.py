@@ -89,15 +89,12 @@ def _scales(z: Complex, over_rows: bool, total: Total | None = None) -> Complex:
         total: sums over other rows of the same weight, if these are not all.
     """
     real, hi, _ = _nearest(z)
-    totals = [
-        torch.where(members, hi, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    parts = [
+        torch.where(members, value, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+        for value in (hi, torch.ones_like(hi))
         for members in (real, ~real)
     ]
-    counts = [
-        torch.where(members, 1.0, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-        for members in (real, ~real)
-    ]
-    sums = torch.stack([*totals, *counts])  # (4, 2, n, groups, 1)
+    sums = torch.stack(parts)  # (totals and counts of both axes, 2, n, groups, 1)
     if over_rows:
         sums = sums.sum(2, keepdim=True)
         sums = sums if total is None else total(sums)

@@ -10,7 +10,6 @@ PATH              a packed folder, a Hugging Face folder, or checkpoints/step_N
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import nn
 from hestia_tune.export.folder import DESCRIPTION_FILE, SafetensorsFolder
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.packed import load_quantized
-from hestia_tune.modules import QuantizedLinear, quantized_linears
+from hestia_tune.modules import quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact
 
@@ -105,31 +104,19 @@ def load_model(
     layers = quantized_linears(model)
     for layer in layers.values():
         layer.weight_fake_quantizer.reset_buffers(device)
-    return model, facts | _set_schedule(kind, layers, meta, sensitivity)
-
-
-def _set_schedule(
-    kind: str,
-    layers: dict[str, QuantizedLinear],
-    meta: Mapping[str, Any],
-    sensitivity: str | None,
-) -> dict[str, Any]:
-    """Brings prepared layers to the temperatures and the pressure of their checkpoint, or makes
-    them hard; returns what was set."""
-    identity, step = meta["identity"], meta["step"]
-    options = {name: identity[f"schedule.{name}"] for name in ("rho", "tau_init", "alpha")}
-    schedule = AnnealingSchedule(identity["total_steps"], **options)
+        layer.weight_fake_quantizer.is_hard = kind == "checkpoint_hard"
     if kind == "checkpoint_hard":
-        for layer in layers.values():
-            layer.weight_fake_quantizer.is_hard = True
-        return {}
+        return model, facts
+    identity, step = meta["identity"], meta["step"]
     scores = None if sensitivity is None else SensitivityArtifact.load(sensitivity).scores
     if checkpoints.digest(scores) != identity["sensitivity"]:
         raise ValueError(
             f"the checkpoint was trained with other sensitivity scores than {sensitivity}; set "
             "sensitivity to the file that it was trained with (null if with none)"
         )
+    options = {name: identity[f"schedule.{name}"] for name in ("rho", "tau_init", "alpha")}
+    schedule = AnnealingSchedule(identity["total_steps"], **options)
     driver = ScheduleDriver(schedule, layers, scores)
     driver.set_step(step)
     taus = driver.temperatures(step).values()
-    return {"pressure": schedule.pressure(step), "tau": [min(taus), max(taus)]}
+    return model, facts | {"pressure": schedule.pressure(step), "tau": [min(taus), max(taus)]}

@@ -18,7 +18,14 @@ from torch import nn
 from torchao.utils import TorchAOBaseTensor
 from torchtune.training import quantization
 
-from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder, as_dense, sizes, write_folder
+from hestia_tune.export.folder import (
+    DESCRIPTION_FILE,
+    ModelFolder,
+    as_dense,
+    read_state,
+    sizes,
+    write_folder,
+)
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
 from hestia_tune.selection import select_linears
@@ -99,10 +106,8 @@ def write_packed(
         target,
         entries,
         texts,
-        WEIGHTS_FILE,
-        save=lambda state, folder: torch.save(state, folder / WEIGHTS_FILE),
-        load=read_state,
         overwrite=overwrite,
+        file=WEIGHTS_FILE,
     )
     packed = {name: v for name, v in state.items() if isinstance(v, TorchAOBaseTensor)}
     parts = (getattr(v, part) for v in packed.values() for part in v.tensor_data_names)
@@ -170,11 +175,6 @@ class PackedWeights:
 
 
 quantization._quantizer_to_mode[PackedWeights] = "hestia"
-
-
-def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict of a weights file, without running code from it."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def load_quantized(

@@ -44,20 +44,18 @@ class Fairy2iTensor(PackedTensor):
     def check_shapes(self, shape, qdata_shape, scale_shape):
         if len(shape) != 2 or any(size % 2 or size == 0 for size in shape):
             raise ValueError(f"shape must be two even numbers, none of them 0; got {shape}")
-        n, m = shape[0] // 2, shape[1] // 2
-        stages = qdata_shape[:1]
-        fits = qdata_shape == (*stages, 2, n, packed_width(m))
-        if not fits or not 1 <= stages[0] <= MAX_STAGES:
+        n, m, stages = shape[0] // 2, shape[1] // 2, qdata_shape[0]
+        if qdata_shape != (stages, 2, n, packed_width(m)) or not 1 <= stages <= MAX_STAGES:
             raise ValueError(
                 f"qdata must have the shape (num_stages, 2, {n}, {packed_width(m)}), 1 to "
                 f"{MAX_STAGES} stages, for a weight {shape}; got {qdata_shape}; use "
                 "Fairy2iTensor.from_codes"
             )
         allowed = [(1, 1), *((n, groups) for groups in range(1, m + 1) if m % groups == 0)]
-        if scale_shape not in [(*stages, 2, 2, *each) for each in allowed]:
+        if scale_shape not in [(stages, 2, 2, *each) for each in allowed]:
             raise ValueError(
-                f"scale must have the shape {(*stages, 2, 2, 1, 1)}, or {(*stages, 2, 2, n)} and "
-                f"groups that divide {m}; got {scale_shape}"
+                f"scale must have the shape ({stages}, 2, 2, 1, 1), or ({stages}, 2, 2, {n}, "
+                f"groups) with groups that divide {m}; got {scale_shape}"
             )
 
     @classmethod

@@ -270,7 +270,11 @@ def test_layers_are_checked_by_name():
         (ValueError, "shape", lambda w: make_method().hard(w[0])),
         (ValueError, "got 31 and 6", lambda w: make_method().hard(w[:, :31])),
         (ValueError, "does not divide", lambda w: make_method(2, 5).codes(w)),
-        (ValueError, "tau must be in", lambda w: effective_weight(w, -1.0, 1.0, make_method())),
+        (
+            ValueError,
+            "tau must be at least 0",
+            lambda w: effective_weight(w, -1.0, 1.0, make_method()),
+        ),
     ],
 )
 def test_errors(error, message, call):
