@@ -64,8 +64,16 @@ class ConvertRecipe:
         self.source = ModelFolder(folder, quantized, quantize=bool(quantized) and not is_hard)
         self.description = self._describe()
         self._check_formats()
-        needs_latents = is_hard and not self.method.codes_follow_from_hard
-        self.checkpoint = self._checkpoint() if needs_latents else None
+        self.checkpoint: Path | None = None
+        if is_hard and not self.method.codes_follow_from_hard:
+            # The one whose latent weights the hard model was made from.
+            folder, step = folder.parent / "checkpoints", self.description["step"]
+            self.checkpoint = dict(checkpoints.complete_checkpoints(folder)).get(step)
+            if self.checkpoint is None:
+                raise FileNotFoundError(
+                    f"the codes of {self.method.key()} follow from latent weights, and there is no "
+                    f"checkpoint of step {step} in {folder}; train again"
+                )
 
     def _describe(self) -> dict[str, Any]:
         """Method and layers: of the hard model if it is one, else what the config says."""
@@ -96,17 +104,6 @@ class ConvertRecipe:
                 raise FileExistsError(
                     f"{self.target(name)} exists; set convert.overwrite=True to replace it"
                 )
-
-    def _checkpoint(self) -> Path:
-        """The one whose latent weights the hard model was made from."""
-        folder, step = self.source.folder.parent / "checkpoints", self.description["step"]
-        found = dict(checkpoints.complete_checkpoints(folder))
-        if step not in found:
-            raise FileNotFoundError(
-                f"the codes of {self.method.key()} follow from latent weights, and there is no "
-                f"checkpoint of step {step} in {folder}; train again"
-            )
-        return found[step]
 
     def target(self, name: str) -> Path:
         """Where a format goes."""

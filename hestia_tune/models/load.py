@@ -40,16 +40,19 @@ def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
         if not found:
             raise FileNotFoundError(f"no complete checkpoint in {output_dir}; train first")
         return name, found[-1][1]
-    folder, remedy = {
-        "pretrained": (pretrained, "check checkpointer.checkpoint_dir"),
-        "naive": (pretrained, "check checkpointer.checkpoint_dir"),
-        "trained": (output_dir / "hard_model", "train first"),
-        "packed": (output_dir / "converted" / "torchao", "write it first with hestia_convert"),
-    }.get(name, (Path(name), f"give a folder, or one of {', '.join(NAMES)}"))
+    folder = {
+        "pretrained": pretrained,
+        "naive": pretrained,
+        "trained": output_dir / "hard_model",  # of hestia_qat
+        "packed": output_dir / "converted" / "torchao",  # of hestia_convert
+    }.get(name, Path(name))
     if (folder / checkpoints.META_FILE).is_file():
         return "checkpoint", folder
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"model {name!r}: no config.json in {folder}; {remedy}")
+        raise FileNotFoundError(
+            f"model {name!r}: no config.json in {folder}; make it first with hestia_qat or "
+            f"hestia_convert, or give another folder, or one of {', '.join(NAMES)}"
+        )
     description = folder / DESCRIPTION_FILE
     if description.is_file() and "weights" in json.loads(description.read_text(encoding="utf-8")):
         return "packed", folder
