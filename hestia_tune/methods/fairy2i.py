@@ -1,9 +1,20 @@
 """Fairy2i: complex weights in {1, i, -1, -i}, in residual stages, hard and relaxed (Sec. 4.3).
 
-A real (2n, 2m) weight is seen as the complex pair (U, W) of `widely_linear`. One stage replaces an
-entry z by the nearest axis in angle, times one of two scales: s_re, the mean of |Re z| over the
-entries whose axis is real, and s_im likewise. Stage t quantizes what stage t-1 left,
-R_t = R_{t-1} - Q(R_{t-1}), and the weight is the sum of the stages: T bits per real number.
+A real weight (2n, 2m) acts on x = (x1, x2) as y = U·x + W·conj(x) acts on x1 + i·x2, with one pair
+of complex (n, m) matrices:
+
+    A = [[A11, A12], [A21, A22]]
+    U = 1/2·[(A11 + A22) + i(A21 - A12)]        A11 = Re U + Re W    A12 = Im W - Im U
+    W = 1/2·[(A11 - A22) + i(A12 + A21)]        A21 = Im U + Im W    A22 = Re U - Re W
+
+Rows i and n + i, and columns j and m + j, share an entry of U and W. The map is linear, lossless
+and, up to the factor 2, orthogonal: the adjoint of `merge` is 2·`split`, that of `split` is
+`merge`/2. So a gradient travels through merge(f(split(A))) as merge(f'(split(gradient))). U and W
+travel stacked, as their real and imaginary parts: bfloat16 has no complex type.
+
+One stage replaces an entry z by the nearest axis in angle, times one of two scales: s_re, the mean
+of |Re z| over the entries whose axis is real, and s_im likewise. Stage t quantizes what stage t-1
+left, R_t = R_{t-1} - Q(R_{t-1}), and the weight is the sum of the stages: T bits per real number.
 
 The relaxation is a softmax over the axes with logits -delta^2/tau, delta the wrapped angle to
 each. Folding z by its symmetries leaves one angle phi in [0, pi/4] to the nearest axis; the others
@@ -56,20 +67,56 @@ import torch
 from hestia_tune.methods.base import Method, Total, compute_dtype
 from hestia_tune.methods.granularity import check_count
 from hestia_tune.methods.ternary import MIN_TAU, SCALE_EPS, round_to_bfloat16
-from hestia_tune.methods.widely_linear import (
-    Complex,
-    add,
-    check_even,
-    merge,
-    split,
-    subtract,
-)
 
 Granularity = int | str
+Complex = tuple[torch.Tensor, torch.Tensor]
 
 MAX_STAGES = 4
 # The smallest modulus, in scales, at which the derivative of the angle is exact.
 _MIN_MODULUS = 2.0**-20
+
+
+def add(a: Complex, b: Complex) -> Complex:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def subtract(a: Complex, b: Complex) -> Complex:
+    return a[0] - b[0], a[1] - b[1]
+
+
+def split(weight: torch.Tensor) -> Complex:
+    """The widely-linear pair of a real matrix.
+
+    Args:
+        weight: (2n, 2m), any floating-point dtype, any strides.
+
+    Returns:
+        The real and the imaginary parts, each (2, n, m) in the dtype of ``weight``: first U,
+        then W.
+
+    Raises:
+        ValueError: if ``weight`` is not a matrix. (`Fairy2iMethod.check_layer` refuses odd ones.)
+    """
+    if weight.dim() != 2:
+        raise ValueError(
+            f"weight must have the shape (out_features, in_features); got {tuple(weight.shape)}"
+        )
+    top, bottom = weight.chunk(2)
+    (a11, a12), (a21, a22) = top.chunk(2, 1), bottom.chunk(2, 1)
+    # A broadcast sign in place of `torch.stack`, which a compiler would write to memory.
+    sign = 1 - 2 * torch.arange(2, dtype=weight.dtype, device=weight.device).view(2, 1, 1)
+    return 0.5 * (a11 + sign * a22), 0.5 * (a21 - sign * a12)
+
+
+def merge(re: torch.Tensor, im: torch.Tensor) -> torch.Tensor:
+    """The real (2n, 2m) matrix of a pair, each entry one sum of two numbers; undoes `split`.
+
+    Args:
+        re, im: (2, n, m), first U, then W.
+    """
+    left = torch.cat([re[0] + re[1], im[1] + im[0]])
+    right = torch.cat([im[1] - im[0], re[0] - re[1]])
+    return torch.cat([left, right], dim=1)
 
 
 def _nearest(z: Complex):
@@ -196,7 +243,12 @@ class Fairy2iMethod(Method):
         return self.granularity == "tensor"
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
-        check_even(in_features, out_features, name)
+        if in_features % 2 or out_features % 2:
+            raise ValueError(
+                f"a complex weight needs even in_features and out_features; got {in_features} and "
+                f"{out_features} of {name}; leave the layer out with `exclude`, or set "
+                "`skip_incompatible: true`"
+            )
         columns = in_features // 2
         if isinstance(self.granularity, int) and columns % self.granularity:
             raise ValueError(

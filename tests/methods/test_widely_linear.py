@@ -4,7 +4,7 @@ import pytest
 import references_fairy2i as references
 import torch
 
-from hestia_tune.methods.widely_linear import check_even, merge, split
+from hestia_tune.methods.fairy2i import Fairy2iMethod, merge, split
 
 SHAPES = [(2, 2), (4, 6), (10, 2), (64, 128)]
 DTYPES = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -90,10 +90,10 @@ def test_strides_do_not_matter():
 )
 def test_shapes_that_cannot_be_split(shape, message):
     with pytest.raises(ValueError, match=message):
-        split(torch.ones(shape))
+        Fairy2iMethod().hard(torch.ones(shape))
 
 
 def test_odd_dimensions_name_the_layer_and_the_remedy():
-    check_even(4, 6, "layers.0")
+    Fairy2iMethod().check_layer(4, 6, "layers.0")
     with pytest.raises(ValueError, match="of layers.0; leave .*`skip_incompatible: true`"):
-        check_even(5, 6, "layers.0")
+        Fairy2iMethod().check_layer(5, 6, "layers.0")
