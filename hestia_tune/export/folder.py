@@ -126,7 +126,8 @@ class ModelFolder(SafetensorsFolder):
             raise ValueError("quantize=True needs the names of weights in quantized; got none")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = {key: value for key, value in config.items() if key != "dtype"}
-        self.config = config | {"torch_dtype": "bfloat16"}  # what any transformers reads
+        # What any transformers reads.
+        self.config: dict[str, Any] = config | {"torch_dtype": "bfloat16"}
         file = folder / DESCRIPTION_FILE
         has_description = file.is_file() and not quantize
         self.description = json.loads(file.read_text("utf-8")) if has_description else None
