@@ -17,8 +17,7 @@ from quantizer import best_time, forward_backward, print_table
 
 from hestia_tune.functional import relaxed_ternary
 from hestia_tune.methods import effective_weight
-from hestia_tune.methods.fairy2i import Fairy2iMethod
-from hestia_tune.methods.widely_linear import merge, split
+from hestia_tune.methods.fairy2i import Fairy2iMethod, merge, split
 
 
 def plain_stage(re, im, tau):

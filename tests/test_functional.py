@@ -38,12 +38,12 @@ def test_numbers_keep_float64_precision_for_float64_weights():
 
 SCALAR_ERRORS = [
     # tau, pressure, error, message
-    (-0.1, 1.0, ValueError, r"tau must be in \[0, inf\); got -0.1"),
-    (float("inf"), 1.0, ValueError, r"tau must be in \[0, inf\); got inf"),
-    (float("nan"), 1.0, ValueError, r"tau must be in \[0, inf\); got nan"),
-    ("0.3", 1.0, TypeError, "tau must be a float or a 0-D tensor; got str"),
-    (None, 1.0, TypeError, "tau must be a float or a 0-D tensor; got NoneType"),
-    (True, 1.0, TypeError, "tau must be a float or a 0-D tensor; got bool"),
+    (-0.1, 1.0, ValueError, r"tau must be at least 0; got -0.1"),
+    (float("inf"), 1.0, ValueError, r"tau must be at least 0; got inf"),
+    (float("nan"), 1.0, ValueError, r"tau must be at least 0; got nan"),
+    ("0.3", 1.0, TypeError, "tau must be a number; got '0.3'; or a 0-D tensor"),
+    (None, 1.0, TypeError, "tau must be a number; got None; or a 0-D tensor"),
+    (True, 1.0, TypeError, "tau must be a number; got True; or a 0-D tensor"),
     (torch.ones(1), 1.0, TypeError, r"tau must be a float or a 0-D tensor; got shape \(1,\)"),
     (0.3, 1.01, ValueError, r"pressure must be in \[0, 1\]; got 1.01"),
     (0.3, -1, ValueError, r"pressure must be in \[0, 1\]; got -1"),
@@ -60,8 +60,8 @@ def test_wrong_scalars(tau, pressure, error, message):
 
 WEIGHT_ERRORS = [
     # weight, group_size, error, message
-    (make_weight(), 0, ValueError, 'must be a positive int, "channel" or "tensor"; got 0; use'),
-    (make_weight(), -1, ValueError, 'must be a positive int, "channel" or "tensor"; got -1; use'),
+    (make_weight(), 0, ValueError, 'must be a positive int, "channel" or "tensor"; got 0'),
+    (make_weight(), -1, ValueError, 'must be a positive int, "channel" or "tensor"; got -1'),
     (make_weight(), "row", ValueError, "got 'row'"),
     (make_weight(), 64.0, TypeError, "got 64.0 of type float"),
     (make_weight(), None, TypeError, "got None of type NoneType"),

@@ -43,7 +43,7 @@ def test_convert_packs_complex_codes_in_place(num_stages, dtype):
     quantize_(dense, Fairy2iConfig(step="convert"))
     quantize_(model, Fairy2iConfig(step="convert", target="fairy2i"))
     packed = [m for m in model.modules() if isinstance(getattr(m, "weight", None), Fairy2iTensor)]
-    assert len(packed) == 4 and all(m.weight.num_stages == num_stages for m in packed)
+    assert len(packed) == 4 and all(len(m.weight.qdata) == num_stages for m in packed)
     assert torch.equal(model(TOKENS), dense(TOKENS))
     with pytest.raises(ValueError, match='target must be one of "dense", "fairy2i"; got'):
         Fairy2iConfig(target="ternary")

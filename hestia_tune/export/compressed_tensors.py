@@ -22,47 +22,40 @@ their rows; with two it is refused there. Loaded by compressed-tensors 0.15 to 0
 5.23) and 0.12.2 (transformers 4.57).
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hestia_tune.export.folder import ModelFolder, import_optional, write_folder
-from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.export.folder import ModelFolder, import_optional, write_safetensors
 
 _FORMAT = "pack-quantized"
 
 
 def write_compressed_tensors(
-    folder: str | Path,
-    target: str | Path,
-    *,
-    quantized: Mapping[str, GroupSize],
-    overwrite: bool = False,
+    source: ModelFolder, target: Path, *, overwrite: bool = False
 ) -> dict[str, Any]:
     """Writes a hard model as a 2-bit ``pack-quantized`` Hugging Face folder.
 
-    As `hestia_tune.export.write_huggingface` with the same arguments, but for
+    As `hestia_tune.export.write_huggingface`, but for
 
     Args:
-        folder: of an architecture that the installed transformers has.
-        quantized: weights of linear layers, the output head excepted.
+        source: of an architecture that the installed transformers has; its quantized weights are
+            those of linear layers, the output head excepted.
 
     Raises:
         ImportError: without the compressed-tensors package.
-        ValueError: if ``quantized`` names another layer, or none.
+        ValueError: if another layer is quantized, or none.
     """
     import_optional("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
 
-    source = ModelFolder(Path(folder), quantized)
     schemes, layout = _layout(source)
     compressor = BaseCompressor.get_value_from_registry(_FORMAT)
 
     def stored(name: str) -> dict[str, Any]:
         weight = source.read_hard(name)
-        if name not in quantized:
+        if name not in source.quantized:
             return {name: weight}
         hard = source.pack(name, weight)
         scales = hard.scale.expand(len(hard), -1).contiguous()  # (out_features, groups)
@@ -74,7 +67,7 @@ def write_compressed_tensors(
         return {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
 
     config = source.config | {"quantization_config": layout}
-    return write_folder(source, Path(target), stored, config, source.description, overwrite)
+    return write_safetensors(source, target, stored, config, source.description, overwrite)
 
 
 def _layout(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:

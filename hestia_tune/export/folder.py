@@ -3,8 +3,8 @@
 Everything loads the dense one in bfloat16. Every ternary weight is gamma * {-1, 0, 1} with a
 bfloat16 gamma, so bfloat16 holds it exactly; it takes 16 bits per weight all the same. Either the
 source is a hard model already, and it is checked that it is one and that bfloat16 loses nothing; or
-(``quantize=True``) its linears are made hard on the way by the training's own rule: naive
-ternarization, the baseline that training has to beat, and the input of the other exports.
+(``quantize=True``) its linears are made hard as they are read by the training's own rule: naive
+ternarization, the baseline that training has to beat.
 
 Folders of any layout are written by huggingface_hub, shards and index, under a temporary name;
 every tensor is read back and compared; then the folder gets its name, and one that had it goes.
@@ -17,16 +17,18 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torchao.utils import TorchAOBaseTensor
 from tqdm import tqdm
 
+from hestia_tune.config import one_line
 from hestia_tune.files import staged
 from hestia_tune.functional import hard_ternary
 from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
@@ -63,10 +65,8 @@ def import_optional(package: str) -> Any:
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face folder, read one at a time.
-
-    The file is opened anew for each and mapped into memory, so a tensor that nobody holds takes
-    none, and one that is not changed takes none that the system could not use for other things.
+    """The tensors of a Hugging Face folder, mapped from its files: pages that nobody looks at take
+    no memory, and those that nobody changes none that the system could not use for other things.
 
     Attributes:
         shapes: of every weight, by name, in the order of the files; rotary buffers of old
@@ -77,30 +77,26 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: Path):
+        self.folder = folder
         index = folder / "model.safetensors.index.json"
         files = folder.glob("*.safetensors")
         if index.is_file():
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {folder / Path(name).name for name in weight_map.values()}
-        self.shapes: dict[str, torch.Size] = {}
-        self._files: dict[str, Path] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
         for file in sorted(files):
-            with safe_open(file, framework="pt") as reader:
-                for name in reader.keys():  # noqa: SIM118 (not a mapping)
-                    if "rotary_emb." not in name:
-                        self.shapes[name] = torch.Size(reader.get_slice(name).get_shape())
-                        self._files[name] = file
+            self._tensors |= sorted(load_file(file).items())
+        self.shapes = {n: t.shape for n, t in self._tensors.items() if "rotary_emb." not in n}
         if not self.shapes:
             raise FileNotFoundError(f"{folder} has no model.safetensors; copy the model's")
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor; ValueError unless it holds finite floating-point numbers."""
-        with safe_open(self._files[name], framework="pt") as reader:
-            tensor = reader.get_tensor(name)
+        tensor = self._tensors[name]
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ValueError(
                 f"weights must be floating point and finite; {name} ({tensor.dtype}) in "
-                f"{self._files[name]} is not; repair the folder"
+                f"{self.folder} is not; repair the folder"
             )
         return tensor
 
@@ -108,10 +104,14 @@ class SafetensorsFolder:
 class ModelFolder(SafetensorsFolder):
     """A Hugging Face folder that can be exported.
 
-    Attributes:
-        folder: with config.json, safetensors and a tokenizer.
+    Args:
+        folder: with config.json, safetensors of any floating dtype and a tokenizer.
         quantized: name in the safetensors -> group_size of every ternary weight.
-        config: the parsed config.json.
+        quantize: False: a hard model. True: a pretrained or latent model, whose weights in
+            ``quantized`` are made hard as they are read, and the others rounded to bfloat16.
+
+    Attributes:
+        config: the parsed config.json, of a model in bfloat16.
         description: the parsed hestia.json, how a hard model was made; None without one.
 
     Raises:
@@ -120,11 +120,17 @@ class ModelFolder(SafetensorsFolder):
             its groups tile.
     """
 
-    def __init__(self, folder: Path, quantized: Mapping[str, GroupSize]):
-        self.folder, self.quantized = folder, quantized
-        self.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    def __init__(self, folder: Path, quantized: Mapping[str, GroupSize], *, quantize: bool = False):
+        self.quantized, self.quantize = quantized, quantize
+        if quantize and not quantized:
+            raise ValueError("quantize=True needs the names of weights in quantized; got none")
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = {key: value for key, value in config.items() if key != "dtype"}
+        # What any transformers reads.
+        self.config: dict[str, Any] = config | {"torch_dtype": "bfloat16"}
         file = folder / DESCRIPTION_FILE
-        self.description = json.loads(file.read_text("utf-8")) if file.is_file() else None
+        has_description = file.is_file() and not quantize
+        self.description = json.loads(file.read_text("utf-8")) if has_description else None
         if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise FileNotFoundError(f"{folder} has no tokenizer.json or the like; copy the model's")
         if method := (self.config.get("quantization_config") or {}).get("quant_method"):
@@ -135,6 +141,12 @@ class ModelFolder(SafetensorsFolder):
             if len(self.shapes.get(name, ())) != 2:
                 raise ValueError(f"only matrices can be quantized; {name} is none of {folder}")
             check_divides(group_size, self.shapes[name][1], name)
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = super().read(name)
+        if self.quantize and name in self.quantized:
+            tensor = hard_ternary(tensor.float(), group_size=self.quantized[name])
+        return tensor.to(torch.bfloat16) if self.quantize else tensor
 
     def read_hard(self, name: str) -> torch.Tensor:
         """One tensor of a hard model in bfloat16; ValueError if that would round a value."""
@@ -153,29 +165,34 @@ class ModelFolder(SafetensorsFolder):
         except ValueError as error:
             raise ValueError(f"{name} is not a hard weight: {error}") from None
 
-    def sizes(self, num_bytes: int, quantized_bytes: int, types: Iterable[str]) -> dict[str, Any]:
-        """Sizes of what was written from this.
 
-        Args:
-            num_bytes: of all files with weights, their headers included.
-            quantized_bytes: of the codes and scales of ternary weights.
-            types: of each tensor in the files.
+def sizes(
+    shapes: Mapping[str, torch.Size],
+    quantized: Collection[str],
+    num_bytes: int,
+    quantized_bytes: int,
+) -> dict[str, Any]:
+    """Sizes of what was written of a model.
 
-        Returns:
-            bytes, parameters, quantized_parameters (those that are ternary), types (name -> number
-            of tensors), quantized_bits_per_weight (of the ternary weights; None without any), and
-            whole_bits_per_weight = 8 * bytes / parameters, which is 16 in bfloat16.
-        """
-        parameters = sum(shape.numel() for shape in self.shapes.values())
-        ternary = sum(self.shapes[name].numel() for name in self.quantized)
-        return {
-            "bytes": num_bytes,
-            "parameters": parameters,
-            "quantized_parameters": ternary,
-            "quantized_bits_per_weight": 8 * quantized_bytes / ternary if ternary else None,
-            "whole_bits_per_weight": 8 * num_bytes / parameters,
-            "types": dict(Counter(types)),
-        }
+    Args:
+        shapes: of every weight of the model, by name.
+        quantized: names of those that are quantized.
+        num_bytes: of all files with weights, their headers included.
+        quantized_bytes: of the codes and scales.
+
+    Returns:
+        bytes, parameters, quantized_parameters, quantized_bits_per_weight (None without any), and
+        whole_bits_per_weight = 8 * bytes / parameters, which is 16 in bfloat16.
+    """
+    parameters = sum(shape.numel() for shape in shapes.values())
+    num_quantized = sum(shapes[name].numel() for name in quantized)
+    return {
+        "bytes": num_bytes,
+        "parameters": parameters,
+        "quantized_parameters": num_quantized,
+        "quantized_bits_per_weight": 8 * quantized_bytes / num_quantized if quantized else None,
+        "whole_bits_per_weight": 8 * num_bytes / parameters,
+    }
 
 
 def is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -184,60 +201,43 @@ def is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def write_huggingface(
-    folder: str | Path,
-    target: str | Path,
+    source: ModelFolder,
+    target: Path,
     *,
-    quantized: Mapping[str, GroupSize],
-    quantize: bool = False,
     overwrite: bool = False,
     description: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Writes a Hugging Face model of any architecture as dense bfloat16 safetensors.
+    """Writes a model of any architecture as dense bfloat16 safetensors, equal to the hard model.
 
     Args:
-        folder: Hugging Face folder: config.json, safetensors of any floating dtype, tokenizer.
+        source: the model.
         target: the folder to write; its parents are made.
-        quantized: name in the safetensors -> group_size ("channel" and "tensor" included) of every
-            ternary weight.
-        quantize: False: ``folder`` is a hard model, and what is written equals it, whatever its
-            dtype. True: it is a pretrained or latent model; the weights in ``quantized`` are made
-            hard as they are, and the others are rounded to bfloat16.
         overwrite: replace a model folder that is there, once the new one is complete.
-        description: content of ``hestia.json``: how the weights were made. None copies that of
-            a hard model, if it has one.
+        description: content of ``hestia.json``: how the weights were made. None copies the source's
+            own, if it has one.
 
     Returns:
-        Sizes, as `ModelFolder.sizes` lists them.
+        What `sizes` lists, and types: name -> number of tensors in the files.
 
     Raises:
-        FileExistsError, FileNotFoundError, ValueError: if the target exists; see `ModelFolder`.
-        ValueError: without ``quantize``, on a weight that is not ternary or that bfloat16 would
-            round.
+        FileExistsError: if the target exists.
+        ValueError: on a weight that is not ternary or that bfloat16 would round.
         OSError: if the disk is full.
         RuntimeError: if the files read back are not the model. In all cases nothing is left behind,
             and a folder that was to be replaced is still there.
     """
-    if quantize and not quantized:
-        raise ValueError("quantize=True needs the names of weights in quantized; got none")
-    source = ModelFolder(Path(folder), quantized)
 
     def stored(name: str) -> dict[str, torch.Tensor]:
-        if not quantize:
-            tensor = source.read_hard(name)
-            if name in quantized:
-                source.pack(name, tensor)  # refuses what is not ternary
-            return {name: tensor}
-        tensor = source.read(name)
-        if name in quantized:
-            tensor = hard_ternary(tensor.float(), group_size=quantized[name])
-        return {name: tensor.to(torch.bfloat16)}
+        tensor = source.read_hard(name)
+        if name in source.quantized:
+            source.pack(name, tensor)  # refuses what is not ternary
+        return {name: tensor}
 
-    if description is None and not quantize:
-        description = source.description
-    return write_folder(source, Path(target), stored, source.config, description, overwrite)
+    description = description or source.description
+    return write_safetensors(source, target, stored, source.config, description, overwrite)
 
 
-def write_folder(
+def write_safetensors(
     source: ModelFolder,
     target: Path,
     stored: Callable[[str], dict[str, torch.Tensor]],
@@ -245,54 +245,85 @@ def write_folder(
     description: Mapping[str, Any] | None,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Writes a Hugging Face folder of any layout, with the side files of ``source``.
-
-    As `write_huggingface` with the same arguments, but for
+    """As `write_huggingface`, in any layout of the weights.
 
     Args:
         stored: name of a weight -> what the files hold for it, by name.
-        config: becomes config.json, of a model in bfloat16 for any transformers.
-        description: None writes none.
+        config: becomes config.json.
+    """
+    texts = {"config.json": config, DESCRIPTION_FILE: description}
+    state, num_bytes = write_folder(
+        source.folder,
+        target,
+        (entry for name in source.shapes for entry in stored(name).items()),
+        {name: json.dumps(text, indent=2) + "\n" for name, text in texts.items() if text},
+        overwrite=overwrite,
+    )
+    kept = source.shapes.keys() - source.quantized.keys()
+    quantized_bytes = sum(tensor.nbytes for name, tensor in state.items() if name not in kept)
+    types = Counter(_TYPES[tensor.dtype] for tensor in state.values())
+    found = sizes(source.shapes, source.quantized, num_bytes, quantized_bytes)
+    return found | {"types": dict(types)}
+
+
+def write_folder(
+    source: Path,
+    target: Path,
+    entries: Iterable[tuple[str, torch.Tensor]],
+    texts: Mapping[str, str],
+    *,
+    overwrite: bool,
+    file: str | None = None,
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Writes the folder of a model, dense or packed; returns its tensors and the bytes they take.
+
+    Args:
+        source: Hugging Face folder whose tokenizer and other side files are copied.
+        target, overwrite: as `write_huggingface`'s; its errors.
+        entries: name and tensor; made one at a time, once it is clear that they can be written.
+        texts: name -> content of the other files, config.json among them.
+        file: name of the one file that torch.save writes; None writes safetensors.
     """
     is_model = (target / "config.json").is_file() and not target.is_symlink()
-    holds_source = source.folder.resolve().is_relative_to(target.resolve())
+    holds_source = source.resolve().is_relative_to(target.resolve())
     if os.path.lexists(target) and not (overwrite and is_model and not holds_source):
         raise FileExistsError(
             f"{target} exists; choose another name (overwrite=True replaces other models only)"
         )
-    state, quantized_bytes = {}, 0
-    for name in tqdm(source.shapes, desc=f"reading {source.folder.name}", unit="tensor"):
-        parts = stored(name)
-        state |= parts
-        if name in source.quantized:
-            quantized_bytes += sum(part.nbytes for part in parts.values())
-    config = {key: value for key, value in config.items() if key != "dtype"}
-    texts = {"config.json": config | {"torch_dtype": "bfloat16"}, DESCRIPTION_FILE: description}
+    state = dict(tqdm(entries, desc=f"reading {source.name}", unit="tensor"))
     with staged(target) as staging:
         staging.mkdir()
-        copy_side_files(source.folder, staging)
-        for name, content in texts.items():
-            if content is not None:
-                (staging / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        copy_side_files(source, staging)
+        for name, text in texts.items():
+            (staging / name).write_text(text, encoding="utf-8")
         try:
-            save_torch_state_dict(state, staging)
-        except SafetensorError as error:  # its word for a write that failed
-            raise OSError(f"{staging} could not be written: {error}") from error
-        files, written = [*staging.glob("*.safetensors")], {}
-        for file in files:
-            file.chmod((staging / "config.json").stat().st_mode)  # was its owner's alone
-            written |= load_file(file)
+            if file is None:
+                save_torch_state_dict(state, staging)
+            else:
+                torch.save(state, staging / file)
+        except (SafetensorError, RuntimeError) as error:  # their words for a write that failed
+            raise OSError(f"{staging} could not be written: {one_line(error)}") from error
+        num_bytes, written = 0, {}
+        for path in staging.glob(file or "*.safetensors"):
+            path.chmod((staging / "config.json").stat().st_mode)  # may be its owner's alone
+            num_bytes += path.stat().st_size
+            written |= read_state(path) if file else load_file(path)
         for name, expected in tqdm(state.items(), desc="reading it back", unit="tensor"):
-            found = written.get(name)
-            if found is None or found.dtype != expected.dtype or not torch.equal(found, expected):
-                raise RuntimeError(
-                    f"{name} read back from {staging} differs from its source; check the disk"
-                )
-        return source.sizes(
-            num_bytes=sum(file.stat().st_size for file in files),
-            quantized_bytes=quantized_bytes,
-            types=[_TYPES[tensor.dtype] for tensor in state.values()],
-        )
+            found = written.get(name, torch.empty(0))
+            same = torch.equal(as_dense(found), as_dense(expected))
+            if not same or found.dtype != expected.dtype:
+                raise RuntimeError(f"{name} read back differs from its source; check the disk")
+        return state, num_bytes
+
+
+def read_state(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file that torch.save wrote, without running code from it."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def as_dense(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be packed as a plain one."""
+    return value.dequantize() if isinstance(value, TorchAOBaseTensor) else value
 
 
 def copy_side_files(folder: Path, target: Path) -> None:

@@ -33,7 +33,8 @@ and TQ2_0 load since September 2024, mostly on the CPU; Q4_0 runs everywhere.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from hestia_tune.export.folder import ModelFolder, import_optional, is_exact
+from hestia_tune.export.folder import ModelFolder, import_optional, is_exact, sizes
 from hestia_tune.files import staged
 from hestia_tune.methods.granularity import GroupSize
 
@@ -134,20 +135,20 @@ _DENSE_TYPES = {
     torch.bfloat16: TensorType("BF16", 30, 32, 1, 2),
     torch.float32: TensorType("F32", 0, 0, 1, 4),
 }
+_VECTOR_TYPES = {torch.float32: _DENSE_TYPES[torch.float32]}
 _CHOICES = {"auto": ("Q2_0", "Q4_0"), "smallest": tuple(BLOCK_TYPES)}
 
 
 def write_gguf(
-    folder: str | Path,
-    path: str | Path,
+    source: ModelFolder,
+    path: Path,
     *,
-    quantized: Mapping[str, GroupSize],
     block_type: str | Sequence[str] = "auto",
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Writes a Hugging Face Llama or Qwen2 with ternary weights as one GGUF file.
 
-    As `hestia_tune.export.write_huggingface` with the same arguments, but for
+    As `hestia_tune.export.write_huggingface`, but for
 
     Args:
         path: the file to write.
@@ -165,7 +166,6 @@ def write_gguf(
     from hestia_tune.export.gguf_model import LlamaModel
     from hestia_tune.export.gguf_vocab import add_vocabulary
 
-    path = Path(path)
     if path.is_dir() or (path.exists() and not overwrite):
         raise FileExistsError(f"{path} exists; choose another name, or overwrite=True for a file")
     named = [block_type] if isinstance(block_type, str) else block_type
@@ -175,9 +175,8 @@ def write_gguf(
             f'block_type must be "auto", "smallest" or of {", ".join(BLOCK_TYPES)}; '
             f"got {block_type!r}"
         )
-    source = ModelFolder(Path(folder), quantized)
-    model = LlamaModel(source)
-    kinds, sizes = {}, {}
+    model, quantized = LlamaModel(source), source.quantized
+    kinds, num_bytes = {}, {}
     for name, group_size in quantized.items():
         if name not in model.names or name == "model.embed_tokens.weight":
             raise ValueError(f"only weights of linear layers can be quantized; got {name}")
@@ -191,9 +190,13 @@ def write_gguf(
             hard = source.pack(name, weight)
             data = kinds[name].pack(hard.codes(), hard.scale, name)
         else:
-            dtype, kinds[name] = choose_dense_type(weight, name)
+            dense = _VECTOR_TYPES if weight.dim() < 2 else _DENSE_TYPES
+            dtype = next((dtype for dtype in dense if is_exact(weight, dtype)), None)
+            if dtype is None:
+                raise ValueError(f"GGUF export holds up to float32; {name} has more digits")
+            kinds[name] = dense[dtype]
             data = weight.to(dtype).contiguous().view(torch.int8).numpy()
-        sizes[name] = data.nbytes
+        num_bytes[name] = data.nbytes
         # A plain int as the type, and bytes that are not uint8: the package then looks the type up
         # in no table of its own, and may be older than the type.
         ours, data, ggml_id = model.names[name], data.view(np.int8), kinds[name].ggml_id
@@ -209,20 +212,19 @@ def write_gguf(
         finally:
             writer.close()
         pad, position = gguf.GGUFWriter.ggml_pad, temporary.stat().st_size
-        position -= sum(pad(size, writer.data_alignment) for size in sizes.values())
+        position -= sum(pad(size, writer.data_alignment) for size in num_bytes.values())
         for name, weight in tqdm(model.tensors(), desc="reading it back", unit="tensor"):
-            data = np.fromfile(temporary, np.uint8, sizes[name], offset=position)
+            data = np.fromfile(temporary, np.uint8, num_bytes[name], offset=position)
             unpacked = torch.from_numpy(kinds[name].unpack(data)).view(weight.shape)
             if not torch.equal(unpacked, weight.float()):
                 raise RuntimeError(
                     f"{name} ({kinds[name].name}) read back differs from its source; check the disk"
                 )
-            position += pad(sizes[name], writer.data_alignment)
-        return source.sizes(
-            num_bytes=temporary.stat().st_size,
-            quantized_bytes=sum(sizes[name] for name in quantized),
-            types=[kinds[name].name for name in model.names],
-        )
+            position += pad(num_bytes[name], writer.data_alignment)
+        quantized_bytes = sum(num_bytes[name] for name in quantized)
+        return sizes(source.shapes, quantized, temporary.stat().st_size, quantized_bytes) | {
+            "types": dict(Counter(kinds[name].name for name in model.names))
+        }
 
 
 def choose_block_type(
@@ -237,11 +239,3 @@ def choose_block_type(
         f"(in_features {in_features}, group_size {group_size}); try block_type Q4_0, of 32 "
         "weights, or leave it out of quantized, to be stored densely"
     )
-
-
-def choose_dense_type(tensor: torch.Tensor, name: str) -> tuple[torch.dtype, TensorType]:
-    """The first floating type that holds a tensor; ValueError, naming it, if none does."""
-    for dtype, kind in _DENSE_TYPES.items():
-        if is_exact(tensor, dtype) and (tensor.dim() > 1 or kind.name == "F32"):
-            return dtype, kind
-    raise ValueError(f"GGUF export holds up to float32; {name} has more digits")

@@ -8,12 +8,15 @@ save about ten tensors of the weight's size, `effective_weight` saves the weight
 
 import dataclasses
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 
+from hestia_tune.config import require_number
 from hestia_tune.methods.temperature import search_temperature
 
 Scalar = float | torch.Tensor
@@ -186,11 +189,7 @@ def as_scalar(value: Scalar, name: str, weight: torch.Tensor) -> torch.Tensor:
                 f"{name} must be a float or a 0-D tensor; got shape {tuple(value.shape)}"
             )
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a float or a 0-D tensor; got {type(value).__name__}")
-    upper, interval = (1.0, "[0, 1]") if name == "pressure" else (float("inf"), "[0, inf)")
-    if not (0.0 <= value <= upper and value != float("inf")):
-        raise ValueError(f"{name} must be in {interval}; got {value}")
+    require_number(name, value, 0.0, 1.0 if name == "pressure" else math.inf, "or a 0-D tensor")
     return torch.tensor(value, dtype=compute_dtype(weight), device=weight.device)
 
 
@@ -210,40 +209,47 @@ def fused(key: str, formula: str):
     return torch.compile(getattr(Method.from_key(key), formula), dynamic=True)
 
 
-@torch.library.custom_op("hestia::effective_weight", mutates_args=())
-def _effective_weight_op(
-    weight: torch.Tensor,
-    tau: torch.Tensor,
-    pressure: torch.Tensor,
-    parameters: list[torch.Tensor],
-    key: str,
-) -> torch.Tensor:
-    return fused(key, "effective_weight")(weight, tau, pressure, parameters)
+def step_of_method(first: str, result: str):
+    """Makes a function a step that is one operator, ``hestia::NAME``, in a compiled region.
+
+    Args:
+        first, result: schema of the tensors before the latent weight, and of what it returns.
+
+    The function takes a lookup of the method's formulas by name, the first tensors, and what all
+    steps have: the latent weight, tau, pressure and a list of parameters. The step takes the method
+    in place of the lookup. Eager mode finds the method's own formulas, the operator fused ones.
+    """
+
+    def register(function: Callable) -> Callable:
+        def run(*arguments):
+            return function(partial(fused, arguments[-1]), *arguments[:-1])
+
+        def eager(method, *tensors):
+            return function(partial(getattr, method), *tensors)
+
+        def step(method, *tensors):
+            if torch.compiler.is_compiling():
+                return operator(*tensors, method.key())
+            return eager(method, *tensors)
+
+        latent = "Tensor weight, Tensor tau, Tensor pressure, Tensor[] parameters, str key"
+        schema, name = f"({first}{latent}) -> {result}", f"hestia::{function.__name__}"
+        operator = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+        operator.register_fake(lambda *args: eager(Method.from_key(args[-1]), *args[:-1]))
+        return step
+
+    return register
 
 
-@_effective_weight_op.register_fake
-def _(weight, tau, pressure, parameters, key):
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+@step_of_method("", "Tensor")
+def whole_weight(formula, *latent):
+    return formula("effective_weight")(*latent)
 
 
-@torch.library.custom_op("hestia::weight_grad", mutates_args=())
-def weight_grad_op(
-    grad_eff: torch.Tensor,
-    weight: torch.Tensor,
-    tau: torch.Tensor,
-    pressure: torch.Tensor,
-    parameters: list[torch.Tensor],
-    key: str,
-) -> list[torch.Tensor]:
-    return list(fused(key, "vjp")(grad_eff, weight, tau, pressure, parameters))
-
-
-@weight_grad_op.register_fake
-def _(grad_eff, weight, tau, pressure, parameters, key):
-    return [
-        torch.empty_like(value, memory_format=torch.contiguous_format)
-        for value in (weight, *parameters)
-    ]
+@step_of_method("Tensor grad, ", "Tensor[]")
+def weight_grad(formula, grad, *latent):
+    """Gradients of the latent weight and the parameters, given that of the effective weight."""
+    return list(formula("vjp")(grad, *latent))
 
 
 class _EffectiveWeight(torch.autograd.Function):
@@ -253,18 +259,15 @@ class _EffectiveWeight(torch.autograd.Function):
     def forward(ctx, weight, method, tau, pressure, *parameters):
         ctx.method = method
         ctx.save_for_backward(weight, tau, pressure, *parameters)
-        if method.is_one_operator and torch.compiler.is_compiling():
-            return _effective_weight_op(weight, tau, pressure, list(parameters), method.key())
-        return method.effective_weight(weight, tau, pressure, parameters)
+        if not method.is_one_operator:
+            return method.effective_weight(weight, tau, pressure, parameters)
+        return whole_weight(method, weight, tau, pressure, list(parameters))
 
     @staticmethod
     def backward(ctx, grad):
         weight, tau, pressure, *parameters = ctx.saved_tensors
-        if ctx.method.is_one_operator and torch.compiler.is_compiling():
-            key = ctx.method.key()
-            grads = weight_grad_op(grad, weight, tau, pressure, parameters, key)
-        else:
-            grads = ctx.method.vjp(grad, weight, tau, pressure, parameters)
+        step = partial(weight_grad, ctx.method) if ctx.method.is_one_operator else ctx.method.vjp
+        grads = step(grad, weight, tau, pressure, parameters)
         return grads[0], None, None, None, *grads[1:]
 
 

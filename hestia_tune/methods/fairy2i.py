@@ -1,9 +1,20 @@
 """Fairy2i: complex weights in {1, i, -1, -i}, in residual stages, hard and relaxed (Sec. 4.3).
 
-A real (2n, 2m) weight is seen as the complex pair (U, W) of `widely_linear`. One stage replaces an
-entry z by the nearest axis in angle, times one of two scales: s_re, the mean of |Re z| over the
-entries whose axis is real, and s_im likewise. Stage t quantizes what stage t-1 left,
-R_t = R_{t-1} - Q(R_{t-1}), and the weight is the sum of the stages: T bits per real number.
+A real weight (2n, 2m) acts on x = (x1, x2) as y = U·x + W·conj(x) acts on x1 + i·x2, with one pair
+of complex (n, m) matrices:
+
+    A = [[A11, A12], [A21, A22]]
+    U = 1/2·[(A11 + A22) + i(A21 - A12)]        A11 = Re U + Re W    A12 = Im W - Im U
+    W = 1/2·[(A11 - A22) + i(A12 + A21)]        A21 = Im U + Im W    A22 = Re U - Re W
+
+Rows i and n + i, and columns j and m + j, share an entry of U and W. The map is linear, lossless
+and, up to the factor 2, orthogonal: the adjoint of `merge` is 2·`split`, that of `split` is
+`merge`/2. So a gradient travels through merge(f(split(A))) as merge(f'(split(gradient))). U and W
+travel stacked, as their real and imaginary parts: bfloat16 has no complex type.
+
+One stage replaces an entry z by the nearest axis in angle, times one of two scales: s_re, the mean
+of |Re z| over the entries whose axis is real, and s_im likewise. Stage t quantizes what stage t-1
+left, R_t = R_{t-1} - Q(R_{t-1}), and the weight is the sum of the stages: T bits per real number.
 
 The relaxation is a softmax over the axes with logits -delta^2/tau, delta the wrapped angle to
 each. Folding z by its symmetries leaves one angle phi in [0, pi/4] to the nearest axis; the others
@@ -54,42 +65,58 @@ from typing import ClassVar
 import torch
 
 from hestia_tune.methods.base import Method, Total, compute_dtype
+from hestia_tune.methods.granularity import check_count
 from hestia_tune.methods.ternary import MIN_TAU, SCALE_EPS, round_to_bfloat16
-from hestia_tune.methods.widely_linear import (
-    Complex,
-    add,
-    check_even,
-    from_blocks,
-    merge,
-    merged_blocks,
-    split,
-    subtract,
-    to_blocks,
-)
 
 Granularity = int | str
+Complex = tuple[torch.Tensor, torch.Tensor]
 
 MAX_STAGES = 4
 # The smallest modulus, in scales, at which the derivative of the angle is exact.
 _MIN_MODULUS = 2.0**-20
 
 
-def validate_num_stages(num_stages: int) -> None:
-    """Raises TypeError or ValueError unless ``num_stages`` is an int from 1 to 4."""
-    rule = f"num_stages must be an int from 1 to {MAX_STAGES}"
-    if isinstance(num_stages, bool) or not isinstance(num_stages, int):
-        raise TypeError(f"{rule}; got {num_stages!r} of type {type(num_stages).__name__}")
-    if not 1 <= num_stages <= MAX_STAGES:
-        raise ValueError(f"{rule}; got {num_stages}; 2 is the paper's, T stages cost T bits")
+def add(a: Complex, b: Complex) -> Complex:
+    return a[0] + b[0], a[1] + b[1]
 
 
-def validate_granularity(granularity: Granularity) -> None:
-    """Raises TypeError or ValueError unless ``granularity`` is "tensor" or a positive int."""
-    rule = 'granularity must be "tensor" or a positive int, the complex columns that share scales'
-    if isinstance(granularity, bool) or not isinstance(granularity, int | str):
-        raise TypeError(f"{rule}; got {granularity!r} of type {type(granularity).__name__}")
-    if granularity != "tensor" and (isinstance(granularity, str) or granularity <= 0):
-        raise ValueError(f'{rule}; got {granularity!r}; "tensor" is the paper\'s')
+def subtract(a: Complex, b: Complex) -> Complex:
+    return a[0] - b[0], a[1] - b[1]
+
+
+def split(weight: torch.Tensor) -> Complex:
+    """The widely-linear pair of a real matrix.
+
+    Args:
+        weight: (2n, 2m), any floating-point dtype, any strides.
+
+    Returns:
+        The real and the imaginary parts, each (2, n, m) in the dtype of ``weight``: first U,
+        then W.
+
+    Raises:
+        ValueError: if ``weight`` is not a matrix. (`Fairy2iMethod.check_layer` refuses odd ones.)
+    """
+    if weight.dim() != 2:
+        raise ValueError(
+            f"weight must have the shape (out_features, in_features); got {tuple(weight.shape)}"
+        )
+    top, bottom = weight.chunk(2)
+    (a11, a12), (a21, a22) = top.chunk(2, 1), bottom.chunk(2, 1)
+    # A broadcast sign in place of `torch.stack`, which a compiler would write to memory.
+    sign = 1 - 2 * torch.arange(2, dtype=weight.dtype, device=weight.device).view(2, 1, 1)
+    return 0.5 * (a11 + sign * a22), 0.5 * (a21 - sign * a12)
+
+
+def merge(re: torch.Tensor, im: torch.Tensor) -> torch.Tensor:
+    """The real (2n, 2m) matrix of a pair, each entry one sum of two numbers; undoes `split`.
+
+    Args:
+        re, im: (2, n, m), first U, then W.
+    """
+    left = torch.cat([re[0] + re[1], im[1] + im[0]])
+    right = torch.cat([im[1] - im[0], re[0] - re[1]])
+    return torch.cat([left, right], dim=1)
 
 
 def _nearest(z: Complex):
@@ -109,15 +136,12 @@ def _scales(z: Complex, over_rows: bool, total: Total | None = None) -> Complex:
         total: sums over other rows of the same weight, if these are not all.
     """
     real, hi, _ = _nearest(z)
-    totals = [
-        torch.where(members, hi, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    parts = [
+        torch.where(members, value, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+        for value in (hi, torch.ones_like(hi))
         for members in (real, ~real)
     ]
-    counts = [
-        torch.where(members, 1.0, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-        for members in (real, ~real)
-    ]
-    sums = torch.stack([*totals, *counts])  # (4, 2, n, groups, 1)
+    sums = torch.stack(parts)  # (totals and counts of both axes, 2, n, groups, 1)
     if over_rows:
         sums = sums.sum(2, keepdim=True)
         sums = sums if total is None else total(sums)
@@ -209,22 +233,27 @@ class Fairy2iMethod(Method):
     granularity: Granularity = "tensor"
 
     def __post_init__(self):
-        validate_num_stages(self.num_stages)
-        validate_granularity(self.granularity)
+        rule = f"num_stages must be an int from 1 to {MAX_STAGES}"
+        check_count(rule, self.num_stages, most=MAX_STAGES)
+        rule = 'granularity must be "tensor" or a positive int, the complex columns of a scale'
+        check_count(rule, self.granularity, ("tensor",))
 
     @property
     def scales_span_rows(self) -> bool:
         return self.granularity == "tensor"
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
-        check_even(in_features, out_features, name)
+        if in_features % 2 or out_features % 2:
+            raise ValueError(
+                f"a complex weight needs even in_features and out_features; got {in_features} and "
+                f"{out_features} of {name}; leave the layer out with `exclude`, or set "
+                "`skip_incompatible: true`"
+            )
         columns = in_features // 2
         if isinstance(self.granularity, int) and columns % self.granularity:
-            usable = [g for g in range(16, columns + 1, 16) if columns % g == 0]
-            sizes = "".join(f"{g}, " for g in [*usable, *([columns] if columns % 16 else [])])
             raise ValueError(
                 f"granularity {self.granularity} does not divide the {columns} complex columns "
-                f'(in_features {in_features} / 2) of {name}; use one of {sizes}or "tensor"'
+                f'(in_features {in_features} / 2) of {name}; use one that does, or "tensor"'
             )
 
     def _split(self, weight: torch.Tensor) -> Complex:
@@ -255,12 +284,10 @@ class Fairy2iMethod(Method):
             soft, hard = _relax(z, safe_tau), _digits(z)
             return torch.where(tau > 0, soft[0], hard[0]), torch.where(tau > 0, soft[1], hard[1])
 
-        quantized = merged_blocks(*_sum_of_stages(self._stages(z, quantize, total)[2]))
-        blocks = (
-            ((1.0 - pressure) * a.to(q.dtype) + pressure * q).to(weight.dtype)
-            for a, q in zip(to_blocks(weight), quantized, strict=True)
-        )
-        return from_blocks(tuple(blocks))
+        quantized = merge(*_sum_of_stages(self._stages(z, quantize, total)[2]))
+        # The contiguous tensor stands first, so that the sum is contiguous whatever the weight is.
+        effective = pressure * quantized + (1.0 - pressure) * weight.to(quantized.dtype)
+        return effective.to(weight.dtype)
 
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
         z = self._split(weight)
@@ -273,11 +300,8 @@ class Fairy2iMethod(Method):
         for i in reversed(range(self.num_stages)):
             rest = subtract(grad_total, grad_z)
             grad_z = add(grad_z, _relax_vjp(rest, inputs[i], scales[i], safe_tau))
-        blocks = (
-            torch.where(tau > 0, (1.0 - pressure) * g + pressure * j, g).to(weight.dtype)
-            for g, j in zip(to_blocks(grad), merged_blocks(*_sum_of_stages([grad_z])), strict=True)
-        )
-        return (from_blocks(tuple(blocks)),)
+        pulled_back = pressure * merge(*_sum_of_stages([grad_z])) + (1.0 - pressure) * grad
+        return (torch.where(tau > 0, pulled_back, grad).to(weight.dtype),)
 
     def hard(self, weight, parameters=(), total=None):
         outputs = self._stages(self._split(weight.detach()), _digits, total)[2]

@@ -10,25 +10,32 @@ granularities, and a row shard of the weight can be quantized on its own unless 
     "tensor"   (1, 1, out_features * in_features)
 """
 
+from math import inf
+
 import torch
 
 GroupSize = int | str
 
 
-def validate_group_size(group_size: GroupSize) -> None:
-    """Checks the option itself, before any weight is known.
+def check_count(
+    rule: str, value: int | str, words: tuple[str, ...] = (), most: float = inf
+) -> None:
+    """Checks an option that is a positive int up to ``most``, or one of ``words``.
 
     Raises:
-        TypeError: if ``group_size`` is neither an int nor a string.
-        ValueError: if it is not positive, or another word than "channel" or "tensor".
+        TypeError: if ``value`` is neither an int nor a string; begins with the ``rule``.
+        ValueError: if it is out of range or another word; likewise.
     """
-    rule = 'group_size must be a positive int, "channel" or "tensor"'
-    if isinstance(group_size, bool) or not isinstance(group_size, int | str):
-        raise TypeError(f"{rule}; got {group_size!r} of type {type(group_size).__name__}")
-    if isinstance(group_size, int) and group_size <= 0:
-        raise ValueError(f'{rule}; got {group_size}; use "tensor" for one scale per weight')
-    if isinstance(group_size, str) and group_size not in ("channel", "tensor"):
-        raise ValueError(f"{rule}; got {group_size!r}")
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{rule}; got {value!r} of type {type(value).__name__}")
+    if value not in words and (isinstance(value, str) or not 1 <= value <= most):
+        raise ValueError(f"{rule}; got {value!r}")
+
+
+def validate_group_size(group_size: GroupSize) -> None:
+    """`check_count` of the option itself, before any weight is known."""
+    words = ("channel", "tensor")
+    check_count('group_size must be a positive int, "channel" or "tensor"', group_size, words)
 
 
 def check_divides(group_size: GroupSize, in_features: int, name: str = "the weight") -> None:

@@ -8,8 +8,7 @@ one more pass over the weight, small beside the three matrix products of a linea
 Under `torch.compile` that is not enough: the compiler would find the recomputation to be a common
 subexpression of the forward and save its result after all. So in a compiled region the three steps
 are opaque operators (`hestia::...`), which run the same formulas, themselves compiled into fused
-kernels. Operators take no Python objects, so a method travels as its key. Eager mode calls the
-formulas directly.
+kernels. Operators take no Python objects, so a method travels as its key.
 """
 
 from collections.abc import Sequence
@@ -17,43 +16,17 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from hestia_tune.methods.base import Method, fused, weight_grad_op
+from hestia_tune.methods.base import Method, step_of_method, weight_grad
 
 
-@torch.library.custom_op("hestia::linear", mutates_args=())
-def _linear_op(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor,
-    tau: torch.Tensor,
-    pressure: torch.Tensor,
-    parameters: list[torch.Tensor],
-    key: str,
-) -> torch.Tensor:
-    effective = fused(key, "effective_weight")(weight, tau, pressure, parameters)
-    return F.linear(x, effective.to(x.dtype), bias)
+@step_of_method("Tensor x, Tensor? bias, ", "Tensor")
+def linear(formula, x, bias, *latent):  # (..., in) x (out, in)^T
+    return F.linear(x, formula("effective_weight")(*latent).to(x.dtype), bias)
 
 
-@_linear_op.register_fake
-def _(x, bias, weight, tau, pressure, parameters, key):
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@torch.library.custom_op("hestia::input_grad", mutates_args=())
-def _input_grad_op(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    tau: torch.Tensor,
-    pressure: torch.Tensor,
-    parameters: list[torch.Tensor],
-    key: str,
-) -> torch.Tensor:
-    return grad @ fused(key, "effective_weight")(weight, tau, pressure, parameters).to(grad.dtype)
-
-
-@_input_grad_op.register_fake
-def _(grad, weight, tau, pressure, parameters, key):
-    return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
+@step_of_method("Tensor grad, ", "Tensor")
+def input_grad(formula, grad, *latent):  # (..., out) x (out, in)
+    return grad @ formula("effective_weight")(*latent).to(grad.dtype)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -64,33 +37,21 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.method, ctx.has_bias = method, bias is not None
         kept = x if weight.requires_grad else None
         ctx.save_for_backward(kept, weight, tau, pressure, *parameters)
-        if torch.compiler.is_compiling():
-            key = method.key()
-            return _linear_op(x, bias, weight, tau, pressure, list(parameters), key)
-        effective = method.effective_weight(weight, tau, pressure, parameters)
-        return F.linear(x, effective.to(x.dtype), bias)  # (..., in) x (out, in)^T
+        return linear(method, x, bias, weight, tau, pressure, list(parameters))
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, tau, pressure, *parameters = ctx.saved_tensors
         needs_x, _, needs_bias, needs_weight, *_ = ctx.needs_input_grad
-        method, compiling = ctx.method, torch.compiler.is_compiling()
         latent = (weight, tau, pressure, parameters)
         grad_x = grad_bias = None
         grads = [None] * (1 + len(parameters))
-        if needs_x and compiling:
-            grad_x = _input_grad_op(grad, *latent, method.key())
-        elif needs_x:
-            grad_x = grad @ method.effective_weight(*latent).to(
-                grad.dtype
-            )  # (..., out) x (out, in)
+        if needs_x:
+            grad_x = input_grad(ctx.method, grad, *latent)
         grad_NO = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
             grad_eff = grad_NO.t() @ x.reshape(-1, x.shape[-1])  # (out, N) x (N, in)
-            if compiling:
-                grads = weight_grad_op(grad_eff, *latent, method.key())
-            else:
-                grads = method.vjp(grad_eff, *latent)
+            grads = weight_grad(ctx.method, grad_eff, *latent)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_NO.sum(0)
         return grad_x, None, grad_bias, grads[0], None, None, *grads[1:]

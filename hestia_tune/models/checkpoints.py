@@ -54,17 +54,17 @@ def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     return state["model"]
 
 
-def read_weights(model_type: str, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a Hugging Face folder under torchtune's name and in its row order.
 
     Args:
         model_type: of the checkpointer section.
-        folder: with config.json and safetensors.
+        source: the folder, with config.json.
 
     Raises:
         ValueError: on a model type that torchtune maps in another way.
     """
-    to_torchtune, source = _converter(model_type, folder), SafetensorsFolder(folder)
+    to_torchtune = _converter(model_type, source.folder)
     for name in source.shapes:
         yield from to_torchtune({name: source.read(name)}).items()
 

@@ -10,7 +10,6 @@ PATH              a packed folder, a Hugging Face folder, or checkpoints/step_N
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from hestia_tune.export.folder import DESCRIPTION_FILE
+from hestia_tune.export.folder import DESCRIPTION_FILE, SafetensorsFolder
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.packed import load_quantized
-from hestia_tune.modules import QuantizedLinear, quantized_linears
+from hestia_tune.modules import quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact
 
@@ -41,16 +40,19 @@ def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
         if not found:
             raise FileNotFoundError(f"no complete checkpoint in {output_dir}; train first")
         return name, found[-1][1]
-    folder, remedy = {
-        "pretrained": (pretrained, "check checkpointer.checkpoint_dir"),
-        "naive": (pretrained, "check checkpointer.checkpoint_dir"),
-        "trained": (output_dir / "hard_model", "train first"),
-        "packed": (output_dir / "converted" / "torchao", "write it first with hestia_convert"),
-    }.get(name, (Path(name), f"give a folder, or one of {', '.join(NAMES)}"))
+    folder = {
+        "pretrained": pretrained,
+        "naive": pretrained,
+        "trained": output_dir / "hard_model",  # of hestia_qat
+        "packed": output_dir / "converted" / "torchao",  # of hestia_convert
+    }.get(name, Path(name))
     if (folder / checkpoints.META_FILE).is_file():
         return "checkpoint", folder
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"model {name!r}: no config.json in {folder}; {remedy}")
+        raise FileNotFoundError(
+            f"model {name!r}: no config.json in {folder}; make it first with hestia_qat or "
+            f"hestia_convert, or give another folder, or one of {', '.join(NAMES)}"
+        )
     description = folder / DESCRIPTION_FILE
     if description.is_file() and "weights" in json.loads(description.read_text(encoding="utf-8")):
         return "packed", folder
@@ -82,7 +84,9 @@ def load_model(
         return load_quantized(folder, device=device, dtype=dtype), facts
     component = build.instantiate(cfg.quantizer, "quantizer")
     if kind in ("folder", "naive"):
-        state = dict(checkpoints.read_weights(cfg.checkpointer.model_type, folder))
+        state = dict(
+            checkpoints.read_weights(cfg.checkpointer.model_type, SafetensorsFolder(folder))
+        )
         model = build.plain_on_meta(cfg.model)
         build.check_state_dict(model, state, str(folder))
         model.load_state_dict(state, assign=True)
@@ -103,32 +107,20 @@ def load_model(
     layers = quantized_linears(model)
     for layer in layers.values():
         layer.weight_fake_quantizer.reset_buffers(device)
-    return model, facts | _set_schedule(kind, layers, meta, sensitivity)
-
-
-def _set_schedule(
-    kind: str,
-    layers: dict[str, QuantizedLinear],
-    meta: Mapping[str, Any],
-    sensitivity: str | None,
-) -> dict[str, Any]:
-    """Brings prepared layers to the temperatures and the pressure of their checkpoint, or makes
-    them hard; returns what was set."""
-    identity, step = meta["identity"], meta["step"]
-    names = ("rho", "tau_init", "alpha", "hard_fraction")
-    options = {name: identity[f"schedule.{name}"] for name in names}
-    schedule = AnnealingSchedule(identity["total_steps"], **options)
+        layer.weight_fake_quantizer.is_hard = kind == "checkpoint_hard"
     if kind == "checkpoint_hard":
-        for layer in layers.values():
-            layer.weight_fake_quantizer.is_hard = True
-        return {}
+        return model, facts
+    identity, step = meta["identity"], meta["step"]
     scores = None if sensitivity is None else SensitivityArtifact.load(sensitivity).scores
     if checkpoints.digest(scores) != identity["sensitivity"]:
         raise ValueError(
             f"the checkpoint was trained with other sensitivity scores than {sensitivity}; set "
             "sensitivity to the file that it was trained with (null if with none)"
         )
+    names = ("rho", "tau_init", "alpha", "hard_fraction")
+    options = {name: identity[f"schedule.{name}"] for name in names}
+    schedule = AnnealingSchedule(identity["total_steps"], **options)
     driver = ScheduleDriver(schedule, layers, scores)
     driver.set_step(step)
     taus = driver.temperatures(step).values()
-    return {"pressure": schedule.pressure(step), "tau": [min(taus), max(taus)]}
+    return model, facts | {"pressure": schedule.pressure(step), "tau": [min(taus), max(taus)]}

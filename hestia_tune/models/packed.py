@@ -8,7 +8,6 @@ folder/
 """
 
 import json
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,14 @@ from torch import nn
 from torchao.utils import TorchAOBaseTensor
 from torchtune.training import quantization
 
-from hestia_tune.config import one_line
-from hestia_tune.export.folder import DESCRIPTION_FILE, copy_side_files
-from hestia_tune.files import staged
+from hestia_tune.export.folder import (
+    DESCRIPTION_FILE,
+    ModelFolder,
+    as_dense,
+    read_state,
+    sizes,
+    write_folder,
+)
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
 from hestia_tune.selection import select_linears
@@ -65,77 +69,50 @@ def packed_entries(
             stored = pack(method, latent, packed_format).to(torch.bfloat16)
             if latents is None:
                 dense = method.hard(latent).to(torch.bfloat16)
-        if not torch.equal(_plain(stored), dense):
+        if not torch.equal(as_dense(stored), dense):
             raise RuntimeError(f"{name} packed differs from the hard model")
         yield name, stored
 
 
-def _num_bytes(packed: TorchAOBaseTensor) -> int:
-    return sum(getattr(packed, name).nbytes for name in packed.tensor_data_names)
-
-
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    return value.dequantize() if isinstance(value, TorchAOBaseTensor) else value
-
-
 def write_packed(
-    source: Path,
-    folder: Path,
+    source: ModelFolder,
+    target: Path,
     entries: Iterable[tuple[str, torch.Tensor]],
     *,
     cfg: DictConfig,
     method: Method,
     description: Mapping[str, Any],
+    overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Writes the packed folder, reads it back and compares it, tensor by tensor.
+    """Writes the packed folder; errors and return value as `hestia_tune.export.write_huggingface`.
 
     Args:
-        source: Hugging Face folder whose config and tokenizer are copied.
-        folder: what to write; a packed folder that is there is replaced.
+        source: whose config and tokenizer are written too.
+        target: the folder.
         entries: the tensors; see `packed_entries`.
         cfg: the run's, for generate.yaml.
         method: what the packed weights were made by.
         description: goes into hestia.json; must have the model section under "model".
-
-    Returns:
-        bytes, parameters, quantized_parameters and bits per weight, as `ModelFolder.sizes`.
-
-    Raises:
-        FileExistsError: if another folder has that name.
-        ValueError: naming the weight that cannot be packed.
-        OSError: if the disk is full.
-        RuntimeError: if what was read back is not the model; nothing is left behind.
+        overwrite: replace a model folder that is there, once the new one is complete.
     """
-    if folder.exists() and not (folder / DESCRIPTION_FILE).is_file():
-        raise FileExistsError(f"{folder} is no packed model and is not replaced; choose another")
-    state = dict(entries)
-    packed = [value for value in state.values() if isinstance(value, TorchAOBaseTensor)]
     facts = {"format_version": FORMAT_VERSION, "weights": WEIGHTS_FILE, **description}
-    with staged(folder) as temporary:
-        temporary.mkdir()
-        path = temporary / WEIGHTS_FILE
-        try:
-            torch.save(state, path)
-        except RuntimeError as error:  # torch's word for a write that failed
-            raise OSError(f"{path} could not be written: {one_line(error)}") from error
-        copy_side_files(source, temporary)
-        shutil.copyfile(source / "config.json", temporary / "config.json")
-        (temporary / DESCRIPTION_FILE).write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
-        generate = OmegaConf.create(_generate_config(cfg, method, folder))
-        OmegaConf.save(generate, temporary / "generate.yaml")
-        found = read_state(path)
-        for name, stored in state.items():
-            if not torch.equal(_plain(found[name]), _plain(stored)):
-                raise RuntimeError(f"{name} read back differs from the model; nothing was kept")
-        size, parameters = path.stat().st_size, sum(value.numel() for value in state.values())
-        num_packed = sum(value.numel() for value in packed)
-        return {
-            "bytes": size,
-            "parameters": parameters,
-            "quantized_parameters": num_packed,
-            "quantized_bits_per_weight": 8 * sum(map(_num_bytes, packed)) / max(1, num_packed),
-            "whole_bits_per_weight": 8 * size / parameters,
-        }
+    texts = {
+        "config.json": json.dumps(source.config, indent=1) + "\n",
+        DESCRIPTION_FILE: json.dumps(facts, indent=1) + "\n",
+        "generate.yaml": OmegaConf.to_yaml(_generate_config(cfg, method, target)),
+    }
+    state, num_bytes = write_folder(
+        source.folder,
+        target,
+        entries,
+        texts,
+        overwrite=overwrite,
+        file=WEIGHTS_FILE,
+    )
+    packed = {name: v for name, v in state.items() if isinstance(v, TorchAOBaseTensor)}
+    parts = (getattr(v, part) for v in packed.values() for part in v.tensor_data_names)
+    shapes = {name: value.shape for name, value in state.items()}
+    return sizes(shapes, packed, num_bytes, sum(part.nbytes for part in parts))
 
 
 def _generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str, Any]:
@@ -198,11 +175,6 @@ class PackedWeights:
 
 
 quantization._quantizer_to_mode[PackedWeights] = "hestia"
-
-
-def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict of a weights file, without running code from it."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def load_quantized(

@@ -35,10 +35,6 @@ _FROM_CODES = {
     "intx": to_intx,
     "fairy2i": Fairy2iTensor.from_codes,
 }
-# Of a method's first format, where codes follow from hard weights.
-_FROM_HARD = {
-    "ternary": lambda weight, method: TernaryTensor.from_hard(weight, group_size=method.group_size)
-}
 
 
 def check_format(method: Method, packed_format: str | None) -> str:
@@ -66,7 +62,7 @@ def pack(
         packed_format: one of the method's ``packed_formats``; None takes the first.
         parameters: of the method, if it has any.
         is_hard: whether ``weight`` is the hard weight already, which is then packed as it is; only
-            of a method whose ``codes_follow_from_hard``.
+            of a method whose ``codes_follow_from_hard``, which are ternary.
 
     Raises:
         ValueError: if the method has no packed format of that name, or if a weight that should be
@@ -74,7 +70,7 @@ def pack(
     """
     packed_format = check_format(method, packed_format)
     if is_hard:
-        read = _FROM_HARD[method.packed_formats[0]](weight, method)
+        read = TernaryTensor.from_hard(weight, group_size=method.group_size)
         codes, scale = read.codes(), read.scale
     else:
         codes, scale = method.codes(weight, parameters)

@@ -18,7 +18,7 @@ offered: save what `Fairy2iMethod.codes` gives for the latent weight, or the ten
 
 import torch
 
-from hestia_tune.methods.fairy2i import MAX_STAGES, Fairy2iMethod, Granularity, dequantize_codes
+from hestia_tune.methods.fairy2i import MAX_STAGES, Fairy2iMethod, dequantize_codes
 from hestia_tune.tensors.bitpack import pack2, packed_width, unpack2
 from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_bfloat16
 
@@ -44,20 +44,18 @@ class Fairy2iTensor(PackedTensor):
     def check_shapes(self, shape, qdata_shape, scale_shape):
         if len(shape) != 2 or any(size % 2 or size == 0 for size in shape):
             raise ValueError(f"shape must be two even numbers, none of them 0; got {shape}")
-        n, m = shape[0] // 2, shape[1] // 2
-        stages = qdata_shape[:1]
-        fits = qdata_shape == (*stages, 2, n, packed_width(m))
-        if not fits or not 1 <= stages[0] <= MAX_STAGES:
+        n, m, stages = shape[0] // 2, shape[1] // 2, qdata_shape[0]
+        if qdata_shape != (stages, 2, n, packed_width(m)) or not 1 <= stages <= MAX_STAGES:
             raise ValueError(
                 f"qdata must have the shape (num_stages, 2, {n}, {packed_width(m)}), 1 to "
                 f"{MAX_STAGES} stages, for a weight {shape}; got {qdata_shape}; use "
                 "Fairy2iTensor.from_codes"
             )
         allowed = [(1, 1), *((n, groups) for groups in range(1, m + 1) if m % groups == 0)]
-        if scale_shape not in [(*stages, 2, 2, *each) for each in allowed]:
+        if scale_shape not in [(stages, 2, 2, *each) for each in allowed]:
             raise ValueError(
-                f"scale must have the shape {(*stages, 2, 2, 1, 1)}, or {(*stages, 2, 2, n)} and "
-                f"groups that divide {m}; got {scale_shape}"
+                f"scale must have the shape ({stages}, 2, 2, 1, 1), or ({stages}, 2, 2, {n}, "
+                f"groups) with groups that divide {m}; got {scale_shape}"
             )
 
     @classmethod
@@ -83,18 +81,6 @@ class Fairy2iTensor(PackedTensor):
             )
         shape = (2 * codes.shape[2], 2 * codes.shape[3])
         return cls(pack2(codes), exact_bfloat16(scales).contiguous(), shape, dtype)
-
-    @property
-    def num_stages(self) -> int:
-        """Residual stages, each one bit per real weight."""
-        return self.qdata.shape[0]
-
-    @property
-    def granularity(self) -> Granularity:
-        """The number of complex columns that share scales in a row, or "tensor"."""
-        if tuple(self.scale.shape[3:]) == (1, 1):
-            return "tensor"
-        return self.weight_shape[1] // 2 // self.scale.shape[-1]
 
     def codes(self) -> torch.Tensor:
         """int8 in {0, 1, 2, 3}, (num_stages, 2, n, m); of a transpose, those of the weight."""

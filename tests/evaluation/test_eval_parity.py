@@ -25,6 +25,7 @@ from hestia_tune.data.demo import demo_documents  # noqa: E402
 from hestia_tune.evaluation.evaluator import evaluate_tasks, load_tasks  # noqa: E402
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
 from hestia_tune.evaluation.perplexity import perplexity  # noqa: E402
+from hestia_tune.export.folder import SafetensorsFolder  # noqa: E402
 from hestia_tune.models.builders import llama  # noqa: E402
 from hestia_tune.models.checkpoints import read_weights  # noqa: E402
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
@@ -133,7 +134,9 @@ def test_results_of_tasks_equal_the_hf_backend(source, tmp_path, monkeypatch):
         max_seq_len=shape["max_position_embeddings"],
         norm_eps=shape["rms_norm_eps"],
     )
-    state = {name: value.float() for name, value in read_weights("LLAMA3_2", folder)}
+    state = {
+        name: value.float() for name, value in read_weights("LLAMA3_2", SafetensorsFolder(folder))
+    }
     model.load_state_dict(state)
     lm = DecoderLM(model.eval(), HuggingFaceTokenizer(str(folder)), window=reference.max_length)
     found = evaluate_tasks(lm, loaded, num_fewshot=1)["results"]

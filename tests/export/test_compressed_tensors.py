@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hestia_tune.export import folder as folder_export
 from hestia_tune.export.compressed_tensors import write_compressed_tensors
+from hestia_tune.export.folder import ModelFolder
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -56,7 +57,7 @@ def refuse(folder, tmp_path, quantized, error, match, **options):
     target = tmp_path / "out" / "model"
     target.parent.mkdir(exist_ok=True)
     with pytest.raises(error, match=match):
-        write_compressed_tensors(folder, target, quantized=quantized, **options)
+        write_compressed_tensors(ModelFolder(folder, quantized), target, **options)
     assert list(target.parent.iterdir()) == []
 
 
@@ -66,7 +67,7 @@ def test_logits_equal_the_hard_models(tmp_path, kind, group_size):
     folder, target = tmp_path / "model", tmp_path / "out"
     make = random_qwen2 if kind == "qwen2" else lambda f, g: ternarize(DEMO, f, g)
     quantized = make(folder, group_size)
-    summary = write_compressed_tensors(folder, target, quantized=quantized)
+    summary = write_compressed_tensors(ModelFolder(folder, quantized), target)
     for dtype in (torch.float32, torch.bfloat16):
         expected = logits(load(folder, dtype))
         model = load(target, dtype)
@@ -90,7 +91,7 @@ def test_logits_equal_the_hard_models(tmp_path, kind, group_size):
 def test_rows_that_do_not_fill_their_words(tmp_path, group_size):
     folder, target = tmp_path / "model", tmp_path / "out"
     quantized = random_qwen2(folder, group_size, intermediate_size=172)
-    write_compressed_tensors(folder, target, quantized=quantized)
+    write_compressed_tensors(ModelFolder(folder, quantized), target)
     state = load_file(target / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
     assert state[f"{name}_packed"].shape == (256, 11)
@@ -106,7 +107,7 @@ def test_the_fields_one_by_one(tmp_path, group_size):
     random_qwen2(folder, group_size, intermediate_size=44, **small)
     layer = "model.layers.0"
     names = {f"{layer}.mlp.down_proj.weight", f"{layer}.self_attn.k_proj.weight"}
-    write_compressed_tensors(folder, target, quantized=dict.fromkeys(names, group_size))
+    write_compressed_tensors(ModelFolder(folder, dict.fromkeys(names, group_size)), target)
     hard, state = (load_file(f / "model.safetensors") for f in (folder, target))
     parts = {f"{name}_{part}" for name in names for part in PARTS}
     assert state.keys() == (hard.keys() - names) | parts
@@ -121,7 +122,7 @@ def test_the_library_would_have_written_the_same(tmp_path, group_size):
     """Given the trained scales, its compressor makes the same parts; its decompressor undoes it."""
     folder, target = tmp_path / "model", tmp_path / "out"
     quantized = random_qwen2(folder, group_size)
-    write_compressed_tensors(folder, target, quantized=quantized)
+    write_compressed_tensors(ModelFolder(folder, quantized), target)
     scheme = QuantizationConfig.model_validate(layout(target)).config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
     hard, state = (load_file(f / "model.safetensors") for f in (folder, target))
@@ -141,7 +142,7 @@ def test_groups_of_zeros_are_exact(demo, tmp_path):
     state[NAME][3:9] = 0
     state["model.layers.0.mlp.down_proj.weight"][:] = 0
     save_file(state, folder / "model.safetensors")
-    write_compressed_tensors(folder, tmp_path / "out", quantized=quantized)
+    write_compressed_tensors(ModelFolder(folder, quantized), tmp_path / "out")
     expected = logits(load(folder, torch.bfloat16))
     assert torch.equal(logits(load(tmp_path / "out", torch.bfloat16)), expected)
 
@@ -151,7 +152,7 @@ def test_several_group_sizes_and_layers_left_dense(tmp_path):
     names = ternarize(DEMO, folder, 128)  # hidden 128, so the rows of most layers are one group
     choices = {"up_proj": 128, "down_proj": 64, "q_proj": "channel", "o_proj": "channel"}
     quantized = {n: choices[k] for n in names if (k := n.split(".")[-2]) in choices}
-    write_compressed_tensors(folder, target, quantized=quantized)
+    write_compressed_tensors(ModelFolder(folder, quantized), target)
     groups = {}
     for group in layout(target)["config_groups"].values():
         assert group["format"] == "pack-quantized"  # older versions read it here
@@ -171,13 +172,13 @@ def test_several_group_sizes_and_layers_left_dense(tmp_path):
     assert torch.equal(logits(model), expected)
     # Loaded dense, transformers knows one int size; with rows beside it all is well.
     quantized = {n: s for n, s in quantized.items() if s != 64}
-    write_compressed_tensors(folder, target, quantized=quantized, overwrite=True)
+    write_compressed_tensors(ModelFolder(folder, quantized), target, overwrite=True)
     assert torch.equal(logits(load(target, torch.float32, **dense_on_load())), expected)
 
 
 def test_tied_embeddings_stay_tied(demo, tmp_path):
     folder, quantized = demo
-    write_compressed_tensors(folder, tmp_path / "out", quantized=quantized)
+    write_compressed_tensors(ModelFolder(folder, quantized), tmp_path / "out")
     assert layout(tmp_path / "out")["ignore"] == ["lm_head"]
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     model = load(tmp_path / "out", torch.bfloat16)
@@ -187,7 +188,7 @@ def test_tied_embeddings_stay_tied(demo, tmp_path):
 def test_what_else_is_in_the_folder(demo, tmp_path):
     folder, quantized = demo
     (folder / "hestia.json").write_text('{"step": 7}')
-    write_compressed_tensors(folder, tmp_path / "out", quantized=quantized)
+    write_compressed_tensors(ModelFolder(folder, quantized), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     described = config.pop("quantization_config")
     assert config == json.loads((folder / "config.json").read_text())
@@ -204,21 +205,20 @@ def test_what_else_is_in_the_folder(demo, tmp_path):
 def test_the_target(demo, tmp_path):
     folder, quantized = demo
     target = tmp_path / "out"
-    write_compressed_tensors(folder, target, quantized=quantized)
+    write_compressed_tensors(ModelFolder(folder, quantized), target)
     with pytest.raises(FileExistsError, match="overwrite=True"):
-        write_compressed_tensors(folder, target, quantized=quantized)
+        write_compressed_tensors(ModelFolder(folder, quantized), target)
     before = {file: file.read_bytes() for file in target.iterdir()}
     with pytest.raises(ValueError, match="is not a hard weight"):
-        write_compressed_tensors(
-            folder, target, quantized=dict.fromkeys(quantized, "tensor"), overwrite=True
-        )
+        wrong = ModelFolder(folder, dict.fromkeys(quantized, "tensor"))
+        write_compressed_tensors(wrong, target, overwrite=True)
     assert {file: file.read_bytes() for file in target.iterdir()} == before
     some = {NAME: 128}
-    write_compressed_tensors(folder, target, quantized=some, overwrite=True)
+    write_compressed_tensors(ModelFolder(folder, some), target, overwrite=True)
     assert sum(n.endswith("_packed") for n in load_file(target / "model.safetensors")) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
     with pytest.raises(ValueError, match=r"is quantized \(compressed-tensors\)"):
-        write_compressed_tensors(target, tmp_path / "twice", quantized=some)
+        write_compressed_tensors(ModelFolder(target, some), tmp_path / "twice")
 
 
 def test_wrong_names_and_sizes(demo, tmp_path):
@@ -259,7 +259,7 @@ def test_scales_that_bfloat16_does_not_hold(demo, tmp_path):
     folder, quantized = demo
     state = {n: t.float() for n, t in load_file(folder / "model.safetensors").items()}
     save_file(state, folder / "model.safetensors")
-    write_compressed_tensors(folder, tmp_path / "exact", quantized=quantized)
+    write_compressed_tensors(ModelFolder(folder, quantized), tmp_path / "exact")
     state[NAME][2] *= 1.001
     save_file(state, folder / "model.safetensors")
     refuse(folder, tmp_path, quantized, ValueError, f"exact in bfloat16; {NAME}")
@@ -293,6 +293,6 @@ def test_a_real_model(tmp_path):
     if not stories.is_dir():
         pytest.skip("needs ../shared")
     quantized = ternarize(stories, tmp_path / "model", "channel")
-    write_compressed_tensors(tmp_path / "model", tmp_path / "out", quantized=quantized)
+    write_compressed_tensors(ModelFolder(tmp_path / "model", quantized), tmp_path / "out")
     expected = logits(load(tmp_path / "model", torch.float32))
     assert torch.equal(logits(load(tmp_path / "out", torch.float32)), expected)

@@ -13,6 +13,7 @@ import torch
 from gguf_models import DEMO, edit_json, pre_tokenizer, random_qwen2, ternarize
 from safetensors.torch import load_file, save_file
 
+from hestia_tune.export.folder import ModelFolder
 from hestia_tune.export.gguf import write_gguf
 
 xllamacpp = pytest.importorskip("xllamacpp")
@@ -104,7 +105,7 @@ def largest_error(client: Client, reference: Reference) -> float:
 def compare(folder: Path, quantized: dict, tolerance: float, **options) -> dict:
     """Writes the file and holds the client's logits against the reference's."""
     path = folder.with_suffix(".gguf")
-    summary = write_gguf(folder, path, quantized=quantized, overwrite=True, **options)
+    summary = write_gguf(ModelFolder(folder, quantized), path, overwrite=True, **options)
     reference = Reference(folder)
     client = Client(path, reference.model.config.vocab_size)
     error = largest_error(client, reference)

@@ -12,6 +12,7 @@ import pytest
 from gguf_models import edit_json, read_tensor_infos
 from safetensors.torch import load_file, save_file
 
+from hestia_tune.export.folder import ModelFolder
 from hestia_tune.export.gguf import TensorType, write_gguf
 
 
@@ -19,7 +20,7 @@ def refuse(folder, tmp_path, quantized, error, match, **options):
     target = tmp_path / "out" / "m.gguf"
     target.parent.mkdir(exist_ok=True)
     with pytest.raises(error, match=match):
-        write_gguf(folder, target, quantized=quantized, **options)
+        write_gguf(ModelFolder(folder, quantized), target, **options)
     assert list(target.parent.iterdir()) == []
 
 
@@ -28,9 +29,9 @@ def test_an_existing_target_is_kept(demo, tmp_path):
     target = tmp_path / "m.gguf"
     target.write_text("mine")
     with pytest.raises(FileExistsError, match="overwrite=True"):
-        write_gguf(folder, target, quantized=quantized)
+        write_gguf(ModelFolder(folder, quantized), target)
     assert target.read_text() == "mine"
-    write_gguf(folder, target, quantized=quantized, overwrite=True)
+    write_gguf(ModelFolder(folder, quantized), target, overwrite=True)
     assert target.read_bytes()[:4] == b"GGUF"
 
 
@@ -40,7 +41,7 @@ def test_a_failed_overwrite_keeps_the_old_file(demo, tmp_path):
     target.write_text("mine")
     wrong = dict.fromkeys(quantized, "channel")
     with pytest.raises(ValueError, match="is not a hard weight"):
-        write_gguf(folder, target, quantized=wrong, overwrite=True)
+        write_gguf(ModelFolder(folder, wrong), target, overwrite=True)
     assert target.read_text() == "mine" and not (tmp_path / "m.gguf.tmp").exists()
 
 

@@ -37,7 +37,7 @@ def test_llama_comes_back_through_the_stock_reader(tmp_path, group_size, block_t
     quantized = ternarize(DEMO, tmp_path / "model", group_size)
     path = tmp_path / "model.gguf"
     choice = block_type.split(",") if "," in block_type else block_type
-    write_gguf(tmp_path / "model", path, quantized=quantized, block_type=choice)
+    write_gguf(ModelFolder(tmp_path / "model", quantized), path, block_type=choice)
     assert_same(read_stock(path), expected_tensors(tmp_path / "model"))
 
 
@@ -46,7 +46,7 @@ def test_llama_comes_back_through_the_stock_reader(tmp_path, group_size, block_t
 def test_qwen2_comes_back_through_the_stock_reader(tmp_path, group_size, block_type):
     quantized = random_qwen2(tmp_path / "model", group_size)
     path = tmp_path / "model.gguf"
-    summary = write_gguf(tmp_path / "model", path, quantized=quantized, block_type=block_type)
+    summary = write_gguf(ModelFolder(tmp_path / "model", quantized), path, block_type=block_type)
     assert_same(read_stock(path), expected_tensors(tmp_path / "model"))
     assert summary["types"][block_type] == len(quantized) == 14
 
@@ -65,7 +65,7 @@ def test_qwen2_comes_back_through_the_stock_reader(tmp_path, group_size, block_t
 def test_choices_of_block_types(tmp_path, group_size, block_type, expected):
     quantized = random_qwen2(tmp_path / "model", group_size)
     path = tmp_path / "m.gguf"
-    summary = write_gguf(tmp_path / "model", path, quantized=quantized, block_type=block_type)
+    summary = write_gguf(ModelFolder(tmp_path / "model", quantized), path, block_type=block_type)
     assert summary["types"] == {"BF16": 2, "F32": 11, expected: 14}
 
 
@@ -73,7 +73,7 @@ def test_q2_0_needs_no_entry_in_the_packages_enum(demo, tmp_path):
     folder, quantized = demo
     members = list(gguf.GGMLQuantizationType)
     path = tmp_path / "model.gguf"
-    summary = write_gguf(folder, path, quantized=quantized)
+    summary = write_gguf(ModelFolder(folder, quantized), path)
     assert list(gguf.GGMLQuantizationType) == members
     assert summary["types"] == {"F16": 1, "F32": 9, "Q2_0": 28}
     expected, data = expected_tensors(folder), path.read_bytes()
@@ -92,7 +92,7 @@ def test_metadata(demo, tmp_path):
     folder, quantized = demo
     edit_json(folder / "tokenizer_config.json", chat_template="{{ messages }}")
     path = tmp_path / "model.gguf"
-    write_gguf(folder, path, quantized=quantized, block_type="Q4_0")
+    write_gguf(ModelFolder(folder, quantized), path, block_type="Q4_0")
     found = fields(path)
     vocab = json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]
     assert found["tokenizer.ggml.tokens"] == sorted(vocab, key=vocab.get)
@@ -124,7 +124,7 @@ def test_metadata(demo, tmp_path):
 
 def test_ids_without_a_token_are_filled_up(tmp_path):
     quantized = random_qwen2(tmp_path / "model", "channel")
-    write_gguf(tmp_path / "model", tmp_path / "m.gguf", quantized=quantized, block_type="TQ2_0")
+    write_gguf(ModelFolder(tmp_path / "model", quantized), tmp_path / "m.gguf", block_type="TQ2_0")
     found = fields(tmp_path / "m.gguf")
     assert found["general.architecture"] == "qwen2"
     assert found["tokenizer.ggml.tokens"][1024:] == [f"[PAD{i}]" for i in range(1024, 1100)]
@@ -134,7 +134,7 @@ def test_ids_without_a_token_are_filled_up(tmp_path):
 def test_summary_counts_bits(demo, tmp_path):
     folder, quantized = demo
     path = tmp_path / "model.gguf"
-    summary = write_gguf(folder, path, quantized=quantized)
+    summary = write_gguf(ModelFolder(folder, quantized), path)
     shapes = {k: v.shape for k, v in load_file(folder / "model.safetensors").items()}
     total = sum(shape.numel() for shape in shapes.values())
     assert summary["bytes"] == path.stat().st_size
@@ -142,7 +142,7 @@ def test_summary_counts_bits(demo, tmp_path):
     assert summary["quantized_parameters"] == sum(shapes[name].numel() for name in quantized)
     assert summary["quantized_bits_per_weight"] == 2.25
     assert summary["whole_bits_per_weight"] == 8 * path.stat().st_size / total
-    dense = write_gguf(folder, tmp_path / "dense.gguf", quantized={})
+    dense = write_gguf(ModelFolder(folder, {}), tmp_path / "dense.gguf")
     assert dense["quantized_bits_per_weight"] is None and dense["types"] == {"F16": 29, "F32": 9}
 
 
@@ -152,7 +152,7 @@ def test_dense_matrices_keep_every_value(demo, tmp_path):
     state["model.embed_tokens.weight"][5, 7] = 1.0078125 * 2.0**-20  # too fine for float16
     save_file(state, folder / "model.safetensors")
     path = tmp_path / "m.gguf"
-    summary = write_gguf(folder, path, quantized=quantized, block_type="Q4_0")
+    summary = write_gguf(ModelFolder(folder, quantized), path, block_type="Q4_0")
     assert summary["types"] == {"BF16": 1, "F32": 9, "Q4_0": 28}
     assert_same(read_stock(path), expected_tensors(folder))
 
@@ -171,12 +171,12 @@ def test_a_float32_folder_and_shards_with_an_index(demo, tmp_path):
     weight_map = {name: file for file, members in halves.items() for name in members}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    summary = write_gguf(folder, tmp_path / "m.gguf", quantized=quantized, block_type="Q4_0")
+    summary = write_gguf(ModelFolder(folder, quantized), tmp_path / "m.gguf", block_type="Q4_0")
     assert summary["types"] == {"F32": 10, "Q4_0": 28}
     assert_same(read_stock(tmp_path / "m.gguf"), expected)
     (folder / "b.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="b.safetensors"):
-        write_gguf(folder, tmp_path / "other.gguf", quantized=quantized)
+        write_gguf(ModelFolder(folder, quantized), tmp_path / "other.gguf")
 
 
 def test_a_copy_of_tied_embeddings_is_left_out(demo, tmp_path):
@@ -184,7 +184,7 @@ def test_a_copy_of_tied_embeddings_is_left_out(demo, tmp_path):
     state = load_file(folder / "model.safetensors")
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     save_file(state, folder / "model.safetensors")
-    write_gguf(folder, tmp_path / "m.gguf", quantized=quantized)
+    write_gguf(ModelFolder(folder, quantized), tmp_path / "m.gguf")
     assert "output.weight" not in read_tensor_infos(tmp_path / "m.gguf")
 
 
@@ -226,7 +226,7 @@ def test_rope_factors_are_in_the_file(demo, tmp_path):
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     edit_json(folder / "config.json", rope_scaling=scaling)
-    write_gguf(folder, tmp_path / "m.gguf", quantized=quantized, block_type="Q4_0")
+    write_gguf(ModelFolder(folder, quantized), tmp_path / "m.gguf", block_type="Q4_0")
     found = read_stock(tmp_path / "m.gguf")
     assert found.pop(ROPE_FACTORS).shape == (16,)
     assert_same(found, expected_tensors(folder))
@@ -240,7 +240,7 @@ def test_biases_of_queries_are_reordered_like_their_rows(demo, tmp_path):
         bias = torch.randn(state[name].shape[0])
         state[name.replace(".weight", ".bias")] = bias.bfloat16()
     save_file(state, folder / "model.safetensors")
-    write_gguf(folder, tmp_path / "m.gguf", quantized=quantized, block_type="Q4_0")
+    write_gguf(ModelFolder(folder, quantized), tmp_path / "m.gguf", block_type="Q4_0")
     assert_same(read_stock(tmp_path / "m.gguf"), expected_tensors(folder))
 
 
@@ -253,9 +253,8 @@ def test_a_group_of_zeros_and_a_part_of_the_linears(demo, tmp_path):
     state[other] = hard_ternary(torch.randn(128, 384), group_size=96).bfloat16()
     save_file(state, folder / "model.safetensors")
     summary = write_gguf(
-        folder,
+        ModelFolder(folder, {name: 128, other: 96}),
         tmp_path / "m.gguf",
-        quantized={name: 128, other: 96},
         block_type=("TQ2_0", "Q4_0"),
     )
     assert summary["types"]["Q4_0"] == 2

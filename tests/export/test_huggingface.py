@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.export import folder as folder_export
-from hestia_tune.export.folder import SafetensorsFolder, write_huggingface
+from hestia_tune.export.folder import ModelFolder, SafetensorsFolder, write_huggingface
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,7 +46,8 @@ def refuse(folder, tmp_path, quantized, error, match, **options):
     before = snapshot(root)
     for target, overwrite in ((root / "new", False), (root / "old", True)):
         with pytest.raises(error, match=match):
-            write_huggingface(folder, target, quantized=quantized, overwrite=overwrite, **options)
+            source = ModelFolder(folder, quantized, **options)
+            write_huggingface(source, target, overwrite=overwrite)
         assert snapshot(root) == before
 
 
@@ -56,7 +57,7 @@ def test_a_hard_model_comes_back_bit_for_bit(tmp_path, kind, group_size):
     folder, target = tmp_path / "model", tmp_path / "deep" / "out"
     make = random_qwen2 if kind == "qwen2" else lambda f, g: ternarize(DEMO, f, g)
     quantized = make(folder, group_size)
-    summary = write_huggingface(folder, target, quantized=quantized)
+    summary = write_huggingface(ModelFolder(folder, quantized), target)
     expected = load_file(folder / "model.safetensors")
     same_state(load_file(target / "model.safetensors"), expected)
     total = sum(t.numel() for t in expected.values())
@@ -83,7 +84,7 @@ def test_side_files_and_config(demo, tmp_path):
     (folder / "hestia.json").write_text('{"step": 7}')
     (folder / "tokenizer.json").chmod(0o444)
     edit_json(folder / "config.json", torch_dtype="float32", dtype="float32")
-    write_huggingface(folder, tmp_path / "out", quantized=quantized)
+    write_huggingface(ModelFolder(folder, quantized), tmp_path / "out")
     written = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.*")}
     assert written == {
         "config.json",
@@ -103,9 +104,9 @@ def test_side_files_and_config(demo, tmp_path):
     config["torch_dtype"] = "bfloat16"
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
     assert json.loads((tmp_path / "out" / "hestia.json").read_text()) == {"step": 7}
-    write_huggingface(folder, tmp_path / "own", quantized=quantized, description={"step": 8})
+    write_huggingface(ModelFolder(folder, quantized), tmp_path / "own", description={"step": 8})
     assert json.loads((tmp_path / "own" / "hestia.json").read_text()) == {"step": 8}
-    write_huggingface(folder, tmp_path / "naive", quantized=quantized, quantize=True)
+    write_huggingface(ModelFolder(folder, quantized, quantize=True), tmp_path / "naive")
     assert not (tmp_path / "naive" / "hestia.json").exists()
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "file").touch()
@@ -124,14 +125,14 @@ def test_naive_ternarization_is_the_rule_of_training(tmp_path, group_size, store
         latent[name] = (tensor.float() * (1 + 0.01 * torch.rand_like(tensor.float()))).to(stored)
     save_file(latent, folder / "model.safetensors")
     quantized = {name: group_size for name in latent if is_linear(name)}
-    write_huggingface(folder, target, quantized=quantized, quantize=True)
+    write_huggingface(ModelFolder(folder, quantized, quantize=True), target)
     expected = {
         name: references.eq2_hard(tensor, group_size) if name in quantized else tensor
         for name, tensor in latent.items()
     }
     same_state(load_file(target / "model.safetensors"), expected)
     # The result is a hard model: it may go through the other door, unchanged.
-    write_huggingface(target, tmp_path / "again", quantized=quantized)
+    write_huggingface(ModelFolder(target, quantized), tmp_path / "again")
     same_state(load_file(tmp_path / "again" / "model.safetensors"), expected)
 
 
@@ -142,7 +143,7 @@ def test_shards(demo, tmp_path, monkeypatch, shard_bytes):
     save = functools.partial(folder_export.save_torch_state_dict, max_shard_size=shard_bytes)
     with monkeypatch.context() as patch:
         patch.setattr(folder_export, "save_torch_state_dict", save)
-        summary = write_huggingface(folder, target, quantized=quantized)
+        summary = write_huggingface(ModelFolder(folder, quantized), target)
     expected = load_file(folder / "model.safetensors")
     files = sorted(target.glob("*.safetensors"))
     count = len(files)
@@ -162,13 +163,13 @@ def test_shards(demo, tmp_path, monkeypatch, shard_bytes):
     assert index == {"metadata": {"total_size": total}, "weight_map": weight_map}
     assert torch.equal(logits(target, torch.float32), logits(folder, torch.float32))
     # A folder of shards is a source like any other.
-    write_huggingface(target, tmp_path / "one", quantized=quantized)
+    write_huggingface(ModelFolder(target, quantized), tmp_path / "one")
     same_state(load_file(tmp_path / "one" / "model.safetensors"), expected)
 
 
 def test_files_say_that_they_are_pytorchs(demo, tmp_path):
     folder, quantized = demo
-    write_huggingface(folder, tmp_path / "out", quantized=quantized)
+    write_huggingface(ModelFolder(folder, quantized), tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
@@ -182,14 +183,14 @@ def test_a_hard_model_of_another_dtype_must_be_exact(demo, tmp_path, dtype):
     save_file({name: t.to(dtype) for name, t in state.items()}, folder / "model.safetensors")
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(16)}
     save_file(buffers, folder / "old.safetensors")
-    write_huggingface(folder, tmp_path / "exact", quantized=quantized)
+    write_huggingface(ModelFolder(folder, quantized), tmp_path / "exact")
     same_state(load_file(tmp_path / "exact" / "model.safetensors"), state)
     name = "model.norm.weight"
     state[name] = state[name].to(dtype)
     state[name][3] = 1 + 2**-9
     save_file({name: t.to(dtype) for name, t in state.items()}, folder / "model.safetensors")
     refuse(folder, tmp_path, quantized, ValueError, f"exact in bfloat16; {name}")
-    write_huggingface(folder, tmp_path / "rounded", quantized=quantized, quantize=True)
+    write_huggingface(ModelFolder(folder, quantized, quantize=True), tmp_path / "rounded")
 
 
 def test_overwrite_replaces_the_whole_folder(demo, tmp_path):
@@ -198,8 +199,8 @@ def test_overwrite_replaces_the_whole_folder(demo, tmp_path):
     ternarize(DEMO, target, 32)
     (target / "stale.json").write_text("old")
     with pytest.raises(FileExistsError, match="overwrite=True"):
-        write_huggingface(folder, target, quantized=quantized)
-    write_huggingface(folder, target, quantized=quantized, overwrite=True)
+        write_huggingface(ModelFolder(folder, quantized), target)
+    write_huggingface(ModelFolder(folder, quantized), target, overwrite=True)
     assert not (target / "stale.json").exists()
     same_state(load_file(target / "model.safetensors"), load_file(folder / "model.safetensors"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
@@ -215,7 +216,7 @@ def test_what_is_no_model_is_never_replaced(demo, tmp_path):
     for target in (home, file, link, folder, tmp_path):
         before = snapshot(tmp_path)
         with pytest.raises(FileExistsError):
-            write_huggingface(folder, target, quantized=quantized, overwrite=True)
+            write_huggingface(ModelFolder(folder, quantized), target, overwrite=True)
         assert snapshot(tmp_path) == before
 
 
@@ -311,5 +312,5 @@ def test_a_hard_model_in_bfloat16_stays_mapped(demo, tmp_path, monkeypatch):
 
     monkeypatch.setattr(SafetensorsFolder, "read", watched)
     monkeypatch.setattr(folder_export, "save_torch_state_dict", check)
-    write_huggingface(folder, tmp_path / "out", quantized=quantized)
+    write_huggingface(ModelFolder(folder, quantized), tmp_path / "out")
     assert len(seen) == 38

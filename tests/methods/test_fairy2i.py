@@ -249,9 +249,9 @@ def test_travels_as_its_key():
 def test_layers_are_checked_by_name():
     make_method().check_layer(64, 48, "q_proj")
     make_method(granularity=32).check_layer(64, 48, "q_proj")
-    with pytest.raises(ValueError, match="got out_features 47 of q_proj; .*skip_incompatible"):
+    with pytest.raises(ValueError, match="got 64 and 47 of q_proj; .*skip_incompatible"):
         make_method().check_layer(64, 47, "q_proj")
-    message = r"granularity 24 does not divide the 32 .*of q_proj; use one of 16, 32, or \"tensor\""
+    message = r"granularity 24 does not divide the 32 .*of q_proj; use one that does, or \"tensor\""
     with pytest.raises(ValueError, match=message):
         make_method(granularity=24).check_layer(64, 48, "q_proj")
 
@@ -268,9 +268,13 @@ def test_layers_are_checked_by_name():
         (TypeError, "granularity must be", lambda w: make_method(2, 4.0)),
         (TypeError, "granularity must be", lambda w: make_method(2, True)),
         (ValueError, "shape", lambda w: make_method().hard(w[0])),
-        (ValueError, "got in_features 31", lambda w: make_method().hard(w[:, :31])),
+        (ValueError, "got 31 and 6", lambda w: make_method().hard(w[:, :31])),
         (ValueError, "does not divide", lambda w: make_method(2, 5).codes(w)),
-        (ValueError, "tau must be in", lambda w: effective_weight(w, -1.0, 1.0, make_method())),
+        (
+            ValueError,
+            "tau must be at least 0",
+            lambda w: effective_weight(w, -1.0, 1.0, make_method()),
+        ),
     ],
 )
 def test_errors(error, message, call):

@@ -7,8 +7,7 @@ import references_fairy2i as references
 import torch
 
 from hestia_tune.methods import effective_weight
-from hestia_tune.methods.fairy2i import Fairy2iMethod, dequantize_codes
-from hestia_tune.methods.widely_linear import merge, split
+from hestia_tune.methods.fairy2i import Fairy2iMethod, dequantize_codes, merge, split
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TAUS = [0.0, 1e-30, 0.02, 0.3, 5.0]

@@ -4,7 +4,7 @@ import pytest
 import references_fairy2i as references
 import torch
 
-from hestia_tune.methods.widely_linear import check_even, merge, split
+from hestia_tune.methods.fairy2i import Fairy2iMethod, merge, split
 
 SHAPES = [(2, 2), (4, 6), (10, 2), (64, 128)]
 DTYPES = {torch.float64: 1e-15, torch.float32: 5e-7, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -81,19 +81,19 @@ def test_strides_do_not_matter():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((3, 4), "got out_features 3 of the weight"),
-        ((4, 5), "got in_features 5 of the weight"),
-        ((3, 5), "got in_features 5 and out_features 3"),
+        ((3, 4), "got 4 and 3 of the weight"),
+        ((4, 5), "got 5 and 4 of the weight"),
+        ((3, 5), "got 5 and 3"),
         ((4,), "must have the shape"),
         ((2, 2, 2), "must have the shape"),
     ],
 )
 def test_shapes_that_cannot_be_split(shape, message):
     with pytest.raises(ValueError, match=message):
-        split(torch.ones(shape))
+        Fairy2iMethod().hard(torch.ones(shape))
 
 
 def test_odd_dimensions_name_the_layer_and_the_remedy():
-    check_even(4, 6, "layers.0")
+    Fairy2iMethod().check_layer(4, 6, "layers.0")
     with pytest.raises(ValueError, match="of layers.0; leave .*`skip_incompatible: true`"):
-        check_even(5, 6, "layers.0")
+        Fairy2iMethod().check_layer(5, 6, "layers.0")

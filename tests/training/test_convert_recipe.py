@@ -17,8 +17,9 @@ from torchtune.models.convert_weights import hf_to_tune
 import hestia_tune
 from hestia_tune import TernaryTensor
 from hestia_tune.commands.convert import ConvertRecipe, run_convert
+from hestia_tune.export import folder as folder_export
+from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.functional import hard_ternary
-from hestia_tune.models import packed
 from hestia_tune.models.builders import llama
 from hestia_tune.models.checkpoints import names_in_files, read_weights
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
@@ -179,14 +180,14 @@ def test_a_weight_that_is_not_ternary_stops_it(model_dir, output_dir, name):
 
 
 def test_what_reads_back_different_is_not_kept(model_dir, output_dir, monkeypatch):
-    read = packed.read_state
+    read = folder_export.read_state
 
     def damaged(path):
         state = read(path)
         state["layers.1.mlp.w2.weight"].qdata[0, 0] ^= 1
         return state
 
-    monkeypatch.setattr(packed, "read_state", damaged)
+    monkeypatch.setattr(folder_export, "read_state", damaged)
     with pytest.raises(RuntimeError, match=r"layers.1.mlp.w2.weight read back differs"):
         convert(model_dir, output_dir)
     assert not any((output_dir / "converted").iterdir())
@@ -214,7 +215,7 @@ def test_names_map_back(model_dir, model_type):
     state = load_file(model_dir / "model.safetensors")
     by_name = names_in_files(model_type, model_dir)
     assert sorted(by_name.values()) == sorted(state)
-    for ours, weight in read_weights(model_type, model_dir):
+    for ours, weight in read_weights(model_type, SafetensorsFolder(model_dir)):
         assert torch.equal(weight.sort(0).values, state[by_name[ours]].sort(0).values)
 
 

@@ -121,10 +121,10 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("eval.models=[trained]", "no config.json in .*hard_model; train first"),
-        ("eval.models=[packed]", "write it first with hestia_convert"),
+        ("eval.models=[trained]", "no config.json in .*hard_model; make it first with hestia_qat"),
+        ("eval.models=[packed]", "make it first with hestia_qat or hestia_convert"),
         ("eval.models=[checkpoint]", "no complete checkpoint in"),
-        ("eval.models=[pretraned]", "give a folder, or one of pretrained"),
+        ("eval.models=[pretraned]", "or give another folder, or one of pretrained"),
         ("eval.models=[]", "must name at least one model"),
         ("eval.models=pretrained", "eval.models must be a list; got 'pretrained'"),
         ("eval.models=[naive,naive]", "names something twice"),
