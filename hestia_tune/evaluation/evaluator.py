@@ -112,7 +112,7 @@ def load_tasks(names: Sequence[str], manager: Any) -> tuple[list[Any], Any]:
     loaded: list[Any] = []
     with _undisturbed():
         random.seed(_SEED)  # a task may shuffle its documents when it loads them
-        for name in names:
+        for name in dict.fromkeys(names):
             found = manager.load([name])
             group = found["groups"].get(name)
             loaded += found["tasks"].values() if group is None else [group]
