@@ -109,7 +109,7 @@ class Section:
                     kind = "" if math.isinf(rules["low"]) else "a number or "
                     hint = nearest(word, rules["choices"])
                     choices = ", ".join(rules["choices"])
-                    raise ValueError(f"{name} must be {kind}one of {choices}; got {word!r}{hint}")
+                    raise ValueError(f"{name} must be {kind}one of {choices}; got {word}{hint}")
             if isinstance(value, int | float) and not isinstance(value, bool):
                 require_number(name, value, rules["low"], rules["high"], rules["remedy"])
 

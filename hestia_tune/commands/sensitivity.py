@@ -64,7 +64,6 @@ class SensitivityRecipe:
         state = on_first_rank(lambda: self.read_pretrained(meta), share=False) or {}
         identity, artifact = on_first_rank(lambda: self._find(names, state, batches))
         folder = self.path.with_name(f"{self.path.name}.{digest(identity)}")  # of the journal
-        changes = {"alpha": self.options.schedule.alpha}
         self.computed = artifact is None
         if artifact is None:
             on_first_rank(lambda: self._announce(names, batches), share=False)
@@ -74,8 +73,8 @@ class SensitivityRecipe:
             artifact = estimate_sensitivity(model, weights, batches, self.settings, journal=journal)
             section = OmegaConf.to_container(self.cfg.dataset, resolve=True)
             num_samples = sum(len(batch.tokens) for batch in batches)
-            changes["dataset"] = artifact.dataset | {"dataset": section, "num_samples": num_samples}
-        artifact = dataclasses.replace(artifact, **changes)
+            dataset = artifact.dataset | {"dataset": section, "num_samples": num_samples}
+            artifact = dataclasses.replace(artifact, dataset=dataset)
         on_first_rank(lambda: self._write(artifact, state), share=False)
         on_first_rank(lambda: remove(folder), share=False)
         return artifact
