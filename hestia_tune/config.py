@@ -75,23 +75,17 @@ class Section:
     section: ClassVar[str] = ""
 
     @classmethod
-    def parse(cls: type[T], values: Any, section: str | None = None) -> T:
-        """The section from a mapping (None: all defaults).
-
-        Args:
-            values: a mapping, plain or of OmegaConf.
-            section: its name in errors, if it is not the class's own.
-        """
-        prefix = cls.section if section is None else section
+    def parse(cls: type[T], values: Any) -> T:
+        """The section from a mapping, plain or of OmegaConf (None: all defaults)."""
         if OmegaConf.is_config(values):
             values = OmegaConf.to_container(values, resolve=True)
         if not isinstance(values, Mapping | None):
-            raise TypeError(f"{prefix} must be a mapping of options; got {values!r}")
+            raise TypeError(f"{cls.section} must be a mapping of options; got {values!r}")
         try:
             merged = OmegaConf.merge(OmegaConf.structured(cls), values or {})
             return cast(T, OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
-            raise in_our_words(error, prefix) from None
+            raise in_our_words(error, cls.section) from None
 
     def __post_init__(self):
         try:
@@ -130,7 +124,10 @@ def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
         return ValueError(f"unknown key {key}{nearest(key.rpartition('.')[2], known)}")
     if isinstance(error, MissingMandatoryValue):
         return ValueError(f"{key} must be given")
-    return TypeError(f"{key}: {str(error).splitlines()[0]}")
+    text = f"{key}: {str(error).splitlines()[0]}".removeprefix(": ")
+    for cls in Section.__subclasses__():
+        text = text.replace(cls.__name__, f"the mapping {cls.section}")
+    return TypeError(text)
 
 
 @dataclass(frozen=True, kw_only=True)

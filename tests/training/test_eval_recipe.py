@@ -130,7 +130,7 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
         ("eval.tasks=[]", "eval needs tasks or perplexity"),
         ("eval.tasks=[tiny_choise]", "tiny_choice"),
         ("eval.window=1000", "eval.window must be in .1, 64.; got 1000"),
-        ("eval.perplexity.x=3", "eval.perplexity.x: .* TextConfig. value: 3"),
+        ("eval.perplexity.x=3", "eval.perplexity.x: .* the mapping .* value: 3"),
         ("eval.perplexity.x={sorce: y}", "did you mean source"),
         ("eval.perplexity.x={source: /nowhere.txt}", "/nowhere.txt does not exist"),
         (
