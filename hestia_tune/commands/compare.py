@@ -8,9 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hestia_tune.training.outputs import results_table
-
-_TRAINED, _REFERENCE, _NAIVE = "trained, hard", "pretrained", "naive "
+from hestia_tune.training.outputs import HARD, results_table
 
 
 def compare_runs(runs: Sequence[str]) -> str:
@@ -38,14 +36,12 @@ def compare_runs(runs: Sequence[str]) -> str:
             raise ValueError(f"{path} has no validation losses; train with a dataset_val")
         found[run] = losses
     labels = dict.fromkeys(label for losses in found.values() for label in losses)
+    labels.pop(HARD, None)
     rows: dict[str, float] = {}
-    for label in (label for label in labels if label != _TRAINED):
+    for label in labels:
         measured = {run: losses[label] for run, losses in found.items() if label in losses}
         if len(set(measured.values())) == 1:
             rows[label] = next(iter(measured.values()))
         else:
             rows |= {f"{label} ({run})": loss for run, loss in measured.items()}
-    rows |= {run: losses[_TRAINED] for run, losses in found.items() if _TRAINED in losses}
-    naive = [label for label in rows if label.startswith(_NAIVE)]
-    worst = max(naive, key=rows.__getitem__, default="")
-    return results_table(rows.items(), reference=_REFERENCE, worst=worst)
+    return results_table(rows | {run: one[HARD] for run, one in found.items() if HARD in one})
