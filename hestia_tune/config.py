@@ -77,21 +77,21 @@ class Section:
     @classmethod
     def parse(cls: type[T], values: Any) -> T:
         """The section from a mapping, plain or of OmegaConf (None: all defaults)."""
-        if OmegaConf.is_config(values):
-            values = OmegaConf.to_container(values, resolve=True)
-        if not isinstance(values, Mapping | None):
-            raise TypeError(f"{cls.section} must be a mapping of options; got {values!r}")
         try:
+            if OmegaConf.is_config(values):
+                values = OmegaConf.to_container(values, resolve=True)
+            if not isinstance(values, Mapping | None):
+                raise TypeError(f"{cls.section} must be a mapping of options; got {values!r}")
             merged = OmegaConf.merge(OmegaConf.structured(cls), values or {})
             return cast(T, OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
-            raise in_our_words(error, cls.section) from None
+            raise _in_our_words(error, cls.section) from None
 
     def __post_init__(self):
         try:
             typed = OmegaConf.structured(self)
         except OmegaConfBaseException as error:
-            raise in_our_words(error, self.section) from None
+            raise _in_our_words(error, self.section) from None
         for field in dataclasses.fields(self):
             name, value = f"{self.section}.{field.name}".lstrip("."), getattr(self, field.name)
             if value is not None and not OmegaConf.is_config(typed[field.name]):
@@ -101,23 +101,18 @@ class Section:
             for word in value if isinstance(value, list) else [value]:
                 if isinstance(word, str) and rules["choices"] and word not in rules["choices"]:
                     kind = "" if math.isinf(rules["low"]) else "a number or "
-                    hint = nearest(word, rules["choices"])
                     choices = ", ".join(rules["choices"])
-                    raise ValueError(f"{name} must be {kind}one of {choices}; got {word}{hint}")
+                    raise ValueError(f"{name} must be {kind}one of {choices}; got {word}")
             if isinstance(value, int | float) and not isinstance(value, bool):
                 require_number(name, value, rules["low"], rules["high"], rules["remedy"])
 
 
-def in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
-    """An error of OmegaConf with the whole key, on one line.
-
-    Args:
-        section: what the key is in.
-    """
+def _in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
+    """An error of OmegaConf, of something in a section, with the whole key, on one line."""
     inner = error.__cause__ or error.__context__
     if str(error).startswith("Could not create instance") and isinstance(inner, Exception):
         is_theirs = isinstance(inner, OmegaConfBaseException)
-        return in_our_words(inner, section) if is_theirs else inner  # a section's own error
+        return _in_our_words(inner, section) if is_theirs else inner  # a section's own error
     key = f"{section}.{error.full_key or error.key or ''}".strip(".")
     if isinstance(error, ConfigKeyError):
         known = [field.name for field in dataclasses.fields(error.object_type or Section)]

@@ -146,7 +146,7 @@ def test_what_is_there_is_not_overwritten_without_being_told(model_dir, output_d
         (["quantizer.group_size=16"], "was trained with quantizer ternary, group_size=32"),
         (["quantizer.include=['layers.*.mlp.*']"], "on 14 layers, the config has"),
         (["convert.source=/nowhere"], "there is no model in /nowhere"),
-        (["convert.formats=[guf]"], "got guf; did you mean gguf"),
+        (["convert.formats=[guf]"], "one of torchao, .*; got guf"),
         (["convert.formats=[]"], "must name at least one format"),
         (["convert.formats=gguf"], "convert.formats: .* is not a .*list"),
         (["convert.target=fairy2i"], "group_size=32 packs as ternary, intx; got fairy2i"),
