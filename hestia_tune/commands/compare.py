@@ -40,8 +40,6 @@ def compare_runs(runs: Sequence[str]) -> str:
     rows: dict[str, float] = {}
     for label in labels:
         measured = {run: losses[label] for run, losses in found.items() if label in losses}
-        if len(set(measured.values())) == 1:
-            rows[label] = next(iter(measured.values()))
-        else:
-            rows |= {f"{label} ({run})": loss for run, loss in measured.items()}
+        same = len(set(measured.values())) == 1
+        rows |= {label if same else f"{label} ({run})": x for run, x in measured.items()}
     return results_table(rows | {run: one[HARD] for run, one in found.items() if HARD in one})
