@@ -53,12 +53,6 @@ class EstimationConfig(Section):
     seed: int | None = option(
         None, "of samples and probes; null takes the run's own", low=0, high=2**63 - 1
     )
-    vectors_at_once: int = option(
-        1,
-        "probes that go through a block together, at as many times its memory; more than 1 pays on "
-        "GPUs with small models",
-        low=1,
-    )
     output: str | None = option(
         None, "path of the artifact; null is sensitivity.json in output_dir"
     )

@@ -43,10 +43,10 @@ WRONG = {
         *of_type(("curvature",), STRINGS),
         *in_range("one of hessian, fisher", ("curvature",), ("hutchinson", "Hessian")),
         *of_type(
-            ("num_samples", "batch_size", "min_probes", "num_probes", "rank", "vectors_at_once"),
+            ("num_samples", "batch_size", "min_probes", "num_probes", "rank"),
             COUNTS,
         ),
-        *in_range("at least 1", ("num_samples", "batch_size", "vectors_at_once"), (0, -1)),
+        *in_range("at least 1", ("num_samples", "batch_size"), (0, -1)),
         *in_range("at least 2", ("min_probes", "num_probes"), (1,)),
         *in_range("at least 0", ("rank",), (-1,)),
         *of_type(("fixed", "overwrite"), ("maybe", None, [True])),

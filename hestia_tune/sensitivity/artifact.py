@@ -237,8 +237,7 @@ def estimation_identity(
     """
     methods = {"hessian": "hutch++" if settings.fixed else "hutchinson", "fisher": "gauss-newton"}
     estimator = {"method": methods[settings.curvature], **asdict(settings)}
-    for key in ("output", "overwrite", "vectors_at_once"):
-        del estimator[key]
+    del estimator["output"], estimator["overwrite"]
     inputs = (value for b in batches for value in (b.tokens, b.labels, *b.model_inputs.values()))
     dataset = {"num_batches": len(batches), "digest": _digest(("", value) for value in inputs)}
     fingerprint = model_fingerprint(weights)

@@ -242,7 +242,7 @@ class _Estimation:
                 yield {(name, index, probe): [trace] for name, trace in traces.items()}
             return
         first, segments = cut(self.model, weights, batch)
-        hessian = curvature.HessianBatch(first, segments, settings.vectors_at_once)
+        hessian = curvature.HessianBatch(first, segments)
         if settings.fixed:
             for key in keys:
                 name = key[0]
