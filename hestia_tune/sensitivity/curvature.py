@@ -37,12 +37,11 @@ Vector = Callable[[], torch.Tensor]  # makes a vector when it is needed: as larg
 _HIDDEN = ""  # among the inputs of a segment, which otherwise are named as weights
 
 
-def _products_with_jacobian(
-    output: torch.Tensor, vectors: Iterable[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """For each vector (shaped like the output), d<output, vector>/d input of every input."""
-    for vector in vectors:
-        yield torch.autograd.grad(output, inputs, vector, retain_graph=True, materialize_grads=True)
+def _product_with_jacobian(
+    output: torch.Tensor, vector: torch.Tensor, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """d<output, vector>/d input of every input; the vector is shaped like the output."""
+    return torch.autograd.grad(output, inputs, vector, retain_graph=True, materialize_grads=True)
 
 
 def double_backward_attention():
@@ -109,8 +108,10 @@ class HessianBatch:
         for index in range(len(parts) - 2, start - 1, -1):
             run = self._run(index)
             by = run.inputs[name if index == start else _HIDDEN]
-            below = _products_with_jacobian(run.out, carried, [by])
-            carried = [x + vector for x, (vector,) in zip(parts[index], below, strict=True)]
+            carried = [
+                x + _product_with_jacobian(run.out, vector, [by])[0]
+                for x, vector in zip(parts[index], carried, strict=True)
+            ]
         return carried
 
     def _walk_up(
@@ -130,19 +131,15 @@ class HessianBatch:
             run = self._run(index)
             wanted = [_HIDDEN] * bool(carried) + [directions[k][0] for k in own]
             gradients = run.gradients(wanted)
-            if carried:
-                pairs = _products_with_jacobian(
-                    gradients[_HIDDEN], list(carried.values()), [run.hidden, run.delta]
-                )
-                for k, (c, a) in zip(list(carried), pairs, strict=True):
-                    yield k, index, c, carried[k]
-                    carried[k] = a
+            for k, a in list(carried.items()):
+                inputs = [run.hidden, run.delta]
+                c, carried[k] = _product_with_jacobian(gradients[_HIDDEN], a, inputs)
+                yield k, index, c, a
             for k in own:
                 name, direction = directions[k]
                 v = direction().view_as(run.inputs[name])
-                ((second, carried[k]),) = _products_with_jacobian(
-                    gradients[name], [v], [run.inputs[name], run.delta]
-                )
+                inputs = [run.inputs[name], run.delta]
+                second, carried[k] = _product_with_jacobian(gradients[name], v, inputs)
                 yield k, index, second, v
 
     def _run(self, index: int) -> _Run:
