@@ -66,11 +66,7 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(
-        self,
-        name: str,
-        model: nn.Module,
-        facts: Mapping[str, Any] | None = None,
-        device: torch.device | None = None,
+        self, name: str, model: nn.Module, facts: Mapping[str, Any], device: torch.device
     ) -> ModelResult:
         """One `ModelResult`, see there and `DecoderLM`. Collective; the same on every rank."""
         settings = self.settings
@@ -80,7 +76,7 @@ class Evaluator:
             options = {"limit": settings.limit, "num_fewshot": settings.num_fewshot}
             tasks = evaluate_tasks(lm, self._tasks, **options) if settings.tasks else None
             texts = {label: perplexity(lm, *text) for label, text in self._texts.items()}
-        return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=dict(facts or {}))
+        return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=facts)
 
 
 def find_tasks(include_path: str | None = None) -> Any:
