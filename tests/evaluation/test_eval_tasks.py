@@ -1,4 +1,4 @@
-"""Names of tasks: presets, near names, folders, and a hub out of reach."""
+"""Names of tasks: presets, near names, folders."""
 
 from pathlib import Path
 
