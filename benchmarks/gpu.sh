@@ -26,13 +26,10 @@ kernels() {
 }
 
 recipes() {
-  # 12 layers, each way: the authors', adaptive, Fisher; one probe at a time and eight.
-  for vectors in 1 8; do
-    python benchmarks/sensitivity.py --config smollm2_135m --layers 12 \
-      --settings num_samples=16 batch_size=2 vectors_at_once=$vectors \
-      --output-dir "$out/sensitivity_$vectors" \
-      --overrides "${text[@]}" dataset.seq_len=512 | tee "$out/sensitivity_$vectors.txt" || return
-  done
+  # 12 layers, each way: the authors', adaptive, Fisher.
+  python benchmarks/sensitivity.py --config smollm2_135m --layers 12 \
+    --settings num_samples=16 batch_size=2 --output-dir "$out/sensitivity" \
+    --overrides "${text[@]}" dataset.seq_len=512 | tee "$out/sensitivity.txt" || return
   tune run hestia_qat --config smollm2_135m output_dir="$out/smollm2" "${text[@]}" "${held_out[@]}" \
     gradient_accumulation_steps=4 max_steps=30 sensitivity_estimation.curvature=fisher \
     2>&1 | tee "$out/smollm2.txt" &&

@@ -8,7 +8,6 @@ checks run when a section is made in Python.
 import dataclasses
 import difflib
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
@@ -55,7 +54,7 @@ def option(
         default: a value; a list or mapping is copied; left out, the field must be given.
         text: what it does.
         low, high: the closed range of a number; None and words are not checked.
-        choices: the words that are allowed, also inside a list.
+        choices: the words that are allowed, also inside a list, or in place of a number.
         remedy: ends the error of a value out of range.
     """
     rules = {"text": text, "low": low, "high": high, "choices": choices, "remedy": remedy}
@@ -76,93 +75,54 @@ class Section:
     section: ClassVar[str] = ""
 
     @classmethod
-    def parse(cls: type[T], values: Any, section: str | None = None) -> T:
-        """The section from a mapping (None: all defaults).
-
-        Args:
-            values: a mapping, plain or of OmegaConf.
-            section: its name in errors, if it is not the class's own.
-        """
-        prefix = cls.section if section is None else section
-        if OmegaConf.is_config(values):
-            values = OmegaConf.to_container(values, resolve=True)
-        if not isinstance(values, Mapping | None):
-            raise TypeError(f"{prefix} must be a mapping of options; got {values!r}")
+    def parse(cls: type[T], values: Any) -> T:
+        """The section from a mapping, plain or of OmegaConf (None: all defaults)."""
         try:
+            if OmegaConf.is_config(values):
+                values = OmegaConf.to_container(values, resolve=True)
+            if not isinstance(values, Mapping | None):
+                raise TypeError(f"{cls.section} must be a mapping of options; got {values!r}")
             merged = OmegaConf.merge(OmegaConf.structured(cls), values or {})
             return cast(T, OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
-            raise in_our_words(error, prefix) from None
+            raise _in_our_words(error, cls.section) from None
 
     def __post_init__(self):
         try:
             typed = OmegaConf.structured(self)
         except OmegaConfBaseException as error:
-            raise in_our_words(error, self.section, self) from None
+            raise _in_our_words(error, self.section) from None
         for field in dataclasses.fields(self):
             name, value = f"{self.section}.{field.name}".lstrip("."), getattr(self, field.name)
             if value is not None and not OmegaConf.is_config(typed[field.name]):
                 value = typed[field.name]  # as its type: "1e-3" is a float
                 object.__setattr__(self, field.name, value)
-            self._check_rules(name, value, field.metadata)
-
-    @staticmethod
-    def _check_rules(name: str, value: Any, rules: Mapping[str, Any]) -> None:
-        for word in value if isinstance(value, list | tuple) else [value]:
-            if rules["choices"] and word is not None and word not in rules["choices"]:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(rules['choices'])}; got {word}"
-                    f"{nearest(str(word), rules['choices'])}"
-                )
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            require_number(name, value, rules["low"], rules["high"], rules["remedy"])
+            rules = field.metadata
+            for word in value if isinstance(value, list) else [value]:
+                if isinstance(word, str) and rules["choices"] and word not in rules["choices"]:
+                    kind = "" if math.isinf(rules["low"]) else "a number or "
+                    choices = ", ".join(rules["choices"])
+                    raise ValueError(f"{name} must be {kind}one of {choices}; got {word}")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                require_number(name, value, rules["low"], rules["high"], rules["remedy"])
 
 
-_TYPE_WORDS = {
-    "list": "a list",
-    "dict": "a mapping",
-    "bool": "True or False",
-    "int": "an int",
-    "float": "a number",
-    "str": "a string",
-    "None": "null",
-}
-
-
-def in_our_words(
-    error: OmegaConfBaseException, section: str, made: Section | None = None
-) -> Exception:
-    """An error of OmegaConf with the whole key, the rule and the value, on one line.
-
-    Args:
-        section: what the key is in.
-        made: the section that was being made in Python, of which the error knows less.
-    """
+def _in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
+    """An error of OmegaConf, of something in a section, with the whole key, on one line."""
+    inner = error.__cause__ or error.__context__
+    if str(error).startswith("Could not create instance") and isinstance(inner, Exception):
+        is_theirs = isinstance(inner, OmegaConfBaseException)
+        return _in_our_words(inner, section) if is_theirs else inner  # a section's own error
     key = f"{section}.{error.full_key or error.key or ''}".strip(".")
     if isinstance(error, ConfigKeyError):
         known = [field.name for field in dataclasses.fields(error.object_type or Section)]
-        hint = nearest(key.rpartition(".")[2], known)
-        listed = f"; known: {', '.join(known)}" if len(known) < 20 else ""
-        return ValueError(f"unknown key {key}{hint}{listed}")
-    if str(error).startswith("Could not create instance"):  # a section's own error
-        inner = error.__cause__ or error.__context__
-        if isinstance(inner, OmegaConfBaseException):
-            return in_our_words(inner, section)
-        return inner if isinstance(inner, Exception) else error
+        return ValueError(f"unknown key {key}{nearest(key.rpartition('.')[2], known)}")
     if isinstance(error, MissingMandatoryValue):
         return ValueError(f"{key} must be given")
-    scalar = re.search(r"is not a subclass of (\w+)\. value: (.*)", str(error))
-    if scalar or error.key is None or error.object_type is dict:  # in place of a section
-        sections = {cls.__name__: cls.section for cls in Section.__subclasses__()}
-        where = sections.get(scalar[1], key) if scalar and not error.full_key else key
-        return TypeError(f"{where} must be a mapping of options; got {scalar and scalar[2]}")
-    owner = error.object_type or made or Section
-    fields = () if owner is list else dataclasses.fields(owner)
-    declared = {field.name: str(field.type) for field in fields}.get(str(error.key), "")
-    declared = re.sub(r"\[.*\]", "", declared)
-    words = [word for name, word in _TYPE_WORDS.items() if re.search(rf"\b{name}\b", declared)]
-    value = getattr(made, str(error.key), None) if error.value is None else error.value
-    return TypeError(f"{key} must be {' or '.join(words) or 'of another type'}; got {value!r}")
+    text = f"{key}: {str(error).splitlines()[0]}".removeprefix(": ")
+    for cls in Section.__subclasses__():
+        text = text.replace(cls.__name__, f"the mapping {cls.section}")
+    return TypeError(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +143,7 @@ class ScheduleConfig(Section):
         "weights best; 0 with rho 0 is straight-through training",
         low=0,
         high=100,
+        choices=("auto",),
         remedy='or use "auto"',
     )
     alpha: float = option(
@@ -207,8 +168,4 @@ class ScheduleConfig(Section):
             raise ValueError(
                 f"schedule.rho + hard_fraction must be at most 1; got {self.rho} + "
                 f"{self.hard_fraction}"
-            )
-        if isinstance(self.tau_init, str) and self.tau_init != "auto":
-            raise TypeError(
-                f'schedule.tau_init must be a number; got {self.tau_init!r}; or use "auto"'
             )

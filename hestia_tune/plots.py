@@ -41,18 +41,16 @@ def plot_training_curves(
         if axes[0].get_legend_handles_labels()[0]:
             axes[0].legend()
         axes[1].set(ylabel="pressure", ylim=(-0.05, 1.05))
-        _draw_fan(axes[2], range(len(next(iter(temperatures.values())))), "step", temperatures)
+        _draw_fan(axes[2], "step", temperatures)
 
 
 def plot_temperatures(
     schedule: AnnealingSchedule, scores: Mapping[str, float], path: str | Path
 ) -> None:
-    """The fan of temperatures over the share of training done, of layers with these scores."""
-    steps = range(schedule.total_steps + 1)
-    curves = {name: [schedule.temperature(t, s) for t in steps] for name, s in scores.items()}
-    shares = [t / schedule.total_steps for t in steps]
+    """The fan of temperatures that a schedule of 100 steps gives layers with these scores."""
+    curves = {n: [schedule.temperature(t, s) for t in range(101)] for n, s in scores.items()}
     with _picture(path, 7, 4) as figure:
-        _draw_fan(figure.subplots(), shares, "share of the training steps", curves)
+        _draw_fan(figure.subplots(), "percent of the training steps", curves)
 
 
 def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: str) -> None:
@@ -104,7 +102,7 @@ def _picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
         figure.savefig(temporary, format="png", dpi=130)
 
 
-def _draw_fan(axis: Any, x: Sequence[float], label: str, temperatures: Mapping[str, Any]) -> None:
+def _draw_fan(axis: Any, label: str, temperatures: Mapping[str, Sequence[float]]) -> None:
     for curve in temperatures.values():
-        axis.plot(x, curve, linewidth=0.6, alpha=0.7, color="tab:red")
+        axis.plot(curve, linewidth=0.6, alpha=0.7, color="tab:red")
     axis.set(xlabel=label, ylabel=f"temperature of {len(temperatures)} layers")

@@ -19,9 +19,9 @@ from hestia_tune.sections import (
 GIVEN = {TextConfig: {"source": "text.txt"}}  # fields that must be given
 
 
-def of_type(words, names, values):
-    """Values that are not of the type of these fields."""
-    return [(name, value, TypeError, words) for name in names for value in values]
+def of_type(names, values):
+    """Values that are not of the type of these fields, which OmegaConf tells."""
+    return [(name, value, TypeError, None) for name in names for value in values]
 
 
 def in_range(rule, names, values):
@@ -32,68 +32,67 @@ def in_range(rule, names, values):
 STRINGS, COUNTS, OPTIONAL_COUNTS = ([1], None), (2.5, "many", None, True, [2]), (2.5, "many", True)
 WRONG = {
     ScheduleConfig: [
-        *of_type("a number", ("rho", "alpha"), ("much", None, True)),
-        *of_type("an int or a number or a string", ("tau_init",), (None, True, [0.3])),
-        *of_type("a number", ("tau_init",), ("hot", "0.3")),
+        *of_type(("rho", "alpha"), ("much", None, True)),
+        *of_type(("tau_init",), (None, True, [0.3])),
+        *in_range("a number or one of auto", ("tau_init",), ("hot", "0.3")),
         *in_range(r"in \[0, 1\]", ("rho",), (-0.1, 1.1, math.nan, math.inf)),
         *in_range(r"in \[0, 100\]", ("tau_init",), (-0.3, -1, 101, math.nan, math.inf)),
         *in_range(r"in \[-4, 4\]", ("alpha",), (-4.5, 4.5, math.nan)),
     ],
     EstimationConfig: [
-        *of_type("a string", ("curvature",), STRINGS),
+        *of_type(("curvature",), STRINGS),
         *in_range("one of hessian, fisher", ("curvature",), ("hutchinson", "Hessian")),
         *of_type(
-            "an int",
-            ("num_samples", "batch_size", "min_probes", "num_probes", "rank", "vectors_at_once"),
+            ("num_samples", "batch_size", "min_probes", "num_probes", "rank"),
             COUNTS,
         ),
-        *in_range("at least 1", ("num_samples", "batch_size", "vectors_at_once"), (0, -1)),
+        *in_range("at least 1", ("num_samples", "batch_size"), (0, -1)),
         *in_range("at least 2", ("min_probes", "num_probes"), (1,)),
         *in_range("at least 0", ("rank",), (-1,)),
-        *of_type("True or False", ("fixed", "overwrite"), ("maybe", None, [True])),
-        *of_type("a number", ("target_standard_error", "kappa", "epsilon"), ("x", None, True)),
+        *of_type(("fixed", "overwrite"), ("maybe", None, [True])),
+        *of_type(("target_standard_error", "kappa", "epsilon"), ("x", None, True)),
         *in_range(r"in \[", ("target_standard_error",), (0, 0.6, math.nan)),
         *in_range(r"in \[", ("kappa", "epsilon"), (-0.1, math.inf, math.nan)),
         *in_range(r"in \[0, 1000\]", ("kappa",), (1001,)),
         *in_range(r"in \[0, 1\]", ("epsilon",), (1.5,)),
-        *of_type("an int or null", ("seed",), (1.5, True, "seven")),
+        *of_type(("seed",), (1.5, True, "seven")),
         *in_range(r"in \[0, ", ("seed",), (-1, 2**63)),
-        *of_type("a string or null", ("output",), (["a"], {"a": 1})),
+        *of_type(("output",), (["a"], {"a": 1})),
     ],
     ConvertConfig: [
-        *of_type("a list", ("formats",), ("gguf", None)),
+        *of_type(("formats",), ("gguf", None)),
         *in_range("one of torchao, huggingface", ("formats",), (["onnx"], ["gguf", "ggml"])),
-        *of_type("a string", ("source",), STRINGS),
-        *of_type("a string or null", ("target",), ([1],)),
+        *of_type(("source",), STRINGS),
+        *of_type(("target",), ([1],)),
         *in_range("one of ternary, intx, fairy2i", ("target",), ("int4",)),
-        *of_type("a list or a string", ("block_type",), (3, None)),
-        *of_type("a string or null", ("output",), ([1],)),
-        *of_type("True or False", ("overwrite",), ("maybe", None)),
+        *of_type(("block_type",), (3, None)),
+        *of_type(("output",), ([1],)),
+        *of_type(("overwrite",), ("maybe", None)),
     ],
     TextConfig: [
-        *of_type("a string", ("source", "column", "split"), STRINGS),
-        *of_type("a string or null", ("name", "join"), ([1],)),
-        *of_type("an int or null", ("limit", "window", "stride", "max_tokens"), OPTIONAL_COUNTS),
+        *of_type(("source", "column", "split"), STRINGS),
+        *of_type(("name", "join"), ([1],)),
+        *of_type(("limit", "window", "stride", "max_tokens"), OPTIONAL_COUNTS),
         *in_range("at least 1", ("limit", "window", "stride", "max_tokens"), (0,)),
     ],
     EvalConfig: [
-        *of_type("a list", ("models", "tasks"), ("trained", 3, None)),
-        *of_type("a string or null", ("include_path", "output"), ([1],)),
-        *of_type("an int or a number or null", ("limit",), ("x", True)),
-        *in_range("a count, or a share below 1", ("limit",), (0, -1, -0.5, 1.5)),
-        *of_type("an int or null", ("num_fewshot", "window", "every_n_steps"), OPTIONAL_COUNTS),
+        *of_type(("models", "tasks"), ("trained", 3, None)),
+        *of_type(("include_path", "output"), ([1],)),
+        *of_type(("limit",), ("x", True)),
+        *in_range("at least 1e-06", ("limit",), (0, -1, -0.5)),
+        *of_type(("num_fewshot", "window", "every_n_steps"), OPTIONAL_COUNTS),
         *in_range("at least 0", ("num_fewshot",), (-1,)),
         *in_range("at least 1", ("batch_size", "window", "every_n_steps"), (0,)),
-        *of_type("an int or a string", ("batch_size",), (None, 1.5)),
-        *in_range('a positive int or "auto"', ("batch_size",), ("fast",)),
-        *of_type("a mapping", ("perplexity",), (3, "text.txt", None)),
-        *of_type("True or False", ("at_end",), ("maybe", None)),
+        *of_type(("batch_size",), (None, 1.5)),
+        *in_range("a number or one of auto", ("batch_size",), ("fast",)),
+        *of_type(("perplexity",), (3, "text.txt", None)),
+        *of_type(("at_end",), ("maybe", None)),
     ],
     TokenizeConfig: [
-        *of_type("a string or null", ("output",), ([1],)),
-        *of_type("an int or null", ("max_tokens",), OPTIONAL_COUNTS),
+        *of_type(("output",), ([1],)),
+        *of_type(("max_tokens",), OPTIONAL_COUNTS),
         *in_range("at least 1", ("max_tokens",), (0,)),
-        *of_type("True or False", ("verify",), ("maybe", None)),
+        *of_type(("verify",), ("maybe", None)),
     ],
 }
 TABLE = [(section, *row) for section, rows in WRONG.items() for row in rows]
@@ -112,16 +111,18 @@ def given(section, **options):
 def test_wrong_values_name_the_option_the_rule_and_the_value(
     section, name, value, error, rule, from_yaml
 ):
-    with pytest.raises(error, match=rf"^{section.section}\.{name} must be {rule}") as caught:
+    said = ":" if rule is None else f" must be {rule}"
+    with pytest.raises(error, match=rf"^{section.section}\.{name}{said}") as caught:
         if from_yaml:
             section.parse(given(section, **{name: value}))
         else:
             section(**given(section, **{name: value}))
     message = str(caught.value)
-    stray = value[-1] if isinstance(value, list) and error is ValueError else value
-    shown = re.search(r"got (.*?)(;|$)", message)[1]
-    assert shown in (str(stray), repr(stray)) or float(shown) == stray or shown == "nan"
     assert "\n" not in message
+    if rule is not None:
+        stray = value[-1] if isinstance(value, list) else value
+        shown = re.search(r"got (.*?)(;|$)", message)[1]
+        assert shown in (str(stray), repr(stray)) or float(shown) == stray or shown == "nan"
 
 
 def test_every_option_has_a_wrong_value():
@@ -132,13 +133,9 @@ def test_every_option_has_a_wrong_value():
 @pytest.mark.parametrize(
     ("section", "options", "message"),
     [
-        (EstimationConfig, {"min_probes": 5, "num_probes": 4}, "5 must not be above .* 4; raise"),
         (EstimationConfig, {"curvature": "fisher", "fixed": True}, "is Hutch.*curvature: hessian"),
         (ConvertConfig, {"formats": []}, "convert.formats must name at least one format"),
-        (TextConfig, {"window": 8, "stride": 9}, "stride 9 must not be above window 8"),
         (EvalConfig, {"models": []}, "eval.models must name at least one model"),
-        (EvalConfig, {"models": ["a", "a"]}, "eval.models names something twice: a, a"),
-        (EvalConfig, {"tasks": ["a", "a"]}, "eval.tasks names something twice: a, a"),
         (EvalConfig, {"tasks": []}, "eval needs tasks or perplexity; both are empty"),
         (TokenizeConfig, {"verifi": True}, "unknown key tokenize.verifi; did you mean verify"),
         (EvalConfig, {"perplexity": {"a": {}}}, "^eval.perplexity.a.source must be given"),
@@ -160,14 +157,11 @@ def test_options_that_contradict_each_other_or_are_unknown(section, options, mes
 def test_a_section_is_a_mapping(section, value):
     with pytest.raises(TypeError, match=f"{section.section} must be a mapping of options; got"):
         section.parse(value)
-    with pytest.raises(TypeError, match="^other must be a mapping of options; got"):
-        section.parse(value, section="other")
 
 
 def test_a_text_is_a_mapping():
     for value in (3, None):
-        message = f"eval.perplexity.a must be a mapping of options; got {value}"
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(TypeError, match="^eval.perplexity.a: "):
             EvalConfig.parse({"perplexity": {"a": value}})
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from common import METHODS, Study, many_runs, settings_of, slug
 from omegaconf import DictConfig, OmegaConf
 
-from hestia_tune.commands.evaluate import evaluate_models
+from hestia_tune.commands.evaluate import run_evaluation
 
 NAMES = ("straight-through", "Hestia, uniform", "Hestia", "Fairy2i-H")
 
@@ -77,7 +77,7 @@ def train_and_compare(options: argparse.Namespace, base: DictConfig, texts: dict
         "output": str(out / f"evaluation_{slug(options.config)}.json"),
     }
     cfg = OmegaConf.merge(base, {"output_dir": str(out / "evaluation"), "eval": evaluation})
-    print(evaluate_models(cfg)[0].markdown())
+    run_evaluation(cfg)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hestia_tune.training.outputs import results_table
-
-_TRAINED, _REFERENCE, _NAIVE = "trained, hard", "pretrained", "naive "
+from hestia_tune.training.outputs import HARD, results_table
 
 
 def compare_runs(runs: Sequence[str]) -> str:
@@ -23,15 +21,13 @@ def compare_runs(runs: Sequence[str]) -> str:
         runs: output folders of ``hestia_qat``, or their results.json.
 
     Raises:
-        FileNotFoundError: if a run has no results.
+        FileNotFoundError: if a run has no results, which it writes when it ends.
         ValueError: if it has no validation losses, or is no run.
     """
     found: dict[str, dict[str, float]] = {}
     for run in runs:
         path = Path(run)
         path = path / "results.json" if path.is_dir() else path
-        if not path.is_file():
-            raise FileNotFoundError(f"{run} has no results.json; let the run finish first")
         try:
             losses = json.loads(path.read_text(encoding="utf-8"))["validation_loss"]
         except (ValueError, KeyError, TypeError):
@@ -40,14 +36,10 @@ def compare_runs(runs: Sequence[str]) -> str:
             raise ValueError(f"{path} has no validation losses; train with a dataset_val")
         found[run] = losses
     labels = dict.fromkeys(label for losses in found.values() for label in losses)
+    labels.pop(HARD, None)
     rows: dict[str, float] = {}
-    for label in (label for label in labels if label != _TRAINED):
+    for label in labels:
         measured = {run: losses[label] for run, losses in found.items() if label in losses}
-        if len(set(measured.values())) == 1:
-            rows[label] = next(iter(measured.values()))
-        else:
-            rows |= {f"{label} ({run})": loss for run, loss in measured.items()}
-    rows |= {run: losses[_TRAINED] for run, losses in found.items() if _TRAINED in losses}
-    naive = [label for label in rows if label.startswith(_NAIVE)]
-    worst = max(naive, key=rows.__getitem__, default="")
-    return results_table(rows.items(), reference=_REFERENCE, worst=worst)
+        same = len(set(measured.values())) == 1
+        rows |= {label if same else f"{label} ({run})": x for run, x in measured.items()}
+    return results_table(rows | {run: one[HARD] for run, one in found.items() if HARD in one})

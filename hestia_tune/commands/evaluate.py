@@ -16,7 +16,6 @@ from torchtune import config, training, utils
 
 from hestia_tune.distributed import end_process_group, ensure_process_group, on_first_rank
 from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
-from hestia_tune.evaluation.compare import Comparison
 from hestia_tune.files import require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
@@ -29,19 +28,9 @@ _NOT_MEASURED = ("models", "output", "every_n_steps", "at_end")
 
 
 def run_evaluation(run: Run) -> int:
-    """Evaluates the models that the config's ``eval`` section names; returns the exit code."""
-    comparison, path = evaluate_models(run)
-    if dist.get_rank() == 0:
-        print(f"\n{comparison.markdown()}\n\n{path}")
-    end_process_group()
-    return 0
+    """Evaluates the models of the ``eval`` section one after the other; returns the exit code.
 
-
-def evaluate_models(run: Run) -> tuple[Comparison, Path]:
-    """Evaluates one model after the other; all models and tasks are checked before any is loaded.
-
-    Returns:
-        The table and the file that holds it.
+    All models and tasks are checked before any is loaded.
     """
     run = Run.of(run)
     cfg, options, settings = run.cfg, run.options, run.options.eval
@@ -71,8 +60,8 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
             models = json.loads(path.read_text(encoding="utf-8"))["models"]
         except (OSError, ValueError, KeyError):
             models = {}
-        found = [ModelResult(**model) for name, model in models.items() if name in asked]
-        return asked, {one.name: one for one in found if one.settings.get("run") == asked[one.name]}
+        found = {name: ModelResult(**one) for name, one in models.items() if name in asked}
+        return asked, {n: one for n, one in found.items() if one.settings.get("run") == asked[n]}
 
     asked, results = cast(tuple, on_first_rank(on_disk))
     for name in settings.models:
@@ -86,7 +75,10 @@ def evaluate_models(run: Run) -> tuple[Comparison, Path]:
             del model
         comparison = compare([results[one] for one in settings.models if one in results])
         on_first_rank(functools.partial(comparison.save, path), share=False)
-    return comparison, path
+    if dist.get_rank() == 0:
+        print(f"\n{comparison.markdown()}\n\n{path}")
+    end_process_group()
+    return 0
 
 
 def _last_change(paths: Iterable[str | Path | None]) -> float:

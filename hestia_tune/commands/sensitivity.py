@@ -4,7 +4,8 @@ Every rank holds the whole model in float32 and measures a share of the batches.
 
     sensitivity.json       the artifact (`hestia_tune.sensitivity.artifact`)
     sensitivity.png        traces, layers by projections
-    temperatures.png       the fan of temperatures that the config's schedule makes of them
+    temperatures.png       the fan of temperatures that the config's schedule makes of them, in
+                           units of tau_init
 """
 
 import dataclasses
@@ -68,7 +69,6 @@ class SensitivityRecipe:
         state = on_first_rank(lambda: self.read_pretrained(plain), share=False) or {}
         identity, artifact = on_first_rank(lambda: self._find(names, state, batches))
         folder = self.path.with_name(f"{self.path.name}.{digest(identity)}")  # of the journal
-        changes = {"alpha": self.options.schedule.alpha}
         self.computed = artifact is None
         if artifact is None:
             on_first_rank(lambda: self._announce(names, batches), share=False)
@@ -78,16 +78,18 @@ class SensitivityRecipe:
             artifact = estimate_sensitivity(model, weights, batches, self.settings, journal=journal)
             section = OmegaConf.to_container(self.cfg.dataset, resolve=True)
             num_samples = sum(len(batch.tokens) for batch in batches)
-            changes["dataset"] = artifact.dataset | {"dataset": section, "num_samples": num_samples}
-        artifact = dataclasses.replace(artifact, **changes)
-        on_first_rank(lambda: self._write(artifact, state), share=False)
+            dataset = artifact.dataset | {"dataset": section, "num_samples": num_samples}
+            artifact = dataclasses.replace(artifact, dataset=dataset)
+        on_first_rank(lambda: self._write(artifact), share=False)
         on_first_rank(lambda: remove(folder), share=False)
         return artifact
 
     def read_pretrained(self, meta: nn.Module) -> dict[str, torch.Tensor]:
         """The checkpoint's state dict, checked against the model on the meta device."""
-        load = lambda: config.instantiate(self.cfg.checkpointer).load_checkpoint()  # noqa: E731
-        return build.read_checkpoint(load, meta, self.cfg.checkpointer)
+        section = self.cfg.checkpointer
+        return build.read_checkpoint(
+            lambda: config.instantiate(section).load_checkpoint(), meta, section
+        )
 
     def load(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
         """The pretrained model in float32 on the device of every rank; rank 0 has ``state``."""
@@ -129,20 +131,15 @@ class SensitivityRecipe:
             f"per rank (less by batch_size or curvature: fisher); free: {free / 2**30:.2f} GiB"
         )
 
-    def _write(self, artifact: SensitivityArtifact, state: Mapping[str, torch.Tensor]) -> None:
+    def _write(self, artifact: SensitivityArtifact) -> None:
         """The artifact, and beside it the pictures."""
         artifact.save(self.path)
-        options = self.options.schedule
         plot_sensitivity(artifact.traces, self.path.with_suffix(".png"), self.settings.curvature)
-        tau_init = options.tau_init
-        if tau_init == "auto":
-            dtype = training.get_dtype(self.options.dtype, self.device)
-            weights = (state[f"{name}.weight"].to(dtype) for name in artifact.traces)
-            tau_init = self.component.method.fit_temperature(weights)
+        options = self.options.schedule
         schedule = AnnealingSchedule(
-            400,
+            100,
             rho=options.rho,
-            tau_init=tau_init,
+            tau_init=1.0,
             alpha=options.alpha,
             hard_fraction=options.hard_fraction,
         )

@@ -1,9 +1,9 @@
 """What an ``eval`` section measures, read and checked once, then applied to any number of models.
 
 lm-eval knows some fifteen thousand tasks; the YAML files in ``tasks/`` add groups of ours. A task's
-rows come from the Hugging Face hub unless its YAML points to local files, so loading is where a
-missing network shows. What lm-eval seeds or sets is put back afterwards, so that an evaluation in
-the middle of a training run does not change the run.
+rows come from the Hugging Face hub (once; they stay in HF_HOME) unless its YAML points to local
+files, so loading is where a missing network shows. What lm-eval seeds or sets is put back
+afterwards, so that an evaluation in the middle of a training run does not change the run.
 """
 
 import contextlib
@@ -56,27 +56,17 @@ class Evaluator:
         self.window = settings.window or max_seq_len
         require_number("eval.window", self.window, 1, max_seq_len, "the model reads no more")
         self._texts, self._tasks = {}, None
-        try:
-            for name, text in settings.perplexity.items():
-                window = min(self.window, text.window or _PERPLEXITY_WINDOW)
-                stride = text.stride or window
-                require_number(f"eval.perplexity.{name}.stride", stride, 1, window)
-                self._texts[name] = (read_documents(text), window, stride, text.max_tokens)
-            if settings.tasks:
-                self._tasks = load_tasks(settings.tasks, find_tasks(settings.include_path))
-        except ConnectionError as error:
-            raise ConnectionError(
-                f"the Hugging Face hub cannot be reached ({error}); get the data once with a "
-                "network (it stays in HF_HOME), or use local files (include_path, a text's path)"
-            ) from error
+        for name, text in settings.perplexity.items():
+            window = min(self.window, text.window or _PERPLEXITY_WINDOW)
+            stride = text.stride or window
+            require_number(f"eval.perplexity.{name}.stride", stride, 1, window)
+            self._texts[name] = (read_documents(text), window, stride, text.max_tokens)
+        if settings.tasks:
+            self._tasks = load_tasks(settings.tasks, find_tasks(settings.include_path))
 
     @torch.no_grad()
     def evaluate(
-        self,
-        name: str,
-        model: nn.Module,
-        facts: Mapping[str, Any] | None = None,
-        device: torch.device | None = None,
+        self, name: str, model: nn.Module, facts: Mapping[str, Any], device: torch.device
     ) -> ModelResult:
         """One `ModelResult`, see there and `DecoderLM`. Collective; the same on every rank."""
         settings = self.settings
@@ -86,15 +76,13 @@ class Evaluator:
             options = {"limit": settings.limit, "num_fewshot": settings.num_fewshot}
             tasks = evaluate_tasks(lm, self._tasks, **options) if settings.tasks else None
             texts = {label: perplexity(lm, *text) for label, text in self._texts.items()}
-        return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=dict(facts or {}))
+        return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=facts)
 
 
 def find_tasks(include_path: str | None = None) -> Any:
     """lm-eval's ``TaskManager`` (some seconds); tasks of a folder come before those of one name."""
     from lm_eval.tasks import TaskManager
 
-    if include_path is not None and not Path(include_path).is_dir():
-        raise FileNotFoundError(f"include_path {include_path} is not a folder; check the path")
     ours = Path(__file__).parent / "tasks"
     return TaskManager(include_path=[str(path) for path in (ours, include_path) if path])
 
@@ -112,7 +100,7 @@ def load_tasks(names: Sequence[str], manager: Any) -> tuple[list[Any], Any]:
     loaded: list[Any] = []
     with _undisturbed():
         random.seed(_SEED)  # a task may shuffle its documents when it loads them
-        for name in names:
+        for name in dict.fromkeys(names):
             found = manager.load([name])
             group = found["groups"].get(name)
             loaded += found["tasks"].values() if group is None else [group]

@@ -8,11 +8,9 @@ scores of all other layers.
 The artifact is a JSON file with the fields of `SensitivityArtifact`, the columns by layer, and
 
     "schema_version": 2,
-    "summary": {"mean_log_trace", "std_log_trace", "max_score_standard_error", "unresolved"},
-    "layers": {"layers.0.attn.q_proj": {"trace", "standard_error", "probes", "resolved", "score",
-                                        "tau_scale": e^{alpha·score}}, ...}
+    "layers": {"layers.0.attn.q_proj": {"trace", "standard_error", "probes", "score"}, ...}
 
-The schedule reads the scores alone, with its own alpha. Reading is strict: a temperature that
+The schedule reads the scores alone. Reading is strict: a temperature that
 silently fell back to a default would look like a run that worked. A pickle could run code.
 """
 
@@ -31,14 +29,13 @@ import torch
 
 from hestia_tune.config import require_number
 from hestia_tune.files import write_atomically
-from hestia_tune.schedule import tau_scale
 from hestia_tune.sections import EstimationConfig
 from hestia_tune.sensitivity.segments import CalibrationBatch
 
 ByLayer = Mapping[str, float]  # by fully qualified name
 SCHEMA_VERSION = 2
 _COMPUTE = "compute it with `tune run hestia_sensitivity --config NAME`"
-_HEADER = ("model_fingerprint", "estimator", "dataset", "tokens_seen", "wall_time_seconds", "alpha")
+_HEADER = ("model_fingerprint", "estimator", "dataset", "tokens_seen", "wall_time_seconds")
 # Of each layer: field -> (its name in the file, the range of its number).
 _LARGEST = sys.float_info.max
 _COLUMNS = {
@@ -54,72 +51,46 @@ def is_resolved(trace: float, standard_error: float) -> bool:
     return trace - 2.0 * standard_error > 0
 
 
-def usable_traces(traces: ByLayer, standard_errors: ByLayer) -> tuple[ByLayer, ByLayer]:
-    """Traces and standard errors, in which an unresolved layer has those of the smallest resolved.
+def sensitivity_scores(
+    traces: ByLayer,
+    standard_errors: ByLayer | None = None,
+    *,
+    kappa: float = 1.0,
+    epsilon: float = 1e-8,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """s_i = sigmoid(kappa·z_i), z_i = (log h_i - mu)/(sigma + eps) (Eq. 11); their standard errors.
+
+    h_i are the traces, in which an unresolved layer has that of the smallest resolved; mu and sigma
+    the mean and the (population) standard deviation of their logarithms. To first order and for
+    independent errors, dz_i/dlog h_j = (1[i = j] - 1/n - z_i·z_j/n)/sigma: a layer's error moves
+    its own score and, through mu and sigma, a little of all others.
 
     Raises:
-        ValueError: if none is resolved.
+        ValueError: if no layer is resolved.
     """
-    known = {name: h for name, h in traces.items() if is_resolved(h, standard_errors[name])}
+    errors_of = standard_errors or dict.fromkeys(traces, 0.0)
+    known = {name: h for name, h in traces.items() if is_resolved(h, errors_of[name])}
     if not known:
         raise ValueError(
             "no layer's trace is known to be positive; take more samples or probes, or "
             "curvature: fisher, whose traces are never negative"
         )
     smallest = min(known, key=known.__getitem__)
-    source = {name: name if name in known else smallest for name in traces}
-    return (
-        {name: traces[s] for name, s in source.items()},
-        {name: standard_errors[s] for name, s in source.items()},
-    )
-
-
-def standardised(traces: ByLayer, epsilon: float = 0.0) -> tuple[list[float], float, float]:
-    """(z, mu, sigma) of Eq. 11: z_i = (log h_i - mu)/sigma, sigma with epsilon added.
-
-    mu and sigma are the mean and the (population) standard deviation of the log traces.
-    """
-    logs = [math.log(trace) for trace in traces.values()]
-    mu, sigma = fmean(logs), pstdev(logs) + epsilon
-    return [(h - mu) / sigma if sigma else 0.0 for h in logs], mu, sigma
-
-
-def sensitivity_scores(
-    traces: ByLayer, *, kappa: float = 1.0, epsilon: float = 1e-8
-) -> dict[str, float]:
-    """s_i = sigmoid(kappa·(log h_i - mu)/(sigma + eps)) over all layers (Eq. 11), h_i the traces.
-
-    Raises:
-        ValueError: naming a layer whose trace is not positive and finite.
-    """
-    for name, trace in traces.items():
-        if not 0 < trace < math.inf:
-            raise ValueError(f"traces must be positive and finite; that of {name} is {trace}")
-    pairs = zip(traces, standardised(traces, epsilon)[0], strict=True)
+    sources = [name if name in known else smallest for name in traces]
+    logs = [math.log(traces[name]) for name in sources]
+    mu, spread = fmean(logs), pstdev(logs)
+    sigma = spread + epsilon
+    z = [(h - mu) / sigma if spread else 0.0 for h in logs]
     # A sigmoid by tanh, which does not overflow.
-    return {name: 0.5 * (1.0 + math.tanh(0.5 * kappa * z)) for name, z in pairs}
-
-
-def score_standard_errors(
-    traces: ByLayer, standard_errors: ByLayer, *, kappa: float = 1.0, epsilon: float = 1e-8
-) -> dict[str, float]:
-    """Standard errors of the scores, to first order, from independent ones of positive traces.
-
-    With z_i the standardised log trace, dz_i/dlog h_j = (1[i = j] - 1/n - z_i·z_j/n)/sigma: a
-    layer's error moves its own score and, through mu and sigma, a little of all others.
-    """
-    scores = sensitivity_scores(traces, kappa=kappa, epsilon=epsilon)
-    z, _, sigma = standardised(traces, epsilon)
-    n = len(z)
-    if sigma <= epsilon:  # layers that do not differ: no slope to speak of
-        return dict.fromkeys(traces, 0.0)
-    relative = [standard_errors[name] / trace for name, trace in traces.items()]
-    errors = {}
-    for i, (name, score) in enumerate(scores.items()):
-        slopes = (((i == j) - 1 / n - z[i] * z[j] / n) / sigma for j in range(n))
+    scores = [0.5 * (1.0 + math.tanh(0.5 * kappa * one)) for one in z]
+    relative = [errors_of[name] / traces[name] for name in sources]
+    errors = []
+    for i, score in enumerate(scores):
+        slopes = ((i == j) - 1 / len(z) - z[i] * z[j] / len(z) for j in range(len(z)))
         error = math.hypot(*(d * r for d, r in zip(slopes, relative, strict=True)))
-        errors[name] = kappa * score * (1 - score) * error
-    return errors
+        # Layers that do not differ: no slope to speak of.
+        errors.append(kappa * score * (1 - score) * error / sigma if spread else 0.0)
+    return dict(zip(traces, scores, strict=True)), dict(zip(traces, errors, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +108,6 @@ class SensitivityArtifact:
         dataset: what the calibration samples were.
         tokens_seen: tokens that were predicted in the calibration samples.
         wall_time_seconds: of the estimation, since it was last started.
-        alpha: of the config (Eq. 13), for the column tau_scale.
 
     Raises:
         TypeError, ValueError: naming the layer whose number is out of range; if columns name other
@@ -153,17 +123,13 @@ class SensitivityArtifact:
     dataset: dict[str, Any] = field(default_factory=dict)
     tokens_seen: int = 0
     wall_time_seconds: float = 0.0
-    alpha: float = 0.4
 
     def __post_init__(self):
-        if not isinstance(self.estimator, dict) or not isinstance(self.dataset, dict):
-            raise TypeError("estimator and dataset must be mappings")
         if not self.probes:
             object.__setattr__(self, "probes", dict.fromkeys(self.traces, 0))
         for column, (key, low, high) in _COLUMNS.items():
             if column == "scores" and not self.scores:
-                scores = sensitivity_scores(self._usable[0], **self._gain)
-                object.__setattr__(self, "scores", scores)
+                object.__setattr__(self, "scores", self._scored[0])
             values = getattr(self, column)
             if not values or values.keys() != self.traces.keys():
                 raise ValueError(f"{column} and traces must name the same layers, at least one")
@@ -171,12 +137,9 @@ class SensitivityArtifact:
                 require_number(f"{key} of {name}", value, low, high)
 
     @property
-    def _usable(self) -> tuple[ByLayer, ByLayer]:
-        return usable_traces(self.traces, self.standard_errors)
-
-    @property
-    def _gain(self) -> dict[str, float]:
-        return {key: self.estimator[key] for key in ("kappa", "epsilon") if key in self.estimator}
+    def _scored(self) -> tuple[dict[str, float], dict[str, float]]:
+        gain = {key: self.estimator[key] for key in ("kappa", "epsilon") if key in self.estimator}
+        return sensitivity_scores(self.traces, self.standard_errors, **gain)
 
     @property
     def unresolved(self) -> list[str]:
@@ -187,31 +150,16 @@ class SensitivityArtifact:
     @property
     def score_standard_errors(self) -> dict[str, float]:
         """Standard errors of the scores, from those of the traces."""
-        return score_standard_errors(*self._usable, **self._gain)
+        return self._scored[1]
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON file (temporary name, then rename)."""
-        _, mean, deviation = standardised(self._usable[0])
-        summary = {
-            "mean_log_trace": mean,
-            "std_log_trace": deviation,
-            "max_score_standard_error": max(self.score_standard_errors.values()),
-            "unresolved": self.unresolved,
-        }
         layers = {
-            name: {
-                "trace": trace,
-                "standard_error": self.standard_errors[name],
-                "probes": self.probes[name],
-                "resolved": is_resolved(trace, self.standard_errors[name]),
-                "score": self.scores[name],
-                "tau_scale": tau_scale(self.alpha, self.scores[name]),
-            }
-            for name, trace in self.traces.items()
+            name: {key: getattr(self, column)[name] for column, (key, *_) in _COLUMNS.items()}
+            for name in self.traces
         }
         document = {"schema_version": SCHEMA_VERSION}
-        document |= {key: getattr(self, key) for key in _HEADER}
-        document |= {"summary": summary, "layers": layers}
+        document |= {key: getattr(self, key) for key in _HEADER} | {"layers": layers}
         write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
     @classmethod
@@ -226,7 +174,7 @@ class SensitivityArtifact:
         if not path.is_file():
             raise FileNotFoundError(f"sensitivity file {path} does not exist; {_COMPUTE}")
         try:
-            document = json.loads(path.read_text("utf-8"), object_pairs_hook=_without_duplicates)
+            document = json.loads(path.read_text("utf-8"))
             version = document["schema_version"]
             if version != SCHEMA_VERSION:
                 raise ValueError(f"schema_version must be {SCHEMA_VERSION}; got {version}")
@@ -265,14 +213,6 @@ class SensitivityArtifact:
             raise ValueError(f"the sensitivity file was computed for other weights; {_COMPUTE}")
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):  # of which plain JSON would take the last, silently
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)} stands there twice")
-    return found
-
-
 def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     """A digest of the names, shapes and weights (as bfloat16) of the quantized layers.
 
@@ -297,8 +237,7 @@ def estimation_identity(
     """
     methods = {"hessian": "hutch++" if settings.fixed else "hutchinson", "fisher": "gauss-newton"}
     estimator = {"method": methods[settings.curvature], **asdict(settings)}
-    for key in ("output", "overwrite", "vectors_at_once"):
-        del estimator[key]
+    del estimator["output"], estimator["overwrite"]
     inputs = (value for b in batches for value in (b.tokens, b.labels, *b.model_inputs.values()))
     dataset = {"num_batches": len(batches), "digest": _digest(("", value) for value in inputs)}
     fingerprint = model_fingerprint(weights)

@@ -21,7 +21,6 @@ is the Hessian without the terms in second derivatives of the network. Costs one
 and one backward per pass, in the memory of plain training.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -36,6 +35,13 @@ from hestia_tune.sensitivity.segments import CalibrationBatch, Segment, cut, log
 DIRECTIONS_PER_WALK = 32
 Vector = Callable[[], torch.Tensor]  # makes a vector when it is needed: as large as the weights
 _HIDDEN = ""  # among the inputs of a segment, which otherwise are named as weights
+
+
+def _product_with_jacobian(
+    output: torch.Tensor, vector: torch.Tensor, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """d<output, vector>/d input of every input; the vector is shaped like the output."""
+    return torch.autograd.grad(output, inputs, vector, retain_graph=True, materialize_grads=True)
 
 
 def double_backward_attention():
@@ -70,13 +76,10 @@ class HessianBatch:
         hidden: input of the first segment.
         segments: the chain, in float32 or float64 (bfloat16 has too few digits for a second
             derivative). Its weights must require gradients; no other parameter should.
-        vectors_at_once: directions that go through a segment together (vmap), at as many times
-            the memory; 1 is fastest on CPUs.
     """
 
-    def __init__(self, hidden: torch.Tensor, segments: Sequence[Segment], vectors_at_once: int = 1):
+    def __init__(self, hidden: torch.Tensor, segments: Sequence[Segment]):
         self._segments = segments
-        self._vectors_at_once = vectors_at_once
         self._place = {name: k for k, s in enumerate(segments) for name in s.weights}
         self._hidden = [hidden.detach()]
         with torch.no_grad(), double_backward_attention():
@@ -105,8 +108,10 @@ class HessianBatch:
         for index in range(len(parts) - 2, start - 1, -1):
             run = self._run(index)
             by = run.inputs[name if index == start else _HIDDEN]
-            below = self._products_with_jacobian(run.out, carried, [by])
-            carried = [x + vector for x, (vector,) in zip(parts[index], below, strict=True)]
+            carried = [
+                x + _product_with_jacobian(run.out, vector, [by])[0]
+                for x, vector in zip(parts[index], carried, strict=True)
+            ]
         return carried
 
     def _walk_up(
@@ -126,42 +131,19 @@ class HessianBatch:
             run = self._run(index)
             wanted = [_HIDDEN] * bool(carried) + [directions[k][0] for k in own]
             gradients = run.gradients(wanted)
-            if carried:
-                pairs = self._products_with_jacobian(
-                    gradients[_HIDDEN], list(carried.values()), [run.hidden, run.delta]
-                )
-                for k, (c, a) in zip(list(carried), pairs, strict=True):
-                    yield k, index, c, carried[k]
-                    carried[k] = a
+            for k, a in list(carried.items()):
+                inputs = [run.hidden, run.delta]
+                c, carried[k] = _product_with_jacobian(gradients[_HIDDEN], a, inputs)
+                yield k, index, c, a
             for k in own:
                 name, direction = directions[k]
                 v = direction().view_as(run.inputs[name])
-                ((second, carried[k]),) = self._products_with_jacobian(
-                    gradients[name], [v], [run.inputs[name], run.delta]
-                )
+                inputs = [run.inputs[name], run.delta]
+                second, carried[k] = _product_with_jacobian(gradients[name], v, inputs)
                 yield k, index, second, v
 
     def _run(self, index: int) -> _Run:
         return _Run(self._segments[index], self._hidden[index], self._deltas[index])
-
-    def _products_with_jacobian(
-        self, output: torch.Tensor, vectors: Sequence[torch.Tensor], inputs: list[torch.Tensor]
-    ) -> Iterator[list[torch.Tensor]]:
-        """For each vector (shaped like the output), d<output, vector>/d input of every input."""
-        for start in range(0, len(vectors), self._vectors_at_once):
-            chunk = vectors[start : start + self._vectors_at_once]
-            batched = len(chunk) > 1
-            found = torch.autograd.grad(
-                output,
-                inputs,
-                torch.stack(list(chunk)) if batched else chunk[0],
-                retain_graph=True,
-                is_grads_batched=batched,
-                materialize_grads=True,
-            )
-            for k in range(len(chunk)):  # zeros of what is not used have no axis of vectors
-                pairs = zip(found, inputs, strict=True)
-                yield [got[k] if got.dim() > value.dim() else got for got, value in pairs]
 
 
 def rademacher(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -230,14 +212,12 @@ def fisher_traces(
         batch: labels of -100 do not count; the others are replaced by sampled ones.
 
     Yields:
-        Name -> estimate; NaN for all if the logits are not finite.
+        Name -> estimate; NaN where the logits are.
     """
     logits = logits_of(model, batch)
     counted = batch.labels >= 0
     probabilities = logits.detach()[counted].softmax(-1, dtype=torch.float32)  # (n, vocabulary)
-    if not probabilities.isfinite().all():  # nothing can be sampled from them
-        yield from (dict.fromkeys(weights, math.nan) for _ in generators)
-        return
+    probabilities = probabilities.nan_to_num(1.0)  # the gradients will be NaN, whatever is drawn
     for generator in generators:
         labels = batch.labels.clone()
         labels[counted] = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
@@ -291,7 +271,6 @@ def estimation_memory(
     else:
         hidden, segments = cut(model, weights, batch)
         graph = max(graph_bytes(segment, hidden) for segment in (segments[0], segments[-1]))
-        graph *= settings.vectors_at_once
         state = hidden.nbytes if hidden.is_floating_point() else 0
         sketch = 3 * settings.rank if settings.fixed else 0
         vectors = 2 * (len(segments) + DIRECTIONS_PER_WALK) * state + (2 + sketch) * max(sizes)

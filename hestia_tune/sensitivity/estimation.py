@@ -34,8 +34,7 @@ from hestia_tune.sensitivity.artifact import (
     SensitivityArtifact,
     estimation_identity,
     is_resolved,
-    score_standard_errors,
-    usable_traces,
+    sensitivity_scores,
 )
 from hestia_tune.sensitivity.segments import CalibrationBatch, cut
 
@@ -189,7 +188,7 @@ class _Estimation:
         resolved = {name for name in traces if is_resolved(traces[name], errors[name])}
         if resolved:
             gain = {"kappa": settings.kappa, "epsilon": settings.epsilon}
-            score_errors = score_standard_errors(*usable_traces(traces, errors), **gain)
+            _, score_errors = sensitivity_scores(traces, errors, **gain)
         wanted = {}
         for name, count in counts.items():
             if name in resolved:
@@ -243,7 +242,7 @@ class _Estimation:
                 yield {(name, index, probe): [trace] for name, trace in traces.items()}
             return
         first, segments = cut(self.model, weights, batch)
-        hessian = curvature.HessianBatch(first, segments, settings.vectors_at_once)
+        hessian = curvature.HessianBatch(first, segments)
         if settings.fixed:
             for key in keys:
                 name = key[0]

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from hestia_tune.config import ScheduleConfig, Section, in_our_words, option, require_number
+from hestia_tune.config import ScheduleConfig, Section, option, require_number
 from hestia_tune.sections import (
     ConvertConfig,
     DistillationConfig,
@@ -190,11 +189,8 @@ class Run:
         for key in ("loss", "metric_logger"):
             if given.get(key, ...) is None:  # theirs, as if left out
                 del given[key]
-        try:
-            merged = OmegaConf.merge(OmegaConf.structured(RunOptions), given)
-            options = OmegaConf.to_object(merged)
-        except OmegaConfBaseException as error:
-            raise in_our_words(error, "") from None
+        options = RunOptions.parse(given)
+        merged = OmegaConf.merge(OmegaConf.structured(RunOptions), given)
         return cls(OmegaConf.create(OmegaConf.to_container(merged, resolve=False)), options)
 
     def changed(self, changes: dict[str, Any]) -> "Run":

@@ -8,7 +8,7 @@ import copy
 import json
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +99,15 @@ def write_results(
     plot_training_curves(rows, temperatures, others, folder / "curves.png")
 
 
-def results_table(rows: Iterable[tuple[str, float]], reference: str, worst: str) -> str:
+def results_table(losses: Mapping[str, float]) -> str:
     """A Markdown table of validation losses.
 
     Args:
-        rows: (label, loss in nats per token).
-        reference: label of the model to recover.
-        worst: label of the model that has lost the most; the last column is the share of the gap
-            between the two that a row has won back.
+        losses: label -> loss in nats per token. The last column is the share that a row has won
+            back of the gap between "pretrained" and the worst whose label begins with "naive".
     """
-    losses = dict(rows)
-    gap = losses[worst] - losses[reference] if worst in losses and reference in losses else 0.0
+    naive = [loss for label, loss in losses.items() if label.startswith("naive ")]
+    gap = max(naive) - losses[PRETRAINED] if naive and PRETRAINED in losses else 0.0
     width = max(len(label) for label in losses)
     lines = [
         f"| {'model':<{width}} | val loss | perplexity | gap recovered |",
@@ -117,6 +115,6 @@ def results_table(rows: Iterable[tuple[str, float]], reference: str, worst: str)
     ]
     for label, loss in losses.items():
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        share = f"{(losses[worst] - loss) / gap:.1%}" if gap > 0 else "-"
+        share = f"{(max(naive) - loss) / gap:.1%}" if gap > 0 else "-"
         lines.append(f"| {label:<{width}} | {loss:8.4f} | {perplexity:10.2f} | {share:>13} |")
     return "\n".join(lines)

@@ -355,8 +355,7 @@ class HestiaQATRecipe(RecipeSetup):
         """The results as Markdown; empty without validation data."""
         if not self.validation_losses:
             return ""
-        losses = self.validation_losses.items()
-        return results_table(losses, reference=PRETRAINED, worst=self._naive)
+        return results_table(self.validation_losses)
 
     def release(self) -> None:
         """Lets go of the model and the logger; the process group stays, for another recipe."""

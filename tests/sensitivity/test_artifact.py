@@ -18,14 +18,13 @@ def make_artifact(**changes) -> SensitivityArtifact:
     fields = {
         "traces": TRACES,
         "standard_errors": {name: h / 10 for name, h in TRACES.items()},
-        "scores": sensitivity_scores(TRACES),
+        "scores": sensitivity_scores(TRACES)[0],
         "model_fingerprint": "sha256:0123",
         "probes": {name: 10 + k for k, name in enumerate(TRACES)},
         "estimator": {"method": "hutchinson", "seed": 7, "kappa": 1.0, "epsilon": 1e-8},
         "dataset": {"num_batches": 4},
         "tokens_seen": 1234,
         "wall_time_seconds": 5.25,
-        "alpha": 0.3,
     }
     return SensitivityArtifact(**(fields | changes))
 
@@ -38,16 +37,8 @@ def test_round_trip(tmp_path):
     document = json.loads(path.read_text())
     assert document["schema_version"] == 2 and list(document["layers"]) == list(TRACES)
     assert document["tokens_seen"] == 1234 and document["dataset"] == {"num_batches": 4}
-    fields = {"trace", "standard_error", "probes", "resolved", "score", "tau_scale"}
+    fields = {"trace", "standard_error", "probes", "score"}
     assert all(entry.keys() == fields for entry in document["layers"].values())
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.3, -1.0])
-def test_tau_scale_is_that_of_the_configs_alpha(tmp_path, alpha):
-    path, artifact = tmp_path / "sensitivity.json", make_artifact(alpha=alpha)
-    artifact.save(path)
-    for name, entry in json.loads(path.read_text())["layers"].items():
-        assert entry["tau_scale"] == pytest.approx(math.exp(alpha * artifact.scores[name]))
 
 
 def unresolved_artifact(**changes) -> SensitivityArtifact:
@@ -66,7 +57,7 @@ def unresolved_artifact(**changes) -> SensitivityArtifact:
 def test_unresolved_layers_score_as_the_smallest_resolved_one(tmp_path, kappa):
     artifact = unresolved_artifact(kappa=kappa)
     usable = artifact.traces | {"b": 0.3, "d": 0.3}
-    assert artifact.scores == sensitivity_scores(usable, kappa=kappa)
+    assert artifact.scores == sensitivity_scores(usable, kappa=kappa)[0]
     assert artifact.unresolved == ["b", "d"]
     assert artifact.traces["b"] == -4.0  # as measured
     assert artifact.estimator == {"method": "hutchinson", "kappa": kappa, "epsilon": 1e-8}
@@ -116,18 +107,6 @@ def test_an_artifact_of_another_estimation_says_in_what_it_differs(changes, diff
         artifact.of_estimation(identity_of(artifact, **changes))
 
 
-def test_the_summary(tmp_path):
-    path, artifact = tmp_path / "s.json", unresolved_artifact()
-    artifact.save(path)
-    summary = json.loads(path.read_text())["summary"]
-    logs = torch.tensor([2.5, 0.3, 0.3, 0.3, 60.0], dtype=torch.float64).log()
-    assert summary["mean_log_trace"] == pytest.approx(logs.mean().item())
-    assert summary["std_log_trace"] == pytest.approx(logs.std(correction=0).item())
-    assert summary["unresolved"] == ["b", "d"]
-    errors = artifact.score_standard_errors
-    assert summary["max_score_standard_error"] == max(errors.values())
-
-
 def test_the_error_of_a_trace_that_is_not_used_moves_no_score():
     """An unresolved layer's score is made of another trace; its own error says nothing."""
     expected = unresolved_artifact().score_standard_errors
@@ -165,7 +144,7 @@ def test_a_failing_save_keeps_the_old_file(tmp_path, monkeypatch, failing):
 
 
 def test_columns_must_name_the_same_layers():
-    scores = sensitivity_scores(TRACES)
+    scores, _ = sensitivity_scores(TRACES)
     for changes in (
         {"scores": {k: v for k, v in scores.items() if k != "layers.0.w1"}},
         {"standard_errors": {"layers.0.w1": 0.1}},

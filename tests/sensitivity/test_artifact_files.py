@@ -37,7 +37,6 @@ BAD_DOCUMENTS = {
     "no estimator": (lambda d: d.pop("estimator"), "lacks the field 'estimator'"),
     "no dataset": (lambda d: d.pop("dataset"), "lacks the field 'dataset'"),
     "no tokens": (lambda d: d.pop("tokens_seen"), "lacks the field 'tokens_seen'"),
-    "no alpha": (lambda d: d.pop("alpha"), "lacks the field 'alpha'"),
     "no probes": (lambda d: d["layers"]["layers.0.w1"].pop("probes"), "lacks the field 'probes'"),
     "no score": (lambda d: d["layers"]["layers.0.w1"].pop("score"), "lacks the field 'score'"),
     "no trace": (lambda d: d["layers"]["layers.0.w1"].pop("trace"), "lacks the field 'trace'"),
@@ -66,8 +65,6 @@ BAD_DOCUMENTS = {
     "probes negative": (set_entry("probes", -1), r"probes of layers.0.w1 must be in \[0, "),
     "probes as text": (set_entry("probes", "9"), "probes of layers.0.w1 must be a number"),
     "probes true": (set_entry("probes", True), "probes of layers.0.w1 must be a number"),
-    "dataset as text": (set_field(dataset="c4"), "estimator and dataset must be mappings"),
-    "estimator as a list": (set_field(estimator=[10]), "estimator and dataset must be mappings"),
 }
 
 
@@ -123,19 +120,6 @@ def test_a_foreign_json_file_is_refused(tmp_path, content):
     with pytest.raises(
         ValueError, match="config.json is not valid: it lacks .* 'schema_version'; comp"
     ):
-        SensitivityArtifact.load(path)
-
-
-@pytest.mark.parametrize("name", ["layers.0.w1", "trace", "layers"])
-def test_a_name_that_stands_there_twice_is_refused(tmp_path, name):
-    """Plain JSON readers take the last of the two, silently."""
-    path = tmp_path / "sensitivity.json"
-    make_artifact().save(path)
-    text = path.read_text()
-    start = text.index(f'"{name}":')
-    value = "{}" if name != "trace" else "1.0"
-    path.write_text(f'{text[:start]}"{name}": {value}, {text[start:]}')
-    with pytest.raises(ValueError, match=f"is not valid: {name} stands there twice"):
         SensitivityArtifact.load(path)
 
 

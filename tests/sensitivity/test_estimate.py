@@ -196,7 +196,7 @@ def test_what_the_artifact_says():
     assert found.estimator["kappa"] == 2.0 and found.estimator["num_probes"] == 30
     assert found.dataset["num_batches"] == 4
     assert not found.unresolved
-    assert found.scores == sensitivity_scores(found.traces, kappa=2.0)
+    assert found.scores == sensitivity_scores(found.traces, kappa=2.0)[0]
     assert (
         run(model, batches, curvature="fisher", num_probes=4).estimator["method"] == "gauss-newton"
     )
@@ -254,7 +254,7 @@ def test_a_negative_trace_stands_and_takes_the_smallest_resolved_one(caplog):
     smallest = min("up", "steep", key=exact.get)
     assert found.scores["down"] == found.scores[smallest] == min(found.scores.values())
     usable = found.traces | {"down": found.traces[smallest]}
-    assert found.scores == sensitivity_scores(usable)
+    assert found.scores == sensitivity_scores(usable)[0]
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "down" in record.getMessage() and "not known to be positive" in record.getMessage()
     assert found.probes["down"] < 50 * 4  # known to be negative: more probes would not help

@@ -79,13 +79,6 @@ def test_a_layer_is_measured_alike_alone_and_among_others():
     assert journals[1].values.items() <= journals[0].values.items()
 
 
-def test_vectors_at_once_changes_rounding_alone():
-    settings = {"min_probes": 4, "num_probes": 4}
-    one, three = (run(vectors_at_once=n, **settings) for n in (1, 3))
-    assert three.traces == pytest.approx(one.traces, rel=1e-9)
-    assert three.estimator == one.estimator
-
-
 @modes
 @pytest.mark.parametrize("kills", [[0], [1], [2], [1, 1, 3]])
 def test_resumed_after_a_kill(tmp_path, mode, kills):

@@ -120,11 +120,6 @@ def test_parts_that_follow_from_shapes(dtype, tied):
     assert fisher["model"] == found["model"]
 
 
-def test_vectors_at_once_multiply_the_graph():
-    model = meta_llama()
-    assert needed(model, vectors_at_once=3)["graph"] == 3 * needed(model)["graph"]
-
-
 def test_it_takes_no_memory_itself():
     """A model of 300 GB; the batch's own numbers do not matter."""
     with torch.device("meta"):

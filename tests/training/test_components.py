@@ -65,10 +65,9 @@ def test_history_survives_a_cut_line_and_drops_what_will_be_made_again(tmp_path)
 
 
 def test_results_table():
-    rows = [("pretrained", 2.0), ("naive", 4.0), ("trained", 2.5)]
-    lines = results_table(rows, reference="pretrained", worst="naive").splitlines()
+    lines = results_table({"pretrained": 2.0, "naive ternary": 4.0, "trained": 2.5}).splitlines()
     assert len(lines) == 5 and "75.0%" in lines[-1] and "12.18" in lines[-1]
-    assert "-" in results_table([("only", 1.0)], "pretrained", "naive").splitlines()[-1]
+    assert "-" in results_table({"only": 1.0}).splitlines()[-1]
 
 
 def test_plot_is_a_png(tmp_path):

@@ -126,12 +126,11 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
         ("eval.models=[checkpoint]", "no complete checkpoint in"),
         ("eval.models=[pretraned]", "or give another folder, or one of pretrained"),
         ("eval.models=[]", "must name at least one model"),
-        ("eval.models=pretrained", "eval.models must be a list; got 'pretrained'"),
-        ("eval.models=[naive,naive]", "names something twice"),
+        ("eval.models=pretrained", "eval.models: .* is not a .*list"),
         ("eval.tasks=[]", "eval needs tasks or perplexity"),
         ("eval.tasks=[tiny_choise]", "tiny_choice"),
         ("eval.window=1000", "eval.window must be in .1, 64.; got 1000"),
-        ("eval.perplexity.x=3", "eval.perplexity.x must be a mapping of options; got 3"),
+        ("eval.perplexity.x=3", "eval.perplexity.x: .* the mapping .* value: 3"),
         ("eval.perplexity.x={sorce: y}", "did you mean source"),
         ("eval.perplexity.x={source: /nowhere.txt}", "/nowhere.txt does not exist"),
         (
@@ -139,7 +138,7 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
             "x.stride must be in .1, 64.; got 65",
         ),
         ("eval.batch_size=0", "eval.batch_size must be at least 1; got 0"),
-        ("eval.at_end=perhaps", "eval.at_end must be True or False"),
+        ("eval.at_end=perhaps", "eval.at_end: Value 'perhaps' is not a valid bool"),
     ],
 )
 def test_errors_come_before_any_model_is_loaded(

@@ -62,7 +62,7 @@ def test_resuming_goes_on_with_the_same_tokens(model_dir, tmp_path, files, num_w
     [
         (["tokenize.max_tokens=0"], "tokenize.max_tokens must be at least 1"),
         (["tokenize.max_token=9"], "did you mean max_tokens"),
-        (["tokenize.verify=maybe"], "tokenize.verify must be True or False"),
+        (["tokenize.verify=maybe"], "tokenize.verify: Value 'maybe' is not a valid bool"),
         (["dataset.column=content"], "content"),
     ],
 )
