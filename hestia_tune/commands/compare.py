@@ -21,13 +21,15 @@ def compare_runs(runs: Sequence[str]) -> str:
         runs: output folders of ``hestia_qat``, or their results.json.
 
     Raises:
-        FileNotFoundError: if a run has no results, which it writes when it ends.
+        FileNotFoundError: if a run has no results.
         ValueError: if it has no validation losses, or is no run.
     """
     found: dict[str, dict[str, float]] = {}
     for run in runs:
         path = Path(run)
         path = path / "results.json" if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(f"{run} has no results.json; let the run finish first")
         try:
             losses = json.loads(path.read_text(encoding="utf-8"))["validation_loss"]
         except (ValueError, KeyError, TypeError):

@@ -85,7 +85,10 @@ def stdlib_docstrings() -> tuple[str, ...]:
         parts = path.relative_to(stdlib).with_suffix("").parts
         if parts[0] not in sys.stdlib_module_names or {"test", "tests", "idle_test"} & set(parts):
             continue
-        nodes = ast.walk(ast.parse(path.read_bytes()))
+        try:
+            nodes = ast.walk(ast.parse(path.read_bytes()))
+        except SyntaxError:  # some files of lib2to3 are deliberately not Python 3
+            continue
         found = [ast.get_docstring(node) for node in nodes if isinstance(node, documented)]
         docstrings = dict.fromkeys(inspect.cleandoc(text).strip() for text in found if text)
         if docstrings:

@@ -1,9 +1,9 @@
 """What an ``eval`` section measures, read and checked once, then applied to any number of models.
 
 lm-eval knows some fifteen thousand tasks; the YAML files in ``tasks/`` add groups of ours. A task's
-rows come from the Hugging Face hub (once; they stay in HF_HOME) unless its YAML points to local
-files, so loading is where a missing network shows. What lm-eval seeds or sets is put back
-afterwards, so that an evaluation in the middle of a training run does not change the run.
+rows come from the Hugging Face hub unless its YAML points to local files, so loading is where a
+missing network shows. What lm-eval seeds or sets is put back afterwards, so that an evaluation in
+the middle of a training run does not change the run.
 """
 
 import contextlib
@@ -56,13 +56,19 @@ class Evaluator:
         self.window = settings.window or max_seq_len
         require_number("eval.window", self.window, 1, max_seq_len, "the model reads no more")
         self._texts, self._tasks = {}, None
-        for name, text in settings.perplexity.items():
-            window = min(self.window, text.window or _PERPLEXITY_WINDOW)
-            stride = text.stride or window
-            require_number(f"eval.perplexity.{name}.stride", stride, 1, window)
-            self._texts[name] = (read_documents(text), window, stride, text.max_tokens)
-        if settings.tasks:
-            self._tasks = load_tasks(settings.tasks, find_tasks(settings.include_path))
+        try:
+            for name, text in settings.perplexity.items():
+                window = min(self.window, text.window or _PERPLEXITY_WINDOW)
+                stride = text.stride or window
+                require_number(f"eval.perplexity.{name}.stride", stride, 1, window)
+                self._texts[name] = (read_documents(text), window, stride, text.max_tokens)
+            if settings.tasks:
+                self._tasks = load_tasks(settings.tasks, find_tasks(settings.include_path))
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"the Hugging Face hub cannot be reached ({error}); get the data once with a "
+                "network (it stays in HF_HOME), or use local files (include_path, a text's path)"
+            ) from error
 
     @torch.no_grad()
     def evaluate(
@@ -83,6 +89,8 @@ def find_tasks(include_path: str | None = None) -> Any:
     """lm-eval's ``TaskManager`` (some seconds); tasks of a folder come before those of one name."""
     from lm_eval.tasks import TaskManager
 
+    if include_path is not None and not Path(include_path).is_dir():
+        raise FileNotFoundError(f"include_path {include_path} is not a folder; check the path")
     ours = Path(__file__).parent / "tasks"
     return TaskManager(include_path=[str(path) for path in (ours, include_path) if path])
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hestia_tune.config import require_number
 from hestia_tune.sections import TextConfig
 
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -48,8 +49,10 @@ def perplexity(
         ``byte_perplexity`` and ``bits_per_byte``.
 
     Raises:
+        ValueError: on a window that is too long.
         FloatingPointError: naming a text with NaN in its logits.
     """
+    require_number("window", window, 1, lm.max_length)
     stride = stride or window
     texts, tokenized, left = [], [], math.inf if max_tokens is None else max_tokens
     for text in documents:

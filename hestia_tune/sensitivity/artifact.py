@@ -125,6 +125,8 @@ class SensitivityArtifact:
     wall_time_seconds: float = 0.0
 
     def __post_init__(self):
+        if not isinstance(self.estimator, dict) or not isinstance(self.dataset, dict):
+            raise TypeError("estimator and dataset must be mappings")
         if not self.probes:
             object.__setattr__(self, "probes", dict.fromkeys(self.traces, 0))
         for column, (key, low, high) in _COLUMNS.items():

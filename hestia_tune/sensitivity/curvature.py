@@ -21,6 +21,7 @@ is the Hessian without the terms in second derivatives of the network. Costs one
 and one backward per pass, in the memory of plain training.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -212,12 +213,14 @@ def fisher_traces(
         batch: labels of -100 do not count; the others are replaced by sampled ones.
 
     Yields:
-        Name -> estimate; NaN where the logits are.
+        Name -> estimate; NaN for all if the logits are not finite.
     """
     logits = logits_of(model, batch)
     counted = batch.labels >= 0
     probabilities = logits.detach()[counted].softmax(-1, dtype=torch.float32)  # (n, vocabulary)
-    probabilities = probabilities.nan_to_num(1.0)  # the gradients will be NaN, whatever is drawn
+    if not probabilities.isfinite().all():  # nothing can be sampled from them
+        yield from (dict.fromkeys(weights, math.nan) for _ in generators)
+        return
     for generator in generators:
         labels = batch.labels.clone()
         labels[counted] = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

@@ -133,6 +133,8 @@ def test_max_tokens_scores_the_beginning():
 
 def test_wrong_values_are_refused():
     model = make_model(0)
+    with pytest.raises(ValueError, match="window must be in"):
+        measure(model, ["a"], window=65)
     with pytest.raises(AssertionError):  # lm-eval's; the eval section is checked when it is read
         measure(model, ["a"], window=8, stride=9)
     with torch.no_grad():

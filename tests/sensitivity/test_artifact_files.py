@@ -65,6 +65,8 @@ BAD_DOCUMENTS = {
     "probes negative": (set_entry("probes", -1), r"probes of layers.0.w1 must be in \[0, "),
     "probes as text": (set_entry("probes", "9"), "probes of layers.0.w1 must be a number"),
     "probes true": (set_entry("probes", True), "probes of layers.0.w1 must be a number"),
+    "dataset as text": (set_field(dataset="c4"), "estimator and dataset must be mappings"),
+    "estimator as a list": (set_field(estimator=[10]), "estimator and dataset must be mappings"),
 }
 
 
