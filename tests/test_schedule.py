@@ -64,6 +64,25 @@ def test_pressure_rises_temperature_falls_and_the_end_is_hard(T, rho):
         assert schedule.pressure(beyond) == 1 and schedule.temperature(beyond, 0.7) == 0
 
 
+@pytest.mark.parametrize("hard_fraction", [0.1, 0.25, 0.8])
+@pytest.mark.parametrize("T", TOTALS)
+def test_a_hard_tail_is_the_schedule_of_a_shorter_run_and_then_hard(T, hard_fraction):
+    soft = (1 - hard_fraction) * T
+    schedule = AnnealingSchedule(T, rho=0.1, tau_init=0.3, alpha=0.4, hard_fraction=hard_fraction)
+    for t in range(T + 1):
+        assert schedule.pressure(t) == AnnealingSchedule(T, rho=0.1).pressure(t)
+        start, expected = 0.1 * T, 0.0
+        if t < soft:
+            progress = max(0.0, t - start) / (soft - start)
+            expected = 0.15 * (1 + math.cos(math.pi * progress)) * math.exp(0.4 * 0.5)
+        assert schedule.temperature(t, 0.5) == pytest.approx(expected, abs=1e-15)
+
+
+def test_a_hard_tail_must_leave_room_for_the_pressure():
+    with pytest.raises(ValueError, match=r"rho \+ hard_fraction must be at most 1; got 0.5 \+ 0.6"):
+        ScheduleConfig(rho=0.5, hard_fraction=0.6)
+
+
 @pytest.mark.parametrize("rho", [0.2, 0.35, 0.9])
 def test_both_schedules_are_continuous_where_compression_ends(rho):
     T = 10**6

@@ -13,6 +13,7 @@ blocks at a time is on the device. In ``reconstruct.output``:
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from hestia_tune.models import build
 from hestia_tune.modules import quantized_linears
 from hestia_tune.plots import plot_errors
 from hestia_tune.reconstruction import Reconstruction, WindowResult
-from hestia_tune.reconstruction.streams import Stream, bytes_of_streams
+from hestia_tune.reconstruction.streams import make_streams
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, model_fingerprint
 from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of, mean_loss
 from hestia_tune.training import data
@@ -128,7 +129,7 @@ class ReconstructionRecipe:
             self.finished = True
             return
         self.computed = True
-        model = self._load(state)
+        model = build.load_on_all_ranks(self.cfg.model, state, "cpu").requires_grad_(False).eval()
         self.losses |= self.validation_loss(model, PRETRAINED)
         self.component.prepare(model)
         for layer in quantized_linears(model).values():
@@ -187,16 +188,6 @@ class ReconstructionRecipe:
         write_atomically(windows / RESULTS_FILE, json.dumps(identity))
         return True
 
-    def _load(self, state: Mapping[str, torch.Tensor] | None) -> nn.Module:
-        """The pretrained model in float32 on the CPU of every rank; rank 0 has ``state``."""
-        with training.set_default_dtype(torch.float32):
-            model = build.instantiate(self.cfg.model, "model").requires_grad_(False).eval()
-        if state is not None:
-            model.load_state_dict(state)
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, src=0)
-        return model
-
     @torch.no_grad()
     def validation_loss(self, model: nn.Module, label: str) -> dict[str, float]:
         """``label`` -> the mean loss of the model as it stands; empty without validation data."""
@@ -221,19 +212,6 @@ class ReconstructionRecipe:
     def _autocast(self) -> torch.autocast:
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype, enabled=enabled)
-
-    def _streams(self, shape: tuple[int, int, int], batch_size: int) -> tuple[Stream, Stream]:
-        """Both streams, in memory if they fit into what ``memory`` allows, else in files."""
-        need = bytes_of_streams(*shape) / 2**30
-        in_files = need > self.settings.memory
-        where = f"files in {self.output}" if in_files else "memory"
-        log.info(f"hidden states: {need:.2f} GiB per rank, in {where}")
-        names = (f"stream_{name}_{dist.get_rank()}.tmp" for name in ("full", "hard"))
-        files = [self.output / name if in_files else None for name in names]
-        full, hard = (Stream(shape, batch_size, self.device, file) for file in files)
-        for file in files:  # lives on while it is mapped
-            remove(file or self.output / "no.tmp")
-        return full, hard
 
     def _reconstruct(
         self,
@@ -262,7 +240,13 @@ class ReconstructionRecipe:
             device=self.device,
             dtype=self.dtype,
             compiled=self.options.compile,
-            streams=self._streams,
+            streams=partial(
+                make_streams,
+                device=self.device,
+                limit=self.settings.memory,
+                folder=self.output,
+                rank=dist.get_rank(),
+            ),
         )
         results = self._resume(work, model, windows)
         total = len(work.windows) * work.steps
@@ -331,8 +315,7 @@ class ReconstructionRecipe:
             return "stopped; finished windows are kept, and the same command goes on after them"
         found = json.loads((self.output / RESULTS_FILE).read_text(encoding="utf-8"))
         losses = found["validation_loss"]
-        naive = f"naive {self.component.method.name}"
-        table = results_table(losses.items(), PRETRAINED, naive) + "\n\n" if losses else ""
+        table = results_table(losses) + "\n\n" if losses else ""
         return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
 
 

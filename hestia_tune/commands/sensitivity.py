@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torchtune import config, training, utils
+from torchtune import config, utils
 
 from hestia_tune.distributed import end_process_group, ensure_process_group, on_first_rank
 from hestia_tune.files import remove, require_writable_dir
@@ -72,7 +72,7 @@ class SensitivityRecipe:
         self.computed = artifact is None
         if artifact is None:
             on_first_rank(lambda: self._announce(names, batches), share=False)
-            model = self.load(state)
+            model = build.load_on_all_ranks(self.cfg.model, state, self.device)
             weights = {name: model.get_submodule(name).weight for name in names}
             journal = Journal(folder, dist.get_rank())
             artifact = estimate_sensitivity(model, weights, batches, self.settings, journal=journal)
@@ -90,16 +90,6 @@ class SensitivityRecipe:
         return build.read_checkpoint(
             lambda: config.instantiate(section).load_checkpoint(), meta, section
         )
-
-    def load(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
-        """The pretrained model in float32 on the device of every rank; rank 0 has ``state``."""
-        with training.set_default_dtype(torch.float32), self.device:
-            model = config.instantiate(self.cfg.model)
-        if dist.get_rank() == 0:
-            model.load_state_dict(state)
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, src=0)
-        return model
 
     def _find(
         self, names: list[str], state: Mapping[str, torch.Tensor], batches: list[CalibrationBatch]

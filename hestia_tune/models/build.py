@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import config, training
@@ -50,6 +51,19 @@ def build_on_meta(cfg_model: DictConfig, component: QATQuantizerBase) -> nn.Modu
         ValueError: if the method cannot take the model's layers; the error names the layer.
     """
     return component.prepare(plain_on_meta(cfg_model))
+
+
+def load_on_all_ranks(
+    cfg_model: DictConfig, state: Mapping[str, torch.Tensor] | None, device: torch.device | str
+) -> nn.Module:
+    """The model in float32, whole, on the device of every rank; the first has ``state``."""
+    with training.set_default_dtype(torch.float32), torch.device(device):
+        model = instantiate(cfg_model, "model")
+    if state:
+        model.load_state_dict(state)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+    return model
 
 
 def read_checkpoint(

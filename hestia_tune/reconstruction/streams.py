@@ -5,15 +5,14 @@ hard already. A stream is kept at one place only and overwritten as it moves on,
 what is needed is two hidden states a token, 4·dim bytes.
 """
 
+import logging
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-
-def bytes_of_streams(num_sequences: int, seq_len: int, dim: int) -> int:
-    """Of both streams together."""
-    return 2 * 2 * num_sequences * seq_len * dim
+log = logging.getLogger(__name__)
 
 
 class Stream:
@@ -50,6 +49,25 @@ class Stream:
         """The states of a batch on the device, float32; the copy may still be under way."""
         states = self._states[batch * self.batch_size :][: self.batch_size]
         return states.to(self._device, non_blocking=True).float()
+
+
+def make_streams(
+    shape: tuple[int, int, int],
+    batch_size: int,
+    *,
+    device: torch.device,
+    limit: float,
+    folder: Path,
+    rank: int,
+) -> tuple[Stream, Stream]:
+    """Both streams: in memory, or, beyond ``limit`` GiB, in files of ``folder`` without a name."""
+    need = 2 * 2 * math.prod(shape) / 2**30
+    names = [folder / f"stream_{k}_{rank}.tmp" if need > limit else None for k in range(2)]
+    full, hard = (Stream(shape, batch_size, device, file) for file in names)
+    for file in filter(None, names):
+        file.unlink()  # it lives on while it is mapped
+    log.info(f"hidden states: {need:.2f} GiB, in {'files' if need > limit else 'memory'}")
+    return full, hard
 
 
 def prefetched(

@@ -6,10 +6,22 @@ its logits beside the model's. Both give their logits in chunks of the sequence,
 (torchtune's) is taken chunk by chunk, so that its float32 probabilities exist for one at a time.
 """
 
+from functools import partial
+from pathlib import Path
+
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtune import training
 from torchtune.modules import loss
 
+from hestia_tune.distributed import on_first_rank
+from hestia_tune.export.folder import SafetensorsFolder
+from hestia_tune.models import build
+from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.sections import DistillationConfig
+from hestia_tune.training import sharding
+from hestia_tune.training.options import Run
 
 _LOSSES = {
     "kl": loss.ForwardKLLoss,
@@ -48,3 +60,50 @@ def distillation_loss_sum(
         flat = own.flatten(0, 1) * scale, other.flatten(0, 1) * scale  # (tokens, vocabulary)
         total = total + divergence(*flat, part.flatten(), normalize=False)
     return total * settings.temperature**2
+
+
+def make_teacher(
+    run: Run,
+    pretrained: dict[str, torch.Tensor],
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> nn.Module:
+    """The model to distil from, frozen and sharded like the model. Collective.
+
+    Args:
+        run: its ``distillation.teacher`` names the model.
+        pretrained: the pretrained state dict, on the first rank.
+        mesh, dtype, device: of the run.
+
+    Raises:
+        FileNotFoundError, ValueError: if a folder holds no model of this shape.
+    """
+    cfg = run.cfg
+    teacher = build.plain_on_meta(cfg.model).requires_grad_(False).eval()
+    if run.options.distillation.teacher != "pretrained":
+        pretrained = on_first_rank(partial(_read_teacher, run, teacher), share=False) or {}
+    if cfg.compile:
+        training.compile_model(teacher, verbose=False)
+    sharding.shard(
+        teacher,
+        mesh,
+        dtype,
+        cpu_offload=cfg.fsdp_cpu_offload,
+        reshard_after_forward=cfg.fsdp_reshard_after_forward,
+        names_to_match=cfg.custom_sharded_layers,
+    )
+    sharding.materialize(teacher.to(dtype), pretrained, device, cfg.fsdp_cpu_offload, dtype=dtype)
+    return teacher
+
+
+def _read_teacher(run: Run, teacher: nn.Module) -> dict[str, torch.Tensor]:
+    folder = Path(run.options.distillation.teacher)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f'distillation.teacher {folder} has no config.json; give "pretrained" or a Hugging '
+            "Face folder"
+        )
+    state = dict(read_weights(run.cfg.checkpointer.model_type, SafetensorsFolder(folder)))
+    build.check_state_dict(teacher, state, str(folder))
+    return state

@@ -5,6 +5,7 @@ import json
 import math
 import resource
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,23 @@ from torchtune import training
 from hestia_tune.files import write_atomically
 from hestia_tune.modules import QuantizedLinear
 from hestia_tune.selection import clean_fqn
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step says of itself.
+
+    Attributes:
+        loss: mean over the predicted tokens of all ranks and micro-batches, in nats.
+        num_tokens: of all ranks.
+        grad_norm: before clipping; None if gradients are not clipped.
+        stop_requested: whether some rank was asked to stop.
+    """
+
+    loss: float
+    num_tokens: int
+    grad_norm: float | None
+    stop_requested: bool
 
 
 class History:

@@ -11,7 +11,6 @@ output_dir/
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from hestia_tune.training import checkpoint
 from hestia_tune.training.data import shifted_labels
 from hestia_tune.training.distillation import distillation_loss_sum
 from hestia_tune.training.monitoring import (
+    StepResult,
     check_finite,
     check_loss,
     memory_metrics,
@@ -45,23 +45,6 @@ from hestia_tune.training.outputs import (
 from hestia_tune.training.setup import RecipeSetup
 
 log = utils.get_logger("DEBUG")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What an optimizer step says of itself.
-
-    Attributes:
-        loss: mean over the predicted tokens of all ranks and micro-batches, in nats.
-        num_tokens: of all ranks.
-        grad_norm: before clipping; None if gradients are not clipped.
-        stop_requested: whether some rank was asked to stop.
-    """
-
-    loss: float
-    num_tokens: int
-    grad_norm: float | None
-    stop_requested: bool
 
 
 class HestiaQATRecipe(RecipeSetup):
@@ -203,23 +186,20 @@ class HestiaQATRecipe(RecipeSetup):
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
         if teacher is not None:
-            with torch.no_grad():
-                wanted = teacher(**batch)
+            wanted = teacher(**batch)  # frozen: nothing is kept for a backward
         with self.activations_handling_ctx:
             logits = self._model(**batch)
-        settings, total = self.options.distillation, 0.0
-        if teacher is None or settings.weight < 1:
-            # Without a token to predict the mean would be NaN; any label will do, its weight is 0.
-            some = torch.where(count > 0, labels, torch.zeros_like(labels))
-            if isinstance(logits, list):
-                loss = self._loss_fn(logits, some)
-            else:
-                loss = self._loss_fn(logits.reshape(-1, logits.size(-1)), some.reshape(-1))
-            total = loss * count
+        settings, weight, total = self.options.distillation, 0.0, 0.0
         if teacher is not None:
-            distilled = distillation_loss_sum(logits, wanted, labels, settings, ignore)
-            total = (1 - settings.weight) * total + settings.weight * distilled
-        return total, count
+            weight = settings.weight
+            total = weight * distillation_loss_sum(logits, wanted, labels, settings, ignore)
+        if weight == 1:
+            return total, count
+        # Without a token to predict the mean would be NaN; any label will do, its weight is 0.
+        labels = torch.where(count > 0, labels, torch.zeros_like(labels))
+        if not isinstance(logits, list):
+            labels, logits = labels.reshape(-1), logits.reshape(-1, logits.size(-1))
+        return total + (1 - weight) * self._loss_fn(logits, labels) * count, count
 
     def clip_gradients(self) -> float | None:
         """The norm of the gradient before clipping; None if it is not clipped. Collective."""

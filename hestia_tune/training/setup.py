@@ -21,7 +21,6 @@ from hestia_tune.distributed import StopRequest, ensure_process_group, on_first_
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
-from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
@@ -29,6 +28,7 @@ from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 from hestia_tune.training import checkpoint, sharding
 from hestia_tune.training.base import FullFinetuneRecipeDistributed
 from hestia_tune.training.data import TrainingData
+from hestia_tune.training.distillation import make_teacher
 from hestia_tune.training.monitoring import CodeStatistics, History
 from hestia_tune.training.options import Run, RunOptions
 from hestia_tune.training.reconstructed import read_results, reconstructed
@@ -151,7 +151,10 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
         self._teacher = None
         if options.distillation.weight:
-            self._teacher = self._setup_teacher(cfg, pretrained)
+            self._teacher = make_teacher(
+                self.run, pretrained, self._mesh, self._dtype, self._device
+            )
+            self._teacher.num_output_chunks = self._model.num_output_chunks
         self.driver = self.make_driver(scores)
         self._statistics = None
         if options.code_statistics:
@@ -292,40 +295,6 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             model, enable_activation_offloading
         )
         return model
-
-    def _setup_teacher(self, cfg: DictConfig, pretrained: dict[str, torch.Tensor]) -> nn.Module:
-        """The model to distil from: frozen, in the compute dtype, sharded like the model."""
-        teacher, source = build.plain_on_meta(cfg.model), self.options.distillation.teacher
-        if source != "pretrained":
-            pretrained = on_first_rank(partial(self._read_teacher, teacher), share=False) or {}
-        teacher.requires_grad_(False).eval()
-        if cfg.compile:
-            training.compile_model(teacher, verbose=self._is_rank_zero)
-        sharding.shard(
-            teacher,
-            self._mesh,
-            self._dtype,
-            cpu_offload=cfg.fsdp_cpu_offload,
-            reshard_after_forward=cfg.fsdp_reshard_after_forward,
-            names_to_match=cfg.custom_sharded_layers,
-        )
-        teacher.to(self._dtype)
-        sharding.materialize(
-            teacher, pretrained, self._device, cfg.fsdp_cpu_offload, dtype=self._dtype
-        )
-        teacher.num_output_chunks = self._model.num_output_chunks
-        return teacher
-
-    def _read_teacher(self, teacher: nn.Module) -> dict[str, torch.Tensor]:
-        folder = Path(self.options.distillation.teacher)
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f'distillation.teacher {folder} has no config.json; give "pretrained" or a '
-                "Hugging Face folder"
-            )
-        state = dict(read_weights(self.run.cfg.checkpointer.model_type, folder))
-        build.check_state_dict(teacher, state, str(folder))
-        return state
 
     def _setup_optimizer(
         self,

@@ -271,6 +271,88 @@ def test_a_learned_scale_starts_as_the_mean_and_is_exported():
         TernaryMethod(group_size="tensor", scale="learned")
 
 
+@pytest.mark.parametrize("tau", [0.05, 0.3, 2.0])
+@pytest.mark.parametrize("scale", ["absmean", "learned"])
+@pytest.mark.parametrize(("threshold", "offset"), [("learned", "learned"), ("half", "learned")])
+def test_gradients_of_threshold_and_offset_are_those_of_autograd(tau, scale, threshold, offset):
+    """H = gamma·mu((w - o·g)/delta), mu the relaxed code of Eq. 6 at scale 1, delta 2·sigmoid(s)·g
+    or gamma."""
+    method = TernaryMethod(group_size=4, scale=scale, threshold=threshold, offset=offset)
+    w = weight(shape=(3, 8)).requires_grad_()
+    generator = torch.Generator().manual_seed(1)
+    start = method.initial_parameters(w)[-1].double()
+    values = {
+        name: (0.3 * torch.randn(3, 2, dtype=torch.float64, generator=generator)).requires_grad_()
+        for name in method.trained_parameters
+    }
+    over_row = lambda value: value.repeat_interleave(4, dim=1)  # noqa: E731
+    gamma = w.detach().abs().unflatten(1, (2, 4)).mean(-1) + 1e-8
+    if scale == "learned":
+        gamma = 2 * torch.sigmoid(values["scale_logit"]) * start
+    gamma = gamma + (gamma.to(torch.bfloat16).double() - gamma).detach()
+    delta = gamma
+    if threshold == "learned":
+        delta = 2 * torch.sigmoid(values["threshold_logit"]) * start
+    u = (w - over_row(values["offset"] * start)) / over_row(delta)
+    expected = over_row(gamma) * eq6_relaxed(u, torch.ones_like(u), tau)
+    grad = torch.randn(3, 8, dtype=torch.float64, generator=generator)
+    expected.backward(grad)
+    scalars = [torch.tensor(v, dtype=torch.float64) for v in (tau, 1.0)]
+    parameters = (*(value.detach() for value in values.values()), start)
+    found = method.effective_weight(w.detach(), *scalars, parameters)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12)
+    grads = method.vjp(grad, w.detach(), *scalars, parameters)
+    for own, value in zip(grads, (w, *values.values()), strict=False):
+        torch.testing.assert_close(own, value.grad, rtol=1e-7, atol=1e-10)
+    assert len(grads) == len(parameters) + 1 and not grads[-1].any()
+
+
+def test_threshold_and_offset_choose_the_codes_and_the_scale_alone_multiplies():
+    method = TernaryMethod(group_size=4, scale="learned", threshold="learned", offset="learned")
+    w = torch.tensor([[0.2, -0.7, 0.45, -0.3]])
+    one = torch.ones(1, 1)
+    codes, scale = method.codes(w, (0 * one, 0 * one, 0 * one, one))
+    assert codes.tolist() == [[0, -1, 0, 0]] and scale.item() == 1.0
+    lower = torch.logit(torch.tensor([[0.25]]))  # threshold sigmoid(s)·g
+    assert method.codes(w, (0 * one, lower, 0 * one, one))[0].tolist() == [[0, -1, 1, -1]]
+    codes, scale = method.codes(w, (one, 0 * one, -0.4 * one, one))  # by w + 0.4
+    assert codes.tolist() == [[1, 0, 1, 0]]
+    assert scale.item() == pytest.approx(2 * torch.sigmoid(torch.tensor(1.0)).item(), rel=2**-8)
+
+
+@pytest.mark.parametrize("group_size", [8, "channel"])
+def test_the_least_squares_start_has_no_better_scale_beside_it(group_size):
+    w = weight(shape=(4, 16)).float()
+    method = TernaryMethod(group_size=group_size, scale="learned", start="least_squares")
+    *_, start = method.initial_parameters(w)
+    blocks = w.unflatten(1, (start.shape[1], -1))
+
+    def error(scale):  # of the nearest codes
+        codes = (blocks / scale).round().clamp(-1, 1)
+        return (blocks - scale * codes).square().sum(-1)
+
+    least = error(start.unsqueeze(-1))
+    for scale in torch.linspace(0.01, float(w.abs().max()), 400):
+        assert (least <= error(scale) * 1.001 + 1e-9).all()  # the scale is rounded to bfloat16
+    absmean = TernaryMethod(group_size=group_size)
+    assert (w - method.hard(w, method.initial_parameters(w))).square().sum() < (
+        w - absmean.hard(w)
+    ).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threshold": "third"}, 'threshold must be "half" or "learned"; got \'third\''),
+        ({"start": "least_squares"}, "nothing is learned; set scale: learned"),
+        ({"offset": "learned", "group_size": "tensor"}, "scales that lie within rows"),
+    ],
+)
+def test_errors_of_learned_parameters(options, message):
+    with pytest.raises(ValueError, match=message):
+        TernaryMethod(**options)
+
+
 def test_the_hard_limit_of_a_learned_scale_is_a_straight_through_rounding():
     """At tau 0: d(gamma·round(w/gamma))/dgamma = round(z) - z, and the code where it is clipped."""
     w = torch.tensor([[0.2, -0.7, 1.2, -3.0]], dtype=torch.float64)

@@ -1,0 +1,309 @@
+"""Block reconstruction: the plan of windows, a step by hand, ranks, resuming, streams."""
+
+import math
+import socket
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from hestia_tune import HestiaQATQuantizer, quantized_linears
+from hestia_tune.methods.base import effective_weight
+from hestia_tune.reconstruction import Reconstruction, WindowResult, windows
+from hestia_tune.reconstruction.streams import Stream, make_streams, prefetched
+from hestia_tune.sections import ReconstructionConfig
+
+SEQ, DIM, BATCHES, BATCH = 6, 8, 5, 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, 16, bias=False), nn.Linear(16, DIM)
+
+    def forward(self, x, shift=None):
+        x = x if shift is None else x + shift
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def make_model(learned: bool = True) -> nn.ModuleList:
+    torch.manual_seed(0)
+    options = {"scale": "learned", "start": "least_squares"} if learned else {}
+    model = nn.ModuleList(Block() for _ in range(4)).requires_grad_(False)
+    return HestiaQATQuantizer(group_size=8, include=["*"], **options).prepare(model)
+
+
+def states() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(BATCH, SEQ, DIM, generator=generator) for _ in range(BATCHES)]
+
+
+def reconstruct(model, done=0, first=states, ranks=slice(None), **options) -> Reconstruction:
+    settings = {"seed": 3, "epochs": 2, "batch_size": BATCH, "num_samples": 20, "lr": 1e-2}
+    counted = torch.ones(BATCH, SEQ, dtype=torch.bool)
+    counted[1, 4:] = False
+    engine = {k: options.pop(k) for k in ("compiled", "inputs", "scores") if k in options}
+    return Reconstruction(
+        model,
+        list(model),
+        lambda h: h @ torch.eye(DIM),
+        ReconstructionConfig(**settings | options),
+        (state[ranks] for state in first()),
+        [counted[ranks]] * BATCHES,
+        dtype=torch.float32,
+        **engine,
+    )
+
+
+def results(work: Reconstruction, done: int = 0) -> list[WindowResult]:
+    return [result for result in work.run(done) if result is not None]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((3, 1, 1), [(0, 1, 1), (1, 2, 2), (2, 3, 3)]),
+        ((4, 2, 1), [(0, 1, 0), (0, 2, 1), (1, 3, 2), (2, 4, 3), (3, 4, 4)]),
+        ((6, 4, 2), [(0, 2, 0), (0, 4, 2), (2, 6, 4), (4, 6, 6)]),
+        ((5, 2, 2), [(0, 2, 2), (2, 4, 4), (4, 5, 5)]),
+        ((2, 8, 8), [(0, 2, 2)]),
+    ],
+)
+def test_windows(shape, expected):
+    found = windows(*shape)
+    assert found == expected
+    assert all(
+        begin <= later and final == later for (begin, _, final), (later, *_) in pairwise(found)
+    )
+
+
+def test_a_window_equals_a_loop_by_hand():
+    """Everything of a step, by autograd and torch's own AdamW; two blocks, one after the other."""
+    model, by_hand = make_model(), make_model()
+    work = reconstruct(model, tau_init=0.4, hard_fraction=0.25, norm_lr=1e-3)
+    found = results(work)
+    full = [h.to(torch.bfloat16) for h in states()]
+    hard = list(full)
+    counted = torch.ones(BATCH, SEQ)
+    counted[1, 4:] = 0
+    for index, block in enumerate(by_hand):
+        plain = make_model()[index]
+        for layer in quantized_linears(plain).values():
+            layer.weight_fake_quantizer.enabled = False
+        full = [plain(h.float()).to(torch.bfloat16) for h in full]
+        target = [h.float() for h in full]
+        norms = torch.stack([t.square().sum(-1) for t in target])
+        median = norms[torch.stack([counted.bool()] * BATCHES)].median()
+        norms = norms.clamp(max=4 * median)
+        layers = quantized_linears(block)
+        own = [layer.scale_logit for layer in layers.values()]
+        fixed = [layer.scale_start for layer in layers.values()]
+        weights = [layer.weight for layer in layers.values()]
+        others = [
+            p for p in block.parameters() if all(p is not q for q in (*own, *fixed, *weights))
+        ]
+        for p in (*own, *weights, *others):
+            p.requires_grad_()
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": weights, "lr": 1e-2},
+                {"params": own, "lr": 5e-3},
+                {"params": others, "lr": 1e-3},
+            ],
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+        )
+        peaks = [1e-2, 5e-3, 1e-3]
+        generator = torch.Generator().manual_seed(3 + index)
+        steps = 2 * BATCHES
+        for step in range(steps):
+            if step % BATCHES == 0:
+                order = torch.randperm(BATCHES, generator=generator).tolist()
+            batch = order[step % BATCHES]
+            last = 0.75 * steps
+            tau = 0.2 * (1 + math.cos(math.pi * step / last)) if step < last else 0.0
+            x = block.norm(hard[batch].float())
+
+            def linear(layer, x, tau=tau):
+                w = effective_weight(
+                    layer.weight, tau, 1.0, layer.method, (layer.scale_logit, layer.scale_start)
+                )
+                return torch.nn.functional.linear(x, w, layer.bias)
+
+            out = hard[batch].float() + linear(block.down, torch.tanh(linear(block.up, x)))
+            error = (out - target[batch]).square().sum(-1) / norms[batch]
+            ((error * counted).sum() / counted.sum()).backward()
+            nn.utils.clip_grad_norm_([*weights, *own, *others], 1.0)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * min(1, (step + 1) / 10) * (1 - step / steps)
+            optimizer.step()
+            optimizer.zero_grad()
+        block.requires_grad_(False)
+        for layer in layers.values():
+            layer.weight_fake_quantizer.is_hard = True
+        hard_out = [block(h.float()) for h in hard]
+        error = torch.stack(
+            [(o - t).square().sum(-1) for o, t in zip(hard_out, target, strict=True)]
+        )
+        error = ((error / norms) * counted).sum() / (counted.sum() * BATCHES)
+        assert found[index].error == pytest.approx(error.item(), rel=1e-3)
+        hard = [h.to(torch.bfloat16) for h in hard_out]
+    for (name, own), other in zip(
+        model.state_dict().items(), by_hand.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_it_mends_what_rounding_lost():
+    found = results(reconstruct(make_model(), epochs=20, batch_size=BATCH))
+    assert [(one.begin, one.end) for one in found] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert all(one.error < 0.6 * one.naive_error for one in found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 2, "stride": 1},
+        {"window": 4, "stride": 2},
+        {"loss": "huber", "huber_delta": 0.1},
+        {"kl_weight": 0.5},
+        {"rank": 4},
+        {"tau_init": 0.0},
+        {"norm_lr": 0.0},
+    ],
+)
+def test_options_change_what_is_learned_and_still_mend(options):
+    plain, other = make_model(), make_model()
+    results(reconstruct(plain, epochs=10))
+    found = results(reconstruct(other, epochs=10, **options))
+    assert found[-1].error < found[-1].naive_error
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(plain.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+    if options.get("norm_lr") == 0:
+        assert all(torch.equal(block.norm.weight, torch.ones(DIM)) for block in other)
+
+
+def test_an_update_of_low_rank_has_that_rank():
+    before, after = make_model(), make_model()
+    results(reconstruct(after, rank=2))
+    for old, new in zip(
+        quantized_linears(before).values(), quantized_linears(after).values(), strict=True
+    ):
+        assert torch.linalg.matrix_rank(new.weight - old.weight, rtol=1e-4) == 2
+
+
+def test_huber_is_the_squared_error_below_delta():
+    models = make_model(), make_model()
+    results(reconstruct(models[0]))
+    results(reconstruct(models[1], loss="huber", huber_delta=1e5))
+    for a, b in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_sensitivity_changes_the_temperatures():
+    models = make_model(), make_model()
+    scores = {name: index % 2 for index, name in enumerate(quantized_linears(models[0]))}
+    results(reconstruct(models[0], alpha=1.0, scores=dict.fromkeys(scores, 0.0)))
+    results(reconstruct(models[1], alpha=1.0, scores=scores))
+    assert not torch.equal(models[0][0].down.weight, models[1][0].down.weight)
+
+
+def test_inputs_reach_the_blocks():
+    """A constant shift of every block is the model's own: the pretrained stream has it too."""
+    inputs = [{"shift": torch.full((BATCH, SEQ, DIM), float(k))} for k in range(BATCHES)]
+    one, other = make_model(), make_model()
+    results(reconstruct(one, inputs=inputs))
+    results(reconstruct(other))
+    assert not torch.equal(one[0].up.weight, other[0].up.weight)
+
+
+def test_compiled_equals_eager():
+    models = make_model(), make_model()
+    results(reconstruct(models[0]))
+    results(reconstruct(models[1], compiled=True))
+    for a, b in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 2}])
+def test_it_goes_on_after_a_window_with_no_weight_different(options):
+    whole, resumed = make_model(), make_model()
+    kept, found = [], []
+    work = reconstruct(whole, **options)
+    for result in work.run():
+        if result is not None:
+            found.append(result)
+            kept.append({k: v.clone() for k, v in whole.state_dict().items()})
+    work = reconstruct(resumed, **options)
+    work.skip(2, lambda: resumed.load_state_dict(kept[1]))
+    again = results(work, 2)
+    assert [one.error for one in again] == [one.error for one in found[2:]]
+    for own, other in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True):
+        assert torch.equal(own, other)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def as_rank(rank: int, port: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model = make_model()
+    found = results(reconstruct(model, ranks=slice(rank, None, 2), kl_weight=0.1))
+    if rank == 0:
+        torch.save((model.state_dict(), [one.error for one in found]), path)
+    dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one(tmp_path):
+    mp.spawn(as_rank, (free_port(), str(tmp_path / "two.pt")), nprocs=2)
+    state, errors = torch.load(tmp_path / "two.pt")
+    model = make_model()
+    found = results(reconstruct(model, kl_weight=0.1))
+    assert [one.error for one in found] == pytest.approx(errors, rel=1e-3)
+    for own, other in zip(model.state_dict().values(), state.values(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_not_finite_is_an_error():
+    with pytest.raises(FloatingPointError, match="blocks 0 to 0.* lower reconstruct.lr"):
+        results(
+            reconstruct(
+                make_model(),
+                norm_lr=1.0,
+                lr=1.0,
+                first=lambda: [torch.full((BATCH, SEQ, DIM), 1e30)] * BATCHES,
+            )
+        )
+
+
+def test_streams_in_files_and_in_memory_hold_the_same(tmp_path):
+    options = {"device": torch.device("cpu"), "folder": tmp_path, "rank": 0}
+    shape = (BATCHES * BATCH, SEQ, DIM)
+    filed = make_streams(shape, BATCH, limit=0.0, **options)
+    held = make_streams(shape, BATCH, limit=1.0, **options)
+    for stream in (*filed, *held):
+        for batch, state in enumerate(states()):
+            stream.write(batch, state)
+    order = [3, 0, 4]
+    for (number, own), (_, other) in zip(
+        prefetched(order, *filed), prefetched(order, *held), strict=True
+    ):
+        expected = states()[number].to(torch.bfloat16).float()
+        assert all(torch.equal(value, expected) for value in (*own, *other))
+    assert not list(tmp_path.iterdir())  # nothing to clean up, whatever happens
+
+
+def test_a_stream_keeps_bfloat16():
+    stream = Stream((BATCH, SEQ, DIM), BATCH, torch.device("cpu"))
+    stream.write(0, torch.full((BATCH, SEQ, DIM), 1.001))
+    assert stream.read(0).dtype == torch.float32 and (stream.read(0) == 1.0).all()

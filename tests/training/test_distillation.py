@@ -1,0 +1,148 @@
+"""Distillation: the loss against its definition, a step by hand, teachers, resuming."""
+
+import pytest
+import torch
+from tiny import SHAPE, make_config, make_model_dir, random_dataset, run
+from torch.nn import functional as F
+
+from hestia_tune.export.folder import SafetensorsFolder
+from hestia_tune.models import HuggingFaceTokenizer, llama
+from hestia_tune.models.checkpoints import read_weights
+from hestia_tune.sections import DistillationConfig
+from hestia_tune.training.distillation import distillation_loss_sum
+
+IGNORED = -100
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def reference(logits, wanted, labels, kind, temperature):
+    """Token by token in float64; "kl" as the cross-entropy with the teacher's distribution."""
+    total = 0.0
+    for own, other, label in zip(
+        logits.flatten(0, 1), wanted.flatten(0, 1), labels.flatten(), strict=True
+    ):
+        if label == IGNORED:
+            continue
+        p, q = (torch.softmax(x.double() / temperature, -1) for x in (other, own))
+        forward = -(p * q.log()).sum()
+        reverse = (q * (q.log() - p.log())).sum()
+        total += {"kl": forward, "kl_reverse": reverse, "mixed": (forward + reverse) / 2}[kind]
+    return float(total) * temperature**2
+
+
+@pytest.mark.parametrize("kind", ["kl", "kl_reverse", "mixed"])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("chunks", [None, 3])
+def test_the_loss_is_the_definition(kind, temperature, chunks):
+    generator = torch.Generator().manual_seed(0)
+    logits, wanted = (3 * torch.randn(2, 7, 11, generator=generator) for _ in range(2))
+    labels = torch.randint(0, 11, (2, 7), generator=generator)
+    labels[0, :4] = IGNORED
+    settings = DistillationConfig(weight=1, temperature=temperature, loss=kind)
+    given = (
+        (logits, wanted) if chunks is None else (list(x.chunk(chunks, 1)) for x in (logits, wanted))
+    )
+    found = distillation_loss_sum(*given, labels, settings, IGNORED)
+    expected = reference(logits, wanted, labels, kind, temperature)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_gradient_vanishes_where_the_model_is_the_teacher():
+    logits = torch.randn(1, 5, 9).requires_grad_()
+    settings = DistillationConfig(weight=1)
+    labels = torch.zeros(1, 5, dtype=torch.long)
+    distillation_loss_sum(logits, logits.detach(), labels, settings, IGNORED).backward()
+    torch.testing.assert_close(logits.grad, torch.zeros_like(logits), atol=1e-6, rtol=0)
+
+
+def batch_of(model_dir):
+    tokenizer = HuggingFaceTokenizer(str(model_dir))
+    samples = [random_dataset(tokenizer, num=4)[index] for index in range(4)]
+    return {key: torch.tensor([s[key] for s in samples]) for key in ("tokens", "labels")}
+
+
+@pytest.mark.parametrize("weight", [0.3, 1.0])
+def test_the_loss_of_a_step_mixes_both(model_dir, tmp_path, weight):
+    """Of the recipe with its own chunks and sharding, against the pretrained model by hand."""
+    teacher = llama(**SHAPE)
+    teacher.load_state_dict(dict(read_weights("LLAMA3_2", SafetensorsFolder(model_dir))))
+    found = []
+
+    def measure(recipe):
+        own, count = recipe.loss_sum(batch_of(model_dir), recipe._teacher)
+        plain, _ = recipe.loss_sum(batch_of(model_dir))
+        recipe._model.set_num_output_chunks(0)
+        batch = batch_of(model_dir)
+        logits = recipe._model(batch["tokens"])[:, :-1].float()
+        with torch.no_grad():
+            wanted = teacher(batch["tokens"])[:, :-1].softmax(-1)
+        labels = batch["labels"][:, 1:]
+        counted = labels != IGNORED
+        soft = -(wanted * logits.log_softmax(-1)).sum(-1)[counted].sum()
+        hard = F.cross_entropy(logits[counted], labels[counted], reduction="sum")
+        assert plain.item() == pytest.approx(hard.item(), rel=1e-5)
+        found.append((own.item(), (weight * soft + (1 - weight) * hard).item()))
+        assert not any(p.requires_grad for p in recipe._teacher.parameters())
+
+    cfg = make_config(model_dir, tmp_path, f"distillation.weight={weight}", "max_steps_per_epoch=2")
+    run(cfg, measure)
+    [(own, expected)] = found
+    assert own == pytest.approx(expected, rel=1e-5)
+
+
+def test_it_trains_towards_the_teacher_and_validates_as_ever(model_dir, tmp_path):
+    losses = {}
+    for weight in (0, 1):
+        options = (f"distillation.weight={weight}", "epochs=4", "dtype=bf16", "compile=False")
+        recipe = run(make_config(model_dir, tmp_path / str(weight), *options))
+        losses[weight] = recipe.validation_losses
+    assert losses[0]["pretrained"] == losses[1]["pretrained"]
+    # Of a random model on random tokens, which cross-entropy overfits, the teacher is the best.
+    gaps = {w: abs(one["trained, hard"] - one["pretrained"]) for w, one in losses.items()}
+    assert gaps[1] < gaps[0]
+
+
+def test_another_folder_teaches(model_dir, tmp_path):
+    other = make_model_dir(tmp_path / "other", seed=5)
+    theirs = dict(read_weights("LLAMA3_2", SafetensorsFolder(other)))
+
+    def check(recipe):
+        own = recipe._teacher.state_dict()["layers.0.mlp.w1.weight"].full_tensor()
+        assert torch.equal(own, theirs["layers.0.mlp.w1.weight"])
+
+    options = ("distillation.weight=0.5", f"distillation.teacher={other}", "max_steps_per_epoch=1")
+    run(make_config(model_dir, tmp_path / "run", *options), check)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["distillation.loss=jsd"], ValueError, "must be one of kl, kl_reverse, mixed; got jsd"),
+        (["distillation.weight=2"], ValueError, r"distillation.weight must be in \[0, 1\]; got 2"),
+        (["distillation.temperature=0"], ValueError, "distillation.temperature must be in"),
+        (["distillation.teacher=nowhere"], FileNotFoundError, "teacher nowhere has no config.json"),
+    ],
+)
+def test_errors(model_dir, tmp_path, overrides, error, message):
+    with pytest.raises(error, match=message):
+        run(make_config(model_dir, tmp_path, "distillation.weight=1", *overrides))
+
+
+def test_a_teacher_of_another_shape_is_refused(model_dir, tmp_path):
+    other = make_model_dir(tmp_path / "other", intermediate_dim=128)
+    options = ("distillation.weight=1", f"distillation.teacher={other}")
+    with pytest.raises(ValueError, match="of another model than the config's"):
+        run(make_config(model_dir, tmp_path / "run", *options))
+
+
+def test_a_run_resumes_with_the_same_distillation_only(model_dir, tmp_path):
+    first = ("distillation.weight=1", "max_steps_per_epoch=2", "save_every_n_steps=1")
+    run(make_config(model_dir, tmp_path, *first))
+    again = (*first, "resume_from_checkpoint=True")
+    run(make_config(model_dir, tmp_path, *again))
+    with pytest.raises(ValueError, match="has distillation .*'weight': 1.0.*this run"):
+        run(make_config(model_dir, tmp_path, *again, "distillation.weight=0.5"))

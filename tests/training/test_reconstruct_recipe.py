@@ -1,0 +1,221 @@
+"""``hestia_reconstruct``: what it writes, going on, two ranks; hestia_qat from what it wrote."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_run, write_config
+from torch import distributed
+
+from hestia_tune.commands import reconstruct
+from hestia_tune.commands.convert import run_convert
+from hestia_tune.commands.qat import run_qat
+from hestia_tune.commands.reconstruct import ReconstructionRecipe, run_reconstruct
+from hestia_tune.functional import hard_ternary
+from hestia_tune.modules import full_tensor, quantized_linears
+from hestia_tune.sensitivity import SensitivityArtifact
+
+FEW = (
+    "quantizer.scale=learned",
+    "quantizer.start=least_squares",
+    "reconstruct.num_samples=12",
+    "reconstruct.batch_size=4",
+    "reconstruct.epochs=3",
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def end_process_group():
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def config(model_dir, output_dir, *overrides):
+    return make_config(model_dir, output_dir, *FEW, *overrides)
+
+
+@pytest.fixture(scope="module")
+def finished(model_dir, tmp_path_factory):
+    """The folder of a finished reconstruction, and its description."""
+    output = tmp_path_factory.mktemp("run")
+    assert run_reconstruct(config(model_dir, output)) == 0
+    folder = output / "reconstruction"
+    return folder, json.loads((folder / "reconstruction.json").read_text())
+
+
+def test_what_it_writes(finished):
+    folder, found = finished
+    expected = ["errors.png", "hard_model", "latents.safetensors", "reconstruction.json"]
+    assert sorted(path.name for path in folder.iterdir()) == expected
+    assert [window["end"] for window in found["windows"]] == [1, 2]
+    assert all(window["error"] < window["naive_error"] for window in found["windows"])
+    losses = found["validation_loss"]
+    assert [*losses] == ["pretrained", "naive ternary", "reconstructed, hard"]
+    latents = load_file(folder / "latents.safetensors")
+    hard = load_file(next((folder / "hard_model").glob("*.safetensors")))
+    ours = latents["layers.1.mlp.w2.weight"]
+    stored = hard["model.layers.1.mlp.down_proj.weight"].float().unflatten(1, (-1, 32))
+    logit, start = (latents[f"layers.1.mlp.w2.{key}"] for key in ("scale_logit", "scale_start"))
+    scale = (2 * torch.sigmoid(logit) * start).to(torch.bfloat16).float().unsqueeze(-1)
+    codes = torch.where(
+        ours.unflatten(1, (-1, 32)).abs() > scale / 2, ours.sign().unflatten(1, (-1, 32)), 0.0
+    )
+    assert torch.equal(stored, scale * codes)
+
+
+def test_once_it_is_there_nothing_is_done_again_and_nothing_else_replaced(model_dir, finished):
+    folder, _ = finished
+    written = (folder / "reconstruction.json").stat().st_mtime_ns
+    recipe = ReconstructionRecipe(config(model_dir, folder.parent))
+    recipe.run()
+    assert recipe.finished and not recipe.computed
+    assert (folder / "reconstruction.json").stat().st_mtime_ns == written
+    with pytest.raises(ValueError, match="of another settings; set reconstruct.overwrite=True"):
+        ReconstructionRecipe(config(model_dir, folder.parent, "reconstruct.lr=0.1")).run()
+    with pytest.raises(ValueError, match="of another quantizer"):
+        other = config(model_dir, folder.parent, "quantizer.group_size=16")
+        ReconstructionRecipe(other).run()
+
+
+class StopsAfter:
+    """A `StopRequest` that is made once so many steps have asked."""
+
+    def __init__(self, steps: int):
+        self._left = steps
+
+    @property
+    def requested(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+    def installed(self):
+        return contextlib.nullcontext()
+
+
+def test_stopped_it_goes_on_after_the_last_window(model_dir, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(11))
+    assert run_reconstruct(config(model_dir, tmp_path)) == 130
+    output = tmp_path / "reconstruction"
+    assert not (output / "reconstruction.json").exists()
+    assert len(list((output / "windows").glob("window_*.safetensors"))) == 1
+    monkeypatch.undo()
+    assert run_reconstruct(config(model_dir, tmp_path)) == 0
+    folder, whole = finished
+    found = json.loads((output / "reconstruction.json").read_text())
+    for window, other in zip(found["windows"], whole["windows"], strict=True):
+        assert window | {"seconds": 0} == other | {"seconds": 0}
+    assert found["validation_loss"] == whole["validation_loss"]
+    own, other = (load_file(f / "latents.safetensors") for f in (output, folder))
+    assert all(torch.equal(own[name], other[name]) for name in other)
+
+
+def test_two_ranks_and_the_command(model_dir, finished, tmp_path):
+    path = write_config(config(model_dir, tmp_path), tmp_path / "config.yaml")
+    ranks = ("--nproc_per_node", "2")
+    done = tune_run("--config", path, torchrun=ranks, recipe="hestia_reconstruct")
+    assert done.returncode == 0, done.stderr
+    assert "reconstructed, hard" in done.stdout
+    _, whole = finished
+    found = json.loads((tmp_path / "reconstruction" / "reconstruction.json").read_text())
+    for window, other in zip(found["windows"], whole["windows"], strict=True):
+        assert window["error"] == pytest.approx(other["error"], rel=1e-2)
+    for label, loss in found["validation_loss"].items():
+        assert loss == pytest.approx(whole["validation_loss"][label], rel=1e-3)
+
+
+def test_training_starts_from_it(model_dir, finished, tmp_path):
+    folder, found = finished
+    latents = load_file(folder / "latents.safetensors")
+
+    def as_loaded(recipe):
+        for name, layer in quantized_linears(recipe.model).items():
+            for key in ("weight", "scale_logit", "scale_start"):
+                own = full_tensor(getattr(layer, key))
+                assert torch.equal(own, latents[f"{name}.{key}"]), (name, key)
+
+    options = (f"reconstruction={folder}", "optimizer.lr=0", "optimizer.weight_decay=0")
+    recipe = run(config(model_dir, tmp_path, *options, "max_steps_per_epoch=1"), as_loaded)
+    losses = recipe.validation_losses
+    assert [*losses][:3] == ["pretrained", "naive ternary", "reconstructed, hard"]
+    for label, loss in found["validation_loss"].items():
+        assert losses[label] == pytest.approx(loss, rel=1e-5)
+    assert losses["trained, hard"] == pytest.approx(losses["reconstructed, hard"], rel=1e-6)
+
+
+def test_auto_computes_it_first(model_dir, tmp_path):
+    cfg = config(model_dir, tmp_path, "reconstruction=auto", "max_steps_per_epoch=2")
+    assert run_qat(cfg) == 0
+    assert (tmp_path / "reconstruction" / "reconstruction.json").exists()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert "reconstructed, hard" in results["validation_loss"]
+    assert len(logged(tmp_path)) == 2
+
+
+def test_it_is_converted(model_dir, finished, tmp_path):
+    folder, _ = finished
+    source = f"convert.source={folder / 'hard_model'}"
+    formats = "convert.formats=[torchao,huggingface,gguf,compressed_tensors]"
+    assert run_convert(config(model_dir, tmp_path, source, formats)) == 0
+    assert (tmp_path / "converted" / "model.gguf").exists()
+
+
+def test_methods_without_parameters_and_with_a_sensitivity(model_dir, tmp_path):
+    names = [f"layers.{i}.attn.{p}_proj" for i in range(2) for p in ("q", "k", "v", "output")]
+    names += [f"layers.{i}.mlp.{w}" for i in range(2) for w in ("w1", "w2", "w3")]
+    assert len(names) == NUM_QUANTIZED
+    artifact = SensitivityArtifact(
+        traces={name: 1.0 + index for index, name in enumerate(names)},
+        standard_errors=dict.fromkeys(names, 0.01),
+        model_fingerprint="any",
+    )
+    artifact.save(tmp_path / "sensitivity.json")
+    few = [option for option in FEW if "quantizer" not in option]
+    for name, overrides in {
+        "plain": [],
+        "sensitive": ["reconstruct.alpha=1", f"sensitivity={tmp_path / 'sensitivity.json'}"],
+    }.items():
+        cfg = make_config(model_dir, tmp_path / name, *few, *overrides)
+        assert run_reconstruct(cfg) == 0
+    states = [
+        load_file(tmp_path / name / "reconstruction" / "latents.safetensors")
+        for name in ("plain", "sensitive")
+    ]
+    key = "layers.1.attn.q_proj.weight"
+    assert not torch.equal(states[0][key], states[1][key])
+    hard = load_file(next((tmp_path / "plain/reconstruction/hard_model").glob("*.safetensors")))
+    expected = hard_ternary(states[0]["layers.1.mlp.w2.weight"], group_size=32)
+    assert torch.equal(hard["model.layers.1.mlp.down_proj.weight"].float(), expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reconstruct.stride=2"], "stride 2 must not be above window 1"),
+        (["reconstruct.num_samples=2"], "num_samples 2 must be at least batch_size 4"),
+        (["dataset.num=4", "reconstruct.batch_size=5"], "fewer samples than .*batch_size 5"),
+        (["reconstruct.loss=cubic"], "reconstruct.loss must be one of squared, huber; got cubic"),
+    ],
+)
+def test_errors(model_dir, tmp_path, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        run_reconstruct(config(model_dir, tmp_path, *overrides))
+
+
+def test_training_refuses_what_is_not_its_own(model_dir, finished, tmp_path):
+    folder, _ = finished
+    with pytest.raises(FileNotFoundError, match="holds none that is finished"):
+        run(config(model_dir, tmp_path, f"reconstruction={tmp_path}"))
+    other = config(model_dir, tmp_path, f"reconstruction={folder}", "quantizer.group_size=16")
+    with pytest.raises(ValueError, match="was made by quantizer ternary, group_size=32"):
+        run(other)
+    stranger = make_model_dir(tmp_path / "stranger", seed=1)
+    with pytest.raises(ValueError, match="made from another model"):
+        run(config(stranger, tmp_path, f"reconstruction={folder}"))
