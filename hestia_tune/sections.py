@@ -124,10 +124,15 @@ class ReconstructionConfig(Section):
         low=0,
         high=1e6,
     )
-    lr: float = option(2e-2, "of the latent weights; falls linearly to 0", low=0, high=1)
-    parameter_lr: float = option(5e-3, "of the method's own parameters", low=0, high=1)
+    lr: float = option(
+        1e-2,
+        "of the latent weights; falls linearly to 0; up to twice as much below 100 steps a window",
+        low=0,
+        high=1,
+    )
+    parameter_lr: float = option(2e-2, "of the method's own parameters", low=0, high=1)
     norm_lr: float = option(
-        1e-3, "of what else the blocks hold, norms and biases; 0 leaves them", low=0, high=1
+        3e-3, "of what else the blocks hold, norms and biases; 0 leaves them", low=0, high=1
     )
     rank: int = option(
         0, "of the update of the latent weights, W + B·A, which saves memory; 0 trains W", low=0
@@ -135,7 +140,7 @@ class ReconstructionConfig(Section):
     rho: float = option(0.0, "as in schedule, for every window", low=0, high=1)
     tau_init: float = option(0.3, "as in schedule, for every window", low=0, high=100)
     alpha: float = option(0.0, "as in schedule, for every window", low=-4, high=4)
-    hard_fraction: float = option(0.2, "as in schedule, for every window", low=0, high=0.9)
+    hard_fraction: float = option(0.1, "as in schedule, for every window", low=0, high=0.9)
     memory: float = option(
         8.0, "GiB of hidden states per rank in memory; more go to a file in output", low=0, high=1e6
     )
