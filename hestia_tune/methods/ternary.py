@@ -229,7 +229,7 @@ class TernaryMethod(Method):
     def _groups(self, weight, parameters=(), total=None, keep_ternary=False) -> _Groups:
         w = block_view(weight, self.group_size).to(compute_dtype(weight))
         values = dict(zip(self.parameter_names, parameters, strict=True))
-        start = values.get("scale_start")
+        start = values.get("scale_start", torch.empty(0))
         if self.scale == "learned":
             scale = (2.0 * torch.sigmoid(values["scale_logit"]) * start).to(torch.float32)
             scale = round_to_bfloat16(scale).to(w.dtype).unsqueeze(-1)

@@ -53,7 +53,7 @@ def distillation_loss_sum(
         ignore_index: see ``labels``.
     """
     divergence = _LOSSES[settings.loss](ignore_index=ignore_index)
-    total, scale = 0.0, 1.0 / settings.temperature
+    total, scale = torch.zeros((), device=labels.device), 1.0 / settings.temperature
     chunks = as_chunks(logits)
     parts = labels.split([chunk.shape[1] for chunk in chunks], dim=1)
     for own, other, part in zip(chunks, as_chunks(teacher_logits), parts, strict=True):

@@ -186,12 +186,12 @@ class HestiaQATRecipe(RecipeSetup):
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
         if teacher is not None:
-            wanted = teacher(**batch)  # frozen: nothing is kept for a backward
+            wanted = teacher(**batch)
         with self.activations_handling_ctx:
             logits = self._model(**batch)
-        settings, weight, total = self.options.distillation, 0.0, 0.0
+        settings, total = self.options.distillation, torch.zeros_like(count, dtype=torch.float32)
+        weight = 0.0 if teacher is None else settings.weight
         if teacher is not None:
-            weight = settings.weight
             total = weight * distillation_loss_sum(logits, wanted, labels, settings, ignore)
         if weight == 1:
             return total, count

@@ -1,0 +1,136 @@
+r"""What each part of a small budget is worth: alone, together, over seeds; and how to reconstruct.
+
+    OMP_NUM_THREADS=1 python benchmarks/replication/small_budgets.py --out runs/small_budgets
+
+Stage ``parts``: straight-through and Hestia; then Hestia with distillation, a learned scale, a hard
+tail, a reconstruction before. All train on the same tokens; the table has the seconds of each (with
+those of its reconstruction and its sensitivity), and ``--steps`` sets a budget. Stage
+``reconstruction``: with and without temperature, windows, numbers of sequences. Both are told as
+hard validation losses, mean and deviation over ``--seeds``. What is done is kept: a stopped
+study goes on.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from common import HARD, many_runs, require_same, settings_of, slug
+from omegaconf import OmegaConf
+
+from hestia_tune.commands.reconstruct import ReconstructionRecipe
+from hestia_tune.commands.sensitivity import with_sensitivity
+from hestia_tune.files import write_atomically
+from hestia_tune.training.options import Run
+from hestia_tune.training.outputs import RECONSTRUCTED
+from hestia_tune.training.recipe import HestiaQATRecipe
+
+STRAIGHT_THROUGH = ["schedule.rho=0", "schedule.tau_init=0", "schedule.alpha=0", "sensitivity=null"]
+UNIFORM = ["schedule.alpha=0", "sensitivity=null"]
+DISTILLED = ["distillation.weight=1"]
+LEARNED = ["quantizer.scale=learned", "quantizer.start=least_squares", "quantizer.scale_lr=1e-2"]
+TAIL = ["schedule.hard_fraction=0.2"]
+AFTER = ["reconstruction=auto", *UNIFORM, "schedule.rho=0", "schedule.tau_init=0.1", *TAIL]
+PARTS = {
+    "straight-through": STRAIGHT_THROUGH,
+    "straight-through + distillation": [*STRAIGHT_THROUGH, *DISTILLED],
+    "Hestia": UNIFORM,
+    "Hestia + sensitivity": [],
+    "Hestia + distillation": [*UNIFORM, *DISTILLED],
+    "Hestia + learned scale": [*UNIFORM, *LEARNED],
+    "Hestia + tail": [*UNIFORM, *TAIL],
+    "Hestia + distillation + tail": [*UNIFORM, *DISTILLED, *TAIL],
+    "Hestia + distillation + learned scale": [*UNIFORM, *DISTILLED, *LEARNED],
+    "reconstruction, then distillation": [*AFTER, *DISTILLED],
+    "reconstruction, then distillation, learned scale": [*AFTER, *DISTILLED, *LEARNED],
+}
+RECONSTRUCTIONS = {
+    "AbsMean": [],
+    "learned scale": LEARNED,
+    "learned scale, straight-through": [*LEARNED, "reconstruct.tau_init=0"],
+    "learned scale and threshold": [*LEARNED, "quantizer.threshold=learned"],
+    "learned scale, threshold, offset": [
+        *LEARNED,
+        "quantizer.threshold=learned",
+        "quantizer.offset=learned",
+    ],
+    "learned scale, windows of 2": [*LEARNED, "reconstruct.window=2"],
+    "learned scale, windows of 4": [*LEARNED, "reconstruct.window=4", "reconstruct.stride=2"],
+    "learned scale, huber": [*LEARNED, "reconstruct.loss=huber"],
+    **{
+        f"learned scale, {n} sequences": [*LEARNED, f"reconstruct.num_samples={n}"]
+        for n in (16, 64, 256, 1024)
+    },
+}
+
+
+def one_run(folder: Path, config: str, overrides: list[str], *, trains: bool) -> dict[str, Any]:
+    """The record of a run, from its file if it was made before."""
+    path = folder / "record.json"
+    cfg = settings_of(config, overrides)
+    settings: Any = OmegaConf.to_container(cfg)
+    if path.is_file():
+        record = json.loads(path.read_text(encoding="utf-8"))
+        require_same(record["settings"], settings, path)
+        return record
+    run, started = Run.of(OmegaConf.merge(cfg, {"output_dir": str(folder)})), time.perf_counter()
+    if not trains or run.options.reconstruction == "auto":
+        first = ReconstructionRecipe(run)
+        first.run()
+        losses = first.losses
+        run = run.changed({"reconstruction": str(first.output)})
+    if trains:
+        run, _ = with_sensitivity(run, run.options.schedule.alpha)
+        recipe = HestiaQATRecipe(run)
+        recipe.setup(recipe.run.cfg)
+        recipe.train()
+        losses = recipe.validation_losses
+        recipe.release()
+    seconds = round(time.perf_counter() - started, 1)
+    record = {"settings": settings, "validation_loss": losses, "seconds": seconds}
+    write_atomically(path, json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def table(rows: dict[str, list[dict[str, Any]]], label: str) -> str:
+    """Hard losses over seeds, mean and standard deviation, and mean seconds."""
+    lines = ["| | hard validation loss | seconds |", "|---|---:|---:|"]
+    for name, records in rows.items():
+        losses = [record["validation_loss"][label] for record in records]
+        spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
+        seconds = statistics.mean(record["seconds"] for record in records)
+        lines.append(f"| {name} | {statistics.mean(losses):.4f}{spread} | {seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="demo")
+    parser.add_argument("--out", type=Path, default=Path("runs/replication/small_budgets"))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--stages", nargs="+", default=["parts", "reconstruction"])
+    parser.add_argument("--rows", nargs="+", help="only these")
+    parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
+    options = parser.parse_args()
+    common = [f"max_steps_per_epoch={options.steps}", "run_val_every_n_steps=null"]
+    with many_runs():
+        for stage in options.stages:
+            trains = stage == "parts"
+            rows: dict[str, list[dict[str, Any]]] = {}
+            for seed in options.seeds:
+                for name, part in (PARTS if trains else RECONSTRUCTIONS).items():
+                    if options.rows and name not in options.rows:
+                        continue
+                    folder = options.out / stage / slug(name) / f"seed{seed}"
+                    overrides = [*common, *part, f"seed={seed}", *options.overrides]
+                    record = one_run(folder, options.config, overrides, trains=trains)
+                    rows.setdefault(name, []).append(record)
+                    print(f"{stage}, {name}, seed {seed}: {record['validation_loss']}", flush=True)
+            print(f"\n{table(rows, HARD if trains else RECONSTRUCTED)}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
