@@ -1,4 +1,4 @@
-"""Quantize the shard, not the gathered weight: QAT under FSDP2 at the cost of one pass a step.
+"""Quantize the shard, not the gathered weight: QAT under FSDP2 at the cost of two passes a step.
 
 Every rank turns its rows of the float32 latent weight into rows of the effective weight, rounds
 them once, to the compute dtype, and that is what FSDP2 gathers: the linear is then a plain linear.
@@ -148,7 +148,11 @@ def refresh(
         dtype: of the products.
         compiled: run the formula as fused kernels, unless its scales span ranks.
     """
+    made: dict[int, torch.Tensor] = {}  # by weight: linears that share one have one method
     for layer in layers:
+        if (shared := made.get(id(layer.weight))) is not None:
+            layer.effective_rows = shared
+            continue
         fake, rows = layer.weight_fake_quantizer, _Rows(layer)
         latent, *parameters = (local_rows(v).to(fake.tau.device) for v in layer.latents())
         latent, inputs, total = rows.to_pairs(latent), (fake.tau, fake.pressure), rows.total()
@@ -160,7 +164,8 @@ def refresh(
         else:
             effective = layer.method.effective_weight(latent, *inputs, parameters, total)
         effective = rows.from_pairs(effective.to(dtype))
-        layer.effective_rows = effective.to(local_rows(layer.weight).device)
+        made[id(layer.weight)] = effective.to(local_rows(layer.weight).device)
+        layer.effective_rows = made[id(layer.weight)]
 
 
 def reshard(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from small_nets import (
 )
 from torch import nn
 
+from hestia_tune.models import llama
 from hestia_tune.sensitivity import (
     CalibrationBatch,
     EstimationConfig,
@@ -279,3 +280,26 @@ def test_no_trace_resolved():
     model = Toy()  # of which the Gauss-Newton trace is 0 where the weights are
     with pytest.raises(ValueError, match="no layer's trace"):
         run(model, toy_batches(), weights=toy_weights(model, "down"), curvature="fisher")
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "fisher"])
+def test_a_float64_decoder_of_torchtune_goes_through(curvature):
+    """The same probes in both precisions, so the traces differ by rounding alone."""
+    shape = {"num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "intermediate_dim": 24}
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = llama(vocab_size=20, num_layers=1, max_seq_len=8, **shape)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.3)
+        model.to(dtype)
+        layers = {n: m.weight for n, m in model.named_modules() if n.startswith("layers.0.mlp.w")}
+        tokens = torch.randint(0, 20, (8, 6), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():  # what it predicts itself: near a minimum, where traces are positive
+            labels = model(tokens).argmax(-1)
+        batches = [CalibrationBatch(tokens=tokens, labels=labels)]
+        settings = EstimationConfig(curvature=curvature, seed=0, min_probes=20, num_probes=20)
+        found[dtype] = estimate_sensitivity(model, layers, batches, settings).traces
+    assert found[torch.float64] == pytest.approx(found[torch.float32], rel=1e-3, abs=1e-6)
+    assert found[torch.float64] != found[torch.float32]
