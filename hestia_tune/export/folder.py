@@ -45,7 +45,6 @@ _SIDE_FILES = (
     "merges.txt",
     "*chat_template*",
     "generation_config.json",
-    "*.py",
     "LICENSE*",
     "NOTICE*",
     "USE_POLICY*",
@@ -327,9 +326,22 @@ def as_dense(value: torch.Tensor) -> torch.Tensor:
 
 
 def copy_side_files(folder: Path, target: Path) -> None:
-    """Copies tokenizer, generation config, chat template and licences of a model folder."""
+    """Copies tokenizer, generation config, chat template and licences of a model folder.
+
+    Raises:
+        ValueError: if one of them is a link out of the folder, other than to the hub's cache.
+    """
+    home = folder.resolve()
+    allowed = (home, home.parent.parent / "blobs")
     for path in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
+        for part in (path, *path.rglob("*")):
+            if not any(part.resolve().is_relative_to(place) for place in allowed):
+                raise ValueError(
+                    f"{part} is a link to {part.resolve()}, outside of the model's folder; put the "
+                    "file itself there"
+                )
         if path.is_dir():
-            shutil.copytree(path, target / path.name)
+            code = shutil.ignore_patterns("*.py")
+            shutil.copytree(path, target / path.name, ignore=code)
         else:
             shutil.copyfile(path, target / path.name)

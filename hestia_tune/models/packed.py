@@ -7,6 +7,8 @@ folder/
     generate.yaml                   for `tune run generate`, with `PackedWeights` in it
 """
 
+import contextlib
+import inspect
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchao.utils import TorchAOBaseTensor
+from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _get_component_from_path
 from torchtune.training import quantization
 
 from hestia_tune.export.folder import (
@@ -32,6 +36,7 @@ from hestia_tune.selection import select_linears
 from hestia_tune.tensors import pack
 
 FORMAT_VERSION = 1
+_BUILDERS = ("torchtune.models.", "hestia_tune.models.")
 WEIGHTS_FILE = "model.pt"
 
 
@@ -203,6 +208,25 @@ def load_quantized(
             f"weights in {found[1]} instead of {FORMAT_VERSION} and {WEIGHTS_FILE}; give a folder "
             "that `tune run hestia_convert` of this version wrote (convert.formats: [torchao])"
         )
-    model = plain_on_meta(OmegaConf.create(facts["model"]))
+    section = facts["model"]
+    _check_builder(section, file)
+    model = plain_on_meta(OmegaConf.create(section))
     model.load_state_dict(read_state(Path(folder) / WEIGHTS_FILE), assign=True)
     return ready_for_inference(model, device, dtype)
+
+
+def _check_builder(section: Mapping[str, Any], file: Path) -> None:
+    """Refuses a model section of a file that would call anything but a builder of models."""
+    name = str(section.get("_component_"))
+    plain = all(isinstance(value, bool | int | float | str | None) for value in section.values())
+    builder = None
+    if plain and name.startswith(_BUILDERS):
+        with contextlib.suppress(InstantiationError):
+            builder = _get_component_from_path(name)
+    # Where it is defined, not where it is found: a path may lead on into what a module imports.
+    if not (inspect.isfunction(builder) and f"{builder.__module__}.".startswith(_BUILDERS)):
+        raise ValueError(
+            f"{file} names {name} as the model's builder; only functions of "
+            f"{' and '.join(_BUILDERS)} with plain options are called; write the folder anew with "
+            "hestia_convert"
+        )

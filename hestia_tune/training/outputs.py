@@ -69,6 +69,8 @@ def write_hard_model(
         writer._output_dir = Path(scratch)  # it writes into a folder epoch_0 of this
         writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
         (Path(scratch) / "epoch_0").rename(temporary)
+        for code in temporary.rglob("*.py"):  # torchtune copies all but weights
+            code.unlink()
         config = json.loads((temporary / "config.json").read_text("utf-8"))
         config = {k: v for k, v in config.items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
         # Replacements, not writes: the copied files may be read-only, as the originals were.

@@ -73,6 +73,31 @@ def test_a_hard_model_comes_back_bit_for_bit(tmp_path, kind, group_size):
         assert torch.equal(logits(target, dtype), logits(folder, dtype))
 
 
+@pytest.mark.parametrize("name", ["LICENSE", "additional_chat_templates/tools.jinja"])
+def test_a_link_out_of_the_folder_is_not_followed(demo, tmp_path, name):
+    folder, quantized = demo
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(ValueError, match=f"{name} is a link to .*secret, outside"):
+        write_huggingface(ModelFolder(folder, quantized), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_of_the_hubs_cache_are_followed_and_code_stays_behind(demo, tmp_path):
+    folder, quantized = demo
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "hub" / "blobs"
+    shutil.copytree(folder, snapshot)
+    blobs.mkdir()
+    (blobs / "123").write_text("Apache")
+    (snapshot / "LICENSE").symlink_to(blobs / "123")
+    (snapshot / "modeling_own.py").write_text("import os")
+    write_huggingface(ModelFolder(snapshot, quantized), tmp_path / "out")
+    assert (tmp_path / "out" / "LICENSE").read_text() == "Apache"
+    assert not list((tmp_path / "out").rglob("*.py"))
+
+
 def test_side_files_and_config(demo, tmp_path):
     folder, quantized = demo
     for name in ("chat_template.jinja", "LICENSE.txt", "generation_config.json"):

@@ -210,6 +210,31 @@ def test_load_quantized_names_what_is_missing(model_dir, output_dir, tmp_path):
         hestia_tune.load_quantized(folder)
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"_component_": "os.system", "command": "touch {marker}"},
+        {
+            "_component_": "torchtune.models.convert_weights.torch.os.system",
+            "command": "touch {marker}",
+        },
+        {"_component_": "hestia_tune.models.packed.shutil.rmtree", "path": "{marker}"},
+        {
+            "_component_": "hestia_tune.models.llama",
+            "vocab_size": {"_component_": "os.system", "command": "touch {marker}"},
+        },
+        {},
+    ],
+)
+def test_a_packed_folder_calls_nothing_but_builders(tmp_path, section):
+    marker = tmp_path / "marker"
+    text = json.dumps({"format_version": 1, "weights": "model.pt", "model": section})
+    (tmp_path / "hestia.json").write_text(text.replace("{marker}", str(marker)))
+    with pytest.raises(ValueError, match="as the model's builder; only functions of"):
+        hestia_tune.load_quantized(tmp_path)
+    assert not marker.exists()
+
+
 @pytest.mark.parametrize("model_type", ["LLAMA3_2", "QWEN2"])
 def test_names_map_back(model_dir, model_type):
     state = load_file(model_dir / "model.safetensors")
