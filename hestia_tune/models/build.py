@@ -6,7 +6,10 @@ anything else sees them (compile, activation checkpointing and FSDP are training
 second whatever the size of the model.
 """
 
+import inspect
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torchtune import config, training
 from torchtune.config._errors import InstantiationError
 
 from hestia_tune.config import one_line
+from hestia_tune.models.builders import llama
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
 
@@ -36,6 +40,45 @@ def instantiate(section: DictConfig | None, key: str, *args: Any) -> Any:
         return config.instantiate(section, *args)
     except (TypeError, ValueError, OSError, ImportError, InstantiationError) as error:
         raise ValueError(f"{key}: {one_line(error)}") from error
+
+
+# Options of builders of Llamas -> their names in a Hugging Face config.json.
+_HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "embed_dim": "hidden_size",
+    "intermediate_dim": "intermediate_size",
+    "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "rope_scaling": "rope_scaling",  # which no builder of ours has: only none will do
+}
+
+
+def check_model_section(cfg_model: DictConfig, folder: Path) -> None:
+    """Compares the options of `hestia_tune.models.llama` with a folder's config.json.
+
+    torchtune's own builders name a model as a whole and have no options to be wrong in.
+
+    Raises:
+        ValueError: naming the option and both values; a model that is built in another way than it
+            was trained loads without an error, and is worse.
+    """
+    file = folder / "config.json"
+    if cfg_model["_component_"] != "hestia_tune.models.llama" or not file.is_file():
+        return
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    stored |= stored.get("rope_parameters") or {}
+    defaults = {k: p.default for k, p in inspect.signature(llama).parameters.items()}
+    given = {"rope_scaling": None} | defaults | dict(cfg_model)
+    for ours, theirs in _HF_NAMES.items():
+        if theirs in stored and ours in given and given[ours] != stored[theirs]:
+            raise ValueError(
+                f"model.{ours} is {given[ours]}, {file} has {theirs} {stored[theirs]}; use that "
+                "value, or another model's folder"
+            )
 
 
 def plain_on_meta(cfg_model: DictConfig) -> nn.Module:

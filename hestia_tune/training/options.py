@@ -7,11 +7,13 @@ in, and a `Run` is what the commands hand on.
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from hestia_tune.config import ScheduleConfig, Section, option, require_number
+from hestia_tune.models.build import check_model_section
 from hestia_tune.sections import (
     ConvertConfig,
     DistillationConfig,
@@ -191,7 +193,9 @@ class Run:
                 del given[key]
         options = RunOptions.parse(given)
         merged = OmegaConf.merge(OmegaConf.structured(RunOptions), given)
-        return cls(OmegaConf.create(OmegaConf.to_container(merged, resolve=False)), options)
+        cfg = OmegaConf.create(OmegaConf.to_container(merged, resolve=False))
+        check_model_section(cfg.model, Path(str(cfg.checkpointer.get("checkpoint_dir"))))
+        return cls(cfg, options)
 
     def changed(self, changes: dict[str, Any]) -> "Run":
         """The run with other values, which may be nested."""

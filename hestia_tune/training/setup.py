@@ -230,6 +230,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
     ) -> dict[str, Any]:
         """What must be the same when a run is resumed."""
         weights = {name: state[f"{name}.weight"] for name in names}
+        sections = [cfg.dataset] if isinstance(cfg.dataset, DictConfig) else cfg.dataset
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
         return {
             "model_fingerprint": model_fingerprint(weights),
             "quantizer": self.component.method.key(),
@@ -238,7 +240,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             "schedule.alpha": self.schedule.alpha,
             "schedule.hard_fraction": self.schedule.hard_fraction,
             "sensitivity": checkpoint.digest(scores),
-            "optimizer": OmegaConf.to_container(cfg.optimizer, resolve=True),
+            **{k: plain[k] for k in ("optimizer", "lr_scheduler", "clip_grad_norm")},
+            "dataset.seq_len": [section.get("seq_len") for section in sections],
             "shuffle": cfg.shuffle,
             "seed": self.seed,
             "dtype": cfg.dtype,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny import NUM_QUANTIZED, make_config, make_model_dir, tune_run, write_config
+from tiny import NUM_QUANTIZED, make_config, make_model_dir, run, tune_run, write_config
 
 from hestia_tune.commands.launch import main
 from hestia_tune.commands.qat import run_qat
@@ -61,8 +61,8 @@ CASES = {
     "checkpointer.checkpoint_dir=/nowhere": "/nowhere",
     "checkpointer.checkpoint_files=[other.safetensors]": "other.safetensors",
     "checkpointer._component_=torchtune.training.FullModelMetaCheckpointer": "checkpointer must be",
-    "model.num_layers=3": "another model than the config's: layers.2.attn.q_proj.weight is absent",
-    "model.intermediate_dim=128": "layers.0.mlp.w1.weight is (96, 64) instead of (128, 64)",
+    "model.num_layers=3": "model.num_layers is 3, ",
+    "model.intermediate_dim=128": "config.json has intermediate_size 96; use that value",
     "tokenizer.path=/nowhere": "/nowhere/tokenizer.json does not exist; check tokenizer.path",
     "tokenizer.eos_token=<nope>": "tokenizer.eos_token '<nope>' is not in",
     "dataset.num=0": "dataset could not be loaded: it has no samples",
@@ -146,4 +146,35 @@ def test_from_the_command_line(model_dir, tmp_path):
     done = tune_run("--config", config, "model.num_layers=3", torchrun=("--nproc_per_node", "2"))
     assert done.returncode != 0
     lines = [x for x in done.stderr.splitlines() if "hestia_qat: error:" in x]
-    assert len(lines) == 1 and "is of another model than the config's" in lines[0]
+    assert len(lines) == 1 and "has num_hidden_layers 2" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.rope_base=500000", "model.rope_base is 500000, .*config.json has rope_theta 10000"),
+        ("model.norm_eps=1e-6", "model.norm_eps is 1e-06, .* has rms_norm_eps 1e-05"),
+        ("model.tie_word_embeddings=False", "is False, .* has tie_word_embeddings True"),
+        ("model.num_heads=8", "model.num_heads is 8, .* has num_attention_heads 4"),
+    ],
+)
+def test_a_model_section_that_contradicts_the_folder(model_dir, tmp_path, override, message):
+    with pytest.raises(ValueError, match=message):
+        run(make_config(model_dir, tmp_path, override))
+
+
+def test_scaled_positions_are_not_what_the_plain_llama_computes(tmp_path):
+    folder = make_model_dir(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "llama3", "factor": 32.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="model.rope_scaling is None, .*'factor': 32.0"):
+        run(make_config(folder, tmp_path))
+
+
+def test_weights_of_another_shape_than_their_own_config_says(tmp_path):
+    folder = make_model_dir(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    with pytest.raises(ValueError, match=r"mlp.w1.weight is \(96, 64\) instead of \(128, 64\)"):
+        run(make_config(folder, tmp_path / "run", "model.intermediate_dim=128"))

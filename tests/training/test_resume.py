@@ -113,6 +113,10 @@ def test_checkpoint_holds_float32_latents(uninterrupted):
         ("quantizer.group_size=tensor", "quantizer"),
         ("epochs=3", "total_steps"),
         ("seed=9", "seed"),
+        ("lr_scheduler.warmup_ratio=0.1", "lr_scheduler"),
+        ("clip_grad_norm=0.5", "clip_grad_norm"),
+        ("schedule.hard_fraction=0.1", "schedule.hard_fraction"),
+        ("distillation.weight=0.5", "distillation"),
     ],
 )
 def test_resuming_another_run_is_refused(model_dir, uninterrupted, tmp_path, override, key):
