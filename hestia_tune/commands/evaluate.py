@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from torchtune import config, training, utils
+from torchtune import training, utils
 
 from hestia_tune.distributed import end_process_group, ensure_process_group, on_first_rank
 from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
@@ -43,8 +43,9 @@ def run_evaluation(run: Run) -> int:
     if sensitivity == "auto":
         sensitivity = options.sensitivity_estimation.output if options.schedule.alpha else None
     folders = {name: locate(name, cfg)[1] for name in settings.models}
-    max_seq_len = build.plain_on_meta(cfg.model).max_seq_len
-    evaluator = Evaluator(settings, config.instantiate(cfg.tokenizer), max_seq_len)
+    on_meta = build.plain_on_meta(cfg.model)
+    tokenizer = build.make_tokenizer(cfg.tokenizer, on_meta)
+    evaluator = Evaluator(settings, tokenizer, on_meta.max_seq_len)
     given: Any = OmegaConf.to_container(cfg, resolve=True)
     common = {key: given[key] for key in ("model", "quantizer", "tokenizer", "dtype")}
     common["eval"] = {k: value for k, value in given["eval"].items() if k not in _NOT_MEASURED}

@@ -93,7 +93,7 @@ class ReconstructionRecipe:
         """
         meta = build.build_on_meta(self.cfg.model, self.component)
         names = list(quantized_linears(meta))
-        tokenizer = build.instantiate(self.cfg.tokenizer, "tokenizer")
+        tokenizer = build.make_tokenizer(self.cfg.tokenizer, meta)
         settings = self.settings
         batches = data.calibration_batches(
             self.cfg,

@@ -60,7 +60,7 @@ class SensitivityRecipe:
         names = list(quantized_linears(meta))
         batches = data.calibration_batches(
             self.cfg,
-            config.instantiate(self.cfg.tokenizer),
+            build.make_tokenizer(self.cfg.tokenizer, meta),
             seed=self.settings.seed,
             num_samples=self.settings.num_samples,
             batch_size=self.settings.batch_size,

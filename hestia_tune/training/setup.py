@@ -104,7 +104,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         start = None
         if options.reconstruction is not None:
             start = read_results(options.reconstruction, self.component.method.key())
-        self._tokenizer = build.instantiate(cfg.tokenizer, "tokenizer")
+        self._tokenizer = build.make_tokenizer(cfg.tokenizer, on_meta)
         if options.eval.every_n_steps or options.eval.at_end:
             self._evaluator = Evaluator(options.eval, self._tokenizer, on_meta.max_seq_len)
         self._loss_fn = build.instantiate(cfg.loss, "loss")

@@ -178,3 +178,10 @@ def test_weights_of_another_shape_than_their_own_config_says(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
     with pytest.raises(ValueError, match=r"mlp.w1.weight is \(96, 64\) instead of \(128, 64\)"):
         run(make_config(folder, tmp_path / "run", "model.intermediate_dim=128"))
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(tmp_path):
+    folder = make_model_dir(tmp_path / "model", vocab_size=200)
+    message = "the tokenizer has 257 ids, the model 200 embeddings"
+    with pytest.raises(ValueError, match=message):
+        run(make_config(folder, tmp_path / "run", "model.vocab_size=200"))
