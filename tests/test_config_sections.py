@@ -10,8 +10,10 @@ from omegaconf import OmegaConf
 from hestia_tune.config import ScheduleConfig
 from hestia_tune.sections import (
     ConvertConfig,
+    DistillationConfig,
     EstimationConfig,
     EvalConfig,
+    ReconstructionConfig,
     TextConfig,
     TokenizeConfig,
 )
@@ -32,12 +34,40 @@ def in_range(rule, names, values):
 STRINGS, COUNTS, OPTIONAL_COUNTS = ([1], None), (2.5, "many", None, True, [2]), (2.5, "many", True)
 WRONG = {
     ScheduleConfig: [
-        *of_type(("rho", "alpha"), ("much", None, True)),
+        *of_type(("rho", "alpha", "hard_fraction"), ("much", None, True)),
+        *in_range(r"in \[0, 0.9\]", ("hard_fraction",), (-0.1, 0.95, math.nan)),
         *of_type(("tau_init",), (None, True, [0.3])),
         *in_range("a number or one of auto", ("tau_init",), ("hot", "0.3")),
         *in_range(r"in \[0, 1\]", ("rho",), (-0.1, 1.1, math.nan, math.inf)),
         *in_range(r"in \[0, 100\]", ("tau_init",), (-0.3, -1, 101, math.nan, math.inf)),
         *in_range(r"in \[-4, 4\]", ("alpha",), (-4.5, 4.5, math.nan)),
+    ],
+    DistillationConfig: [
+        *of_type(("weight", "temperature"), ("much", None, True)),
+        *of_type(("loss", "teacher"), STRINGS),
+        *in_range(r"in \[0, 1\]", ("weight",), (-0.1, 1.1, math.nan)),
+        *in_range(r"in \[0.01, 100\]", ("temperature",), (0, 101, math.inf)),
+        *in_range("one of kl, kl_reverse, mixed", ("loss",), ("jsd", "KL")),
+    ],
+    ReconstructionConfig: [
+        *of_type(("num_samples", "batch_size", "epochs", "window", "stride", "rank"), COUNTS),
+        *in_range("at least 1", ("num_samples", "batch_size", "epochs"), (0, -1)),
+        *in_range("at least 1", ("window", "stride"), (0, -1)),
+        *in_range("at least 0", ("rank",), (-1,)),
+        *of_type(("lr", "parameter_lr", "norm_lr", "kl_weight", "memory"), ("much", None, True)),
+        *in_range(r"in \[0, 1\]", ("lr", "parameter_lr", "norm_lr", "rho"), (-0.1, 1.1, math.nan)),
+        *in_range(r"in \[0, 1e\+06\]", ("kl_weight", "memory"), (-0.1, math.inf)),
+        *of_type(("huber_delta", "rho", "tau_init", "alpha", "hard_fraction"), ("hot", None)),
+        *in_range(r"in \[1e-06, 1e\+06\]", ("huber_delta",), (0, -1)),
+        *in_range(r"in \[0, 100\]", ("tau_init",), (-0.3, 101)),
+        *in_range(r"in \[-4, 4\]", ("alpha",), (-4.5, 4.5)),
+        *in_range(r"in \[0, 0.9\]", ("hard_fraction",), (-0.1, 0.95)),
+        *of_type(("loss",), STRINGS),
+        *in_range("one of squared, huber", ("loss",), ("cubic",)),
+        *of_type(("seed",), OPTIONAL_COUNTS),
+        *in_range("in ", ("seed",), (-1, 2**63)),
+        *of_type(("output",), ([1],)),
+        *of_type(("overwrite",), ("maybe", None)),
     ],
     EstimationConfig: [
         *of_type(("curvature",), STRINGS),
