@@ -193,9 +193,9 @@ class Run:
                 del given[key]
         options = RunOptions.parse(given)
         merged = OmegaConf.merge(OmegaConf.structured(RunOptions), given)
-        cfg = OmegaConf.create(OmegaConf.to_container(merged, resolve=False))
-        check_model_section(cfg.model, Path(str(cfg.checkpointer.get("checkpoint_dir"))))
-        return cls(cfg, options)
+        whole: Any = OmegaConf.create(OmegaConf.to_container(merged, resolve=False))
+        check_model_section(whole.model, Path(str(whole.checkpointer.get("checkpoint_dir"))))
+        return cls(whole, options)
 
     def changed(self, changes: dict[str, Any]) -> "Run":
         """The run with other values, which may be nested."""
