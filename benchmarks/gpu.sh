@@ -3,7 +3,7 @@
 #   benchmarks/gpu.sh MODEL_FOLDER TRAIN_PARQUET VALIDATION_PARQUET OTHER_TEXT TASK_FOLDER OUT [STAGE...]
 # MODEL_FOLDER is a Hugging Face folder of SmolLM2-135M; the parquet files have a column `text`;
 # OTHER_TEXT is a text file that is held out too; TASK_FOLDER holds YAML files of lm-eval tasks named
-# *_local whose rows are local files. STAGE is one of tests, kernels, recipes, cost, real; all of them
+# *_local whose rows are local files. STAGE is one of tests, kernels, recipes, cost, budget, real; all of them
 # unless told. A stage that fails is named at the end, and the others run.
 set -uo pipefail
 model=$1 train=$2 validation=$3 other=$4 tasks=$5 out=$6
@@ -65,7 +65,21 @@ real() {
     gradient_accumulation_steps=4 | tee "$out/real.txt"
 }
 
-stages=(tests kernels recipes cost real)
+# A small budget: 2M tokens of reconstruction, then 300 distilled steps, and the five tasks.
+budget() {
+  local common=(--config smollm2_135m output_dir="$out/budget" "${text[@]}" "${held_out[@]}"
+    quantizer.scale=learned quantizer.start=least_squares sensitivity=null)
+  tune run hestia_qat "${common[@]}" reconstruction=auto reconstruct.num_samples=2048 \
+    reconstruct.batch_size=16 distillation.weight=1 schedule.rho=0 schedule.tau_init=0.1 \
+    schedule.hard_fraction=0.2 optimizer.lr=3e-4 gradient_accumulation_steps=4 max_steps=300 \
+    2>&1 | tee "$out/budget.txt" &&
+    tune run hestia_eval "${common[@]}" eval.limit=300 eval.include_path="$tasks" \
+      eval.models=[pretrained,"$out/budget/reconstruction/hard_model",trained] \
+      eval.tasks=[arc_easy_local,arc_challenge_local,hellaswag_local,piqa_local,winogrande_local] \
+      2>&1 | tee "$out/budget_eval.txt"
+}
+
+stages=(tests kernels recipes cost budget real)
 (($#)) || set -- "${stages[@]}"
 for stage in "$@"; do
   if [[ " ${stages[*]} " != *" $stage "* ]]; then
