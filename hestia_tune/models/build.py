@@ -112,7 +112,7 @@ def load_on_all_ranks(
 def make_tokenizer(cfg_tokenizer: DictConfig, model: nn.Module) -> Any:
     """The tokenizer of a config; ValueError if it has more ids than the model has embeddings."""
     tokenizer = instantiate(cfg_tokenizer, "tokenizer")
-    rows = model.tok_embeddings.num_embeddings
+    rows: Any = model.get_submodule("tok_embeddings").num_embeddings
     if getattr(tokenizer, "vocab_size", 0) > rows:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model {rows} embeddings; use the "
