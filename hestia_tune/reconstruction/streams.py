@@ -7,7 +7,7 @@ what is needed is two hidden states a token, 4·dim bytes.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -70,15 +70,13 @@ def make_streams(
     return full, hard
 
 
-def prefetched(
-    order: list[int], *sources: Stream | Mapping[int, torch.Tensor]
-) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """(batch, what each source has of it) in order; the next is fetched while one is computed."""
+def prefetched(order: list[int], *streams: Stream) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """(batch, its states in each stream) in order; the next is fetched while one is computed."""
     ready = None
     for batch in [*order, None]:
         fetched = None
         if batch is not None:
-            fetched = batch, [s.read(batch) if isinstance(s, Stream) else s[batch] for s in sources]
+            fetched = batch, [stream.read(batch) for stream in streams]
         if ready is not None:
             yield ready
         ready = fetched

@@ -42,7 +42,7 @@ def states() -> list[torch.Tensor]:
     return [torch.randn(BATCH, SEQ, DIM, generator=generator) for _ in range(BATCHES)]
 
 
-def reconstruct(model, done=0, first=states, ranks=slice(None), **options) -> Reconstruction:
+def reconstruct(model, first=states, ranks=slice(None), **options) -> Reconstruction:
     settings = {"seed": 3, "epochs": 2, "batch_size": BATCH, "num_samples": 20, "lr": 1e-2}
     settings |= {"parameter_lr": 5e-3, "norm_lr": 1e-3, "hard_fraction": 0.2}
     counted = torch.ones(BATCH, SEQ, dtype=torch.bool)
