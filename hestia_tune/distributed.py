@@ -82,15 +82,24 @@ def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
 
 
 class StopRequest:
-    """Turns the first Ctrl-C (or SIGTERM) into a request; a second Ctrl-C interrupts at once."""
+    """Turns the first Ctrl-C (or SIGTERM) into a request; a second Ctrl-C interrupts at once.
+
+    A rank whose torchrun was killed is asked to stop, too.
+    """
 
     def __init__(self):
-        self.requested = False
+        self._signalled = False
+        self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    @property
+    def requested(self) -> bool:
+        """Whether to save and stop."""
+        return self._signalled or self._parent not in (None, os.getppid())
 
     def _handle(self, signum, frame):
-        if self.requested and signum == signal.SIGINT:
+        if self._signalled and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
+        self._signalled = True
 
     @contextmanager
     def installed(self) -> Iterator["StopRequest"]:

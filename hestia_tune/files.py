@@ -1,10 +1,15 @@
 """Files and folders appear whole or not at all: written under a temporary name, then renamed."""
 
 import contextlib
+import fcntl
+import hashlib
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 
 def remove(path: Path) -> None:
@@ -51,6 +56,39 @@ def write_atomically(path: str | Path, text: str) -> None:
     """Writes ``text`` to a temporary name beside ``path``, then renames it."""
     with staged(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file that is not empty."""
+    return hashlib.sha256(np.memmap(path, np.uint8, mode="r")).hexdigest()
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Keeps other jobs from writing a run into ``folder`` meanwhile; the first rank holds it.
+
+    A lock of the system, which ends with its process, however that ends.
+
+    Raises:
+        ValueError: if another process holds it; names process and host.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    with (require_writable_dir(folder) / ".lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise ValueError(
+                f"output_dir {folder} is being written by {holder}; wait for it or end it, or "
+                "choose another folder"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def require_writable_dir(path: str | Path) -> Path:

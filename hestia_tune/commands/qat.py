@@ -5,6 +5,7 @@ from pathlib import Path
 from hestia_tune.commands.launch import INTERRUPTED
 from hestia_tune.commands.reconstruct import with_reconstruction
 from hestia_tune.commands.sensitivity import with_sensitivity
+from hestia_tune.files import locked
 from hestia_tune.training.checkpoint import complete_checkpoints
 from hestia_tune.training.options import Run
 from hestia_tune.training.recipe import HestiaQATRecipe
@@ -14,6 +15,11 @@ from hestia_tune.training.setup import check_output
 def run_qat(run: Run) -> int:
     """Trains; returns the exit code."""
     run = Run.of(run)
+    with locked(run.options.output_dir):
+        return _train(run)
+
+
+def _train(run: Run) -> int:
     options = run.options
     check_output(options)  # so that no error waits until something is computed
     run, first = with_reconstruction(run)

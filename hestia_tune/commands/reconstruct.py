@@ -36,7 +36,7 @@ from hestia_tune.distributed import (
     on_first_rank,
     sum_over_ranks,
 )
-from hestia_tune.files import remove, require_writable_dir, staged, write_atomically
+from hestia_tune.files import locked, remove, require_writable_dir, staged, write_atomically
 from hestia_tune.models import build
 from hestia_tune.modules import quantized_linears
 from hestia_tune.plots import plot_errors
@@ -341,8 +341,9 @@ def with_reconstruction(run: Run) -> tuple[Run, bool]:
 def run_reconstruct(run: Run | DictConfig) -> int:
     """The recipe as a command; returns its exit code."""
     run = Run.of(run)
-    recipe = ReconstructionRecipe(with_sensitivity(run, run.options.reconstruct.alpha)[0])
-    recipe.run()
+    with locked(run.options.reconstruct.output):
+        recipe = ReconstructionRecipe(with_sensitivity(run, run.options.reconstruct.alpha)[0])
+        recipe.run()
     if dist.get_rank() == 0:
         print(recipe.summary())
     end_process_group()

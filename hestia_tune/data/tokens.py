@@ -19,7 +19,7 @@ from tqdm import tqdm
 from hestia_tune.data.rows import StreamConfig
 from hestia_tune.data.sequences import training_sample
 from hestia_tune.data.stream import StreamingTextDataset
-from hestia_tune.files import staged
+from hestia_tune.files import checksum, staged
 
 FORMAT = "hestia_tune.data.tokens/2"
 INDEX, TOKENS = "index.json", "tokens.bin"
@@ -73,7 +73,7 @@ class TokenizedSet(Dataset):
 def verify_token_shards(folder: str | Path) -> None:
     """Reads all tokens of a set and raises a ValueError if they differ from their checksum."""
     path, index = Path(folder) / TOKENS, _read_index(Path(folder))
-    if hashlib.sha256(np.memmap(path, np.uint8, mode="r")).hexdigest() != index["sha256"]:
+    if checksum(path) != index["sha256"]:
         raise ValueError(f"{path} differs from its checksum; tokenize anew")
 
 

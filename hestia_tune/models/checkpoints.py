@@ -17,10 +17,13 @@ from torch import nn
 from torchtune.models import convert_weights
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
+from hestia_tune.config import one_line
 from hestia_tune.export.folder import SafetensorsFolder
+from hestia_tune.files import checksum
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"
+MODEL_PREFIX = "model."  # of the names of latent weights
 _MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "QWEN2")
 
 
@@ -41,17 +44,36 @@ def read_meta(path: Path) -> dict[str, Any]:
     return json.loads((path / META_FILE).read_text(encoding="utf-8"))
 
 
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None if all its files are as they were written."""
+    try:
+        meta = read_meta(folder)
+        if meta.pop("digest") != digest(meta):
+            return f"{folder / META_FILE} differs from its checksum"
+        for name, expected in meta["files"].items():
+            if checksum(folder / name) != expected:
+                return f"{folder / name} differs from its checksum"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{folder} is damaged ({one_line(error)})"
+    return None
+
+
 def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The latent weights of a training checkpoint, whole, in float32 on the CPU.
 
     Args:
         folder: the checkpoint.
         model: prepared, on the meta device; names and shapes.
+
+    Raises:
+        ValueError: if the checkpoint is damaged.
     """
+    if problem := find_damage(folder):
+        raise ValueError(f"{problem}; take another checkpoint")
     shapes = model.state_dict().items()
-    state = {"model": {name: torch.empty_like(p, device="cpu") for name, p in shapes}}
-    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    return state["model"]
+    state = {f"{MODEL_PREFIX}{name}": torch.empty_like(p, device="cpu") for name, p in shapes}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return {name.removeprefix(MODEL_PREFIX): value for name, value in state.items()}
 
 
 def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,18 +1,20 @@
 """Resumable checkpoints: sharded by torch.distributed.checkpoint, complete or invisible.
 
     checkpoints/step_120/          the folder appears by a rename, after everything in it is written
-        *.distcp, .metadata        latent weights and optimizer state, each rank its own shards
-        rank_0.pt ...              data position and random-number state of each rank
-        meta.json                  step, schedule and identity of the run
+        shard-*.safetensors        latent weights and optimizer state, each rank its own shards
+        rank_0.json ...            data position and random-number state of each rank
+        meta.json                  step, schedule and identity of the run, checksums of all files
 
-A run that is killed while writing leaves only a folder with a temporary name, which the next save
-removes. On several nodes the folder must be on a shared file system.
+Nothing in it is code or can name code. A run that is killed while writing leaves only a folder with
+a temporary name, which the next save removes. On several nodes the folder must be on a shared file
+system.
 """
 
 import json
 import random
 import shutil
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -28,12 +31,23 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from hestia_tune.models.checkpoints import META_FILE, complete_checkpoints, digest, read_meta
+from hestia_tune.config import one_line
+from hestia_tune.distributed import on_first_rank, raise_together
+from hestia_tune.files import checksum, remove
+from hestia_tune.models.checkpoints import (
+    META_FILE,
+    MODEL_PREFIX,
+    complete_checkpoints,
+    digest,
+    find_damage,
+    read_meta,
+)
 from hestia_tune.modules import plain_shard
 
 __all__ = [
     "complete_checkpoints",
     "digest",
+    "find_damage",
     "load_checkpoint",
     "load_rank_state",
     "random_state",
@@ -43,12 +57,17 @@ __all__ = [
 ]
 
 
+_OPTIMIZER_PREFIX = "optimizer."
+_BYTES_PER_FILE = 2**30
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of every random-number generator that training may draw from."""
+    """State of every random-number generator that training may draw from, as JSON."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
+    of_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
     return {
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "torch": torch.get_rng_state().tolist(),
+        "device": of_device,
         "python": random.getstate(),
         "numpy": [kind, keys.tolist(), position, has_gauss, cached],
     }
@@ -56,9 +75,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Restores what `random_state` returned."""
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     if device.type == "cuda":
-        torch.cuda.set_rng_state(state["device"], device)
+        torch.cuda.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8), device)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(tuple(state["numpy"]))
@@ -76,58 +95,108 @@ def save_checkpoint(
 ) -> Path:
     """Writes ``folder/step_{step}`` and then deletes all but the ``keep_last`` newest.
 
-    Collective: every rank calls it. ``meta`` is JSON; ``rank_state`` is anything that
-    ``torch.load(weights_only=True)`` reads back.
+    Collective: every rank calls it. ``meta`` and ``rank_state`` are JSON.
+
+    Raises:
+        OSError: if it cannot be written, on every rank; what was there before is whole.
     """
     final, temporary = folder / f"step_{step}", folder / f"step_{step}.tmp"
-    is_first = dist.get_rank() == 0
-    if is_first:
+    tensors, settings = _state(model, optimizer)
+    meta = {**meta, "step": step, "world_size": dist.get_world_size(), "optimizer": settings}
+
+    def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob("step_*.tmp"):
             shutil.rmtree(leftover)
         temporary.mkdir()
-    dist.barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=str(temporary))
-    torch.save(dict(rank_state), temporary / f"rank_{dist.get_rank()}.pt")
-    dist.barrier()
-    if is_first:
-        expected = {f"rank_{rank}.pt" for rank in range(dist.get_world_size())}
-        if missing := expected - {path.name for path in temporary.iterdir()}:
+
+    def finish() -> None:
+        if missing := set(meta["files"]) - {path.name for path in temporary.iterdir()}:
             raise ValueError(
                 f"{temporary} lacks {sorted(missing)[0]}: output_dir must be on a file system that "
                 "all nodes share"
             )
-        text = json.dumps({**meta, "step": step, "world_size": dist.get_world_size()}, indent=1)
-        (temporary / META_FILE).write_text(text, encoding="utf-8")
-        if final.exists():
-            shutil.rmtree(final)
+        meta["digest"] = digest(meta)
+        (temporary / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        remove(final)
         temporary.rename(final)
         for _, old in complete_checkpoints(folder)[:-keep_last]:
             shutil.rmtree(old)
-    dist.barrier()
+
+    try:
+        on_first_rank(prepare, share=False)
+        meta["files"] = _write_shards(temporary, tensors, rank_state)
+        on_first_rank(finish, share=False)
+    except (CheckpointException, OSError) as error:
+        if dist.get_rank() == 0:
+            remove(temporary)
+        causes = getattr(error, "failures", {0: (error,)}).values()
+        failure = OSError(
+            f"{final} could not be written ({one_line(next(iter(causes))[0])}); make room, and go "
+            "on from the checkpoint before it with resume_from_checkpoint=True"
+        )
+        failure.on_every_rank = True  # pyright: ignore[reportAttributeAccessIssue]
+        raise failure from error
     return final
 
 
-def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Latent weights and optimizer state by name, as plain shards that share the model's memory."""
-    weights, moments = get_state_dict(model, optimizer)
-    plain = {key: plain_shard(value) for key, value in weights.items()}
-    return {"model": plain, "optimizer": moments}
+def _write_shards(
+    folder: Path, tensors: dict[str, torch.Tensor], rank_state: Mapping[str, Any]
+) -> dict[str, str]:
+    """Writes what is this rank's; the checksums of the files of all ranks. Collective."""
+    rank = dist.get_rank()
+    # Into files of a bounded size, for each is assembled in memory.
+    ends = accumulate(value.numel() * value.element_size() for value in tensors.values())
+    files = {name: 1 + end // _BYTES_PER_FILE for name, end in zip(tensors, ends, strict=True)}
+    writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    dcp.save(tensors, storage_writer=writer)
+    error, written = None, {}
+    try:
+        text = json.dumps(rank_state)
+        (folder / f"rank_{rank}.json").write_text(text, encoding="utf-8")
+        own = [*folder.glob(f"shard-{rank + 1:05d}-*"), folder / f"rank_{rank}.json"]
+        written = {path.name: checksum(path) for path in own}
+    except OSError as caught:
+        error = caught
+    raise_together(error)
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, written)
+    return {name: value for part in everyone for name, value in part.items()}
+
+
+def _state(
+    model: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(latent weights and optimizer state by name, as plain shards that share the model's memory;
+    the optimizer's settings)."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    tensors = {f"{MODEL_PREFIX}{name}": plain_shard(value) for name, value in weights.items()}
+    settings = {}
+    for name, value in moments.items():
+        kind = tensors if isinstance(value, torch.Tensor) else settings
+        kind[f"{_OPTIMIZER_PREFIX}{name}"] = value
+    return tensors, settings
 
 
 def load_rank_state(path: Path, rank: int) -> dict[str, Any]:
     """The ``rank_state`` that a rank saved."""
-    return torch.load(path / f"rank_{rank}.pt", weights_only=True)
+    return json.loads((path / f"rank_{rank}.json").read_text(encoding="utf-8"))
 
 
 def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
     """Restores model and optimizer in place, on any number of ranks. Collective."""
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=str(path))
+    tensors, _ = _state(model, optimizer)
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+    whole: dict[str, Any] = tensors | read_meta(path)["optimizer"]
+    model_state, optimizer_state = (
+        {name.removeprefix(start): value for name, value in whole.items() if name.startswith(start)}
+        for start in (MODEL_PREFIX, _OPTIMIZER_PREFIX)
+    )
     set_state_dict(
         model,
         optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=True),
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=StateDictOptions(strict=True, flatten_optimizer_state_dict=True),
     )

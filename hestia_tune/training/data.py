@@ -10,6 +10,8 @@ Data may fail days into a run, which all ranks must then learn: that costs one r
 number per step.
 """
 
+import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -119,6 +121,17 @@ def calibration_batches(
     return [calibration_batch(collate(part)) for part in parts]
 
 
+def _outlive_signals(worker: int) -> None:
+    """Schedulers and shells signal every process of a job: a data worker goes on until the training
+    process, which still needs batches to end its step, ends it. That may take a second SIGTERM."""
+
+    def once(signum, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, once)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class TrainingData:
     """Training and validation data of this rank.
 
@@ -168,6 +181,8 @@ class TrainingData:
             drop_last=True,
             num_workers=cfg.num_workers,
             prefetch_factor=cfg.prefetch_factor,
+            timeout=cfg.dataloader_timeout if cfg.num_workers else 0,
+            worker_init_fn=_outlive_signals,
         )
         self.val_loader = self.val_samples = None
         if cfg.dataset_val is None:
@@ -252,7 +267,11 @@ class TrainingData:
             self.taken = 0  # the epoch before is over
         if self._sampler is not None:
             self._sampler.epoch, self._sampler.start = epoch, self.taken
-        return iter(self.loader)
+        batches = iter(self.loader)
+        # Torch would raise in the middle of a step when a worker dies, on one rank; without its
+        # handler the next `fetch` finds out, and all ranks learn of it.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return batches
 
     def fetch(self, batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         """The batches of one step; a DataStreamError on all ranks if one's data fail or end."""
@@ -276,8 +295,14 @@ def _take_together(batches: Iterator, wanted: int, least: int = 0) -> list[dict[
         found = list(islice(batches, wanted))
         if len(found) < least:
             raise DataStreamError("the stream ended before the last step; give dataset.max_tokens")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         text = str(error).rsplit(f"{type(error).__name__}: ", 1)[-1]  # no traceback of a worker
+        if isinstance(error, RuntimeError):
+            if "DataLoader" not in text:
+                raise
+            text += "; raise dataloader_timeout, or lower num_workers or prefetch_factor"
+            for process in multiprocessing.active_children():
+                process.kill()  # one that hangs would keep this process from ending
         failure = DataStreamError(text.strip()).with_traceback(error.__traceback__)
     raise_together(failure)
     return found

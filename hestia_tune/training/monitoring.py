@@ -49,10 +49,12 @@ class History:
         self.path = path
         self.rows: list[dict[str, Any]] = []
         if resume_step and path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):  # a line cut off by a kill
-                    self.rows.append(json.loads(line))
-            self.rows = [row for row in self.rows if row["step"] <= resume_step]
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                # A line that a kill cut off, or that is damaged, is left out.
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    row = json.loads(line)
+                    if row["step"] <= resume_step:
+                        self.rows.append(row)
         write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in self.rows))
 
     def append(self, row: Mapping[str, Any]) -> None:

@@ -114,6 +114,9 @@ class RunOptions(Section):
     )
     max_steps: int | None = option(None, low=1)
     num_workers: int = option(0, "processes that read data, per rank", low=0)
+    dataloader_timeout: int = option(
+        300, "seconds that a step waits for them before what was trained is saved and told", low=1
+    )
     prefetch_factor: int | None = option(None, "batches that each of them reads ahead", low=1)
     save_every_n_steps: int | None = option(
         None, "write a resumable checkpoint so often; null only at the end", low=1

@@ -167,10 +167,8 @@ class HestiaQATRecipe(RecipeSetup):
         try:
             return self.data.fetch(batches)
         except DataStreamError:
-            if (
-                self.global_step
-                and not (self.checkpoint_folder / f"step_{self.global_step}").exists()
-            ):
+            path = self.checkpoint_folder / f"step_{self.global_step}"
+            if self.global_step and not path.exists():
                 self._save(position)
             raise
 
@@ -300,7 +298,8 @@ class HestiaQATRecipe(RecipeSetup):
             "layers": [*self.driver.temperatures(0)],
         } | self._identity
         if self.data.is_stream:
-            description["stream"] = {"sequences": self.data.taken}
+            sequences = self.global_step * self.data.sequences_per_step
+            description["stream"] = {"sequences": sequences}
             utils.log_rank_zero(log, f"read from the stream: {description['stream']}")
         on_first_rank(lambda: self._write_outputs(state, description), share=False)
 

@@ -179,7 +179,15 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             raise ValueError(
                 f"no complete checkpoint in {folder}; set resume_from_checkpoint=False to start"
             )
-        return found[-1][1]
+        for _, path in reversed(found):
+            problem = checkpoint.find_damage(path)
+            if problem is None:
+                return path
+            log.warning(f"{problem}; going on from the newest one before it that is whole")
+        raise ValueError(
+            f"every checkpoint in {folder} is damaged; set overwrite_output=True and "
+            "resume_from_checkpoint=False to start anew"
+        )
 
     def read_pretrained(
         self, plain: nn.Module, artifact: SensitivityArtifact | None

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 
 from hestia_tune.training.checkpoint import complete_checkpoints
@@ -97,12 +98,11 @@ def test_only_the_newest_checkpoints_are_kept(model_dir, tmp_path):
 
 
 def test_checkpoint_holds_float32_latents(uninterrupted):
-    import torch.distributed.checkpoint as dcp
-
-    reader = dcp.FileSystemReader(str(uninterrupted / "checkpoints" / "step_8"))
-    entries = reader.read_metadata().state_dict_metadata
-    weights = [m for name, m in entries.items() if name.startswith("model.") and hasattr(m, "size")]
-    assert weights and {m.properties.dtype for m in weights} == {torch.float32}
+    folder = uninterrupted / "checkpoints" / "step_8"
+    entries = {k: v for path in folder.glob("shard-*") for k, v in load_file(path).items()}
+    weights = {name: value for name, value in entries.items() if name.startswith("model.")}
+    assert weights and {value.dtype for value in weights.values()} == {torch.float32}
+    assert not {path.suffix for path in folder.iterdir()} - {".safetensors", ".json"}
 
 
 @pytest.mark.parametrize(
