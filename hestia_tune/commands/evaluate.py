@@ -1,9 +1,11 @@
 """``hestia_eval``: several models of one config, one table.
 
-What a model did is on disk as soon as it is done; another run with the same settings, on files that
-have not changed since, takes it from there and goes on with the next model.
+What a model did is on disk as soon as it is done. Another run on files that have not changed since
+takes it from there, and adds tasks and texts to it; results by other settings (another limit,
+another model in its place) move to ``others`` of the same file, and come back when asked for.
 """
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterable
@@ -23,8 +25,8 @@ from hestia_tune.training.options import Run
 
 log = utils.get_logger("DEBUG")
 
-# Keys of the eval section that no number depends on.
-_NOT_MEASURED = ("models", "output", "every_n_steps", "at_end")
+# Keys of the eval section that no number depends on, and those that add numbers to others.
+_NOT_MEASURED = ("models", "output", "every_n_steps", "at_end", "tasks", "perplexity")
 
 
 def run_evaluation(run: Run) -> int:
@@ -36,6 +38,8 @@ def run_evaluation(run: Run) -> int:
     cfg, options, settings = run.cfg, run.options, run.options.eval
     path = Path(settings.output)
     require_writable_dir(path.parent)
+    if path.is_dir():
+        raise ValueError(f"eval.output {path} is a folder; give the path of a JSON file")
     device = utils.get_device(options.device)
     dtype = training.get_dtype(options.dtype, device)
     ensure_process_group(device)
@@ -50,32 +54,39 @@ def run_evaluation(run: Run) -> int:
     common = {key: given[key] for key in ("model", "quantizer", "tokenizer", "dtype")}
     common["eval"] = {k: value for k, value in given["eval"].items() if k not in _NOT_MEASURED}
     common |= {"device": str(device), "versions": versions()}
-    inputs = [text.source for text in settings.perplexity.values()]
-    inputs += [*settings.tasks, settings.include_path, sensitivity]
 
-    def on_disk() -> tuple[dict[str, dict], dict[str, ModelResult]]:
-        """What each model's numbers depend on, and those of an earlier run that still hold."""
+    def on_disk() -> tuple[dict[str, dict], dict[str, Any], dict[str, ModelResult], list]:
+        """What each model's numbers depend on, what is asked of all, the numbers of earlier runs
+        that still hold, and the other ones."""
+        inputs = [settings.include_path, sensitivity]
         times = {name: _last_change([folder, *inputs]) for name, folder in folders.items()}
-        asked = {name: common | {"changed": time} for name, time in times.items()}
+        runs = {name: common | {"changed": time} for name, time in times.items()}
+        asked: dict[str, Any] = {f"task {task}": _last_change([task]) for task in settings.tasks}
+        for name, text in settings.perplexity.items():
+            asked[f"text {name}"] = [dataclasses.asdict(text), _last_change([text.source])]
         try:
-            models = json.loads(path.read_text(encoding="utf-8"))["models"]
-        except (OSError, ValueError, KeyError):
-            models = {}
-        found = {name: ModelResult(**one) for name, one in models.items() if name in asked}
-        return asked, {n: one for n, one in found.items() if one.settings.get("run") == asked[n]}
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            models = [ModelResult(**one) for one in [*saved["models"].values(), *saved["others"]]]
+        except (OSError, ValueError, KeyError, TypeError):
+            models = []
+        hold = {one.name: one for one in models if one.settings.get("run") == runs.get(one.name)}
+        return runs, asked, hold, [one for one in models if one is not hold.get(one.name)]
 
-    asked, results = cast(tuple, on_first_rank(on_disk))
+    runs, asked, results, others = cast(tuple, on_first_rank(on_disk))
     for name in settings.models:
-        utils.log_rank_zero(log, f"{name}: as found" if name in results else f"evaluating {name}")
-        if name not in results:
+        earlier = results.get(name)
+        done = earlier is not None and asked.items() <= earlier.settings["asked"].items()
+        utils.log_rank_zero(log, f"{name}: as found" if done else f"evaluating {name}")
+        if not done:
             model, facts = load_model(
                 name, cfg, device=device, dtype=dtype, sensitivity=sensitivity
             )
-            facts |= {"world_size": dist.get_world_size(), "run": asked[name]}
-            results[name] = evaluator.evaluate(name, model, facts, device)
+            facts |= {"world_size": dist.get_world_size(), "run": runs[name], "asked": asked}
+            results[name] = evaluator.evaluate(name, model, facts, device).joined(earlier)
             del model
         comparison = compare([results[one] for one in settings.models if one in results])
-        on_first_rank(functools.partial(comparison.save, path), share=False)
+        rest = others + [one for key, one in results.items() if key not in comparison.models]
+        on_first_rank(functools.partial(comparison.save, path, rest), share=False)
     if dist.get_rank() == 0:
         print(f"\n{comparison.markdown()}\n\n{path}")
     end_process_group()

@@ -49,6 +49,20 @@ class ModelResult:
     perplexity: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    def joined(self, earlier: "ModelResult | None") -> "ModelResult":
+        """This result and what an earlier one of the same model has besides."""
+        if earlier is None:
+            return self
+        old, new = earlier.tasks or {}, self.tasks or {}
+        tasks = {key: {**old.get(key, {}), **new.get(key, {})} for key in {**old, **new}}
+        asked = {**earlier.settings["asked"], **self.settings["asked"]}
+        return ModelResult(
+            name=self.name,
+            tasks=tasks or None,
+            perplexity={**earlier.perplexity, **self.perplexity},
+            settings={**self.settings, "asked": asked},
+        )
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -76,10 +90,16 @@ class Comparison:
             "** p < 0.01, *** p < 0.001, ? unknown."
         )
 
-    def save(self, path: str | Path) -> None:
-        """Writes everything as JSON, whole or not at all, with NaN and infinity as null."""
-        plain = json.loads(json.dumps(asdict(self), default=str), parse_constant=lambda name: None)
-        text = json.dumps({"schema_version": 2} | plain, indent=1)
+    def save(self, path: str | Path, others: Sequence[ModelResult] = ()) -> None:
+        """Writes everything as JSON, whole or not at all, with NaN and infinity as null.
+
+        Args:
+            path: the file.
+            others: results that are kept in it, too, outside the tables.
+        """
+        everything = asdict(self) | {"others": [asdict(one) for one in others]}
+        plain = json.loads(json.dumps(everything, default=str), parse_constant=lambda name: None)
+        text = json.dumps({"schema_version": 3} | plain, indent=1)
         # One line per list of numbers, not one per number.
         text = re.sub(r"\[[\s\d.,eE+\-]+\]", lambda found: "".join(found[0].split()), text)
         write_atomically(path, text + "\n")

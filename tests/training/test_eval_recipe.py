@@ -211,6 +211,16 @@ def test_a_finished_model_is_not_evaluated_again(
     assert names == [] and again == first
     # Other settings, another text, another model: measured anew.
     assert evaluate("eval.limit=5")[0] == ["pretrained", "naive", "trained"]
+    # What other settings measured is kept beside it, and another text is added to the first.
+    names, back = evaluate()
+    assert names == [] and back["tables"] == first["tables"]
+    assert {one["settings"]["run"]["eval"]["limit"] for one in back["others"]} == {5}
+    other = text.with_name("other.txt")
+    other.write_text(text.read_text()[:200])
+    names, more = evaluate(f"eval.perplexity.u.source={other}")
+    assert names == ["pretrained", "naive", "trained"]
+    assert set(more["tables"]["token_perplexity"]["naive"]) == {"t", "u"}
+    assert evaluate()[0] == []
     text.write_text(text.read_text() + "More of it.")
     assert evaluate("eval.limit=5")[0] == ["pretrained", "naive", "trained"]
     (trained / "hard_model" / "config.json").touch()
