@@ -120,6 +120,10 @@ def _in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
     if isinstance(error, MissingMandatoryValue):
         return ValueError(f"{key} must be given")
     text = f"{key}: {str(error).splitlines()[0]}".removeprefix(": ")
+    if "is not a ListConfig" in text:
+        text = f"{key} must be a list, such as [a, b]"
+    elif "is not Optional" in text:
+        text = f"{key} cannot be null; leave it out for its defaults"
     for cls in Section.__subclasses__():
         text = text.replace(cls.__name__, f"the mapping {cls.section}")
     return TypeError(text)

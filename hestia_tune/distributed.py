@@ -2,27 +2,44 @@
 
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torchtune import utils
+from tqdm import tqdm
+
+from hestia_tune.config import one_line
 
 T = TypeVar("T")
 
 
-def ensure_process_group(device: torch.device) -> None:
-    """Forms the process group, of one if there is no torchrun; one that is there is kept."""
+def ensure_process_group(device_name: str) -> torch.device:
+    """This process's device. Forms the process group, of one if there is no torchrun; one that is
+    there is kept.
+
+    Raises:
+        ValueError: if there is no such device.
+    """
+    if device_name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {device_name}: torch finds no GPU here; use device=cpu")
+    try:
+        device = utils.get_device(device_name)
+    except RuntimeError as error:
+        raise ValueError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
     if dist.is_initialized():
-        return
+        return device
     if "RANK" not in os.environ:
         # The store of a group of one picks a free port by itself when asked for port 0.
         single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}
         os.environ.update({key: str(value) for key, value in single.items()})
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     dist.init_process_group("gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo")
+    return device
 
 
 def end_process_group() -> None:
@@ -79,6 +96,13 @@ def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
     outcome = [result]
     dist.broadcast_object_list(outcome, src=0)
     return outcome[0]
+
+
+def progress_bar(total: int | None, **options: Any) -> tqdm:
+    """A bar of the first rank; where nobody looks on, a line every ten seconds."""
+    pause = 0.1 if sys.stderr.isatty() else 10
+    off = dist.is_initialized() and dist.get_rank() != 0
+    return tqdm(total=total, disable=off, mininterval=pause, maxinterval=max(pause, 10), **options)
 
 
 class StopRequest:

@@ -3,11 +3,13 @@
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -89,6 +91,22 @@ def locked(folder: str | Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def inside(folder: Path, name: str) -> Path:
+    """``folder / name``; a ValueError if that is not in ``folder``."""
+    path = folder / name
+    if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder)):
+        raise ValueError(f"{name} reaches outside of {folder}; only files in it are read")
+    return path
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; a ValueError that names the file if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); get it again") from None
 
 
 def require_writable_dir(path: str | Path) -> Path:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hestia_tune.config import Section, option
+from hestia_tune.config import ScheduleConfig, Section, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +157,7 @@ class ReconstructionConfig(Section):
                 f"{self.section}.stride {self.stride} must not be above window {self.window}, or "
                 "blocks would be left out; lower it"
             )
+        ScheduleConfig(rho=self.rho, hard_fraction=self.hard_fraction)  # which checks them
         if self.num_samples < self.batch_size:
             raise ValueError(
                 f"{self.section}.num_samples {self.num_samples} must be at least batch_size "

@@ -40,9 +40,8 @@ def run_evaluation(run: Run) -> int:
     require_writable_dir(path.parent)
     if path.is_dir():
         raise ValueError(f"eval.output {path} is a folder; give the path of a JSON file")
-    device = utils.get_device(options.device)
+    device = ensure_process_group(options.device)
     dtype = training.get_dtype(options.dtype, device)
-    ensure_process_group(device)
     sensitivity = options.sensitivity
     if sensitivity == "auto":
         sensitivity = options.sensitivity_estimation.output if options.schedule.alpha else None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config
+from torchtune.config._errors import InstantiationError
 
 from hestia_tune.commands.configs import resolve_argv
 from hestia_tune.config import one_line
@@ -19,7 +20,10 @@ from hestia_tune.training.options import Run
 
 INTERRUPTED = 130
 # What checks of the user's input, files and data raise.
-_ABOUT_INPUT = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
+_ABOUT_INPUT = (
+    *(ValueError, TypeError, OSError, ImportError, FloatingPointError),
+    InstantiationError,  # a component that is not there
+)
 
 
 def main(command: Callable[[Run], int], name: str) -> int:

@@ -24,7 +24,6 @@ from omegaconf import DictConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchtune import training, utils
-from tqdm import tqdm
 
 import hestia_tune
 from hestia_tune.commands.launch import INTERRUPTED
@@ -34,6 +33,7 @@ from hestia_tune.distributed import (
     end_process_group,
     ensure_process_group,
     on_first_rank,
+    progress_bar,
     sum_over_ranks,
 )
 from hestia_tune.files import locked, remove, require_writable_dir, staged, write_atomically
@@ -73,8 +73,7 @@ class ReconstructionRecipe:
         self.cfg, self.options = run.cfg, run.options
         self.settings = self.options.reconstruct
         self.output = require_writable_dir(self.settings.output)
-        self.device = utils.get_device(self.options.device)
-        ensure_process_group(self.device)
+        self.device = ensure_process_group(self.options.device)
         self.dtype = training.get_dtype(self.options.dtype, self.device)
         if self.settings.batch_size % dist.get_world_size():
             raise ValueError(
@@ -250,9 +249,7 @@ class ReconstructionRecipe:
         )
         results = self._resume(work, model, windows)
         total = len(work.windows) * work.steps
-        progress = tqdm(
-            total=total, initial=len(results) * work.steps, disable=dist.get_rank() != 0
-        )
+        progress = progress_bar(total, initial=len(results) * work.steps)
         stop = StopRequest()
         with progress, stop.installed():
             for result in work.run(len(results)):
@@ -261,7 +258,8 @@ class ReconstructionRecipe:
                     on_first_rank(lambda: self._save(model, results, windows), share=False)
                     progress.set_postfix_str(
                         f"blocks {result.begin} to {result.end - 1}: error {result.error:.4f}, "
-                        f"naive {result.naive_error:.4f}"
+                        f"naive {result.naive_error:.4f}",
+                        refresh=False,
                     )
                     continue
                 progress.update(1)

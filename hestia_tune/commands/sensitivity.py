@@ -46,8 +46,7 @@ class SensitivityRecipe:
         self.settings = self.options.sensitivity_estimation
         self.path = Path(self.settings.output)
         require_writable_dir(self.path.parent)
-        self.device = utils.get_device(self.options.device)
-        ensure_process_group(self.device)
+        self.device = ensure_process_group(self.options.device)
         self.component = config.instantiate(self.cfg.quantizer)
 
     def run(self) -> SensitivityArtifact:

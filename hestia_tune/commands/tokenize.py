@@ -1,11 +1,13 @@
 """The tokenization recipe: the config's stream of text written once as a tokenized set."""
 
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from hestia_tune.data import verify_token_shards, write_token_shards
+from hestia_tune.files import require_writable_dir
 from hestia_tune.training.options import Run
 
 _STREAM = "hestia_tune.data.streaming_text_dataset"
@@ -26,6 +28,7 @@ def run_tokenize(cfg: DictConfig | Run) -> int:
             f"hestia_tokenize writes what {_STREAM} reads from text; the dataset is "
             f"{component} with source {section.get('source')}"
         )
+    require_writable_dir(Path(options.output).parent)
     section["max_tokens"] = options.max_tokens or section.get("max_tokens")
     index = write_token_shards(config.instantiate(cfg.tokenizer), options.output, **section)
     if options.verify:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import datasets
 from datasets import IterableDataset
 
-from hestia_tune.config import Section, one_line, option
+from hestia_tune.config import Section, nearest, one_line, option
 
 BLOCK_CHARACTERS = 1 << 24
 
@@ -83,8 +83,13 @@ def open_rows(config: StreamConfig) -> tuple[IterableDataset, str]:
         ValueError: if there is no such dataset, file or split, or it is empty.
         DataStreamError: if the first row cannot be read, or is no text.
     """
-    if config.source in ("parquet", "json", "text") and not config.data_files:
+    known = ("parquet", "json", "text", "token_shards")
+    if config.source in known and not config.data_files:
         raise ValueError(f"source {config.source} needs data_files; give a path, a list or a glob")
+    near = nearest(config.source, known)
+    if near and config.source not in known and not os.path.exists(config.source):
+        # Before the hub is asked, which without a network takes half a minute.
+        raise ValueError(f"no source {config.source}{near}")
     try:
         builder: Any = datasets.load_dataset_builder(
             config.source, config.name, data_files=config.data_files, revision=config.revision

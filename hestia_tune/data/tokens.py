@@ -19,7 +19,7 @@ from tqdm import tqdm
 from hestia_tune.data.rows import StreamConfig
 from hestia_tune.data.sequences import training_sample
 from hestia_tune.data.stream import StreamingTextDataset
-from hestia_tune.files import checksum, staged
+from hestia_tune.files import checksum, read_json, staged
 
 FORMAT = "hestia_tune.data.tokens/2"
 INDEX, TOKENS = "index.json", "tokens.bin"
@@ -146,7 +146,7 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
-    index = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    index = read_json(path) if path.is_file() else {}
     if index.get("format") != FORMAT:
         raise ValueError(f"{folder} holds no tokenized set: no {INDEX} of {FORMAT}")
     return index

@@ -29,7 +29,7 @@ from torchao.utils import TorchAOBaseTensor
 from tqdm import tqdm
 
 from hestia_tune.config import one_line
-from hestia_tune.files import staged
+from hestia_tune.files import inside, read_json, staged
 from hestia_tune.functional import hard_ternary
 from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
 from hestia_tune.tensors import TernaryTensor
@@ -80,11 +80,14 @@ class SafetensorsFolder:
         index = folder / "model.safetensors.index.json"
         files = folder.glob("*.safetensors")
         if index.is_file():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = {folder / Path(name).name for name in weight_map.values()}
+            weight_map = read_json(index)["weight_map"]
+            files = {inside(folder, name) for name in weight_map.values()}
         self._tensors: dict[str, torch.Tensor] = {}
         for file in sorted(files):
-            self._tensors |= sorted(load_file(file).items())
+            try:
+                self._tensors |= sorted(load_file(file).items())
+            except SafetensorError as error:
+                raise ValueError(f"{file} is damaged ({error}); get it again") from error
         self.shapes = {n: t.shape for n, t in self._tensors.items() if "rotary_emb." not in n}
         if not self.shapes:
             raise FileNotFoundError(f"{folder} has no model.safetensors; copy the model's")
@@ -123,13 +126,13 @@ class ModelFolder(SafetensorsFolder):
         self.quantized, self.quantize = quantized, quantize
         if quantize and not quantized:
             raise ValueError("quantize=True needs the names of weights in quantized; got none")
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         config = {key: value for key, value in config.items() if key != "dtype"}
         # What any transformers reads.
         self.config: dict[str, Any] = config | {"torch_dtype": "bfloat16"}
         file = folder / DESCRIPTION_FILE
         has_description = file.is_file() and not quantize
-        self.description = json.loads(file.read_text("utf-8")) if has_description else None
+        self.description = read_json(file) if has_description else None
         if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise FileNotFoundError(f"{folder} has no tokenizer.json or the like; copy the model's")
         if method := (self.config.get("quantization_config") or {}).get("quant_method"):

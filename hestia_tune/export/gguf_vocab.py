@@ -14,7 +14,6 @@ which overlooks special tokens that are no added tokens: those are looked up her
 a text is seen on a text that the tokenizers library encodes.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,8 @@ from typing import Any
 
 import gguf
 from tokenizers import Tokenizer
+
+from hestia_tune.files import read_json
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +47,9 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
         ValueError: if llama.cpp has no tokenizer for it, or it has more tokens than the model.
     """
     file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    tokenizer, settings = json.loads(file.read_text(encoding="utf-8")), {}
+    tokenizer, settings = read_json(file), {}
     if settings_file.is_file():
-        settings = json.loads(settings_file.read_text(encoding="utf-8"))
+        settings = read_json(settings_file)
     name = _split_name(tokenizer, file)
     is_sentencepiece = name == "default"
     tokens, types = _tokens(tokenizer, settings, config["vocab_size"], file)

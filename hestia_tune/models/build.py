@@ -7,22 +7,27 @@ second whatever the size of the model.
 """
 
 import inspect
-import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torchtune import config, training
 from torchtune.config._errors import InstantiationError
+from torchtune.training.checkpointing import ModelType
 
-from hestia_tune.config import one_line
+from hestia_tune.config import nearest, one_line
+from hestia_tune.files import read_json
 from hestia_tune.models.builders import llama
+from hestia_tune.models.checkpoints import MODEL_TYPES
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
+
+log = logging.getLogger(__name__)
 
 
 def instantiate(section: DictConfig | None, key: str, *args: Any) -> Any:
@@ -57,8 +62,8 @@ _HF_NAMES = {
 }
 
 
-def check_model_section(cfg_model: DictConfig, folder: Path) -> None:
-    """Compares the options of `hestia_tune.models.llama` with a folder's config.json.
+def check_model_section(cfg_model: DictConfig, cfg_checkpointer: DictConfig) -> None:
+    """Compares the model type, and the options of `hestia_tune.models.llama`, with config.json.
 
     torchtune's own builders name a model as a whole and have no options to be wrong in.
 
@@ -66,10 +71,22 @@ def check_model_section(cfg_model: DictConfig, folder: Path) -> None:
         ValueError: naming the option and both values; a model that is built in another way than it
             was trained loads without an error, and is worse.
     """
-    file = folder / "config.json"
-    if cfg_model["_component_"] != "hestia_tune.models.llama" or not file.is_file():
+    file = Path(str(cfg_checkpointer.get("checkpoint_dir"))) / "config.json"
+    if not file.is_file():
         return
-    stored = json.loads(file.read_text(encoding="utf-8"))
+    stored = read_json(file)
+    given, found = cfg_checkpointer.get("model_type"), stored.get("model_type")
+    if given not in ModelType.__members__:
+        known = ", ".join(ModelType.__members__)
+        raise ValueError(f"checkpointer.model_type must be one of {known}; got {given}")
+    if found in MODEL_TYPES.values() and MODEL_TYPES.get(given, found) != found:
+        fitting = [name for name, family in MODEL_TYPES.items() if family == found]
+        raise ValueError(
+            f"checkpointer.model_type is {given}, {file} has model_type {found}; use "
+            f"{' or '.join(fitting)}, or another model's folder"
+        )
+    if cfg_model["_component_"] != "hestia_tune.models.llama":
+        return
     stored |= stored.get("rope_parameters") or {}
     defaults = {k: p.default for k, p in inspect.signature(llama).parameters.items()}
     given = {"rope_scaling": None} | defaults | dict(cfg_model)
@@ -109,6 +126,31 @@ def load_on_all_ranks(
     return model
 
 
+def check_model_options(cfg: DictConfig, model: nn.Module) -> None:
+    """Raises ValueError for options of a config that the model (on the meta device) cannot serve:
+    sequences that are too long, layers that are not there."""
+    longest: Any = model.max_seq_len
+    sections = {"dataset": cfg.dataset, "dataset_val": cfg.dataset_val}
+    for key, section in sections.items():
+        for one in section if isinstance(section, ListConfig) else [section or {}]:
+            if (one.get("seq_len") or 0) > longest:
+                raise ValueError(
+                    f"{key}.seq_len must be at most the model's max_seq_len, {longest}; got "
+                    f"{one['seq_len']}"
+                )
+    if cfg.checkpointer.model_type not in MODEL_TYPES:
+        log.warning(
+            f"hestia_convert and hestia_eval do not read {cfg.checkpointer.model_type} models: the "
+            "hard model of this run can be loaded by other programs only"
+        )
+    names = dict(model.named_modules())
+    for name in cfg.custom_sharded_layers or []:
+        if name not in names:
+            raise ValueError(
+                f"custom_sharded_layers: the model has no module {name}{nearest(name, names)}"
+            )
+
+
 def make_tokenizer(cfg_tokenizer: DictConfig, model: nn.Module) -> Any:
     """The tokenizer of a config; ValueError if it has more ids than the model has embeddings."""
     tokenizer = instantiate(cfg_tokenizer, "tokenizer")
@@ -142,6 +184,11 @@ def read_checkpoint(
         raise ValueError(f"the checkpoint in {source} {reason}") from error
     check_state_dict(model, loaded, source)
     for name, value in loaded.items():
+        if not value.is_floating_point():
+            raise ValueError(
+                f"the checkpoint in {source} is quantized already: {name} is {value.dtype}; give "
+                "the folder of the original model"
+            )
         if not torch.isfinite(value).all():
             raise ValueError(f"NaN or infinity in the pretrained weights: {name}")
     return loaded

@@ -19,12 +19,19 @@ from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
 from hestia_tune.config import one_line
 from hestia_tune.export.folder import SafetensorsFolder
-from hestia_tune.files import checksum
+from hestia_tune.files import checksum, read_json
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"
 MODEL_PREFIX = "model."  # of the names of latent weights
-_MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "QWEN2")
+# torchtune's model types that are read here -> the model_type of their config.json.
+MODEL_TYPES = {
+    "LLAMA2": "llama",
+    "LLAMA3": "llama",
+    "LLAMA3_2": "llama",
+    "MISTRAL": "mistral",
+    "QWEN2": "qwen2",
+}
 
 
 def digest(value: Any) -> str:
@@ -41,7 +48,7 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint."""
-    return json.loads((path / META_FILE).read_text(encoding="utf-8"))
+    return read_json(path / META_FILE)
 
 
 def find_damage(folder: Path) -> str | None:
@@ -103,12 +110,12 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
 
 def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
     """Any part of a Hugging Face state dict to that of torchtune."""
-    if model_type not in _MODEL_TYPES:
-        known = ", ".join(_MODEL_TYPES)
+    if model_type not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
         raise ValueError(
             f"model_type {model_type} is not supported here; it must be one of {known}"
         )
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     heads = config["num_attention_heads"]
     if model_type == "QWEN2":
         tied = config.get("tie_word_embeddings", False)

@@ -9,7 +9,6 @@ checkpoint_hard   the same with hard weights
 PATH              a packed folder, a Hugging Face folder, or checkpoints/step_N
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from hestia_tune.export.folder import DESCRIPTION_FILE, SafetensorsFolder
+from hestia_tune.files import read_json
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.packed import load_quantized
 from hestia_tune.modules import quantized_linears
@@ -54,7 +54,7 @@ def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
             f"hestia_convert, or give another folder, or one of {', '.join(NAMES)}"
         )
     description = folder / DESCRIPTION_FILE
-    if description.is_file() and "weights" in json.loads(description.read_text(encoding="utf-8")):
+    if description.is_file() and "weights" in read_json(description):
         return "packed", folder
     return ("naive" if name == "naive" else "folder"), folder
 

@@ -30,6 +30,7 @@ from hestia_tune.export.folder import (
     sizes,
     write_folder,
 )
+from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
 from hestia_tune.selection import select_linears
@@ -200,7 +201,7 @@ def load_quantized(
         FileNotFoundError: if its weights are missing.
     """
     file = Path(folder) / DESCRIPTION_FILE
-    facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    facts = read_json(file) if file.is_file() else {}
     found = (facts.get("format_version"), facts.get("weights"))
     if found != (FORMAT_VERSION, WEIGHTS_FILE):
         raise ValueError(

@@ -8,6 +8,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torchtune.data import Message
 from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
+from hestia_tune.config import one_line
+from hestia_tune.files import read_json
+
 
 class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
     """torchtune's Hugging Face tokenizer with what its datasets and collators also ask for.
@@ -37,7 +40,11 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
         if missing := [file for file in files if not file.is_file()]:
             raise FileNotFoundError(f"{missing[0]} does not exist; check tokenizer.path")
-        super().__init__(str(files[0]), tokenizer_config_json_path=str(files[1]))
+        read_json(files[1])
+        try:
+            super().__init__(str(files[0]), tokenizer_config_json_path=str(files[1]))
+        except Exception as error:  # of its own, without a type
+            raise ValueError(f"{files[0]} is damaged ({one_line(error)}); get it again") from error
         self.max_seq_len = max_seq_len
         if eos_token is not None:
             self.eos_id = self.tokenizer.token_to_id(eos_token)

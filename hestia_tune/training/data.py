@@ -11,6 +11,7 @@ number per step.
 """
 
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -156,6 +157,9 @@ class TrainingData:
 
     def __init__(self, cfg: DictConfig, tokenizer: Any, *, ignore_index: int, seed: int):
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        most = max(16, 4 * (os.cpu_count() or 1))
+        if cfg.num_workers > most:
+            raise ValueError(f"num_workers must be at most {most} here; got {cfg.num_workers}")
         self._accumulation = cfg.gradient_accumulation_steps
         self.sequences_per_step = cfg.batch_size * self._accumulation * world_size
         self.taken, self.seconds_waited = 0, 0.0

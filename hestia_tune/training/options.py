@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from hestia_tune.config import ScheduleConfig, Section, option, require_number
+from hestia_tune.files import inside
 from hestia_tune.models.build import check_model_section
 from hestia_tune.sections import (
     ConvertConfig,
@@ -73,7 +74,7 @@ class RunOptions(Section):
     log_peak_memory_stats: bool = option(True)
     enable_activation_checkpointing: bool = option(False)
     enable_activation_offloading: bool = option(False)
-    ac_mode: str | None = option(None)
+    ac_mode: str | None = option(None, choices=("full", "selective"))
     ac_option: int | None = option(None)
     custom_sharded_layers: list[str] | None = option(None)
     fsdp_cpu_offload: bool = option(False)
@@ -145,9 +146,26 @@ class RunOptions(Section):
                 f"Hugging Face format; got {self.checkpointer['_component_']}"
             )
         if self.clip_grad_norm is not None and self.clip_grad_norm != "inf":
-            require_number("clip_grad_norm", self.clip_grad_norm, 0, 1e30, "null switches it off")
-        if self.fsdp_cpu_offload and self.device != "cuda":
-            raise ValueError(f"fsdp_cpu_offload needs device cuda; got {self.device}; leave it out")
+            require_number(
+                "clip_grad_norm", self.clip_grad_norm, 1e-9, 1e30, "null switches it off"
+            )
+        for key in ("fsdp_cpu_offload", "enable_activation_offloading"):
+            if getattr(self, key) and not self.device.startswith("cuda"):
+                raise ValueError(f"{key} needs device cuda; got {self.device}; leave it out")
+        profiler = "torchtune.training.setup_torch_profiler"
+        if self.profiler and self.profiler.get("_component_") not in (None, profiler):
+            raise ValueError(f"profiler must be {profiler}; got {self.profiler['_component_']}")
+        if self.ac_mode == "selective" and self.ac_option is None:
+            raise ValueError("ac_mode selective needs ac_option: 2 checkpoints every second block")
+        for key in ("dataset", "dataset_val"):
+            if not isinstance(getattr(self, key), dict | list | None):
+                raise TypeError(f"{key} must be a section or a list; got {getattr(self, key)!r}")
+        folder = self.checkpointer.get("checkpoint_dir")
+        if not isinstance(folder, str):
+            raise TypeError(f"checkpointer.checkpoint_dir must be a folder; got {folder!r}")
+        files = self.checkpointer.get("checkpoint_files")
+        for name in files if isinstance(files, list) else []:
+            inside(Path(folder), name)
         if self.prefetch_factor is not None and self.num_workers == 0:
             raise ValueError("prefetch_factor needs num_workers; raise that, or leave it out")
         seed = self.sensitivity_estimation.seed
@@ -197,7 +215,7 @@ class Run:
         options = RunOptions.parse(given)
         merged = OmegaConf.merge(OmegaConf.structured(RunOptions), given)
         whole: Any = OmegaConf.create(OmegaConf.to_container(merged, resolve=False))
-        check_model_section(whole.model, Path(str(whole.checkpointer.get("checkpoint_dir"))))
+        check_model_section(whole.model, whole.checkpointer)
         return cls(whole, options)
 
     def changed(self, changes: dict[str, Any]) -> "Run":

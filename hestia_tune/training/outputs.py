@@ -101,6 +101,15 @@ def write_results(
     plot_training_curves(rows, temperatures, others, folder / "curves.png")
 
 
+def training_losses(losses: Sequence[float]) -> str:
+    """A line for runs that have no other losses than those of training."""
+    rose = "; it rose: lower the learning rate" if losses[-1] > losses[0] else ""
+    return (
+        f"training loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last{rose} "
+        "(no dataset_val, so nothing else was measured)"
+    )
+
+
 def results_table(losses: Mapping[str, float]) -> str:
     """A Markdown table of validation losses.
 

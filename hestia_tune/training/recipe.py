@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 from torchtune import training, utils
-from tqdm import tqdm
 
 import hestia_tune
 from hestia_tune import sharded
 from hestia_tune.data import DataStreamError
-from hestia_tune.distributed import end_process_group, on_first_rank, sum_over_ranks
+from hestia_tune.distributed import (
+    end_process_group,
+    on_first_rank,
+    progress_bar,
+    sum_over_ranks,
+)
 from hestia_tune.evaluation import metrics_of
 from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.training import checkpoint
@@ -39,6 +43,7 @@ from hestia_tune.training.outputs import (
     RECONSTRUCTED,
     hard_state_dict,
     results_table,
+    training_losses,
     write_hard_model,
     write_results,
 )
@@ -64,9 +69,7 @@ class HestiaQATRecipe(RecipeSetup):
             self._statistics.update()
         if self._restored_random_state is not None:
             checkpoint.set_random_state(self._restored_random_state, self._device)
-        progress = tqdm(
-            total=self.total_steps, initial=self.global_step, disable=not self._is_rank_zero
-        )
+        progress = progress_bar(self.total_steps, initial=self.global_step)
         self._profiler.start()
         with progress, self.stop_request.installed():
             while self.global_step < self.total_steps:
@@ -77,7 +80,7 @@ class HestiaQATRecipe(RecipeSetup):
                     result = self.train_step(self._fetch(batches))
                     progress.update(1)
                     read = self.data.tokens_read(self.global_step, self.tokens_seen)
-                    progress.set_postfix_str(f"{read}, loss {result.loss:.4f}")
+                    progress.set_postfix_str(f"{read}, loss {result.loss:.4f}", refresh=False)
                     self._log_step(result, time.perf_counter() - started)
                     at_end = self.global_step == self.total_steps
                     if result.stop_requested and not at_end:
@@ -231,13 +234,8 @@ class HestiaQATRecipe(RecipeSetup):
         total, count = sum_over_ranks([total, count], self._device)
         return total / count
 
-    @property
-    def _naive(self) -> str:
-        """Label of the pretrained model quantized as it is: "naive ternary"."""
-        return f"naive {self.component.method.name}"
-
     def _evaluate_baselines(self) -> None:
-        hard = self._naive
+        hard = f"naive {self.component.method.name}"  # quantized as it is
         if self.options.reconstruction is None:
             with self.driver.latent():
                 self.validation_losses[PRETRAINED] = self.evaluate()
@@ -331,10 +329,10 @@ class HestiaQATRecipe(RecipeSetup):
         )
 
     def table(self) -> str:
-        """The results as Markdown; empty without validation data."""
-        if not self.validation_losses:
-            return ""
-        return results_table(self.validation_losses)
+        """The results as Markdown; without validation data, the loss on the training data."""
+        if self.validation_losses:
+            return results_table(self.validation_losses)
+        return training_losses([row["loss"] for row in self.history.rows if "loss" in row])
 
     def release(self) -> None:
         """Lets go of the model and the logger; the process group stays, for another recipe."""

@@ -1,6 +1,5 @@
 """What hestia_reconstruct left, as hestia_qat starts from it."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from hestia_tune.files import read_json
 from hestia_tune.sensitivity import model_fingerprint
 
 RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
@@ -30,7 +30,7 @@ def read_results(folder: str | Path, key: str) -> dict[str, Any]:
             f"reconstruction: {folder} holds none that is finished; run hestia_reconstruct first, "
             "or set reconstruction: auto"
         )
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     if found["quantizer"] != key:
         raise ValueError(
             f"reconstruction: {folder} was made by quantizer {found['quantizer']}, the config has "

@@ -71,7 +71,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.run = Run.of(cfg)
         self.options = self.run.options
         self.output_dir = require_writable_dir(self.options.output_dir)
-        ensure_process_group(utils.get_device(self.options.device))
+        ensure_process_group(self.options.device)
         # torchtune would look for its own kind of recipe state; ours is restored in `_resume`.
         super().__init__(OmegaConf.merge(self.run.cfg, {"resume_from_checkpoint": False}))
         self._resume_from_checkpoint = self.options.resume_from_checkpoint
@@ -98,6 +98,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
                 f"{cfg.quantizer['_component_']}"
             )
         on_meta = build.build_on_meta(cfg.model, self.component)
+        build.check_model_options(cfg, on_meta)
         names = list(quantized_linears(on_meta))
         if artifact is not None:
             artifact.check_model(names)
@@ -318,7 +319,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         try:
             optimizer = super()._setup_optimizer(cfg_optimizer, optimizer_in_bwd, opt_state_dict)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"optimizer could not be made: {error}") from error
+            raise ValueError(f"optimizer {cfg_optimizer}: {error}; mend its options") from error
         layers = quantized_linears(self._model).values()
         own = {id(p) for layer in layers for p in layer.method_parameters()}
         (group,) = optimizer.param_groups
