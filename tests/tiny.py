@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch._dynamo.utils import counters
+from torch.utils.data import get_worker_info
 from torchtune.models.convert_weights import tune_to_hf
 from torchtune.training.metric_logging import DiskLogger
 
@@ -97,25 +99,48 @@ def half_ignored_dataset(tokenizer, *, num: int) -> SequenceDataset:
 
 
 class SignallingLogger(DiskLogger):
-    """Sends this process a signal when a given step is logged, once."""
+    """Sends a signal when a given step is logged, once: to this process, to all of its group, or to
+    its parent."""
 
-    def __init__(self, log_dir: str, at_step: int, signal_name: str):
+    def __init__(self, log_dir: str, at_step: int, signal_name: str, to: str = "self"):
         super().__init__(log_dir)
-        self._at_step, self._signal = at_step, getattr(signal, signal_name)
+        self._at_step, self._signal, self._to = at_step, getattr(signal, signal_name), to
 
     def log_dict(self, payload, step):
         super().log_dict(payload, step)
         if step == self._at_step and "loss" in payload:
-            os.kill(os.getpid(), self._signal)
+            target = {"self": os.getpid(), "group": 0, "parent": os.getppid()}[self._to]
+            os.kill(target, self._signal)  # 0 is the group
 
 
-def signal_at(step: int, name: str) -> tuple[str, ...]:
-    """Overrides that make a run signal itself when ``step`` is logged."""
+def signal_at(step: int, name: str, to: str = "self") -> tuple[str, ...]:
+    """Overrides that make a run send a signal when ``step`` is logged."""
     return (
         "metric_logger._component_=tiny.SignallingLogger",
         f"metric_logger.at_step={step}",
         f"metric_logger.signal_name={name}",
+        f"metric_logger.to={to}",
     )
+
+
+class FailingDataset(SequenceDataset):
+    """Its 13th sample, in a data worker, comes never or ends the worker."""
+
+    how = ""
+
+    def __getitem__(self, index):
+        if index == 12 and get_worker_info() is not None:
+            if self.how == "sleep":
+                time.sleep(1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def failing_dataset(tokenizer, *, num: int, how: str) -> SequenceDataset:
+    """`random_dataset` whose worker fails."""
+    dataset = FailingDataset(random_dataset(tokenizer, num=num).sequences.flatten().tolist(), 16)
+    dataset.how = how
+    return dataset
 
 
 class InfiniteTrainingLoss(torch.nn.CrossEntropyLoss):
@@ -202,7 +227,8 @@ def run(
 def tune_process(
     *arguments: str, torchrun: Sequence[str] = (), recipe: str = "hestia_qat"
 ) -> subprocess.Popen:
-    """Starts ``tune run [torchrun] RECIPE ARGUMENTS`` with one thread a rank."""
+    """Starts ``tune run [torchrun] RECIPE ARGUMENTS`` with one thread a rank, in a group of its own
+    (of processes: what ends it ends its ranks and workers)."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     tune = str(Path(sys.executable).with_name("tune"))
     return subprocess.Popen(
@@ -211,6 +237,7 @@ def tune_process(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
