@@ -33,12 +33,12 @@ def ensure_process_group(device_name: str) -> torch.device:
         raise ValueError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
     if dist.is_initialized():
         return device
-    if "RANK" not in os.environ:
-        # The store of a group of one picks a free port by itself when asked for port 0.
-        single = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}
-        os.environ.update({key: str(value) for key, value in single.items()})
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-    dist.init_process_group("gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo")
+    one = {}
+    if "MASTER_ADDR" not in os.environ:  # no torchrun
+        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+        one = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # no port is opened
+    backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
+    dist.init_process_group(backend, **one)
     return device
 
 

@@ -7,6 +7,7 @@ with its traceback. Set HESTIA_TRACEBACK=1 to see where any error came from.
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -24,10 +25,14 @@ _ABOUT_INPUT = (
     *(ValueError, TypeError, OSError, ImportError, FloatingPointError),
     InstantiationError,  # a component that is not there
 )
+# Of other packages, about what their users cannot change.
+_NOTICES = ("'set_vital' is deprecated", "torch.distributed is disabled, unavailable or uninitia")
 
 
 def main(command: Callable[[Run], int], name: str) -> int:
     """Parses ``sys.argv`` as torchtune does (packaged config names included), runs ``command``."""
+    for notice in _NOTICES:
+        warnings.filterwarnings("ignore", message=notice)
     try:
         sys.argv = resolve_argv(sys.argv)
         parsed: list[DictConfig] = []

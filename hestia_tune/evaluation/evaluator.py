@@ -8,6 +8,7 @@ the middle of a training run does not change the run.
 
 import contextlib
 import hashlib
+import logging
 import platform
 import random
 import sys
@@ -106,6 +107,7 @@ def load_tasks(names: Sequence[str], manager: Any) -> tuple[list[Any], Any]:
             hint = f"{nearest(name, manager.all_tasks)}; `lm-eval ls tasks` lists all"
             raise ValueError(f"unknown task {name!r}{hint}, include_path adds your own")
     loaded: list[Any] = []
+    logging.getLogger("lm_eval.api.task").addFilter(lambda told: "Custom kwargs" not in told.msg)
     with _undisturbed():
         random.seed(_SEED)  # a task may shuffle its documents when it loads them
         for name in dict.fromkeys(names):

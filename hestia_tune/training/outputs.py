@@ -6,6 +6,7 @@ torchtune's own checkpointer maps the names back and copies config and tokenizer
 
 import copy
 import json
+import logging
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,11 @@ def write_hard_model(
     with staged(folder) as temporary, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         writer = copy.copy(checkpointer)
         writer._output_dir = Path(scratch)  # it writes into a folder epoch_0 of this
-        writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
+        logging.disable(logging.INFO)  # it would praise the temporary folder
+        try:
+            writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
+        finally:
+            logging.disable(logging.NOTSET)
         (Path(scratch) / "epoch_0").rename(temporary)
         for code in temporary.rglob("*.py"):  # torchtune copies all but weights
             code.unlink()

@@ -71,9 +71,12 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.run = Run.of(cfg)
         self.options = self.run.options
         self.output_dir = require_writable_dir(self.options.output_dir)
-        ensure_process_group(self.options.device)
+        device = ensure_process_group(self.options.device)
         # torchtune would look for its own kind of recipe state; ours is restored in `_resume`.
-        super().__init__(OmegaConf.merge(self.run.cfg, {"resume_from_checkpoint": False}))
+        ours = {"resume_from_checkpoint": False}
+        if device.type == "cpu":  # torchtune would say that it measures a GPU's memory only
+            ours["log_peak_memory_stats"] = False
+        super().__init__(OmegaConf.merge(self.run.cfg, ours))
         self._resume_from_checkpoint = self.options.resume_from_checkpoint
         self.checkpoint_folder = self.output_dir / "checkpoints"
         self.validation_losses: dict[str, float] = {}
