@@ -39,7 +39,6 @@ from hestia_tune.training.monitoring import (
 )
 from hestia_tune.training.outputs import (
     HARD,
-    PRETRAINED,
     RECONSTRUCTED,
     hard_state_dict,
     results_table,
@@ -114,10 +113,13 @@ class HestiaQATRecipe(RecipeSetup):
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
-        sharded.pull_back(quantized_linears(self._model).values(), compiled=self._compile)
+        layers = quantized_linears(self._model).values()
+        sharded.pull_back(layers, compiled=self._compile)
         grad_norm = self.clip_gradients()
         self._learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
+        strength = self.options.cage.at((step + 1) / self.total_steps)
+        sharded.pull_to_codes(self._optimizer, layers, strength)
         self._optimizer.zero_grad(set_to_none=True)
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()
@@ -238,7 +240,7 @@ class HestiaQATRecipe(RecipeSetup):
         hard = f"naive {self.component.method.name}"  # quantized as it is
         if self.options.reconstruction is None:
             with self.driver.latent():
-                self.validation_losses[PRETRAINED] = self.evaluate()
+                self.validation_losses[self.options.init] = self.evaluate()
         else:  # which has measured the pretrained and the naive model
             hard = RECONSTRUCTED
         with self.driver.hard():

@@ -31,6 +31,7 @@ from hestia_tune.training.data import TrainingData
 from hestia_tune.training.distillation import make_teacher
 from hestia_tune.training.monitoring import CodeStatistics, History
 from hestia_tune.training.options import Run, RunOptions
+from hestia_tune.training.outputs import PRETRAINED
 from hestia_tune.training.reconstructed import read_results, reconstructed
 
 log = utils.get_logger("DEBUG")
@@ -119,8 +120,15 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self.data.restore(rank_state["dataloader"])
 
         plain = build.plain_on_meta(cfg.model)
-        state = on_first_rank(lambda: self.read_pretrained(plain, artifact), share=False) or {}
-        pretrained = state
+        state = pretrained = {}
+        distillation = options.distillation
+        teaches = distillation.weight > 0 and distillation.teacher == PRETRAINED
+        if options.init == PRETRAINED or teaches:
+            read = partial(self.read_pretrained, plain, artifact)
+            state = pretrained = on_first_rank(read, share=False) or {}
+        if options.init != PRETRAINED:
+            make = partial(build.random_state, plain, cfg.checkpointer.checkpoint_dir, self.seed)
+            state = on_first_rank(make, share=False) or {}
         if start is not None:
             make = partial(reconstructed, state, options.reconstruction, start)
             state = on_first_rank(make, share=False) or {}
@@ -254,7 +262,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             "shuffle": cfg.shuffle,
             "seed": self.seed,
             "dtype": cfg.dtype,
+            "init": self.options.init,
             "distillation": dataclasses.asdict(self.options.distillation),
+            "cage": dataclasses.asdict(self.options.cage),
             **self.data.identity(),
         }
 
