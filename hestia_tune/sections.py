@@ -104,10 +104,7 @@ class CageConfig(Section):
 
     section: ClassVar[str] = "cage"
     strength: float = option(
-        0.0,
-        "lambda at the last step, 10 in the publication; 0 switches it off",
-        low=0,
-        high=1e6,
+        0.0, "lambda at the last step, 10 in the publication; 0 is off", low=0, high=1e6
     )
     silent: float = option(
         0.8, "first share of the steps, at lambda 0; then it rises linearly", low=0, high=0.99

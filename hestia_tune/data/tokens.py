@@ -107,11 +107,7 @@ def write_token_shards(
 
 
 def write_set(
-    tokenizer: Any,
-    folder: str | Path,
-    source: Any,
-    parts: Iterable[list[int]],
-    max_tokens: int | None,
+    tokenizer: Any, folder: str | Path, source: Any, parts: Iterable[list], max_tokens: int | None
 ) -> dict[str, Any]:
     """`write_token_shards` of lists of tokens, which are looked at only if the set is not there.
 

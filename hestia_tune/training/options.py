@@ -190,6 +190,12 @@ class RunOptions(Section):
         self._fill("eval", "evaluation.json")
         self._fill("tokenize", "tokens")
 
+    @property
+    def reads_pretrained(self) -> bool:
+        """Whether hestia_qat needs the pretrained weights, to start from or as the teacher."""
+        teaches = self.distillation.weight > 0 and self.distillation.teacher == "pretrained"
+        return self.init == "pretrained" or teaches
+
     def _fill(self, key: str, name: str, given: Any = None, **others: Any) -> None:
         """Gives a section that names no output (or seed) the run's own."""
         section = getattr(self, key)

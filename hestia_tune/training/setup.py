@@ -5,7 +5,6 @@ the meta device, then the checkpoint, the data, and only then sharding and optim
 rank alone reads the checkpoint; its errors are raised on every rank.
 """
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from hestia_tune.training.data import TrainingData
 from hestia_tune.training.distillation import make_teacher
 from hestia_tune.training.monitoring import CodeStatistics, History
 from hestia_tune.training.options import Run, RunOptions
-from hestia_tune.training.outputs import PRETRAINED
 from hestia_tune.training.reconstructed import read_results, reconstructed
 
 log = utils.get_logger("DEBUG")
@@ -121,12 +119,10 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
         plain = build.plain_on_meta(cfg.model)
         state = pretrained = {}
-        distillation = options.distillation
-        teaches = distillation.weight > 0 and distillation.teacher == PRETRAINED
-        if options.init == PRETRAINED or teaches:
+        if options.reads_pretrained:
             read = partial(self.read_pretrained, plain, artifact)
             state = pretrained = on_first_rank(read, share=False) or {}
-        if options.init != PRETRAINED:
+        if options.init == "random":
             make = partial(build.random_state, plain, cfg.checkpointer.checkpoint_dir, self.seed)
             state = on_first_rank(make, share=False) or {}
         if start is not None:
@@ -257,14 +253,12 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             "schedule.alpha": self.schedule.alpha,
             "schedule.hard_fraction": self.schedule.hard_fraction,
             "sensitivity": checkpoint.digest(scores),
-            **{k: plain[k] for k in ("optimizer", "lr_scheduler", "clip_grad_norm")},
+            **{k: plain[k] for k in ("init", "optimizer", "lr_scheduler", "clip_grad_norm")},
             "dataset.seq_len": [section.get("seq_len") for section in sections],
             "shuffle": cfg.shuffle,
             "seed": self.seed,
             "dtype": cfg.dtype,
-            "init": self.options.init,
-            "distillation": dataclasses.asdict(self.options.distillation),
-            "cage": dataclasses.asdict(self.options.cage),
+            **{k: plain[k] for k in ("distillation", "cage")},
             **self.data.identity(),
         }
 

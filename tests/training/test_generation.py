@@ -1,7 +1,9 @@
 """Self-generated text: what is sampled, on any number of ranks, stopped and gone on, refusals."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from omegaconf import OmegaConf
 from tiny import SHAPE, logged, make_config, make_model_dir, run, tune_run, write_config
 from torch import distributed
 
+from hestia_tune.commands.configs import config_path
 from hestia_tune.data import TokenizedSet, self_generated_dataset, verify_token_shards
 from hestia_tune.data.generated import GeneratedConfig
 from hestia_tune.export.folder import SafetensorsFolder
@@ -269,3 +272,19 @@ def test_without_a_run_a_missing_set_is_an_error(model_dir, tmp_path):
             seq_len=8,
             cache_dir=str(tmp_path / "none"),
         )
+
+
+def test_the_block_of_the_documentation_on_the_demo(tmp_path):
+    """LLM-QAT as docs/small_budgets.md tells it, with fewer sequences."""
+    page = (Path(__file__).parents[2] / "docs" / "small_budgets.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    cfg = OmegaConf.load(config_path("demo"))
+    for key, section in OmegaConf.create(block).items():
+        cfg[key] = section
+    changes = {"output_dir": str(tmp_path), "optimizer": {"lr": 4e-3}, "max_val_batches": 1}
+    cfg = OmegaConf.merge(cfg, changes, {"dataset": {"num_sequences": 256}})
+    recipe = run(cfg)
+    assert recipe.total_steps == 16 and (tmp_path / "self_generated" / "index.json").is_file()
+    losses = recipe.validation_losses  # on text of people
+    gained = losses["naive ternary"] - losses["trained, hard"]
+    assert gained > 0.2 * (losses["naive ternary"] - losses["pretrained"])
