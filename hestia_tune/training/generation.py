@@ -44,7 +44,8 @@ def generate_missing(cfg: DictConfig, tokenizer: Any, section: DictConfig) -> No
     paths = [parts / f"{n}.npy" for n in range(-(-config.num_sequences // config.batch_size))]
 
     def find_missing() -> list[int]:
-        if any(Path(config.cache_dir).glob("*")):  # the set, or what `write_set` refuses
+        folder = Path(config.cache_dir)
+        if folder.is_file() or any(folder.glob("*")):  # the set, or what `write_set` refuses
             return []
         return [number for number, path in enumerate(paths) if not path.exists()]
 

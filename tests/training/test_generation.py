@@ -264,6 +264,20 @@ def test_another_model_is_refused(tmp_path, generated):
         run(config(other, tmp_path / "run", generated))
 
 
+def test_what_is_in_the_way_is_refused_before_anything_is_generated(
+    model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(generation, "load_model", None)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="dataset could not be loaded: .*file"):
+        run(config(model_dir, tmp_path / "run", tmp_path / "file"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="folder holds no tokenized set"):
+        run(config(model_dir, tmp_path / "run", tmp_path / "folder"))
+    assert (tmp_path / "folder" / "mine.txt").read_text() == (tmp_path / "file").read_text()
+
+
 def test_without_a_run_a_missing_set_is_an_error(model_dir, tmp_path):
     with pytest.raises(ValueError, match="holds no tokenized set"):
         self_generated_dataset(
@@ -282,9 +296,9 @@ def test_the_block_of_the_documentation_on_the_demo(tmp_path):
     for key, section in OmegaConf.create(block).items():
         cfg[key] = section
     changes = {"output_dir": str(tmp_path), "optimizer": {"lr": 4e-3}, "max_val_batches": 1}
-    cfg = OmegaConf.merge(cfg, changes, {"dataset": {"num_sequences": 256}})
+    cfg = OmegaConf.merge(cfg, changes, {"dataset": {"num_sequences": 192, "seq_len": 64}})
     recipe = run(cfg)
-    assert recipe.total_steps == 16 and (tmp_path / "self_generated" / "index.json").is_file()
+    assert recipe.total_steps == 12 and (tmp_path / "self_generated" / "index.json").is_file()
     losses = recipe.validation_losses  # on text of people
     gained = losses["naive ternary"] - losses["trained, hard"]
-    assert gained > 0.2 * (losses["naive ternary"] - losses["pretrained"])
+    assert gained > 0.1 * (losses["naive ternary"] - losses["pretrained"])
