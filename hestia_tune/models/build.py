@@ -206,8 +206,8 @@ def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, t
         folder: of the config.
         seed: of the draw.
     """
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    std, generator = config.get("initializer_range", 0.02), torch.Generator().manual_seed(seed)
+    std = read_json(Path(folder) / "config.json").get("initializer_range", 0.02)
+    generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, value in plain.state_dict().items():
         state[name] = torch.full(value.shape, 0.0 if name.endswith("bias") else 1.0)

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training, utils
 from torchtune.generation import generate, generate_next_token
-from tqdm import tqdm
 
 from hestia_tune.data.generated import GeneratedConfig
 from hestia_tune.data.tokens import write_set
-from hestia_tune.distributed import on_first_rank, raise_together
+from hestia_tune.distributed import on_first_rank, progress_bar, raise_together
 from hestia_tune.files import checksum, remove, staged
+from hestia_tune.models import build
 from hestia_tune.models.checkpoints import digest
 from hestia_tune.models.load import load_model
 
@@ -73,18 +73,16 @@ def _generate_batches(
     device = utils.get_device(cfg.device)
     dtype = training.get_dtype(cfg.dtype, device)
     model: Any = load_model("pretrained", cfg, device=device, dtype=dtype)[0]
-    if config.seq_len > model.max_seq_len:
-        raise ValueError(
-            f"seq_len {config.seq_len} must be at most the model's max_seq_len "
-            f"{model.max_seq_len}; lower it"
-        )
+    build.check_model_options(cfg, model)
     with device:
         model.setup_caches(config.batch_size, dtype, decoder_max_seq_len=config.seq_len)
     vocab_size = getattr(tokenizer, "vocab_size", None) or model.tok_embeddings.num_embeddings
-    for number, path in tqdm(paths.items(), unit="batch", disable=dist.get_rank() > 0):
-        tokens = generate_batch(model, config, number, vocab_size)
-        with staged(path) as temporary, open(temporary, "wb") as file:
-            np.save(file, tokens.numpy(force=True))
+    with progress_bar(len(paths), unit="batch") as progress:
+        for number, path in paths.items():
+            tokens = generate_batch(model, config, number, vocab_size)
+            with staged(path) as temporary, open(temporary, "wb") as file:
+                np.save(file, tokens.numpy(force=True))
+            progress.update()
 
 
 def generate_batch(

@@ -15,10 +15,13 @@ from torch import distributed
 from hestia_tune.commands.configs import config_path
 from hestia_tune.data import TokenizedSet, self_generated_dataset, verify_token_shards
 from hestia_tune.data.generated import GeneratedConfig
+from hestia_tune.distributed import ensure_process_group
 from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.training import generation
+from hestia_tune.training.data import calibration_batches
+from hestia_tune.training.options import Run
 
 SEQ_LEN = 24
 
@@ -227,6 +230,21 @@ def test_data_free_training_towards_the_model_itself(model_dir, tmp_path, genera
     assert losses["trained, hard"] < losses["naive ternary"]
 
 
+@pytest.mark.parametrize("seq_len", [64, 65])
+def test_calibration_generates_too(model_dir, tmp_path, seq_len):
+    """hestia_sensitivity and hestia_reconstruct may be the first that read the section."""
+    cfg = Run.of(config(model_dir, tmp_path, tmp_path / "set", seq_len=seq_len)).cfg
+    ensure_process_group("cpu")
+    draw = {"seed": 0, "num_samples": 5, "batch_size": 5}
+    tokenizer = HuggingFaceTokenizer(str(model_dir))
+    if seq_len == 65:
+        with pytest.raises(ValueError, match="must be at most the model's max_seq_len, 64; got 65"):
+            calibration_batches(cfg, tokenizer, **draw)
+        return
+    [batch] = calibration_batches(cfg, tokenizer, **draw)
+    assert batch.tokens.shape == (5, 64) and (tmp_path / "set" / "index.json").is_file()
+
+
 def test_a_list_of_datasets(model_dir, tmp_path, generated):
     cfg = config(model_dir, tmp_path, generated, "max_steps_per_epoch=2", "epochs=1")
     cfg.dataset = [cfg.dataset, {"_component_": "tiny.random_dataset", "num": 6, "seq_len": 24}]
@@ -242,7 +260,10 @@ sizes: list[int] = []
     [
         (["dataset.seed=1"], "tokens made otherwise; choose another folder"),
         (["dataset.top_k=3"], "tokens made otherwise"),
-        (["dataset.seq_len=65", "dataset.cache_dir={new}"], "65 must be at most .*max_seq_len 64"),
+        (
+            ["dataset.seq_len=65", "dataset.cache_dir={new}"],
+            "seq_len must be at most the model's max_seq_len, 64; got 65",
+        ),
         (["dataset.seq_len=7"], "dataset.seq_len must be at least 8; got 7"),
         (["dataset.num_sequences=0"], "dataset.num_sequences must be at least 1; got 0"),
         (["dataset.temperature=0"], r"dataset.temperature must be in \[0.01, 100\]; got 0"),
