@@ -114,6 +114,9 @@ class ScheduleDriver:
         after_write: called when the values have changed, for what depends on them
             (`hestia_tune.sharded.refresh`).
 
+    Attributes:
+        layers: as given.
+
     Raises:
         ValueError: if there are no layers, or the names of ``scores`` are not those of ``layers``.
     """
@@ -131,7 +134,7 @@ class ScheduleDriver:
             odd = sorted(set(scores) ^ set(layers))
             raise ValueError(f"sensitivity scores and quantized layers differ in {odd[:3]}")
         self.schedule = schedule
-        self._layers = dict(layers)
+        self.layers = dict(layers)
         self._after_write = after_write or (lambda: None)
         self._scores = {name: 0.0 if scores is None else scores[name] for name in layers}
 
@@ -148,8 +151,8 @@ class ScheduleDriver:
 
         One copy to the device and one fused kernel, however many layers there are.
         """
-        taus = [temperatures[name] for name in self._layers]
-        fakes = [layer.weight_fake_quantizer for layer in self._layers.values()]
+        taus = [temperatures[name] for name in self.layers]
+        fakes = [layer.weight_fake_quantizer for layer in self.layers.values()]
         buffers = [fake.tau for fake in fakes] + [fake.pressure for fake in fakes]
         values = torch.tensor(taus + [pressure] * len(taus), dtype=torch.float32)
         torch._foreach_copy_(
@@ -159,11 +162,11 @@ class ScheduleDriver:
 
     @contextlib.contextmanager
     def _temporarily(self, pressure: float, *, is_hard: bool) -> Iterator[None]:
-        fakes = [layer.weight_fake_quantizer for layer in self._layers.values()]
+        fakes = [layer.weight_fake_quantizer for layer in self.layers.values()]
         before = [(fake.tau.clone(), fake.pressure.clone()) for fake in fakes]
         for fake in fakes:
             fake.is_hard = is_hard
-        self.write(dict.fromkeys(self._layers, 0.0), pressure)
+        self.write(dict.fromkeys(self.layers, 0.0), pressure)
         try:
             yield
         finally:

@@ -99,6 +99,23 @@ class DistillationConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CageConfig(Section):
+    """The YAML's ``cage`` section: `hestia_tune.sharded.pull_to_codes` after every step."""
+
+    section: ClassVar[str] = "cage"
+    strength: float = option(
+        0.0, "lambda at the last step, 10 in the publication; 0 is off", low=0, high=1e6
+    )
+    silent: float = option(
+        0.8, "first share of the steps, at lambda 0; then it rises linearly", low=0, high=0.99
+    )
+
+    def at(self, share: float) -> float:
+        """lambda when so much of the run is done."""
+        return self.strength * max(0.0, share - self.silent) / (1 - self.silent)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReconstructionConfig(Section):
     """The YAML's ``reconstruct`` section: blocks are made ternary one window after the other."""
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from hestia_tune.methods.base import Total, fused
 from hestia_tune.modules import QuantizedLinear, local_rows
@@ -166,6 +167,31 @@ def refresh(
         effective = rows.from_pairs(effective.to(dtype))
         made[id(layer.weight)] = effective.to(local_rows(layer.weight).device)
         layer.effective_rows = made[id(layer.weight)]
+
+
+@torch.no_grad()
+def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], strength: float) -> None:
+    """CAGE (arXiv 2510.18784): w <- w - lr·lambda·(w - Q(w)), in place. Collective.
+
+    Call it after an optimizer step. Q is the method's own hard weight, so any method will do; as
+    AdamW's decay, it passes by gradients and moments. Costs a hard quantization of the rows that
+    this rank holds.
+
+    Args:
+        optimizer: whose parameter groups give lr; weights that are in none stay.
+        layers: sharded or not.
+        strength: lambda; lr·lambda above 1 counts as 1, which ends at the codes. 0 does nothing.
+    """
+    groups = optimizer.param_groups if strength else []
+    rates = {id(p): min(1.0, group["lr"] * strength) for group in groups for p in group["params"]}
+    for layer in layers:
+        rate = rates.pop(id(layer.weight), None)  # once, if linears share the weight
+        if rate is not None:
+            rows, device = _Rows(layer), layer.weight_fake_quantizer.tau.device
+            latent, *parameters = (local_rows(value).to(device) for value in layer.latents())
+            hard = layer.method.hard(rows.to_pairs(latent), parameters, rows.total())
+            own = local_rows(layer.weight)
+            own.lerp_(rows.from_pairs(hard).to(own.device), float(rate))
 
 
 def reshard(model: nn.Module) -> None:

@@ -8,7 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from hestia_tune.config import ScheduleConfig
+from hestia_tune.data.generated import GeneratedConfig
 from hestia_tune.sections import (
+    CageConfig,
     ConvertConfig,
     DistillationConfig,
     EstimationConfig,
@@ -18,7 +20,10 @@ from hestia_tune.sections import (
     TokenizeConfig,
 )
 
-GIVEN = {TextConfig: {"source": "text.txt"}}  # fields that must be given
+GIVEN = {  # fields that must be given
+    TextConfig: {"source": "text.txt"},
+    GeneratedConfig: {"num_sequences": 10, "seq_len": 16, "cache_dir": "generated"},
+}
 
 
 def of_type(names, values):
@@ -48,6 +53,21 @@ WRONG = {
         *in_range(r"in \[0, 1\]", ("weight",), (-0.1, 1.1, math.nan)),
         *in_range(r"in \[0.01, 100\]", ("temperature",), (0, 101, math.inf)),
         *in_range("one of kl, kl_reverse, mixed", ("loss",), ("jsd", "KL")),
+    ],
+    CageConfig: [
+        *of_type(("strength", "silent"), ("much", None, True)),
+        *in_range(r"in \[0, 1e\+06\]", ("strength",), (-1, math.inf, math.nan)),
+        *in_range(r"in \[0, 0.99\]", ("silent",), (-0.1, 1)),
+    ],
+    GeneratedConfig: [
+        *of_type(("num_sequences", "seq_len", "batch_size", "seed"), COUNTS),
+        *of_type(("top_k", "epochs"), OPTIONAL_COUNTS),
+        *in_range("at least 1", ("num_sequences", "batch_size", "top_k", "epochs"), (0, -1)),
+        *in_range("at least 8", ("seq_len",), (7,)),
+        *in_range("in ", ("seed",), (-1,)),
+        *of_type(("temperature",), ("hot", None)),
+        *in_range(r"in \[0.01, 100\]", ("temperature",), (0, 101)),
+        *of_type(("cache_dir",), STRINGS),
     ],
     ReconstructionConfig: [
         *of_type(("num_samples", "batch_size", "epochs", "window", "stride", "rank"), COUNTS),

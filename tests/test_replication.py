@@ -1,5 +1,6 @@
 """The replication scripts run, keep what is done, and report it."""
 
+import inspect
 import json
 import re
 import subprocess
@@ -12,6 +13,8 @@ from omegaconf import OmegaConf
 from torchao.quantization import quantize_
 
 import hestia_tune
+from hestia_tune.data.generated import GeneratedConfig
+from hestia_tune.training.options import Run
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks" / "replication"
 FEW = ["--lrs", "1e-3", "--seeds", "0", "1", "--steps", "2"]
@@ -54,6 +57,54 @@ def test_differences_are_paired_by_seed(report):
     mine, other = {1: 1.0, 2: 5.0, 3: 9.0}, {1: 0.5, 2: 4.3}
     assert report.differences(mine, other) == "0.6000 ± 0.1414"
     assert report.differences(mine, {}) == "-"
+
+
+@pytest.fixture
+def methods(scripts):
+    import methods
+
+    return methods
+
+
+def test_methods_are_told_from_the_best_and_paired_by_seed(methods):
+    found = {
+        "LSQ": (4e-3, {0: 3.0, 1: 3.5}),
+        "AbsMean": (1e-3, {0: 2.0, 1: 2.5}),
+        "Hestia": (2e-3, {0: 1.0, 1: 2.0}),
+    }
+    head, _, *lines = methods.table(found, [1e-3, 2e-3, 4e-3])
+    assert head == "| method | lr | seeds | hard val loss | minus AbsMean | minus Hestia |"
+    assert lines == [
+        "| Hestia | 0.002 | 2 | 1.5000 ± 0.7071 | -0.7500 ± 0.3536 |  |",
+        "| AbsMean | 0.001 (at the edge) | 2 | 2.2500 ± 0.3536 |  | 0.7500 ± 0.3536 |",
+        "| LSQ | 0.004 (at the edge) | 2 | 3.2500 ± 0.3536 | 1.0000 ± 0.0000 | 1.7500 ± 0.3536 |",
+    ]
+    assert next(iter(methods.table({"LSQ": found["LSQ"]}, []))).endswith("| hard val loss |")
+
+
+def test_every_row_has_a_config_of_its_own_and_the_same_steps(methods, tmp_path):
+    import common
+
+    rows = methods.rows_of(tmp_path, 500)
+    assert len({common.slug(row.name) for row in rows}) == len(rows)
+    study = common.Study(common.settings_of("demo", []), tmp_path)
+    for row in rows:
+        cfg = study.config(row.method, methods.changes_of(row, 2e-3, 1, 250))
+        options = Run.of(OmegaConf.merge(cfg, {"output_dir": str(tmp_path)})).options
+        told = (options.max_steps, options.max_steps_per_epoch, options.seed)
+        assert told == (250, None, 1) and options.optimizer["lr"] == 2e-3
+        generated = "self_generated" in cfg.dataset["_component_"]
+        assert generated == ("LLM-QAT" in row.name) == (options.distillation.weight == 1)
+        assert (options.cage.strength > 0) == ("CAGE" in row.name)
+        assert (options.init == "random") == ("scratch" in row.name)
+        if generated:  # nothing is left of the dataset that it replaces
+            inspect.signature(GeneratedConfig).bind(
+                **{k: v for k, v in cfg.dataset.items() if k != "_component_"}
+            )
+            assert cfg.dataset.num_sequences == 500 * cfg.batch_size and options.epochs == 1
+    assert {row.name for row in rows if methods.is_there(row)} >= {"Hestia, tau_init 0", "Hestia"}
+    assert not methods.is_there(methods.row("x", "NoSuchComponent"))
+    assert not methods.is_there(methods.row("x", "HestiaQATQuantizer", codebook="no such option"))
 
 
 def test_gradients_and_codes_in_and_out_of_the_zones(scripts, monkeypatch):
@@ -186,3 +237,23 @@ def test_small_budgets_are_kept_and_told(tmp_path):
         assert f"{loss:.4f} | " in said
     run("small_budgets.py", *options, "--overrides", "max_val_batches=1", *few)
     assert {path: json.loads(path.read_text()) for path in records} == records
+
+
+@pytest.mark.slow
+def test_the_study_of_methods_goes_on_where_it_stopped(tmp_path):
+    few = ("--lrs", "1e-3", "2e-3", "--seeds", "0", "1", "--steps", "2", "--best", "1")
+    options = ("--out", tmp_path, *few, *SMALLER[:4])
+    first = run("methods.py", *options, "--rows", "tau_init 0")
+    records = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("record.json")}
+    assert len(records) == 2 + 1 + 2  # learning rates, the other seed, and twice the steps
+    assert "| Hestia, tau_init 0 | 0.00" in first and "\n4 steps, the best 1" in first
+    again = run("methods.py", *options, "--rows", "tau_init 0", "uniform + cage")
+    assert all(path.stat().st_mtime_ns == time for path, time in records.items())
+    assert len([*tmp_path.rglob("record.json")]) in (8, 10)  # whichever is the best
+    assert "| Hestia, uniform + CAGE | 0.00" in again
+    for path in records:
+        record = json.loads(path.read_text())
+        if record["steps"] == 2 and record["settings"]["seed"] == 0:
+            assert f"{record['validation_loss']['trained, hard']:.4f}" in again
+    assert (tmp_path / "methods.png").stat().st_size > 0
+    assert (tmp_path / "methods_longer.png").stat().st_size > 0

@@ -124,7 +124,7 @@ class Study:
         cfg.schedule = dict(method.schedule)
         cfg.sensitivity = method.curvature
         for key, value in changes.items():
-            OmegaConf.update(cfg, key.replace("__", "."), value)
+            OmegaConf.update(cfg, key.replace("__", "."), value, merge=False)
         return cfg
 
     def folder(self, method: Method, label: str) -> Path:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from hestia_tune.data.demo import demo_dataset
+from hestia_tune.data.generated import self_generated_dataset
 from hestia_tune.data.rows import DataStreamError, StreamConfig
 from hestia_tune.data.sampler import PositionSampler
 from hestia_tune.data.sequences import SequenceDataset
@@ -17,6 +18,7 @@ __all__ = [
     "StreamingTextDataset",
     "TokenizedSet",
     "demo_dataset",
+    "self_generated_dataset",
     "streaming_text_dataset",
     "text_dataset",
     "verify_token_shards",

@@ -9,6 +9,7 @@ appears when it is whole: a writer that is killed begins anew.
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,27 @@ def write_token_shards(
         ValueError: if the folder holds anything else, or the source cannot be found.
         DataStreamError: on data that cannot be read.
     """
-    folder = Path(folder)
     stream = StreamingTextDataset(tokenizer, StreamConfig.parse(options | _AT_ONCE))
     stream.rank, stream.world_size = 0, 1
+
+    def parts():
+        yield from (sample["tokens"] for sample in stream)
+        yield stream.state_dict()["carry"]  # the tail
+
+    return write_set(tokenizer, folder, stream.identity(), parts(), max_tokens)
+
+
+def write_set(
+    tokenizer: Any, folder: str | Path, source: Any, parts: Iterable[list], max_tokens: int | None
+) -> dict[str, Any]:
+    """`write_token_shards` of lists of tokens, which are looked at only if the set is not there.
+
+    ``source`` is what they are, as JSON.
+    """
+    folder = Path(folder)
     index = {
         "format": FORMAT,
-        "source": stream.identity(),
+        "source": source,
         "dtype": "<u2" if (getattr(tokenizer, "vocab_size", None) or 1 << 32) <= 1 << 16 else "<u4",
         "tokenizer": _tokenizer_digest(tokenizer),
         "max_tokens": max_tokens,
@@ -113,16 +129,12 @@ def write_token_shards(
             f"{folder} holds tokens made otherwise; choose another folder, or empty it"
         )
 
-    def parts():
-        yield from (sample["tokens"] for sample in stream)
-        yield stream.state_dict()["carry"]  # the tail
-
     index |= {"num_tokens": 0, "num_documents": 0}
     digest, progress = hashlib.sha256(), tqdm(total=max_tokens, unit="tok", unit_scale=True)
     with staged(folder) as temporary, progress:
         temporary.mkdir()
         with open(temporary / TOKENS, "wb") as file:
-            for tokens in parts():
+            for tokens in parts:
                 tokens = tokens[: (max_tokens or 1 << 62) - index["num_tokens"]]
                 content = np.array(tokens, index["dtype"]).tobytes()
                 file.write(content)

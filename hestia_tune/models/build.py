@@ -194,6 +194,28 @@ def read_checkpoint(
     return loaded
 
 
+def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, torch.Tensor]:
+    """A state dict to train from scratch: float32 on the CPU, the same for the same seed.
+
+    Matrices, embeddings included, are normal with the standard deviation ``initializer_range`` of
+    the folder's config.json (0.02 if it has none), as Hugging Face's own Llamas begin; biases are
+    0, norms 1.
+
+    Args:
+        plain: not prepared, on the meta device; names and shapes.
+        folder: of the config.
+        seed: of the draw.
+    """
+    std = read_json(Path(folder) / "config.json").get("initializer_range", 0.02)
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, value in plain.state_dict().items():
+        state[name] = torch.full(value.shape, 0.0 if name.endswith("bias") else 1.0)
+        if value.dim() >= 2:
+            state[name].normal_(std=std, generator=generator)
+    return state
+
+
 def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
     """Raises ValueError if the names or shapes of ``state`` are not those of ``model``."""
     expected = model.state_dict()

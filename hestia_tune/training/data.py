@@ -33,12 +33,13 @@ from hestia_tune.config import one_line
 from hestia_tune.data import DataStreamError, PositionSampler, StreamingTextDataset, TokenizedSet
 from hestia_tune.distributed import raise_together
 from hestia_tune.sensitivity import CalibrationBatch
+from hestia_tune.training.generation import SELF_GENERATED, generate_missing
 
 log = utils.get_logger("DEBUG")
 
 
 def build_dataset(
-    cfg_dataset: DictConfig | ListConfig,
+    cfg: DictConfig,
     tokenizer: Any,
     key: str,
     batch_size: int = 1,
@@ -46,18 +47,23 @@ def build_dataset(
 ) -> tuple[Any, bool]:
     """(dataset, whether it is packed) of a ``dataset`` section, one component or a list.
 
+    Collective if the model is to generate it.
+
     Args:
-        cfg_dataset: the section.
+        cfg: the run's config.
         tokenizer: the config's.
-        key: its name, for errors.
+        key: of the section.
         batch_size: of the loader, which a stream with workers must know.
         calibration_seed: gives this process all of a stream, shuffled by this seed.
 
     Raises:
         ValueError: if it cannot be loaded or is empty; the error names the section.
     """
-    sections = list(cfg_dataset) if isinstance(cfg_dataset, ListConfig) else [cfg_dataset]
+    sections = list(cfg[key]) if isinstance(cfg[key], ListConfig) else [cfg[key]]
     try:
+        for section in sections:
+            if section["_component_"] == SELF_GENERATED:
+                generate_missing(cfg, tokenizer, section)
         parts = [config.instantiate(section, tokenizer) for section in sections]
         dataset = parts[0] if len(parts) == 1 else ConcatDataset(datasets=parts)
         if not isinstance(dataset, StreamingTextDataset):
@@ -109,7 +115,7 @@ def calibration_batches(
         num_samples: how many; all, if the dataset has fewer.
         batch_size: samples in a batch; the last may be smaller.
     """
-    dataset, packed = build_dataset(cfg.dataset, tokenizer, "dataset", calibration_seed=seed)
+    dataset, packed = build_dataset(cfg, tokenizer, "dataset", calibration_seed=seed)
     if not isinstance(dataset, StreamingTextDataset):  # which shuffles by itself
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(dataset), generator=generator)[:num_samples]
@@ -173,7 +179,7 @@ class TrainingData:
             return PositionSampler(len(dataset), rank=rank, world_size=world_size, **order)
 
         collate = partial(collate_function, cfg.collate_fn, tokenizer.pad_id, ignore_index)
-        self.dataset, packed = build_dataset(cfg.dataset, tokenizer, "dataset", cfg.batch_size)
+        self.dataset, packed = build_dataset(cfg, tokenizer, "dataset", cfg.batch_size)
         self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
         self._sampler = sampler_of(self.dataset, cfg.shuffle)
         self.steps_per_epoch, self.total_steps = self._count_steps(cfg)
@@ -191,7 +197,7 @@ class TrainingData:
         self.val_loader = self.val_samples = None
         if cfg.dataset_val is None:
             return
-        dataset, packed = build_dataset(cfg.dataset_val, tokenizer, "dataset_val")
+        dataset, packed = build_dataset(cfg, tokenizer, "dataset_val")
         sampler = sampler_of(dataset, shuffle=False)
         if sampler is not None:
             whole = sampler.length or len(dataset)

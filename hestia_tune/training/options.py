@@ -16,6 +16,7 @@ from hestia_tune.config import ScheduleConfig, Section, option, require_number
 from hestia_tune.files import inside
 from hestia_tune.models.build import check_model_section
 from hestia_tune.sections import (
+    CageConfig,
     ConvertConfig,
     DistillationConfig,
     EstimationConfig,
@@ -93,7 +94,14 @@ class RunOptions(Section):
         "schedule",
     )
     sensitivity_estimation: EstimationConfig = option(EstimationConfig())
+    init: str = option(
+        "pretrained",
+        'what hestia_qat starts from: the "pretrained" weights, or "random" ones, drawn by the '
+        "seed, of which the folder gives config and tokenizer alone",
+        choices=("pretrained", "random"),
+    )
     distillation: DistillationConfig = option(DistillationConfig())
+    cage: CageConfig = option(CageConfig())
     reconstruction: str | None = option(
         None,
         'folder that hestia_reconstruct wrote, to start from; "auto" to compute it if there is '
@@ -168,6 +176,12 @@ class RunOptions(Section):
             inside(Path(folder), name)
         if self.prefetch_factor is not None and self.num_workers == 0:
             raise ValueError("prefetch_factor needs num_workers; raise that, or leave it out")
+        for key in ("sensitivity", "reconstruction"):
+            if self.init == "random" and getattr(self, key) is not None:
+                raise ValueError(
+                    f"init: random does not go with {key}, which is that of the pretrained "
+                    f"weights; got {getattr(self, key)}; set {key}=null"
+                )
         seed = self.sensitivity_estimation.seed
         self._fill("sensitivity_estimation", "sensitivity.json", seed=self.seed or 0, given=seed)
         given = self.reconstruct.seed
@@ -175,6 +189,12 @@ class RunOptions(Section):
         self._fill("convert", "converted")
         self._fill("eval", "evaluation.json")
         self._fill("tokenize", "tokens")
+
+    @property
+    def reads_pretrained(self) -> bool:
+        """Whether hestia_qat needs the pretrained weights, to start from or as the teacher."""
+        teaches = self.distillation.weight > 0 and self.distillation.teacher == "pretrained"
+        return self.init == "pretrained" or teaches
 
     def _fill(self, key: str, name: str, given: Any = None, **others: Any) -> None:
         """Gives a section that names no output (or seed) the run's own."""

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,14 @@ def write_hard_model(
 
     Args:
         state: full torchtune state dict, on the first rank, which alone calls this.
-        checkpointer: the one that read the pretrained model (it knows names, files and config).
+        checkpointer: that of the pretrained model (it knows names, config, and what files it read).
         description: how the weights were made; goes into ``hestia.json`` beside them.
     """
     with staged(folder) as temporary, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         writer = copy.copy(checkpointer)
         writer._output_dir = Path(scratch)  # it writes into a folder epoch_0 of this
+        if writer._weight_map is None:  # it has read nothing: one file for all
+            writer._weight_map = defaultdict(lambda: "00001")
         logging.disable(logging.INFO)  # it would praise the temporary folder
         try:
             writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)

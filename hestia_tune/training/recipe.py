@@ -26,7 +26,7 @@ from hestia_tune.distributed import (
     sum_over_ranks,
 )
 from hestia_tune.evaluation import metrics_of
-from hestia_tune.modules import full_tensor, quantized_linears
+from hestia_tune.modules import full_tensor
 from hestia_tune.training import checkpoint
 from hestia_tune.training.data import shifted_labels
 from hestia_tune.training.distillation import distillation_loss_sum
@@ -39,7 +39,6 @@ from hestia_tune.training.monitoring import (
 )
 from hestia_tune.training.outputs import (
     HARD,
-    PRETRAINED,
     RECONSTRUCTED,
     hard_state_dict,
     results_table,
@@ -114,10 +113,12 @@ class HestiaQATRecipe(RecipeSetup):
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
-        sharded.pull_back(quantized_linears(self._model).values(), compiled=self._compile)
+        sharded.pull_back(self.driver.layers.values(), compiled=self._compile)
         grad_norm = self.clip_gradients()
         self._learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
+        strength = self.options.cage.at((step + 1) / self.total_steps)
+        sharded.pull_to_codes(self._optimizer, self.driver.layers.values(), strength)
         self._optimizer.zero_grad(set_to_none=True)
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()
@@ -238,7 +239,7 @@ class HestiaQATRecipe(RecipeSetup):
         hard = f"naive {self.component.method.name}"  # quantized as it is
         if self.options.reconstruction is None:
             with self.driver.latent():
-                self.validation_losses[PRETRAINED] = self.evaluate()
+                self.validation_losses[self.options.init] = self.evaluate()
         else:  # which has measured the pretrained and the naive model
             hard = RECONSTRUCTED
         with self.driver.hard():

@@ -5,7 +5,6 @@ the meta device, then the checkpoint, the data, and only then sharding and optim
 rank alone reads the checkpoint; its errors are raised on every rank.
 """
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,8 +121,13 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self.data.restore(rank_state["dataloader"])
 
         plain = build.plain_on_meta(cfg.model)
-        state = on_first_rank(lambda: self.read_pretrained(plain, artifact), share=False) or {}
-        pretrained = state
+        state = pretrained = {}
+        if options.reads_pretrained:
+            read = partial(self.read_pretrained, plain, artifact)
+            state = pretrained = on_first_rank(read, share=False) or {}
+        if options.init == "random":
+            make = partial(build.random_state, plain, cfg.checkpointer.checkpoint_dir, self.seed)
+            state = on_first_rank(make, share=False) or {}
         if start is not None:
             make = partial(reconstructed, state, options.reconstruction, start)
             state = on_first_rank(make, share=False) or {}
@@ -252,12 +256,12 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             "schedule.alpha": self.schedule.alpha,
             "schedule.hard_fraction": self.schedule.hard_fraction,
             "sensitivity": checkpoint.digest(scores),
-            **{k: plain[k] for k in ("optimizer", "lr_scheduler", "clip_grad_norm")},
+            **{k: plain[k] for k in ("init", "optimizer", "lr_scheduler", "clip_grad_norm")},
             "dataset.seq_len": [section.get("seq_len") for section in sections],
             "shuffle": cfg.shuffle,
             "seed": self.seed,
             "dtype": cfg.dtype,
-            "distillation": dataclasses.asdict(self.options.distillation),
+            **{k: plain[k] for k in ("distillation", "cage")},
             **self.data.identity(),
         }
 

@@ -1,0 +1,325 @@
+"""Self-generated text: what is sampled, on any number of ranks, stopped and gone on, refusals."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tiny import SHAPE, logged, make_config, make_model_dir, run, tune_run, write_config
+from torch import distributed
+
+from hestia_tune.commands.configs import config_path
+from hestia_tune.data import TokenizedSet, self_generated_dataset, verify_token_shards
+from hestia_tune.data.generated import GeneratedConfig
+from hestia_tune.distributed import ensure_process_group
+from hestia_tune.export.folder import SafetensorsFolder
+from hestia_tune.models import HuggingFaceTokenizer, llama
+from hestia_tune.models.checkpoints import read_weights
+from hestia_tune.training import generation
+from hestia_tune.training.data import calibration_batches
+from hestia_tune.training.options import Run
+
+SEQ_LEN = 24
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def end_process_group():
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def config(model_dir, output_dir, cache_dir, *overrides, **options):
+    section = {
+        "_component_": generation.SELF_GENERATED,
+        "num_sequences": 26,
+        "seq_len": SEQ_LEN,
+        "batch_size": 4,
+        "cache_dir": str(cache_dir),
+    }
+    cfg = make_config(model_dir, output_dir, "dataset_val=null")
+    cfg.dataset = section | options
+    return OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(overrides)))
+
+
+def tokens_of(folder):
+    return np.fromfile(folder / "tokens.bin", "<u2").reshape(-1, SEQ_LEN)
+
+
+def whole_model(model_dir):
+    model = llama(**SHAPE).eval()
+    model.load_state_dict(dict(read_weights("LLAMA3_2", SafetensorsFolder(model_dir))))
+    return model
+
+
+@pytest.fixture(scope="module")
+def generated(model_dir, tmp_path_factory):
+    """A whole set, made by one process."""
+    folder = tmp_path_factory.mktemp("generated")
+    try:
+        run(config(model_dir, folder / "run", folder / "set", "max_steps=1"))
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+    return folder / "set"
+
+
+def test_the_set_is_whole_and_read_as_any_other(model_dir, generated):
+    assert sorted(path.name for path in generated.parent.iterdir()) == ["run", "set"]
+    verify_token_shards(generated)
+    index = json.loads((generated / "index.json").read_text())
+    assert index["num_tokens"] == 26 * SEQ_LEN and index["source"]["self_generated"] is True
+    tokens = tokens_of(generated)
+    assert tokens.max() < SHAPE["vocab_size"] and len(np.unique(tokens[:, 0])) > 15
+    dataset = self_generated_dataset(
+        HuggingFaceTokenizer(str(model_dir)),
+        num_sequences=26,
+        seq_len=SEQ_LEN,
+        cache_dir=str(generated),
+    )
+    assert isinstance(dataset, TokenizedSet) and dataset.order == {
+        "length": 26,
+        "seed": 0,
+        "shuffle": True,
+    }
+    assert [dataset[k]["tokens"] for k in range(26)] == tokens.tolist()
+
+
+def test_after_a_random_token_greedy_ones_then_samples(model_dir, generated):
+    """With whole forwards in place of the KV cache."""
+    model = whole_model(model_dir)
+    tokens = torch.from_numpy(tokens_of(generated).astype(np.int64))
+    with torch.no_grad():
+        best = model(tokens).argmax(-1)[:, :-1] == tokens[:, 1:]
+    lengths = set()
+    for batch in best.split(4):
+        greedy = int((~batch[:, :5]).any(0).int().argmax()) if not batch[:, :5].all() else 5
+        assert greedy >= 3
+        lengths.add(greedy)
+    assert len(lengths) > 1  # drawn for each batch
+    # An untrained model is next to uniform: the likeliest of 264 tokens is seldom drawn.
+    assert best[:, 5:].float().mean() < 0.1
+
+
+def test_samples_follow_the_models_probabilities(model_dir):
+    """The seventh tokens of many sequences with one start, against softmax(logits / T) in top k."""
+    model = whole_model(model_dir)
+    model.norm.scale.data *= 4  # further from uniform
+    model.setup_caches(4096, torch.float32, decoder_max_seq_len=8)
+    settings = GeneratedConfig(
+        num_sequences=1, seq_len=8, cache_dir="x", batch_size=4096, temperature=1.5, top_k=5
+    )
+    number = next(n for n in range(99) if num_greedy(settings, n) == 5)
+    tokens = generation.generate_batch(model, settings, number, vocab_size=1)
+    assert len(tokens[:, :6].unique(dim=0)) == 1  # one start, and greedy up to here
+    model.reset_caches()
+    position = torch.arange(6)[None]
+    mask = torch.ones(6, 8, dtype=torch.bool).tril()[None].expand(4096, -1, -1)
+    with torch.no_grad():
+        logits = model(tokens[:, :6], input_pos=position, mask=mask)[0, -1] / 1.5
+    kept = logits >= logits.topk(5).values[-1]
+    expected = torch.where(kept, logits, -torch.inf).softmax(-1)
+    found = tokens[:, 6].bincount(minlength=SHAPE["vocab_size"]) / 4096
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+    assert found[~kept].sum() == 0 and expected.max() > 1.5 * expected[kept].min()
+
+
+def num_greedy(settings, number):
+    """The length that `generate_batch` draws, by the same stream of random numbers."""
+    (state,) = np.random.SeedSequence([settings.seed, number]).generate_state(1, np.uint64)
+    rng = torch.Generator().manual_seed(int(state) >> 1)
+    torch.randint(1, (settings.batch_size, 1), generator=rng)
+    return int(torch.randint(3, 6, (), generator=rng))
+
+
+def test_seeds_and_batches_differ_and_more_sequences_begin_with_the_same(
+    model_dir, tmp_path, generated
+):
+    tokens = tokens_of(generated)
+    assert len({row.tobytes() for row in tokens}) == 26
+    options = {"other": {"seed": 1}, "colder": {"temperature": 0.5}, "more": {"num_sequences": 40}}
+    found = {}
+    for name, changes in options.items():
+        run(
+            config(
+                model_dir,
+                tmp_path / "run",
+                tmp_path / name,
+                "max_steps=1",
+                **changes,
+            )
+            | {"overwrite_output": True}
+        )
+        found[name] = tokens_of(tmp_path / name)
+    assert (found["other"] == tokens).mean() < 0.1
+    assert not np.array_equal(found["colder"], tokens)
+    assert np.array_equal(found["more"][:26], tokens) and len(found["more"]) == 40
+
+
+def test_two_ranks_write_the_same_set_and_train_the_same(model_dir, tmp_path, generated):
+    run(config(model_dir, tmp_path / "one", generated))
+    two = config(model_dir, tmp_path / "two", tmp_path / "set", "batch_size=2")
+    done = tune_run(
+        "--config", write_config(two, tmp_path / "two.yaml"), torchrun=("--nproc_per_node", "2")
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("tokens.bin", "index.json"):
+        assert (tmp_path / "set" / name).read_bytes() == (generated / name).read_bytes()
+    assert sorted(path.name for path in tmp_path.glob("set*")) == ["set"]
+    expected = logged(tmp_path / "one")
+    assert len(expected) == 6  # 26 sequences in batches of 4
+    assert logged(tmp_path / "two") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("done", [1, 6, 7])
+def test_what_was_stopped_goes_on_without_making_anything_anew(
+    model_dir, tmp_path, generated, monkeypatch, done
+):
+    """After ``done`` of 7 batches; the last is cut off by 26 sequences."""
+    made, generate = [], generation.generate_batch
+
+    def stopping(model, settings, number, vocab_size):
+        if len(made) == done:
+            raise KeyboardInterrupt
+        made.append(number)
+        return generate(model, settings, number, vocab_size)
+
+    cfg = config(model_dir, tmp_path / "run", tmp_path / "set", "max_steps=1")
+    monkeypatch.setattr(generation, "generate_batch", stopping)
+    if done == 7:  # stopped while the set is joined
+        monkeypatch.setattr(generation, "write_set", lambda *_: 1 / 0)
+    with pytest.raises((KeyboardInterrupt, ValueError)):
+        run(cfg)
+    assert not (tmp_path / "set").exists() and len(made) == done
+    assert len([*tmp_path.glob("set.*/*.npy")]) == done
+    monkeypatch.undo()
+    monkeypatch.setattr(generation, "generate_batch", lambda *a: made.append(a[2]) or generate(*a))
+    run(cfg)
+    assert sorted(made) == [*range(7)]  # each once
+    for name in ("tokens.bin", "index.json"):
+        assert (tmp_path / "set" / name).read_bytes() == (generated / name).read_bytes()
+    monkeypatch.setattr(generation, "load_model", None)  # a set that is there needs no model
+    cfg.overwrite_output = True
+    run(cfg)
+
+
+def test_a_run_on_it_resumes(model_dir, tmp_path, generated):
+    run(config(model_dir, tmp_path / "whole", generated))
+    cut = ("save_every_n_steps=4",)
+    run(config(model_dir, tmp_path / "cut", generated, *cut))
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_6")
+    run(config(model_dir, tmp_path / "cut", generated, *cut, "resume_from_checkpoint=True"))
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
+
+
+def test_data_free_training_towards_the_model_itself(model_dir, tmp_path, generated):
+    """LLM-QAT: text and labels are both of the pretrained model."""
+    options = ("distillation.weight=1", "schedule.rho=0", "schedule.tau_init=0", "max_steps=12")
+    cfg = config(model_dir, tmp_path, generated, *options, epochs=4)
+    cfg.dataset_val = cfg.dataset
+    losses = run(cfg).validation_losses
+    assert losses["trained, hard"] < losses["naive ternary"]
+
+
+@pytest.mark.parametrize("seq_len", [64, 65])
+def test_calibration_generates_too(model_dir, tmp_path, seq_len):
+    """hestia_sensitivity and hestia_reconstruct may be the first that read the section."""
+    cfg = Run.of(config(model_dir, tmp_path, tmp_path / "set", seq_len=seq_len)).cfg
+    ensure_process_group("cpu")
+    draw = {"seed": 0, "num_samples": 5, "batch_size": 5}
+    tokenizer = HuggingFaceTokenizer(str(model_dir))
+    if seq_len == 65:
+        with pytest.raises(ValueError, match="must be at most the model's max_seq_len, 64; got 65"):
+            calibration_batches(cfg, tokenizer, **draw)
+        return
+    [batch] = calibration_batches(cfg, tokenizer, **draw)
+    assert batch.tokens.shape == (5, 64) and (tmp_path / "set" / "index.json").is_file()
+
+
+def test_a_list_of_datasets(model_dir, tmp_path, generated):
+    cfg = config(model_dir, tmp_path, generated, "max_steps_per_epoch=2", "epochs=1")
+    cfg.dataset = [cfg.dataset, {"_component_": "tiny.random_dataset", "num": 6, "seq_len": 24}]
+    assert run(cfg, lambda recipe: sizes.append(len(recipe.data.dataset))).finished
+    assert sizes.pop() == 32
+
+
+sizes: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["dataset.seed=1"], "tokens made otherwise; choose another folder"),
+        (["dataset.top_k=3"], "tokens made otherwise"),
+        (
+            ["dataset.seq_len=65", "dataset.cache_dir={new}"],
+            "seq_len must be at most the model's max_seq_len, 64; got 65",
+        ),
+        (["dataset.seq_len=7"], "dataset.seq_len must be at least 8; got 7"),
+        (["dataset.num_sequences=0"], "dataset.num_sequences must be at least 1; got 0"),
+        (["dataset.temperature=0"], r"dataset.temperature must be in \[0.01, 100\]; got 0"),
+        (["dataset.top_k=0"], "dataset.top_k must be at least 1"),
+        (["dataset.greedy=3"], "unknown key dataset.greedy"),
+        (["epochs=2"], "a stream has epochs of its own"),
+    ],
+)
+def test_refusals(model_dir, tmp_path, generated, overrides, message):
+    overrides = [text.format(new=tmp_path / "new") for text in overrides]
+    with pytest.raises(ValueError, match=message):
+        run(config(model_dir, tmp_path / "run", generated, *overrides))
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_model_is_refused(tmp_path, generated):
+    other = make_model_dir(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match="tokens made otherwise"):
+        run(config(other, tmp_path / "run", generated))
+
+
+def test_what_is_in_the_way_is_refused_before_anything_is_generated(
+    model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(generation, "load_model", None)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="dataset could not be loaded: .*file"):
+        run(config(model_dir, tmp_path / "run", tmp_path / "file"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="folder holds no tokenized set"):
+        run(config(model_dir, tmp_path / "run", tmp_path / "folder"))
+    assert (tmp_path / "folder" / "mine.txt").read_text() == (tmp_path / "file").read_text()
+
+
+def test_without_a_run_a_missing_set_is_an_error(model_dir, tmp_path):
+    with pytest.raises(ValueError, match="holds no tokenized set"):
+        self_generated_dataset(
+            HuggingFaceTokenizer(str(model_dir)),
+            num_sequences=1,
+            seq_len=8,
+            cache_dir=str(tmp_path / "none"),
+        )
+
+
+def test_the_block_of_the_documentation_on_the_demo(tmp_path):
+    """LLM-QAT as docs/small_budgets.md tells it, with fewer sequences."""
+    page = (Path(__file__).parents[2] / "docs" / "small_budgets.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    cfg = OmegaConf.load(config_path("demo"))
+    for key, section in OmegaConf.create(block).items():
+        cfg[key] = section
+    changes = {"output_dir": str(tmp_path), "optimizer": {"lr": 4e-3}, "max_val_batches": 1}
+    cfg = OmegaConf.merge(cfg, changes, {"dataset": {"num_sequences": 192, "seq_len": 64}})
+    recipe = run(cfg)
+    assert recipe.total_steps == 12 and (tmp_path / "self_generated" / "index.json").is_file()
+    losses = recipe.validation_losses  # on text of people
+    gained = losses["naive ternary"] - losses["trained, hard"]
+    assert gained > 0.1 * (losses["naive ternary"] - losses["pretrained"])
