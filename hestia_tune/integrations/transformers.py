@@ -7,6 +7,7 @@ FSDP that is `hestia_tune.sharded`'s work, which Trainer does not call, so that 
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class HestiaCallback(TrainerCallback):
 
     Raises:
         ValueError: when the Trainer is made, on latents that are not float32 and on what it would
-            train wrongly; when training begins, on ``scores`` of other layers.
+            train wrongly.
     """
 
     def __init__(
@@ -50,16 +51,16 @@ class HestiaCallback(TrainerCallback):
         schedule: Mapping[str, Any] | None = None,
         scores: Mapping[str, float] | None = None,
     ):
-        quantizer = quantizer or HestiaConfig()
-        is_config = isinstance(quantizer, QATConfigBase)
-        self.component = QATQuantizerBase(quantizer) if is_config else quantizer
+        config = quantizer or HestiaConfig()
+        self.component = QATQuantizerBase(config) if isinstance(config, QATConfigBase) else config
         self.schedule, self.scores = ScheduleConfig.parse(schedule), scores
 
     def on_init_end(self, args, state, control, *, model, **kwargs):  # before it has an optimizer
         method, rate = self.component.method, self.component.parameter_lr
         own = method.trained_parameters and (args.weight_decay or rate is not None)
+        sharded = args.fsdp or args.deepspeed or os.environ.get("ACCELERATE_USE_FSDP") == "true"
         for wrong, rule in (
-            (args.fsdp or args.deepspeed, "no FSDP or DeepSpeed; train with hestia_qat"),
+            (sharded, "no FSDP or DeepSpeed; train with hestia_qat"),
             (args.load_best_model_at_end, "only the last step is hard; no load_best_model_at_end"),
             (own, "learned parameters take no weight_decay and no rate of their own"),
         ):
@@ -84,13 +85,14 @@ class HestiaCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, *, model, processing_class=None, **kwargs):
         if state.global_step < state.max_steps:
-            return log.warning("stopped at step %d: no hard model is written", state.global_step)
+            log.warning("stopped at step %d: no hard model is written", state.global_step)
+            return
         self.component.convert(model)
         for parameter in model.parameters():  # not the buffers: rotary ones stay float32
             parameter.data = parameter.data.to(torch.bfloat16)
         about = {"quantizer": self.component.method.key(), "layers": [*self.layers]}
-        about |= {"step": state.global_step, "base_model": hub_name(model.name_or_path)}
         about |= {"hestia_tune": hestia_tune.__version__}
+        about |= {"step": state.global_step, "base_model": hub_name(model.name_or_path)}
         if state.is_world_process_zero:
             with staged(Path(args.output_dir) / "hard_model") as folder:
                 for part in filter(None, (model, processing_class)):

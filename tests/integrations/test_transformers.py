@@ -177,7 +177,11 @@ def test_bf16_compute_and_learned_scales_and_scores(tmp_path):
             "no load_best",
         ),
         ({"quantizer": HestiaConfig(group_size=48)}, {}, "group_size 48 does not divide"),
-        ({"quantizer": HestiaConfig(scale="learned")}, {"weight_decay": 0.1}, "take no decay"),
+        (
+            {"quantizer": HestiaConfig(scale="learned")},
+            {"weight_decay": 0.1},
+            "take no weight_decay",
+        ),
         ({"schedule": {"roh": 1}}, {}, "unknown key schedule.roh; did you mean rho"),
     ],
 )
@@ -199,8 +203,10 @@ def test_scores_of_other_layers(tmp_path):
         make_trainer(tmp_path, callback=callback).train()
 
 
-@pytest.mark.parametrize("option", ["fsdp", "deepspeed"])
-def test_it_refuses_sharded_latents(option):
+@pytest.mark.parametrize("option", ["fsdp", "deepspeed", "environment"])
+def test_it_refuses_sharded_latents(option, monkeypatch):
+    if option == "environment":  # of accelerate launch
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     options = {
         "fsdp": None,
         "deepspeed": None,
