@@ -121,7 +121,7 @@ class ConvertRecipe:
             target = self.target(name)
             write_card(
                 self.output if name == "gguf" else target,
-                description={"hestia_tune": hestia_tune.__version__} | self.description,
+                {"hestia_tune": hestia_tune.__version__} | self.description,
                 form=name,
                 sizes=summary,
                 evaluation=self.evaluation,

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 class HestiaCallback(TrainerCallback):
     """``Trainer(..., callbacks=[HestiaCallback(HestiaConfig(group_size=128))])``.
 
-    After the last step the model is hard, its parameters are bfloat16, and ``hard_model/`` in the
-    Trainer's output_dir holds it. Until then the Trainer evaluates the relaxed model. A training
-    that stops early leaves it prepared and writes nothing.
+    It has to be there when the Trainer is made. After the last step the model is hard, its
+    parameters are bfloat16, and ``hard_model/`` in the Trainer's output_dir holds it. Until then
+    the Trainer evaluates the relaxed model. A training that stops early writes nothing.
 
     Args:
         quantizer: a config (all linears of the blocks), or a component.
@@ -41,8 +41,7 @@ class HestiaCallback(TrainerCallback):
             (`hestia_tune.SensitivityArtifact.scores`), or None for one temperature for all.
 
     Raises:
-        ValueError: when the Trainer is made, on latents that are not float32 and on what it would
-            train wrongly.
+        ValueError: when the Trainer is made, on what it would train wrongly.
     """
 
     def __init__(
@@ -53,7 +52,8 @@ class HestiaCallback(TrainerCallback):
     ):
         config = quantizer or HestiaConfig()
         self.component = QATQuantizerBase(config) if isinstance(config, QATConfigBase) else config
-        self.schedule, self.scores = ScheduleConfig.parse(schedule), scores
+        self.schedule, self.scores, self.layers = ScheduleConfig.parse(schedule), scores, {}
+        self.tau_init = self.schedule.tau_init
 
     def on_init_end(self, args, state, control, *, model, **kwargs):  # before it has an optimizer
         method, rate = self.component.method, self.component.parameter_lr
@@ -70,10 +70,8 @@ class HestiaCallback(TrainerCallback):
         weights = {name: layer.weight.detach() for name, layer in self.layers.items()}
         if odd := [f"{n} is {w.dtype}" for n, w in weights.items() if w.dtype != torch.float32]:
             raise ValueError(f"latents must be float32; {odd[0]}; load it with dtype=torch.float32")
-        is_auto = self.schedule.tau_init == "auto"  # of the weights of now, also when it resumes
-        self.tau_init = (
-            method.fit_temperature(weights.values()) if is_auto else self.schedule.tau_init
-        )
+        if self.tau_init == "auto":  # now, since to resume loads other weights
+            self.tau_init = method.fit_temperature(weights.values())
 
     def on_train_begin(self, args, state, control, **kwargs):
         options = {name: getattr(self.schedule, name) for name in ("rho", "alpha", "hard_fraction")}
@@ -90,12 +88,12 @@ class HestiaCallback(TrainerCallback):
         self.component.convert(model)
         for parameter in model.parameters():  # not the buffers: rotary ones stay float32
             parameter.data = parameter.data.to(torch.bfloat16)
-        about = {"quantizer": self.component.method.key(), "layers": [*self.layers]}
-        about |= {"hestia_tune": hestia_tune.__version__}
-        about |= {"step": state.global_step, "base_model": hub_name(model.name_or_path)}
+        about = {"hestia_tune": hestia_tune.__version__, "layers": [*self.layers]}
+        about |= {"quantizer": self.component.method.key(), "step": state.global_step}
         if state.is_world_process_zero:
             with staged(Path(args.output_dir) / "hard_model") as folder:
+                about["base_model"] = hub_name(model.name_or_path)
                 for part in filter(None, (model, processing_class)):
                     part.save_pretrained(folder)
                 write_atomically(folder / DESCRIPTION_FILE, json.dumps(about, indent=1) + "\n")
-                write_card(folder, description=about)
+                write_card(folder, about)

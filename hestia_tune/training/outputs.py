@@ -90,7 +90,7 @@ def write_hard_model(
         # Replacements, not writes: the copied files may be read-only, as the originals were.
         for name, content in (("config.json", config), (DESCRIPTION_FILE, description)):
             write_atomically(temporary / name, json.dumps(content, indent=1) + "\n")
-        write_card(temporary, description=description)  # in place of the pretrained model's
+        write_card(temporary, description)  # in place of the pretrained model's
 
 
 def write_results(

@@ -53,9 +53,11 @@ def test_of_the_hard_model(trained):
     results = json.loads((output / "results.json").read_text())
     for label, loss in results["validation_loss"].items():
         assert rows[label][0] == f"{loss:.4f}"
-    assert rows["quantized"] == [f"{NUM_QUANTIZED} linear layers; the rest is bfloat16"]
+    assert rows["quantized"] == [f"{NUM_QUANTIZED} linear layers"]
     assert rows["tokens"] == [f"{results['tokens']:,}"] and results["tokens"] == 24 * 15
-    assert rows["data"] == ["tiny.random_dataset"] and rows["trained"] == ["6 steps end to end"]
+    assert rows["data"] == ["tiny.random_dataset"] and rows["trained"] == [
+        "6 steps from end to end"
+    ]
     assert "a_task" not in rows  # which was measured later
     assert str(output) not in card.content
 
@@ -77,7 +79,7 @@ def test_what_gguf_takes_from_it(trained):
     _, output = trained
     fields = gguf.GGUFReader(output / "converted" / "model.gguf").fields
     general = {k.removeprefix("general."): f.contents() for k, f in fields.items()}
-    assert general["name"] == "Tiny-1M ternary" and general["license"] == "apache-2.0"
+    assert general["name"] == "Tiny-1M, ternary" and general["license"] == "apache-2.0"
     assert general["base_model.0.repo_url"] == "https://huggingface.co/owner/Tiny-1M"
     assert general["quantized_by"].startswith("hestia_tune ")
     assert general["languages"] == ["en"] and "ternary" in general["tags"]
@@ -107,7 +109,7 @@ def test_of_a_reconstruction(trained, tmp_path):
 def test_odd_cards_of_the_pretrained_model(tmp_path, readme):
     if readme is not None:
         (tmp_path / "README.md").write_text(readme)
-    write_card(tmp_path, description={"quantizer": "ternary, group_size=128", "base_model": "x"})
+    write_card(tmp_path, {"quantizer": "ternary, group_size=128", "base_model": "x"})
     card, rows = read(tmp_path)
     assert "license" not in card.data.to_dict() and rows["base model"] == ["x"]
     assert card.data.base_model is None

@@ -118,7 +118,7 @@ def test_the_hard_model_is_what_it_says(whole):
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, trainer.model(ids).logits)
     card = ModelCard.load(folder / "hard_model" / "README.md", ignore_metadata_errors=False)
-    assert "6 steps end to end" in card.text and "14 linear layers" in card.text
+    assert "6 steps from end to end" in card.text and "14 linear layers" in card.text
 
 
 def test_resumed_equals_uninterrupted(whole, tmp_path):
@@ -195,6 +195,13 @@ def test_it_refuses_latents_that_are_not_float32(tmp_path):
         ValueError, match="must be float32; model.layers.0.self_attn.q_proj is .*16"
     ):
         make_trainer(tmp_path, model=make_qwen3(dtype=torch.bfloat16))
+
+
+def test_added_too_late(tmp_path):
+    trainer = make_trainer(tmp_path, callback=[])
+    trainer.add_callback(HestiaCallback())
+    with pytest.raises(ValueError, match="no quantized layers; prepare it first"):
+        trainer.train()
 
 
 def test_scores_of_other_layers(tmp_path):
