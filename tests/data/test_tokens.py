@@ -230,7 +230,7 @@ def test_progress_counts_what_the_source_has(tmp_path, monkeypatch, kind, max_to
     assert index["num_tokens"] == min(all_tokens, max_tokens or all_tokens) > 3 * 8192
     if kind == "json.gz":  # what is in it, only reading it would tell
         assert set(bar.totals) == {None}
-        assert bar.desc == ("" if max_tokens is None else f"at most {max_tokens:,}: ")
+        assert bar.desc == ("" if max_tokens is None else f"at most {max_tokens:,}")
         return
     assert bar.desc == "" and bar.n == index["num_tokens"] == bar.totals[-1]
     assert all(abs(total / index["num_tokens"] - 1) < 0.2 for total in bar.totals)
