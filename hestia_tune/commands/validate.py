@@ -23,7 +23,10 @@ class _Valid(Exception):
 
 
 class NoLogger:
-    """In place of a metric logger, which would open a run, or write."""
+    """In place of a metric logger, which would open a run, or write; takes its options."""
+
+    def __init__(self, **options: Any):
+        pass
 
     def log_config(self, config: Any) -> None:
         """Nothing."""
