@@ -1,7 +1,6 @@
 """`HestiaCallback` in Hugging Face's Trainer, on a random Qwen3 (norms on q and k, tied)."""
 
 import json
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +19,11 @@ STEPS = 6
 SCHEDULE = {"rho": 0.5, "tau_init": 0.3}
 
 
-def make_qwen3(**options):
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+def make_qwen3(dtype=torch.float32, **shape):
+    shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32} | shape
     config = transformers.Qwen3Config(
         vocab_size=128,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
@@ -31,7 +31,7 @@ def make_qwen3(**options):
         **shape,
     )
     torch.manual_seed(0)
-    return transformers.Qwen3ForCausalLM(config).to(**options)
+    return transformers.Qwen3ForCausalLM(config).to(dtype)
 
 
 def make_trainer(output_dir: Path, model=None, callback=None, **options):
@@ -206,7 +206,7 @@ def test_added_too_late(tmp_path):
 
 def test_scores_of_other_layers(tmp_path):
     callback = HestiaCallback(HestiaConfig(group_size=32), scores={"layers.0": 0.5})
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="differ in"):
+    with pytest.raises(ValueError, match="differ in"):
         make_trainer(tmp_path, callback=callback).train()
 
 
@@ -223,3 +223,34 @@ def test_it_refuses_sharded_latents(option, monkeypatch):
     args = SimpleNamespace(**options | {option: True})
     with pytest.raises(ValueError, match="no FSDP or DeepSpeed; train with hestia_qat"):
         HestiaCallback().on_init_end(args, None, None, model=make_qwen3())
+
+
+def python_of(page, heading):
+    """The Python block under a heading of a page of the documentation."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
+    return text.partition(f"## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
+
+
+@pytest.mark.parametrize("heading", ["Hugging Face's Trainer", "Your own loop"])
+def test_the_documentation(tmp_path, monkeypatch, heading):
+    monkeypatch.chdir(tmp_path)
+    make_qwen3(hidden_size=128, intermediate_size=128, head_dim=64).save_pretrained(
+        "Qwen/Qwen3-0.6B"
+    )
+    code = python_of("your_model.md", heading).replace(
+        "max_steps=1000", "max_steps=3, use_cpu=True, report_to=[]"
+    )
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 128, (8, 16))]
+    batches = [{key: row[key][None] for key in row} for row in rows]
+    names = {"dataset": rows, "batches": batches}
+    exec(compile(code, heading, "exec"), names)
+    (folder,) = [
+        path.parent
+        for path in Path("runs").glob("**/model.safetensors")
+        if "checkpoint" not in str(path)
+    ]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype == torch.bfloat16
+    for name, weight in loaded.named_parameters():
+        if name.endswith("_proj.weight"):
+            assert all(len(group.abs().unique()) <= 2 for group in weight.view(-1, 128))
