@@ -1,8 +1,8 @@
 # %% [markdown]
 # # From SmolLM2 to a ternary chat
 #
-# A notebook in percent format: VS Code, Jupytext and Spyder open it cell by cell, and
-# `python examples/smollm2_to_chat.py` runs it as a whole. It reconstructs SmolLM2-135M-Instruct block by
+# A notebook in percent format: VS Code, Jupytext and Spyder open it cell by cell, and `python
+# examples/smollm2_to_chat.py` runs it as a whole. It reconstructs SmolLM2-135M-Instruct block by
 # block with ternary weights, in about an hour on two CPU cores, and then talks to the result, in
 # transformers and in llama.cpp.
 #
@@ -11,8 +11,8 @@
 #     pip install 'hestia-tune[gguf]' transformers xllamacpp
 #     hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir models/SmolLM2-135M-Instruct
 #
-# The environment can change what is below: MODEL (a folder), CONFIG (its config), SETTINGS (options of
-# `tune run`, in place of those here), e.g. for a glance with the demo's model:
+# The environment can change what is below: MODEL (a folder), CONFIG (its config), SETTINGS
+# (options of `tune run`, in place of those here), e.g. for a glance with the demo's model:
 #
 #     CONFIG=demo MODEL= SETTINGS="reconstruct.num_samples=32" python examples/smollm2_to_chat.py
 
@@ -52,22 +52,24 @@ def tune(recipe: str, *options: str) -> None:
 # %% [markdown]
 # ## Reconstruct
 #
-# Each block learns to put out what the pretrained block puts out, with weights γ·{−1, 0, 1}: first softened,
-# then hard. The scales are learned, from their least-squares start. Stopped with Ctrl-C, the same command
-# goes on after the last block that was done.
+# Each block learns to put out what the pretrained block puts out, with weights γ·{−1, 0, 1}:
+# first softened, then hard. The scales are learned, from their least-squares start. Stopped with
+# Ctrl-C, the same command goes on after the last block that was done.
 
 # %%
 METHOD = ("quantizer.scale=learned", "quantizer.start=least_squares")
 tune("hestia_reconstruct", *METHOD)
 FOLDER = OUTPUT / "reconstruction"
 for window in json.loads((FOLDER / "reconstruction.json").read_text())["windows"]:
-    print(f"block {window['begin']}: error {window['error']:.4f}, naive {window['naive_error']:.4f}")
+    print(
+        f"block {window['begin']}: error {window['error']:.4f}, naive {window['naive_error']:.4f}"
+    )
 
 # %% [markdown]
 # ## Look at it
 #
-# The hard model is an ordinary Hugging Face folder, with a model card. Each group of weights holds one number,
-# its negative, and zero.
+# The hard model is an ordinary Hugging Face folder, with a model card. Each group of weights
+# holds one number, its negative, and zero.
 
 # %%
 hard = FOLDER / "hard_model"

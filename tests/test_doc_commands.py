@@ -139,3 +139,15 @@ def test_slow_commands(trained, tmp_path, page):
     for command in to_run(page):
         if kind(command) != "set-up":
             run(command, folder)
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path, monkeypatch):
+    settings = "reconstruct.num_samples=16 reconstruct.epochs=1 dataset.docstrings=False"
+    for name, value in {"CONFIG": "demo", "MODEL": "", "SETTINGS": settings}.items():
+        monkeypatch.setenv(name, value)
+    run(f"python {REPOSITORY}/examples/smollm2_to_chat.py > out.txt", tmp_path)
+    printed = (tmp_path / "out.txt").read_text()
+    assert "block 3: error" in printed and "# demo, ternary" in printed
+    assert (tmp_path / "runs" / "demo_chat" / "converted" / "model.gguf").is_file()
+    assert len(printed.splitlines()[-1]) > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-from gguf_models import is_linear, ternarize
+from gguf_models import ternarize
 from test_gguf_client import Client, Reference
 
 from hestia_tune.export.folder import ModelFolder
@@ -87,9 +87,8 @@ def test_ten_answers_of_the_pretrained_model(smollm2):
 
 
 def test_ten_answers_with_ternary_weights(smollm2, tmp_path):
-    """Down projections alone, so that there are answers; activations are rounded to 8 bits there."""
+    """Quantized as it is, the model talks nonsense: the same in both, but for activations that
+    llama.cpp rounds to 8 bits."""
     folder = tmp_path / "ternary"
-    quantized = ternarize(smollm2, folder, 64)
-    assert all(map(is_linear, quantized))
-    _, shortfalls = compare(folder, quantized)
+    _, shortfalls = compare(folder, ternarize(smollm2, folder, 64))
     assert max(shortfalls) < 0.5
