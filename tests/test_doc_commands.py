@@ -78,7 +78,7 @@ def run(command: str, folder: Path) -> None:
     options = {
         "shell": True,
         "executable": shutil.which("bash"),
-        "timeout": 600,
+        "timeout": 1800,
         "env": environment,
     }
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, **options)
