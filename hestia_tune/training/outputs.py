@@ -58,10 +58,12 @@ def provenance(cfg: DictConfig, tokens: int) -> dict[str, Any]:
     sections = cfg.dataset if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]
     data = []
     for section in sections:
-        source, files = section.get("source"), section.get("data_files") or ()
-        files = [files] if isinstance(files, str) else files
-        named = [Path(str(file)).name for file in files] or [source or section["_component_"]]
-        data += named
+        source, files = section.get("source"), section.get("data_files")
+        if files and source in ("parquet", "json", "text", "token_shards"):
+            files = files[section.get("split", "train")] if isinstance(files, DictConfig) else files
+            data += [Path(file).name for file in ([files] if isinstance(files, str) else files)]
+        else:
+            data.append(source or section["_component_"])
     return {"base_model": hub_name(cfg.checkpointer.checkpoint_dir), "data": data, "tokens": tokens}
 
 

@@ -126,6 +126,8 @@ def test_names_of_models_and_data(tmp_path):
             ["b.parquet", "*.parquet"],
         ),
         ({"source": "token_shards", "data_files": "/a/tokens"}, ["tokens"]),
+        ({"source": "json", "data_files": {"train": "/a/t.jsonl", "test": "/a/x"}}, ["t.jsonl"]),
+        ({"source": "owner/data", "data_files": "part/*.parquet"}, ["owner/data"]),
     ):
         cfg.dataset = section
         assert provenance(cfg, 5) == {"base_model": tmp_path.name, "data": names, "tokens": 5}
