@@ -1,25 +1,34 @@
-"""What needs no config: ``python -m hestia_tune configs`` and ``python -m hestia_tune compare``."""
+"""What needs no run: ``python -m hestia_tune configs``, ``validate`` and ``compare``."""
 
 import argparse
 import sys
 
 from hestia_tune.commands.compare import compare_runs
-from hestia_tune.commands.configs import config_path, packaged_configs
+from hestia_tune.commands.configs import config_path, listing
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hestia_tune", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    configs = commands.add_parser("configs", help="list the packaged configs, or print one")
+    configs = commands.add_parser("configs", help="list recipes and configs, or print a config")
     configs.add_argument("name", nargs="?", help="the config to print, ready to copy and edit")
+    validate = commands.add_parser("validate", help="check a config as hestia_qat would")
+    validate.add_argument("name", help="a packaged config, or a path")
+    validate.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     compare = commands.add_parser("compare", help="one table of the validation losses of runs")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
     arguments = parser.parse_args(argv)
+    if arguments.command == "validate":
+        from hestia_tune.commands.launch import main as launch  # imports torchtune's recipe
+        from hestia_tune.commands.validate import run_validate
+
+        sys.argv = ["validate", "--config", arguments.name, *arguments.overrides]
+        return launch(run_validate, "validate")
     try:
         if arguments.command == "compare":
             print(compare_runs(arguments.runs))
         elif arguments.name is None:
-            print("\n".join(packaged_configs()))
+            print(listing())
         else:
             print(config_path(arguments.name).read_text(encoding="utf-8"), end="")
     except (OSError, ValueError) as error:

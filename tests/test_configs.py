@@ -14,6 +14,7 @@ from hestia_tune.models.build import build_on_meta
 from hestia_tune.modules import quantized_linears
 from hestia_tune.training.options import Run
 
+REPOSITORY = Path(__file__).parents[1]
 # name -> (blocks, parameters, what the paper or the model's shape fixes)
 EXPECTED = {
     "demo": (4, None, 128),
@@ -83,7 +84,11 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 
 def test_listing_and_printing(tmp_path):
     listed = command(sys.executable, "-m", "hestia_tune", "configs", cwd=tmp_path)
-    assert listed.stdout.split() == sorted(EXPECTED)
+    recipes, configs = listed.stdout.split("configs:\n")
+    assert [line.split()[0] for line in configs.splitlines()] == sorted(EXPECTED)
+    names = [line.split()[0] for line in recipes.splitlines()[1:]]
+    assert names == sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
+    assert all(len(line.split()) > 2 for line in listed.stdout.splitlines() if line[:1] == " ")
     printed = command(sys.executable, "-m", "hestia_tune", "configs", "llama3_2_1b", cwd=tmp_path)
     assert printed.stdout == config_path("llama3_2_1b").read_text()
     unknown = command(sys.executable, "-m", "hestia_tune", "configs", "llama", cwd=tmp_path)

@@ -5,7 +5,10 @@ a packaged config for its path before the parser looks; it runs in every process
 run, since each parses its own arguments.
 """
 
+import ast
 import importlib.resources
+import importlib.util
+import re
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -18,6 +21,25 @@ def packaged_configs() -> dict[str, Path]:
     folder = importlib.resources.files("hestia_tune._configs")
     paths = (Path(str(entry)) for entry in folder.iterdir())
     return {path.stem: path for path in sorted(paths) if path.suffix == ".yaml"}
+
+
+def packaged_recipes() -> dict[str, str]:
+    """Name -> what it does, of every recipe that ``tune run`` finds."""
+    folder = Path(str(importlib.util.find_spec("hestia_qat").origin)).parent
+    texts = {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("hestia_*.py"))}
+    docstrings = {name: ast.get_docstring(ast.parse(text)) or "" for name, text in texts.items()}
+    return {name: text.partition(": ")[2] for name, text in docstrings.items()}
+
+
+def listing() -> str:
+    """What ``python -m hestia_tune configs`` prints."""
+    lines = ["recipes, for `tune run RECIPE --config CONFIG`:"]
+    lines += [f"  {name:<22}{text.rstrip('.')}" for name, text in packaged_recipes().items()]
+    lines += ["configs:"]
+    for name, path in packaged_configs().items():
+        first = path.read_text(encoding="utf-8").partition("\n")[0].strip("# .")
+        lines.append(f"  {name:<22}{re.split('[:;.] ', first)[0]}")
+    return "\n".join(lines)
 
 
 def config_path(name: str) -> Path:

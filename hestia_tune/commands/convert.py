@@ -16,6 +16,7 @@ from torchtune import utils
 
 import hestia_tune
 from hestia_tune.export import write_compressed_tensors, write_gguf, write_huggingface
+from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder
 from hestia_tune.files import require_writable_dir, write_atomically
 from hestia_tune.models import build, checkpoints
@@ -40,6 +41,7 @@ class ConvertRecipe:
     def __init__(self, cfg: DictConfig | Run):
         run = Run.of(cfg)
         self.cfg, self.options = run.cfg, run.options.convert
+        self.evaluation = Path(run.options.eval.output)
         self.output = require_writable_dir(self.options.output)
         named, model_type = self.options.source, self.cfg.checkpointer.model_type
         folder = {
@@ -82,6 +84,7 @@ class ConvertRecipe:
         if found is None:
             log.info(f"{self.source.folder} was not trained: quantized as it is (naive)")
             found = {"quantizer": key, "layers": self.layers, "step": 0, "model": section}
+            found |= {"base_model": hub_name(self.source.folder)}
             self.source.description = found
         if found["quantizer"] != key or set(found["layers"]) != set(self.layers):
             raise ValueError(
@@ -114,7 +117,16 @@ class ConvertRecipe:
         summaries = {}
         for name in self.options.formats:
             log.info(f"writing {self.target(name)}")
-            summaries[name] = self._write(name)
+            summary = summaries[name] = self._write(name)
+            target = self.target(name)
+            write_card(
+                self.output if name == "gguf" else target,
+                {"hestia_tune": hestia_tune.__version__} | self.description,
+                form=name,
+                sizes=summary,
+                evaluation=self.evaluation,
+                origin=self.source.folder,
+            )
         write_atomically(self.output / "sizes.json", json.dumps(summaries, indent=1) + "\n")
         return summaries
 

@@ -51,6 +51,7 @@ from hestia_tune.training.outputs import (
     PRETRAINED,
     RECONSTRUCTED,
     hard_state_dict,
+    provenance,
     results_table,
     write_hard_model,
 )
@@ -144,6 +145,7 @@ class ReconstructionRecipe:
             "step": 0,
             "layers": names,
             "validation_loss": self.losses,
+            **provenance(self.cfg, sum(batch.tokens.numel() for batch in batches)),
         }
         on_first_rank(lambda: self._write(model, state, checkpointer, description), share=False)
         on_first_rank(lambda: remove(windows), share=False)

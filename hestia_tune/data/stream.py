@@ -22,7 +22,7 @@ import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hestia_tune.data.rows import DataStreamError, StreamConfig, open_rows, text_blocks
+from hestia_tune.data.rows import DataStreamError, StreamConfig, count_rows, open_rows, text_blocks
 from hestia_tune.data.sequences import SequenceDataset, encode_each, training_sample
 
 # With fewer files (or row groups) for each share than this, shares would be too uneven; then every
@@ -65,13 +65,17 @@ class StreamingTextDataset(IterableDataset):
         grouped = dist.is_initialized()
         self.rank = dist.get_rank() if grouped else 0
         self.world_size = dist.get_world_size() if grouped else 1
-        self._rows, self._digest = open_rows(config)
+        self._rows, self._digest, self._paths = open_rows(config)
         self._place = self._following = _START  # the present one; that of the next iteration
 
     @property
     def num_sequences(self) -> int | None:
         tokens = self.config.max_tokens
         return tokens and tokens // self.config.seq_len // self.world_size
+
+    def count_documents(self) -> int | None:
+        """Of one pass, all ranks together; None if that is not known before they are read."""
+        return count_rows(self._rows, self.config.split, self._paths)
 
     def identity(self) -> list:
         """What must be the same for a place to mean the same."""

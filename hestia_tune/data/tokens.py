@@ -130,7 +130,9 @@ def write_set(
         )
 
     index |= {"num_tokens": 0, "num_documents": 0}
-    digest, progress = hashlib.sha256(), tqdm(total=max_tokens, unit="tok", unit_scale=True)
+    documents = stream.count_documents()  # max_tokens may be far more than there is
+    limit = None if documents or max_tokens is None else f"at most {max_tokens:,}"
+    digest, progress = hashlib.sha256(), tqdm(desc=limit, unit="tok", unit_scale=True)
     with staged(folder) as temporary, progress:
         temporary.mkdir()
         with open(temporary / TOKENS, "wb") as file:
@@ -141,6 +143,9 @@ def write_set(
                 digest.update(content)
                 index["num_tokens"] += len(tokens)
                 index["num_documents"] += tokens.count(tokenizer.eos_id)
+                if documents and (done := index["num_documents"]):
+                    whole = max(1.0, documents / done) * index["num_tokens"]
+                    progress.total = round(min(whole, max_tokens or whole))
                 progress.update(len(tokens))
                 if index["num_tokens"] == max_tokens:
                     break

@@ -43,6 +43,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import hestia_tune
 from hestia_tune.export.folder import ModelFolder, import_optional, is_exact, sizes
 from hestia_tune.files import staged
 from hestia_tune.methods.granularity import GroupSize
@@ -182,7 +183,7 @@ def write_gguf(
             raise ValueError(f"only weights of linear layers can be quantized; got {name}")
         kinds[name] = choose_block_type(preferences, source.shapes[name][1], group_size, name)
     writer = gguf.GGUFWriter(None, model.architecture)
-    writer.add_name(source.folder.resolve().name)
+    _add_metadata(writer, source)
     model.add_to(writer)
     add_vocabulary(writer, source.folder, source.config)
     for name, weight in tqdm(model.tensors(), desc="packing for GGUF", unit="tensor"):
@@ -225,6 +226,16 @@ def write_gguf(
         return sizes(source.shapes, quantized, temporary.stat().st_size, quantized_bytes) | {
             "types": dict(Counter(kinds[name].name for name in model.names))
         }
+
+
+def _add_metadata(writer: Any, source: ModelFolder) -> None:
+    """Name, licence, languages, base model and data, as README.md of the source has them."""
+    from gguf.metadata import Metadata
+
+    parameters = sum(shape.numel() for shape in source.shapes.values())
+    metadata = Metadata.load(None, source.folder.resolve(), None, parameters)
+    metadata.quantized_by = f"hestia_tune {hestia_tune.__version__}"
+    metadata.set_gguf_meta_model(writer)
 
 
 def choose_block_type(

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 import torchao
 import torchtune
+from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
 import hestia_tune
+from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE
 from hestia_tune.files import staged, write_atomically
 from hestia_tune.modules import full_tensor, quantized_linears
@@ -51,6 +53,20 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     if layers:
         raise RuntimeError(f"quantized weights are missing from the state dict: {[*layers]}")
     return state
+
+
+def provenance(cfg: DictConfig, tokens: int) -> dict[str, Any]:
+    """What the model card says of a run's model and data: names, and no paths of this machine."""
+    sections = cfg.dataset if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]
+    data = []
+    for section in sections:
+        source, files = section.get("source"), section.get("data_files")
+        if files and source in ("parquet", "json", "text", "token_shards"):
+            files = files[section.get("split", "train")] if isinstance(files, DictConfig) else files
+            data += [Path(file).name for file in ([files] if isinstance(files, str) else files)]
+        else:
+            data.append(source or section["_component_"])
+    return {"base_model": hub_name(cfg.checkpointer.checkpoint_dir), "data": data, "tokens": tokens}
 
 
 def write_hard_model(
@@ -84,6 +100,7 @@ def write_hard_model(
         # Replacements, not writes: the copied files may be read-only, as the originals were.
         for name, content in (("config.json", config), (DESCRIPTION_FILE, description)):
             write_atomically(temporary / name, json.dumps(content, indent=1) + "\n")
+        write_card(temporary, description)  # in place of the pretrained model's
 
 
 def write_results(

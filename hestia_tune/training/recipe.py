@@ -41,6 +41,7 @@ from hestia_tune.training.outputs import (
     HARD,
     RECONSTRUCTED,
     hard_state_dict,
+    provenance,
     results_table,
     training_losses,
     write_hard_model,
@@ -295,6 +296,8 @@ class HestiaQATRecipe(RecipeSetup):
             "hestia_tune": hestia_tune.__version__,
             "step": self.global_step,
             "layers": [*self.driver.temperatures(0)],
+            "validation_loss": self.validation_losses,
+            **provenance(self.run.cfg, self.tokens_seen),
         } | self._identity
         if self.data.is_stream:
             sequences = self.global_step * self.data.sequences_per_step

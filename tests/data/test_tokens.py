@@ -1,6 +1,7 @@
 """A tokenized set holds what the stream holds, survives kills, and knows its own damage."""
 
 from collections import Counter
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -200,3 +201,36 @@ def test_damage_and_misuse(tmp_path):
         TokenizedSet(Bytes(), config)
     with pytest.raises(ValueError, match="token_shards holds no tokenized set"):
         stream({"source": "token_shards", "data_files": None})
+
+
+class Bar(tokens.tqdm):
+    """Notes the totals that it shows."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.totals = []
+        self.made.append(self)
+
+    def update(self, n=1):
+        self.totals.append(self.total)
+        return super().update(n)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "text", "json.gz"])
+@pytest.mark.parametrize("max_tokens", [None, 10**10, 30_000])
+def test_progress_counts_what_the_source_has(tmp_path, monkeypatch, kind, max_tokens):
+    texts = [text.replace("\n", " ").strip() or "." for text in make_texts(900, longest=180)]
+    arguments = write_files(tmp_path / "d", [texts[:700], texts[700:]], kind)
+    monkeypatch.setattr(tokens, "tqdm", Bar)
+    index = write_token_shards(Bytes(), tmp_path / "t", max_tokens=max_tokens, **arguments)
+    (bar, *_), Bar.made[:] = Bar.made[::-1], []
+    all_tokens = sum(len(text.encode()) + 1 for text in texts)
+    assert index["num_tokens"] == min(all_tokens, max_tokens or all_tokens) > 3 * 8192
+    if kind == "json.gz":  # what is in it, only reading it would tell
+        assert set(bar.totals) == {None}
+        assert bar.desc == ("" if max_tokens is None else f"at most {max_tokens:,}")
+        return
+    assert bar.desc == "" and bar.n == index["num_tokens"] == bar.totals[-1]
+    assert all(abs(total / index["num_tokens"] - 1) < 0.2 for total in bar.totals)

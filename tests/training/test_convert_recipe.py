@@ -78,6 +78,7 @@ def test_all_formats_and_the_table(model_dir, output_dir, capsys):
     assert run_convert(make_config(model_dir, output_dir, formats)) == 0
     converted = output_dir / "converted"
     assert sorted(p.name for p in converted.iterdir()) == [
+        "README.md",
         "compressed_tensors",
         "huggingface",
         "model.gguf",

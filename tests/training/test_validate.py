@@ -1,0 +1,57 @@
+"""``python -m hestia_tune validate``: it refuses what a run refuses, in the same words, and leaves
+everything as it was."""
+
+import pytest
+import torch
+from test_errors import CASES, model_dir  # noqa: F401 (a fixture)
+from tiny import NUM_QUANTIZED, logged, make_config, run, write_config
+
+from hestia_tune.__main__ import main
+
+
+def validate(monkeypatch, capsys, path, *overrides):
+    """(exit code, stdout, the error)."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.argv", ["python"])
+    code = main(["validate", path, *overrides])
+    assert not torch.distributed.is_initialized()
+    out, err = capsys.readouterr()
+    return code, out, "\n".join(x for x in err.splitlines() if x.startswith("validate: error:"))
+
+
+@pytest.mark.parametrize("override", CASES)
+def test_it_refuses_what_a_run_refuses(model_dir, tmp_path, monkeypatch, capsys, override):  # noqa: F811
+    path = write_config(make_config(model_dir, tmp_path / "run"), tmp_path / "config.yaml")
+    code, _, line = validate(monkeypatch, capsys, path, override)
+    assert code == 1 and CASES[override] in line
+
+
+def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monkeypatch, capsys):  # noqa: F811
+    cfg = make_config(model_dir, tmp_path / "run", "max_steps=2")
+    run(cfg)
+    kept = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()
+    }
+    path = write_config(cfg, tmp_path / "config.yaml")
+    code, _, line = validate(monkeypatch, capsys, path)
+    assert code == 1 and "holds a run at step 2" in line
+    # What needs a GPU, or would be computed or replaced first.
+    more = ("overwrite_output=True", "device=cuda", "compile=True", "sensitivity=auto")
+    more += ("optimizer.fused=True", "reconstruction=auto", "distillation.weight=1")
+    code, out, line = validate(monkeypatch, capsys, path, *more)
+    assert (code, line) == (0, "")
+    assert f"valid: {NUM_QUANTIZED} linears by ternary, group_size=32, 2 steps of 4" in out
+    assert ("device cuda: not here" in out) == (not torch.cuda.is_available())
+    code, _, line = validate(monkeypatch, capsys, path, "resume_from_checkpoint=True", "seed=5")
+    assert code == 1 and "the checkpoint to resume from has seed 3, this run 5" in line
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert kept == {path: path.stat().st_mtime_ns for path in files if path.name != ".lock"}
+    assert len(logged(tmp_path / "run")) == 2
+
+
+def test_metric_loggers_are_looked_up_and_not_started(model_dir, tmp_path, monkeypatch, capsys):  # noqa: F811
+    path = write_config(make_config(model_dir, tmp_path / "run"), tmp_path / "config.yaml")
+    logger = "metric_logger._component_=torchtune.training.metric_logging.WandBLogger"
+    code, _, line = validate(monkeypatch, capsys, path, logger, "metric_logger.project=x")
+    assert (code, line) == (0, "")
