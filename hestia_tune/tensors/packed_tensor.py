@@ -1,10 +1,10 @@
 """What packed weights have in common: two parts, a presented dtype, and most operators.
 
 Operators that are registered on `PackedTensor` are inherited by every kind of it (torchao copies a
-parent's table). Products dequantize and call the dense operator, all from `packed_linear`, the one
-place where a kernel that reads packed codes goes; until then a product costs the time and, for that
-moment, the memory of a dense weight. What cannot be kept packed exactly is an error and never a
-silent dense copy.
+parent's table). Products all come to `packed_linear`: of a weight that has a kernel
+(`hestia_tune.tensors.kernels`), and that this one takes, they read the packed codes; others
+dequantize and call the dense operator, at the cost in time and, for that moment, in memory of a
+dense weight. What cannot be kept packed exactly is an error and never a silent dense copy.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.methods import Method
 from hestia_tune.methods.base import require_float
+from hestia_tune.tensors.kernels import prepared
 
 T = TypeVar("T", bound="PackedTensor")
 _PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -171,6 +172,8 @@ def packed_linear(
 ) -> torch.Tensor:
     """``F.linear(x, weight.dequantize(), bias)``: every product with a packed weight comes here.
 
+    Exactly so, unless the weight has a kernel, whose error its module states.
+
     Args:
         x: (..., in_features), in the presented dtype of ``weight`` (autocast aside).
         weight: (out_features, in_features), itself a transpose (`is_transposed`) or not.
@@ -179,6 +182,9 @@ def packed_linear(
     Returns:
         (..., out_features).
     """
+    kernel = prepared(weight)
+    if kernel is not None and kernel.takes(x, weight):
+        return kernel(x, bias)
     return F.linear(_dense(x), _dense(weight), bias)
 
 
