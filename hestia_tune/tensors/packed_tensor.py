@@ -18,7 +18,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.methods import Method
 from hestia_tune.methods.base import require_float
-from hestia_tune.tensors.kernels import prepared
+from hestia_tune.tensors.kernels import Kernel
 
 T = TypeVar("T", bound="PackedTensor")
 _PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -73,6 +73,8 @@ class PackedTensor(TorchAOBaseTensor):
     # What can be done with one, in the error of an operator that cannot.
     limits: ClassVar[str]
     is_transposed = False
+    # What multiplies by it in place of its dense weight; see `hestia_tune.use_kernel`.
+    kernel: Kernel | None = None
 
     def __new__(cls, qdata, scale, shape, dtype, is_transposed=False):
         strides = (1, shape[0]) if is_transposed else None
@@ -141,6 +143,10 @@ class PackedTensor(TorchAOBaseTensor):
         with torch.inference_mode(False) if outside else contextlib.nullcontext():
             return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a file holds: a kernel is made anew."""
+        return {name: value for name, value in self.__dict__.items() if name != "kernel"}
+
     def __repr__(self) -> str:
         names = (*self.tensor_attribute_names, "device")
         facts = [f"{name}={getattr(self, name)}" for name in names]
@@ -182,9 +188,10 @@ def packed_linear(
     Returns:
         (..., out_features).
     """
-    kernel = prepared(weight)
-    if kernel is not None and kernel.takes(x, weight):
-        return kernel(x, bias)
+    if not torch.compiler.is_compiling():
+        kernel = weight.kernel
+        if kernel is not None and kernel.takes(x, weight):
+            return kernel(x, bias)
     return F.linear(_dense(x), _dense(weight), bias)
 
 

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from hestia_tune import Fairy2iTensor, TernaryTensor, use_kernel
-from hestia_tune.tensors.kernels import Kernel, choice, prepared
+from hestia_tune.tensors.kernels import Kernel, choice
 from hestia_tune.tensors.kernels.complex_stack import stacked
 from hestia_tune.tensors.kernels.int4pack import Int4Pack
 from hestia_tune.tensors.kernels.onnxruntime import OnnxRuntime
 
 # Largest relative error of a product (2-norm). Rounded activations: 8 bits of a block's largest
-# value, uniform, give 0.6% of Gaussian ones; bfloat16 ones are rounded to 0.4% at most, a few times.
+# value, uniform, give 0.6% of Gaussian ones; bfloat16 ones are rounded to 0.4% at most.
 TOLERANCE = {
     ("onnxruntime", torch.float32): 0.01,
     ("onnxruntime", torch.bfloat16): 0.012,
@@ -136,7 +136,7 @@ def test_a_linear_uses_its_kernel_for_every_shape_of_input():
     linear = layer(weight, torch.ones(32, dtype=torch.bfloat16))
     use = use_kernel(linear, "int4pack")
     assert use.layers == {"weight": "int4pack"} and use.num_bytes > 0
-    kernel = prepared(linear.weight)
+    kernel = linear.weight.kernel
     kernel.max_rows = 1e9
     for shape in [(128,), (3, 128), (2, 3, 128), (0, 128), (2, 0, 128)]:
         x = torch.randn(shape).bfloat16()
@@ -154,7 +154,7 @@ def test_what_a_kernel_does_not_take_is_dequantized():
     weight = ternary(32, 128, 64)
     linear = layer(weight)
     use_kernel(linear, "int4pack")
-    kernel = prepared(linear.weight)
+    kernel = linear.weight.kernel
     kernel.max_rows = 4
     kernel.product = None  # calling it is an error from here on
     dense = weight.dequantize()
@@ -181,9 +181,9 @@ def test_what_a_kernel_does_not_take_is_dequantized():
 def test_copies_and_files_hold_no_kernel():
     linear = layer(ternary(32, 128, 64))
     use_kernel(linear, "int4pack")
-    assert prepared(linear.weight) is not None
-    assert prepared(copy.deepcopy(linear).weight) is None
-    assert prepared(linear.state_dict()["weight"]) is None
+    assert linear.weight.kernel is not None
+    assert copy.deepcopy(linear).weight.kernel is None
+    assert linear.state_dict()["weight"].kernel is None
     file = io.BytesIO()
     torch.save(linear.state_dict(), file)
     file.seek(0)
@@ -223,13 +223,15 @@ def timed(monkeypatch):
     times = {"slow": (5.0, 5.0), "fast": (1.0, 3.0), "broken": (0.0, 0.0)}
     calls = []
 
-    def measure(kernel, weight):
-        calls.append(kernel.name)
-        kernel(torch.randn(1, weight.shape[1]), None)
-        return times[kernel.name]
+    def seconds(function, *args):
+        if not isinstance(function, Kernel):  # dequantizing, or the dense product of 32 rows
+            return 32.0 if args else 10.0
+        calls.append(function.name)
+        function(*args)
+        first, others = times[function.name]
+        return first if len(args[0]) == 1 else 32 * others
 
-    monkeypatch.setattr(choice, "_measure", measure)
-    monkeypatch.setattr(choice, "_dense_times", lambda weight: (10.0, 1.0))
+    monkeypatch.setattr(choice, "_seconds", seconds)
     return times, calls
 
 
@@ -239,13 +241,13 @@ def test_auto_takes_the_fastest_and_its_rows(timed):
     model.append(layer(ternary(8, 32, 32)))
     use = use_kernel(model)
     assert set(use.layers.values()) == {"fast"} and len(use.layers) == 4
-    assert prepared(model[2].weight).max_rows == 5  # 10 / (3 - 1)
-    assert sorted(calls) == sorted(["slow", "broken", "fast"] * 2)  # once for each shape
+    assert model[2].weight.kernel.max_rows == 5  # 10 / (3 - 1)
+    assert sorted(calls) == sorted(["slow", "broken", "fast", "fast"] * 2)  # once for each shape
     assert "not broken for (8, 64): no such instruction" in str(use)
     times["fast"] = (1.0, 1.0)
     choice._measured.clear()
     use_kernel(model)
-    assert prepared(model[0].weight).max_rows == float("inf")
+    assert model[0].weight.kernel.max_rows == float("inf")
 
 
 def test_auto_dequantizes_what_no_kernel_makes_faster(timed):
@@ -253,7 +255,7 @@ def test_auto_dequantizes_what_no_kernel_makes_faster(timed):
     times |= {"fast": (12.0, 1.0), "slow": (12.0, 1.0)}
     linear = layer(ternary(8, 64, 32))
     assert use_kernel(linear).layers == {"weight": "dequantize"}
-    assert prepared(linear.weight) is None
+    assert linear.weight.kernel is None
     assert use_kernel(linear, "fast").layers == {"weight": "fast"}  # as it was told
     assert use_kernel(linear, "broken").layers == {"weight": "dequantize"}
 

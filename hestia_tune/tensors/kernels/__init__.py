@@ -1,10 +1,10 @@
 """Products that read packed codes, each by one library, behind `packed_linear`.
 
 A kernel holds a weight a second time, in its library's own layout, which is what its speed costs.
-Which weight has one stands here and not in the weight: what is saved, copied, cut or moved is codes
-and scales as ever, and has none. A product that a kernel does not take (another dtype or device,
+It is the attribute ``kernel`` of the weight, and of nothing that is saved, copied, cut or moved,
+which is codes and scales as ever. A product that a kernel does not take (another dtype or device,
 more rows than it is good for, a graph that is compiled or differentiated, codes that have changed
-since) dequantizes: `packed_linear` asks `Kernel.takes` and never fails for want of a kernel.
+since) dequantizes: `packed_linear` asks `takes` and never fails for want of a kernel.
 
     kernel       device     layout                          products
     int4pack     CPU, CUDA  codes in 4 bits (torch)         as bfloat16 or float32 rounds
@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Kernel(abc.ABC):
@@ -66,7 +65,7 @@ class Kernel(abc.ABC):
 
     def watch(self, weight: Any) -> None:
         """Remembers the packed weight as it is, for `takes` to see if it has changed."""
-        self._source, self._versions = weight.parts, [_version(part) for part in weight.parts]
+        self._source, self._versions = weight.parts, _versions(weight)
 
     @abc.abstractmethod
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -87,8 +86,12 @@ class Kernel(abc.ABC):
             and not (torch.is_grad_enabled() and x.requires_grad)
             and not torch.is_autocast_enabled(x.device.type)
             and all(new is old for new, old in zip(weight.parts, self._source, strict=True))
-            and [_version(part) for part in self._source] == self._versions
+            and _versions(weight) == self._versions
         )
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of the weight has no kernel."""
+        return None
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``F.linear(x, weight, bias)`` for an ``x`` (..., in_features) that it takes."""
@@ -96,22 +99,8 @@ class Kernel(abc.ABC):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _version(part: torch.Tensor) -> int:
-    """Counts what is written into a tensor; of one that was made in inference mode nothing does."""
-    return 0 if part.is_inference() else part._version
-
-
-_PREPARED = WeakTensorKeyDictionary()
-
-
-def prepare(weight: torch.Tensor, kernel: Kernel | None) -> None:
-    """From now on ``kernel`` multiplies by the packed ``weight``; with None nothing but the dense
-    product does."""
-    _PREPARED.pop(weight, None)
-    if kernel is not None:
-        _PREPARED[weight] = kernel
-
-
-def prepared(weight: torch.Tensor) -> Kernel | None:
-    """The kernel of a packed weight, if it has one; none while a graph is compiled."""
-    return None if torch.compiler.is_compiling() else _PREPARED.get(weight)
+def _versions(weight: Any) -> list[int]:
+    """Counts of what was written in place into a packed weight, which torch counts for the whole,
+    and its parts; what was made in inference mode has none."""
+    tensors = (weight, *weight.parts)
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -8,6 +8,7 @@ with `_ROWS` of them, the kernel is given up to d / (c - b) rows. The measuremen
 product, whose weight may stay in the cache: it compares, and does not foretell a model's speed.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.benchmark import Timer
 
 from hestia_tune.config import one_line
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
-from hestia_tune.tensors.kernels import Kernel, prepare
+from hestia_tune.tensors.kernels import Kernel
 from hestia_tune.tensors.kernels.complex_stack import ComplexStack
 from hestia_tune.tensors.kernels.gemlite import Gemlite
 from hestia_tune.tensors.kernels.int4pack import Int4Pack
@@ -32,9 +32,8 @@ KERNELS: dict[str, type[Kernel]] = {kind.name: kind for kind in (OnnxRuntime, Ge
 DEQUANTIZE = "dequantize"
 _ROWS = 32
 _MIN_SECONDS = 0.01
-# (kernel, kind of weight) -> seconds of a product of one row and of another row, or why there is
-# none; of "dequantize" those of dequantizing and of a row. Measured once in this process.
-_measured: dict[tuple, tuple[float, float] | str] = {}
+# What, of which kind of weight -> seconds or rows, or why there are none. Of this process.
+_measured: dict[tuple, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +88,7 @@ def use_kernel(model: nn.Module, name: str = "auto") -> KernelUse:
         if not isinstance(weight, TernaryTensor | Fairy2iTensor) or weight.is_meta:
             continue
         kernel = _fastest(weight, kinds, is_named=name != "auto", notes=notes)
-        prepare(weight, kernel)
+        weight.kernel = kernel
         layers[layer] = DEQUANTIZE if kernel is None else kernel.name
         num_bytes += 0 if kernel is None else kernel.num_bytes
     return KernelUse(layers=layers, num_bytes=num_bytes, notes=tuple(notes))
@@ -100,33 +99,25 @@ def _fastest(
 ) -> Kernel | None:
     """The fastest of the kernels, ready; None if none of them can, or dequantizing is faster."""
     made: dict[type[Kernel], Kernel] = {}
-    times: dict[type[Kernel], tuple[float, float]] = {}
+    times: dict[type[Kernel], float] = {}
     for kind in kinds:
         if weight.device.type not in kind.devices and not is_named:
             continue
-        key = _key(weight, kind.name)
-        if key not in _measured:
-            try:
-                made[kind] = make(weight, kind)
-                _measured[key] = _measure(made[kind], weight)
-            except Exception as error:  # of any library: it is not taken, and the note says why
-                made.pop(kind, None)
-                _measured[key] = one_line(error)
-        found = _measured[key]
+        found = _seconds_of_a_row(weight, kind, made)
         if isinstance(found, str):
             notes[f"not {kind.name} for {tuple(weight.shape)}: {found}"] = None
         else:
             times[kind] = found
     if not times:
         return None
-    dequantizing, dense_row = _dense_times(weight)
-    best = min(times, key=lambda kind: times[kind][0])
-    first, row = times[best]
-    if first > dequantizing + dense_row and not is_named:
+    best = min(times, key=lambda kind: times[kind])
+    key = _key(weight, DEQUANTIZE)
+    if key not in _measured:
+        _measured[key] = _seconds(weight.dequantize)
+    if times[best] > _measured[key] and not is_named:
         return None
     kernel = made.get(best) or make(weight, best)
-    if row > dense_row:
-        kernel.max_rows = max(1, int(dequantizing / (row - dense_row)))
+    kernel.max_rows = _max_rows(weight, kernel, _measured[key])
     return kernel
 
 
@@ -140,32 +131,47 @@ def make(weight: PackedTensor, kind: type[Kernel]) -> Kernel:
     return kind(weight)
 
 
-def _key(weight: PackedTensor, name: str) -> tuple:
+def _key(weight: PackedTensor, what: str) -> tuple:
     form = (type(weight), tuple(weight.shape), tuple(weight.scale.shape), weight.dtype)
-    return name, *form, str(weight.device), torch.get_num_threads()
+    return what, *form, str(weight.device), torch.get_num_threads()
 
 
-def _measure(kernel: Kernel, weight: PackedTensor) -> tuple[float, float]:
-    """Seconds of a product of one row, and of a row of several."""
-    one, several = (
-        torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        for rows in (1, _ROWS)
-    )
-    return _seconds(kernel, one, None), _seconds(kernel, several, None) / _ROWS
-
-
-def _dense_times(weight: PackedTensor) -> tuple[float, float]:
-    """Seconds of dequantizing, and of a row of the product with what that gives."""
-    key = _key(weight, DEQUANTIZE)
+def _seconds_of_a_row(
+    weight: PackedTensor, kind: type[Kernel], made: dict[type[Kernel], Kernel]
+) -> float | str:
+    """Seconds of a product with one row, or why there is none; a kernel goes into ``made``."""
+    key = _key(weight, kind.name)
     if key not in _measured:
-        dense = weight.dequantize()
-        x = torch.randn(_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        _measured[key] = _seconds(weight.dequantize), _seconds(F.linear, x, dense) / _ROWS
+        try:
+            kernel = make(weight, kind)
+            _measured[key] = _seconds(kernel, _rows(weight, 1), None)
+            made[kind] = kernel
+        except Exception as error:  # of any library: it is not taken, and a note says why
+            _measured[key] = one_line(error)
     return _measured[key]
 
 
+def _max_rows(weight: PackedTensor, kernel: Kernel, dequantizing: float) -> float:
+    """Rows up to which the kernel is the faster one; see the module."""
+    key = _key(weight, f"rows of {kernel.name}")
+    if key not in _measured:
+        x = _rows(weight, _ROWS)
+        gain = _seconds(kernel, x, None) - _seconds(F.linear, x, weight.dequantize())
+        _measured[key] = max(1.0, _ROWS * dequantizing / gain) if gain > 0 else float("inf")
+    return _measured[key]
+
+
+def _rows(weight: PackedTensor, rows: int) -> torch.Tensor:
+    return torch.randn(rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
+
+
 def _seconds(function: Callable, *args: Any) -> float:
-    """Median time of a call, on torch's number of threads and its device."""
-    scope = {"function": function, "args": args}
-    timer = Timer("function(*args)", globals=scope, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=_MIN_SECONDS).median
+    """The shortest of several calls, after one that is not counted."""
+    times = []
+    while len(times) < 4 or sum(times) < _MIN_SECONDS:
+        started = time.perf_counter()
+        out = function(*args)
+        if out.is_cuda:
+            torch.cuda.synchronize(out.device)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
