@@ -204,6 +204,17 @@ def _(func, types, args, kwargs):
     return linear(*args, **kwargs)
 
 
+@PackedTensor.implements_torch_function(torch.Tensor.storage)
+def _(func, types, args, kwargs):
+    """What safetensors asks for last, and with it transformers' ``save_pretrained``."""
+    raise RuntimeError(
+        f"a {type(args[0]).__name__} is two tensors and has no storage that safetensors could "
+        "write; give save_pretrained a dense state_dict={name: value.dequantize() if "
+        "isinstance(value, TernaryTensor | Fairy2iTensor) else value for name, value in "
+        "model.state_dict().items()}, which is exact, or write packed files with hestia_convert"
+    )
+
+
 @PackedTensor.operator(aten.linear.default)
 def linear(input, weight, bias=None):  # (..., in) x (out, in) -> (..., out)
     return packed_linear(input, weight, bias)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hestia_tune.tensors import pack2, unpack2, unpack2_centred
+from hestia_tune.tensors import pack2, unpack2
+from hestia_tune.tensors.bitpack import unpack2_centred
 
 
 def random_codes(shape, seed=0, dtype=torch.int8):

@@ -104,11 +104,14 @@ def test_all_formats_and_the_table(model_dir, output_dir, capsys):
 )
 def test_the_packed_model_is_the_hard_model(model_dir, output_dir, overrides, kind, dtype):
     converted, _ = convert(model_dir, output_dir, *overrides)
-    model = hestia_tune.load_quantized(converted / "torchao", dtype=dtype)
+    model = hestia_tune.load_quantized(converted / "torchao", dtype=dtype, kernel="dequantize")
     assert len(packed_layers(model, kind)) == NUM_QUANTIZED
     with torch.no_grad():
         expected = dense_model(output_dir / "hard_model", dtype)(TOKENS)
         assert torch.equal(model(TOKENS), expected)
+        fast = hestia_tune.load_quantized(converted / "torchao", dtype=dtype, kernel="int4pack")
+        assert (fast(TOKENS) - expected).norm() < 0.02 * expected.norm()
+    assert all(p.kernel for p in fast.parameters() if isinstance(p, TernaryTensor))
 
 
 def test_naive_conversion_of_the_pretrained_model(model_dir, tmp_path):
@@ -125,7 +128,8 @@ def test_naive_conversion_of_the_pretrained_model(model_dir, tmp_path):
     # A folder that it wrote is a hard model for the next conversion.
     source = f"convert.source={converted / 'huggingface'}"
     again, _ = convert(model_dir, tmp_path / "again", source)
-    model = hestia_tune.load_quantized(again / "torchao", dtype=torch.float32)
+    folder = again / "torchao"
+    model = hestia_tune.load_quantized(folder, dtype=torch.float32, kernel="dequantize")
     with torch.no_grad():
         expected = dense_model(converted / "huggingface", torch.float32)(TOKENS)
         assert torch.equal(model(TOKENS), expected)
@@ -271,6 +275,9 @@ def test_torchtunes_own_generate_runs_it(model_dir, output_dir, tmp_path, target
     assert OmegaConf.load(yaml).dtype == "bf16"
     arguments = ("prompt.user=abc", "top_k=1", "max_new_tokens=8")
     done = tune_run("--config", str(yaml), *arguments, recipe="generate")
+    assert done.returncode == 0 and "kernels: " in done.stderr, done.stderr
+    exact = "quantizer.kernel=dequantize"
+    done = tune_run("--config", str(yaml), *arguments, exact, recipe="generate")
     assert done.returncode == 0, done.stderr
     tokenizer = HuggingFaceTokenizer(str(model_dir))
     tokens = tokenizer.encode("abc", add_bos=False, add_eos=False)

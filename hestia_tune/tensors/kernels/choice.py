@@ -31,7 +31,7 @@ from hestia_tune.tensors.ternary_tensor import TernaryTensor
 KERNELS: dict[str, type[Kernel]] = {kind.name: kind for kind in (OnnxRuntime, Gemlite, Int4Pack)}
 DEQUANTIZE = "dequantize"
 _ROWS = 32
-_MIN_SECONDS = 0.01
+_MIN_SECONDS = 0.02
 # What, of which kind of weight -> seconds or rows, or why there are none. Of this process.
 _measured: dict[tuple, Any] = {}
 
@@ -166,9 +166,9 @@ def _rows(weight: PackedTensor, rows: int) -> torch.Tensor:
 
 
 def _seconds(function: Callable, *args: Any) -> float:
-    """The shortest of several calls, after one that is not counted."""
+    """The shortest of some calls, after one that is not counted."""
     times = []
-    while len(times) < 4 or sum(times) < _MIN_SECONDS:
+    while len(times) < 2 or sum(times) < _MIN_SECONDS:
         started = time.perf_counter()
         out = function(*args)
         if out.is_cuda:

@@ -1,0 +1,260 @@
+"""Speed and memory of packed models, beside dense ones and llama.cpp.
+
+    python benchmarks/inference.py [--models smollm2_135m llama3_2_1b] [--threads 1 2]
+
+Random codes and scales in the shape of a config, so nothing is downloaded: groups of 64 for
+SmolLM2-135M, and of 256 for Llama-3.2-1B, which all formats of llama.cpp hold exactly. Every row is
+a process of its own: the prompt (64 tokens), then tokens one by one with a KV cache, best of several
+rounds of 8 (at most 20 s in all). Memory is what the process has more than after its imports; of the
+quantized weights, packed codes and what kernels hold are counted and compared with bfloat16. A file
+of llama.cpp is mapped, and counts as far as it was read. The instruction set that torch uses is
+printed: results do not carry over to another. Needs about 6 GB of disk, and as much memory for the
+float32 model.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+GROUPS = {"smollm2_135m": 64, "llama3_2_1b": 256}
+KERNELS = ("dequantize", "int4pack", "onnxruntime", "auto")
+BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0")
+PROMPT, ROUND, SECONDS = 64, 8, 20
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])
+
+
+def build(name: str):
+    """The model of a packaged config on the meta device, and its rotary tables' builder."""
+    from hestia_tune.commands.configs import config_path
+    from hestia_tune.models import build as builders
+
+    return builders.plain_on_meta(OmegaConf.load(config_path(name)).model)
+
+
+def write(name: str, work: Path) -> dict[str, int]:
+    """Random weights, packed (model.pt) and as GGUF files; bytes of the latter."""
+    from hestia_tune.export.folder import ModelFolder
+    from hestia_tune.export.gguf import write_gguf
+    from hestia_tune.selection import select_linears
+    from hestia_tune.tensors import TernaryTensor
+    from torchtune.models.convert_weights import tune_to_hf
+
+    model, generator = build(name), torch.Generator().manual_seed(0)
+    quantized = {f"{layer}.weight" for layer in select_linears(model, None, ())}
+    attention, hidden = model.layers[0].attn, model.tok_embeddings.weight.shape[1]
+    sizes = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
+    sizes |= {"dim": hidden, "head_dim": attention.head_dim}
+    state, index, in_files, folder = {}, {}, {}, work / "dense"
+    folder.mkdir()
+    for number, (key, value) in enumerate(model.state_dict().items()):
+        if key in quantized:
+            shape, groups = value.shape, value.shape[1] // GROUPS[name]
+            codes = torch.randint(-1, 2, shape, dtype=torch.int8, generator=generator)
+            scale = 0.02 + 0.01 * torch.rand(shape[0], groups, generator=generator)
+            state[key] = TernaryTensor.from_codes(codes, scale.bfloat16())
+            dense = state[key].dequantize()
+        else:
+            mean = 1.0 if value.dim() == 1 else 0.0
+            noise = torch.randn(value.shape, generator=generator)
+            dense = state[key] = (mean + 0.02 * noise).to(torch.bfloat16)
+        file = f"model-{number:05d}.safetensors"
+        hf = tune_to_hf({key: dense}, **sizes)
+        in_files |= dict.fromkeys(hf, GROUPS[name]) if key in quantized else {}
+        save_file({n: t.contiguous() for n, t in hf.items()}, folder / file)
+        index |= dict.fromkeys(hf, file)
+    torch.save(state, work / "model.pt")
+    del state
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": model.layers[0].mlp.w1.weight.shape[0],
+        "num_hidden_layers": len(model.layers),
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "vocab_size": model.tok_embeddings.weight.shape[0],
+        "max_position_embeddings": model.max_seq_len,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    import hestia_tune
+
+    demo = Path(hestia_tune.__file__).parent / "assets" / "demo"
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(demo / file, folder / file)
+    found, source = {}, ModelFolder(folder, in_files)
+    for block_type in BLOCK_TYPES:
+        path = work / f"{block_type}.gguf"
+        try:
+            write_gguf(source, path, block_type=block_type)
+        except ValueError as error:
+            print(f"{name}: no {block_type}: {str(error).splitlines()[0]}", file=sys.stderr)
+        else:
+            found[block_type] = path.stat().st_size
+    del source
+    shutil.rmtree(folder)
+    return found
+
+
+def best_rounds(step) -> float:
+    """Tokens a second of the best round of calls of ``step``, one token each."""
+    best, started = 0.0, time.perf_counter()
+    while time.perf_counter() - started < SECONDS:
+        begin, count = time.perf_counter(), 0
+        while count < ROUND and time.perf_counter() - started < SECONDS:
+            step()
+            count += 1
+        best = max(best, count / (time.perf_counter() - begin))
+    return best
+
+
+def run_torch(name: str, work: Path, kernel: str, threads: int) -> dict:
+    """One row: ``kernel``, or a dense model in "bfloat16" or "float32"."""
+    from hestia_tune import use_kernel
+    from hestia_tune.models import build as builders
+    from hestia_tune.tensors import TernaryTensor
+
+    torch.set_num_threads(threads)
+    model, start = build(name), resident()
+    state = torch.load(work / "model.pt", weights_only=True, mmap=True)
+    packed = {k: v for k, v in state.items() if isinstance(v, TernaryTensor)}
+    dense_bytes = sum(2 * value.numel() for value in packed.values())
+    row = {"quantized": 1.0}
+    dtype = torch.float32 if kernel == "float32" else torch.bfloat16
+    if kernel in ("bfloat16", "float32"):
+        row["quantized"] = dtype.itemsize / 2
+        for key in packed:
+            state[key] = state[key].to(dtype).dequantize()
+    else:
+        state = {k: v.clone() for k, v in state.items()}
+    model.load_state_dict(state, assign=True)
+    del state, packed
+    builders.ready_for_inference(model, "cpu", dtype)
+    if kernel not in ("bfloat16", "float32"):
+        begin, use = time.perf_counter(), use_kernel(model, kernel)
+        print(f"{use}; {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+        parts = (p.parts for p in model.parameters() if isinstance(p, TernaryTensor))
+        held = sum(part.nbytes for pair in parts for part in pair) + use.num_bytes
+        row["quantized"] = held / dense_bytes
+    length = 4096
+    model.setup_caches(batch_size=1, dtype=dtype, decoder_max_seq_len=length)
+    positions, mask = torch.arange(length), torch.ones(length, length, dtype=torch.bool).tril()
+
+    def step(tokens, first):
+        here = positions[first : first + len(tokens)]
+        logits = model(torch.tensor([tokens]), mask=mask[None, here], input_pos=here[None])
+        return int(logits[0, -1].argmax())
+
+    with torch.inference_mode():
+        prompt = [1 + i % 50 for i in range(PROMPT)]
+        times = []
+        while len(times) < 3 and sum(times) < SECONDS:
+            model.reset_caches()
+            begin = time.perf_counter()
+            token = step(prompt, 0)
+            times.append(time.perf_counter() - begin)
+        row["prompt"], at = PROMPT / min(times), [PROMPT, token]
+
+        def one():
+            at[1] = step([at[1]], at[0])
+            at[0] += 1
+
+        row["decode"] = best_rounds(one)
+    return row | {"memory": resident() - start}
+
+
+def run_llama_cpp(path: Path, threads: int) -> dict:
+    """One row of llama.cpp."""
+    import xllamacpp
+
+    start, params = resident(), xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 4096, 1, 0, -1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.warmup = params.fit_params = False
+    server, row = xllamacpp.Server(params), {"prompt": 0.0, "decode": 0.0}
+    request = {"prompt": [1 + i % 50 for i in range(PROMPT)], "max_tokens": 4 * ROUND}
+    request |= {"temperature": 0, "cache_prompt": False, "ignore_eos": True}
+    started = time.perf_counter()
+    while time.perf_counter() - started < SECONDS:
+        timings = server.handle_completions(request)["timings"]
+        row["prompt"] = max(row["prompt"], timings["prompt_per_second"])
+        row["decode"] = max(row["decode"], timings["predicted_per_second"])
+    return row | {"memory": resident() - start, "quantized": None}
+
+
+def child(arguments: list[str]) -> dict:
+    """Runs one row in a process of its own."""
+    command = [sys.executable, __file__, "--child", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    return json.loads(lines[-1].removeprefix("RESULT")) if lines else {}
+
+
+def report(name: str, work: Path, threads: int, files: dict[str, int]) -> None:
+    """The table of one model and number of threads, and its ratios."""
+    rows = {k: child(["torch", name, str(work), k, str(threads)]) for k in ("bfloat16", "float32")}
+    for kernel in KERNELS:
+        rows[kernel] = child(["torch", name, str(work), kernel, str(threads)])
+    for block_type in files:
+        rows[block_type] = child(["llama", name, str(work), block_type, str(threads)])
+    rows = {key: row for key, row in rows.items() if row}
+    dense = rows["bfloat16"]
+    print(f"\n{name}, {threads} thread(s)\n")
+    print("| | prompt, tokens/s | of bf16 | decode, tokens/s | of bf16 | MB | quantized, of bf16 |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for key, row in rows.items():
+        label = f"dense {key}" if key in ("bfloat16", "float32") else key
+        share = "" if row["quantized"] is None else f"{row['quantized']:.1%}"
+        ratios = [
+            f"{row[what]:.1f} | {row[what] / dense[what]:.2f}" for what in ("prompt", "decode")
+        ]
+        print(
+            f"| {label} | {' | '.join(ratios)} | {row['memory'] / 1e6:.0f} | {share} |", flush=True
+        )
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        kind, name, work, what, threads = sys.argv[2:]
+        if kind == "torch":
+            row = run_torch(name, Path(work), what, int(threads))
+        else:
+            row = run_llama_cpp(Path(work) / f"{what}.gguf", int(threads))
+        print("\nRESULT" + json.dumps(row), flush=True)
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(GROUPS), choices=GROUPS)
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as temporary:
+            files = write(name, Path(temporary))
+            print(name, {key: f"{size / 1e6:.0f} MB" for key, size in files.items()})
+            for threads in options.threads:
+                report(name, Path(temporary), threads, files)
+
+
+if __name__ == "__main__":
+    main()
