@@ -4,12 +4,16 @@
 
 Random codes and scales in the shape of a config, so nothing is downloaded: groups of 64 for
 SmolLM2-135M, and of 256 for Llama-3.2-1B, which all formats of llama.cpp hold exactly. Every row is
-a process of its own: the prompt (64 tokens), then tokens one by one with a KV cache, best of several
-rounds of 8 (at most 20 s in all). Memory is what the process has more than after its imports; of the
-quantized weights, packed codes and what kernels hold are counted and compared with bfloat16. A file
-of llama.cpp is mapped, and counts as far as it was read. The instruction set that torch uses is
-printed: results do not carry over to another. Needs about 6 GB of disk, and as much memory for the
-float32 model.
+a process of its own: a prompt, then tokens one by one with a KV cache, each the best of
+some seconds.
+Memory is what the process has more than after its imports; of the quantized weights, packed codes
+and what kernels hold are counted and compared with bfloat16. A file of llama.cpp is mapped, and
+counts as far as it was read. The instruction set that torch uses is printed: results do not carry
+over to another.
+
+``--clock cpu`` counts the processor's time in place of the wall's, which others on the machine do
+not change so much; it means something for one thread only. Needs about 6 GB of disk, and as much
+memory for the float32 model.
 """
 
 import argparse
@@ -27,9 +31,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 GROUPS = {"smollm2_135m": 64, "llama3_2_1b": 256}
-KERNELS = ("dequantize", "int4pack", "onnxruntime", "auto")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+KERNELS = ("auto", "onnxruntime", "int4pack", "dequantize")
 BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0")
-PROMPT, ROUND, SECONDS = 64, 8, 20
+ROUND, SECONDS = 8, 15
 
 
 def resident() -> int:
@@ -48,11 +53,12 @@ def build(name: str):
 
 def write(name: str, work: Path) -> dict[str, int]:
     """Random weights, packed (model.pt) and as GGUF files; bytes of the latter."""
+    from torchtune.models.convert_weights import tune_to_hf
+
     from hestia_tune.export.folder import ModelFolder
     from hestia_tune.export.gguf import write_gguf
     from hestia_tune.selection import select_linears
     from hestia_tune.tensors import TernaryTensor
-    from torchtune.models.convert_weights import tune_to_hf
 
     model, generator = build(name), torch.Generator().manual_seed(0)
     quantized = {f"{layer}.weight" for layer in select_linears(model, None, ())}
@@ -116,19 +122,17 @@ def write(name: str, work: Path) -> dict[str, int]:
     return found
 
 
-def best_rounds(step) -> float:
-    """Tokens a second of the best round of calls of ``step``, one token each."""
-    best, started = 0.0, time.perf_counter()
-    while time.perf_counter() - started < SECONDS:
-        begin, count = time.perf_counter(), 0
-        while count < ROUND and time.perf_counter() - started < SECONDS:
-            step()
-            count += 1
-        best = max(best, count / (time.perf_counter() - begin))
-    return best
+def best(step, clock) -> float:
+    """Seconds of the fastest of the calls of ``step`` that fit into some time, two at least."""
+    times, started = [], time.perf_counter()
+    while len(times) < 2 or time.perf_counter() - started < SECONDS:
+        begin = clock()
+        step()
+        times.append(clock() - begin)
+    return min(times)
 
 
-def run_torch(name: str, work: Path, kernel: str, threads: int) -> dict:
+def run_torch(name: str, work: Path, kernel: str, threads: int, prompt: int, clock) -> dict:
     """One row: ``kernel``, or a dense model in "bfloat16" or "float32"."""
     from hestia_tune import use_kernel
     from hestia_tune.models import build as builders
@@ -166,24 +170,24 @@ def run_torch(name: str, work: Path, kernel: str, threads: int) -> dict:
         return int(logits[0, -1].argmax())
 
     with torch.inference_mode():
-        prompt = [1 + i % 50 for i in range(PROMPT)]
-        times = []
-        while len(times) < 3 and sum(times) < SECONDS:
+        tokens = [1 + i % 50 for i in range(prompt)]
+
+        def whole():
             model.reset_caches()
-            begin = time.perf_counter()
-            token = step(prompt, 0)
-            times.append(time.perf_counter() - begin)
-        row["prompt"], at = PROMPT / min(times), [PROMPT, token]
+            step(tokens, 0)
+
+        row["prompt"] = prompt / best(whole, clock)
+        at = [prompt, 1]
 
         def one():
             at[1] = step([at[1]], at[0])
             at[0] += 1
 
-        row["decode"] = best_rounds(one)
+        row["decode"] = 1 / best(one, clock)
     return row | {"memory": resident() - start}
 
 
-def run_llama_cpp(path: Path, threads: int) -> dict:
+def run_llama_cpp(path: Path, threads: int, prompt: int, clock) -> dict:
     """One row of llama.cpp."""
     import xllamacpp
 
@@ -192,14 +196,17 @@ def run_llama_cpp(path: Path, threads: int) -> dict:
     params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 4096, 1, 0, -1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.warmup = params.fit_params = False
-    server, row = xllamacpp.Server(params), {"prompt": 0.0, "decode": 0.0}
-    request = {"prompt": [1 + i % 50 for i in range(PROMPT)], "max_tokens": 4 * ROUND}
-    request |= {"temperature": 0, "cache_prompt": False, "ignore_eos": True}
+    server, times = xllamacpp.Server(params), {1: [], 1 + 2 * ROUND: []}
+    request = {"prompt": [1 + i % 50 for i in range(prompt)], "cache_prompt": False}
+    request |= {"temperature": 0, "ignore_eos": True}
     started = time.perf_counter()
-    while time.perf_counter() - started < SECONDS:
-        timings = server.handle_completions(request)["timings"]
-        row["prompt"] = max(row["prompt"], timings["prompt_per_second"])
-        row["decode"] = max(row["decode"], timings["predicted_per_second"])
+    while not times[1] or time.perf_counter() - started < SECONDS:
+        for tokens, found in times.items():
+            begin = clock()
+            server.handle_completions(request | {"max_tokens": tokens})
+            found.append(clock() - begin)
+    first, more = (min(found) for found in times.values())
+    row = {"prompt": prompt / first, "decode": 2 * ROUND / (more - first)}
     return row | {"memory": resident() - start, "quantized": None}
 
 
@@ -208,52 +215,53 @@ def child(arguments: list[str]) -> dict:
     command = [sys.executable, __file__, "--child", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    print(arguments, lines[-1:], file=sys.stderr, flush=True)
     return json.loads(lines[-1].removeprefix("RESULT")) if lines else {}
 
 
-def report(name: str, work: Path, threads: int, files: dict[str, int]) -> None:
+def report(name: str, work: Path, files: dict[str, int], threads: int, *rest: str) -> None:
     """The table of one model and number of threads, and its ratios."""
-    rows = {k: child(["torch", name, str(work), k, str(threads)]) for k in ("bfloat16", "float32")}
-    for kernel in KERNELS:
-        rows[kernel] = child(["torch", name, str(work), kernel, str(threads)])
-    for block_type in files:
-        rows[block_type] = child(["llama", name, str(work), block_type, str(threads)])
-    rows = {key: row for key, row in rows.items() if row}
+    shared = [name, str(work), str(threads), *rest]
+    rows = {what: child(["torch", what, *shared]) for what in ("bfloat16", "float32", *KERNELS)}
+    rows |= {block_type: child(["llama.cpp", block_type, *shared]) for block_type in files}
     dense = rows["bfloat16"]
-    print(f"\n{name}, {threads} thread(s)\n")
+    print(f"\n{name}, {threads} thread(s), prompt of {rest[0]}, {rest[1]} clock\n")
     print("| | prompt, tokens/s | of bf16 | decode, tokens/s | of bf16 | MB | quantized, of bf16 |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for key, row in rows.items():
+        if not row:
+            print(f"{key} failed", file=sys.stderr)
+            continue
         label = f"dense {key}" if key in ("bfloat16", "float32") else key
         share = "" if row["quantized"] is None else f"{row['quantized']:.1%}"
-        ratios = [
-            f"{row[what]:.1f} | {row[what] / dense[what]:.2f}" for what in ("prompt", "decode")
-        ]
-        print(
-            f"| {label} | {' | '.join(ratios)} | {row['memory'] / 1e6:.0f} | {share} |", flush=True
-        )
+        both = [f"{row[what]:.2f} | {row[what] / dense[what]:.2f}" for what in ("prompt", "decode")]
+        print(f"| {label} | {' | '.join(both)} | {row['memory'] / 1e6:.0f} | {share} |", flush=True)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        kind, name, work, what, threads = sys.argv[2:]
+        kind, what, name, work, threads, prompt, clock = sys.argv[2:]
+        rest = int(threads), int(prompt), CLOCKS[clock]
         if kind == "torch":
-            row = run_torch(name, Path(work), what, int(threads))
+            row = run_torch(name, Path(work), what, *rest)
         else:
-            row = run_llama_cpp(Path(work) / f"{what}.gguf", int(threads))
+            row = run_llama_cpp(Path(work) / f"{what}.gguf", *rest)
         print("\nRESULT" + json.dumps(row), flush=True)
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
     for name in options.models:
         with tempfile.TemporaryDirectory() as temporary:
             files = write(name, Path(temporary))
-            print(name, {key: f"{size / 1e6:.0f} MB" for key, size in files.items()})
+            print(name, {key: f"{size / 1e6:.0f} MB" for key, size in files.items()}, flush=True)
             for threads in options.threads:
-                report(name, Path(temporary), threads, files)
+                rest = str(options.prompt), options.clock
+                report(name, Path(temporary), files, threads, *rest)
 
 
 if __name__ == "__main__":
