@@ -99,6 +99,16 @@ def test_every_shape_that_matters_has_a_kernel():
     assert "groups" in Int4Pack.limit(ternary(16, 96, 48))
 
 
+@pytest.mark.parametrize(("name", "bits"), [("int4pack", 4.25), ("onnxruntime", 2.766)])
+def test_memory_of_a_kernel(name, bits):
+    """ONNX Runtime reads the packed codes in place: its own copy is all that is added."""
+    for package in choice.KERNELS[name].packages:
+        pytest.importorskip(package)
+    weight = ternary(64, 512, 128, torch.bfloat16)
+    kernel = choice.make(weight, choice.KERNELS[name])
+    assert 8 * kernel.num_bytes / weight.numel() == pytest.approx(bits, abs=0.001)
+
+
 def test_codes_are_exact(kind):
     """A product with columns of the unit matrix gives the weight: no activation is rounded."""
     weight = ternary(32, 128, 64)

@@ -28,7 +28,7 @@ _pool_size = 0
 
 
 class OnnxRuntime(Kernel):
-    """See the module; in memory 2.75 bits a weight at blocks of 128."""
+    """See the module; in memory 2.8 bits a weight at blocks of 128."""
 
     name = "onnxruntime"
     packages, extra = ("onnx", "onnxruntime"), "cpu"
@@ -55,11 +55,12 @@ class OnnxRuntime(Kernel):
         (rows, columns), block = weight.shape, self._block(weight)
         blocks = -(-columns // block)
         missing = blocks * block // CODES_PER_BYTE - weight.qdata.shape[1]
-        codes = torch.nn.functional.pad(weight.qdata, (0, missing), value=_ONES)
+        codes = weight.qdata.contiguous()
+        codes = torch.nn.functional.pad(codes, (0, missing), value=_ONES) if missing else codes
         scale = weight.scale.float().repeat_interleave(-(-weight.block_size[-1] // block), 1)
         zeros = weight.qdata.new_full((rows, -(-blocks // CODES_PER_BYTE)), _ONES)
         arrays = {
-            "codes": codes.view(rows, blocks, -1).contiguous().numpy(),
+            "codes": codes.view(rows, blocks, -1).numpy(),
             "scale": scale.expand(rows, -1).contiguous().numpy(),
             "zeros": zeros.numpy(),
         }
@@ -90,11 +91,12 @@ class OnnxRuntime(Kernel):
         self._session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        own = [] if codes is weight.qdata else [arrays["codes"]]
-        own += [arrays["scale"], arrays["zeros"]]
-        # The runtime's copy: codes, scales, and sums of a block for the zero points.
-        self._num_bytes = arrays["codes"].nbytes + 2 * arrays["scale"].nbytes
-        self._num_bytes += sum(array.nbytes for array in own)
+        # The runtime's copy (codes, scales, sums of the blocks' zero points), and what it was given,
+        # without the weight's own codes.
+        given = sum(array.nbytes for array in arrays.values())
+        self._num_bytes = codes.nbytes + 2 * arrays["scale"].nbytes + given
+        if codes.data_ptr() == weight.qdata.data_ptr():
+            self._num_bytes -= codes.nbytes
 
     @property
     def num_bytes(self):
