@@ -1,6 +1,7 @@
 """Speed and memory of packed models, beside dense ones and llama.cpp.
 
     python benchmarks/inference.py [--models smollm2_135m llama3_2_1b] [--threads 1 2]
+    python benchmarks/inference.py --products [--threads 1]
 
 Random codes and scales in the shape of a config, so nothing is downloaded: groups of 64 for
 SmolLM2-135M, and of 256 for Llama-3.2-1B, which all formats of llama.cpp hold exactly. Every row is
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -122,10 +124,10 @@ def write(name: str, work: Path) -> dict[str, int]:
     return found
 
 
-def best(step, clock) -> float:
+def best(step, clock, budget: float = SECONDS) -> float:
     """Seconds of the fastest of the calls of ``step`` that fit into some time, two at least."""
     times, started = [], time.perf_counter()
-    while len(times) < 2 or time.perf_counter() - started < SECONDS:
+    while len(times) < 2 or time.perf_counter() - started < budget:
         begin = clock()
         step()
         times.append(clock() - begin)
@@ -219,6 +221,29 @@ def child(arguments: list[str]) -> dict:
     return json.loads(lines[-1].removeprefix("RESULT")) if lines else {}
 
 
+def products(clock) -> None:
+    """Milliseconds of single products, in bfloat16, groups of 128, on torch's threads."""
+    import torch.nn.functional as F
+
+    from hestia_tune.tensors import TernaryTensor
+    from hestia_tune.tensors.kernels import choice
+
+    print("| out x in, rows | dense bf16 | dense f32 | int4pack | onnxruntime | dequantizing |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for shape in [(2048, 2048), (8192, 2048), (2048, 8192)]:
+        weight = TernaryTensor.from_hp(torch.randn(shape), group_size=128)
+        dense = {dtype: weight.to(dtype).dequantize() for dtype in (torch.bfloat16, torch.float32)}
+        weight = weight.to(torch.bfloat16)
+        kernels = [choice.make(weight, choice.KERNELS[k]) for k in ("int4pack", "onnxruntime")]
+        for rows in (1, 32):
+            x = torch.randn(rows, shape[1])
+            calls = [partial(F.linear, x.to(dtype), w) for dtype, w in dense.items()]
+            calls += [partial(kernel, x.bfloat16(), None) for kernel in kernels]
+            times = [best(call, clock, 2) for call in [*calls, weight.dequantize]]
+            cells = " | ".join(f"{1e3 * seconds:.2f}" for seconds in times)
+            print(f"| {shape[0]} x {shape[1]}, {rows} | {cells} |", flush=True)
+
+
 def report(name: str, work: Path, files: dict[str, int], threads: int, *rest: str) -> None:
     """The table of one model and number of threads, and its ratios."""
     shared = [name, str(work), str(threads), *rest]
@@ -252,9 +277,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--products", action="store_true", help="single products only")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
+    if options.products:
+        torch.set_num_threads(options.threads[0])
+        with torch.inference_mode():
+            products(CLOCKS[options.clock])
+        return
     for name in options.models:
         with tempfile.TemporaryDirectory() as temporary:
             files = write(name, Path(temporary))

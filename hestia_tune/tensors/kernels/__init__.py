@@ -66,6 +66,7 @@ class Kernel(abc.ABC):
     def watch(self, weight: Any) -> None:
         """Remembers the packed weight as it is, for `takes` to see if it has changed."""
         self._source, self._versions = weight.parts, _versions(weight)
+        self._dtype, self._device = weight.dtype, weight.device
 
     @abc.abstractmethod
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -78,14 +79,16 @@ class Kernel(abc.ABC):
 
     def takes(self, x: torch.Tensor, weight: Any) -> bool:
         """Whether the product of ``x`` with ``weight`` is one for this kernel."""
+        # Once a product: what torch would ask the subclass for is not asked of the weight.
         rows = x.numel() // max(1, x.shape[-1])
         return (
             0 < rows <= self.max_rows
-            and x.dtype == weight.dtype
-            and x.device == weight.device
+            and x.dtype == self._dtype
+            and x.device == self._device
             and not (torch.is_grad_enabled() and x.requires_grad)
             and not torch.is_autocast_enabled(x.device.type)
-            and all(new is old for new, old in zip(weight.parts, self._source, strict=True))
+            and weight.qdata is self._source[0]
+            and weight.scale is self._source[1]
             and _versions(weight) == self._versions
         )
 
@@ -101,5 +104,6 @@ class Kernel(abc.ABC):
 def _versions(weight: Any) -> list[int]:
     """Counts of what was written in place into a packed weight, which torch counts for the whole,
     and its parts; what was made in inference mode has none."""
-    tensors = (weight, *weight.parts)
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = (weight, weight.qdata, weight.scale)
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

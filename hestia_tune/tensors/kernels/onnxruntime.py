@@ -91,8 +91,8 @@ class OnnxRuntime(Kernel):
         self._session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        # The runtime's copy (codes, scales, sums of the blocks' zero points), and what it was given,
-        # without the weight's own codes.
+        # The runtime's copy (codes, scales, sums of the blocks' zero points) and what it was given,
+        # but for the weight's own codes.
         given = sum(array.nbytes for array in arrays.values())
         self._num_bytes = codes.nbytes + 2 * arrays["scale"].nbytes + given
         if codes.data_ptr() == weight.qdata.data_ptr():
