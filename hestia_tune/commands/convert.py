@@ -166,7 +166,8 @@ class ConvertRecipe:
         build.ready_for_inference(model, "cpu", torch.bfloat16)
         tokenizer = build.make_tokenizer(cfg.tokenizer, model)
         text = "\n\n".join(demo_documents("validation"))[:4000]
-        tokens = tokenizer.encode(text, add_bos=True, add_eos=False)[:256]
+        tokens = tokenizer.encode(text, add_bos=True, add_eos=False)
+        tokens = tokens[: min(256, model.max_seq_len)]
         return activation_rounding(model, layers, torch.tensor([tokens]))
 
 
