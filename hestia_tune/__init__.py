@@ -7,7 +7,7 @@ from hestia_tune.qat import Fairy2iConfig, Fairy2iQATQuantizer, HestiaConfig, He
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.selection import is_transformer_linear
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
-from hestia_tune.tensors import Fairy2iTensor, TernaryTensor
+from hestia_tune.tensors import Fairy2iTensor, TernaryTensor, use_kernel
 
 if TYPE_CHECKING:
     from hestia_tune.models.packed import load_quantized
@@ -29,6 +29,7 @@ __all__ = [
     "is_transformer_linear",
     "load_quantized",
     "quantized_linears",
+    "use_kernel",
 ]
 
 

@@ -11,13 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import utils
 
 import hestia_tune
+from hestia_tune.data.demo import demo_documents
 from hestia_tune.export import write_compressed_tensors, write_gguf, write_huggingface
 from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder
+from hestia_tune.export.gguf import BLOCK_TYPES
+from hestia_tune.export.gguf_rounding import activation_rounding
 from hestia_tune.files import require_writable_dir, write_atomically
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.packed import packed_entries, write_packed
@@ -138,8 +142,8 @@ class ConvertRecipe:
         if name == "compressed_tensors":
             return write_compressed_tensors(source, target, overwrite=overwrite)
         if name == "gguf":
-            block_type = self.options.block_type
-            return write_gguf(source, target, block_type=block_type, overwrite=overwrite)
+            options = {"block_type": self.options.block_type, "rounding": self._rounding()}
+            return write_gguf(source, target, **options, overwrite=overwrite)
         entries = packed_entries(
             checkpoints.read_weights(self.cfg.checkpointer.model_type, source),
             {f"{layer}.weight" for layer in self.layers},
@@ -156,6 +160,27 @@ class ConvertRecipe:
             description=self.description | {"hestia_tune": hestia_tune.__version__},
             overwrite=overwrite,
         )
+
+    def _rounding(self) -> dict[str, float]:
+        """What TQ2_0 makes of the inputs of the weights that it fits, on 256 tokens of Python's
+        help; nothing if another block type is asked for."""
+        model_type, cfg, source = self.cfg.checkpointer.model_type, self.cfg, self.source
+        layers = {
+            ours.removesuffix(".weight"): theirs
+            for ours, theirs in checkpoints.names_in_files(model_type, source.folder).items()
+            if theirs in source.quantized
+            and BLOCK_TYPES["TQ2_0"].fits(source.shapes[theirs][1], source.quantized[theirs])
+        }
+        if self.options.block_type != "auto" or not layers:
+            return {}
+        model = build.plain_on_meta(cfg.model)
+        model.load_state_dict(dict(checkpoints.read_weights(model_type, source)), assign=True)
+        build.ready_for_inference(model, "cpu", torch.bfloat16)
+        tokenizer = build.make_tokenizer(cfg.tokenizer, model)
+        text = "\n\n".join(demo_documents("validation"))[:4000]
+        tokens = tokenizer.encode(text, add_bos=True, add_eos=False)
+        tokens = tokens[: min(256, model.max_seq_len)]
+        return activation_rounding(model, layers, torch.tensor([tokens]))
 
 
 def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:

@@ -28,13 +28,16 @@ What llama.cpp does with it: the weights are as trained, but its CPU kernels rou
 that meet a block type to 8 bits: in runs of 32 for Q2_0 and Q4_0, in runs of 256 for TQ1_0 and
 TQ2_0, where one outlier coarsens 255 others. On a SmolLM2-135M with five ternary down projections
 the logits moved by 2.6% (Q2_0, Q4_0) and 10% (TQ1_0, TQ2_0), as they do in transformers with
-activations rounded so. That is why "auto" leaves out the two types that would be smaller. TQ1_0
+activations rounded so. "auto" is for speed: TQ2_0 for a weight whose inputs stand that rounding
+(`gguf_rounding`), else Q4_0, for which llama.cpp has the fastest code; "small" is Q2_0 where it
+fits, half the bytes and, in scalar code on x86, a third of the speed. TQ1_0
 and TQ2_0 load since September 2024, mostly on the CPU; Q4_0 runs everywhere.
 """
 
+import logging
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +48,11 @@ from tqdm import tqdm
 
 import hestia_tune
 from hestia_tune.export.folder import ModelFolder, import_optional, is_exact, sizes
+from hestia_tune.export.gguf_rounding import LIMIT
 from hestia_tune.files import staged
 from hestia_tune.methods.granularity import GroupSize
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ _DENSE_TYPES = {
     torch.float32: TensorType("F32", 0, 0, 1, 4),
 }
 _VECTOR_TYPES = {torch.float32: _DENSE_TYPES[torch.float32]}
-_CHOICES = {"auto": ("Q2_0", "Q4_0"), "smallest": tuple(BLOCK_TYPES)}
+_CHOICES = {"auto": ("Q4_0",), "small": ("Q2_0", "Q4_0"), "smallest": tuple(BLOCK_TYPES)}
 
 
 def write_gguf(
@@ -145,6 +151,7 @@ def write_gguf(
     path: Path,
     *,
     block_type: str | Sequence[str] = "auto",
+    rounding: Mapping[str, float] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Writes a Hugging Face Llama or Qwen2 with ternary weights as one GGUF file.
@@ -153,10 +160,11 @@ def write_gguf(
 
     Args:
         path: the file to write.
-        block_type: "auto", "smallest", a block type, or several, the first of which that holds a
-            weight's groups is taken for it. "auto" is ("Q2_0", "Q4_0"), "smallest" all four of the
-            table above, in its order; the module says what that costs. Choose "Q4_0" for a
-            llama.cpp older than Q2_0.
+        block_type: "auto", for speed; "small", for size and precision; "smallest", all four of the
+            table above in its order; a block type; or several, the first of which that holds a
+            weight's groups is taken for it. The module says what each costs.
+        rounding: of "auto": name of a weight -> error that TQ2_0 makes of its inputs, as
+            `gguf_rounding.activation_rounding` measures it. A weight without one is not of TQ2_0.
 
     Raises:
         ImportError: without the gguf package.
@@ -173,7 +181,7 @@ def write_gguf(
     preferences = [candidate for name in named for candidate in _CHOICES.get(name, (name,))]
     if not preferences or set(preferences) - set(BLOCK_TYPES):
         raise ValueError(
-            f'block_type must be "auto", "smallest" or of {", ".join(BLOCK_TYPES)}; '
+            f'block_type must be "auto", "small", "smallest" or of {", ".join(BLOCK_TYPES)}; '
             f"got {block_type!r}"
         )
     model, quantized = LlamaModel(source), source.quantized
@@ -181,7 +189,12 @@ def write_gguf(
     for name, group_size in quantized.items():
         if name not in model.names or name == "model.embed_tokens.weight":
             raise ValueError(f"only weights of linear layers can be quantized; got {name}")
-        kinds[name] = choose_block_type(preferences, source.shapes[name][1], group_size, name)
+        stands = block_type == "auto" and (rounding or {}).get(name, 1.0) <= LIMIT
+        candidates = ["TQ2_0", *preferences] if stands else preferences
+        kinds[name] = choose_block_type(candidates, source.shapes[name][1], group_size, name)
+    if block_type == "auto":
+        fast = Counter(kinds[name].name for name in quantized)
+        log.info(f"GGUF for speed: {dict(fast)}; TQ2_0 if its rounding is at most {LIMIT:.0%}")
     writer = gguf.GGUFWriter(None, model.architecture)
     _add_metadata(writer, source)
     model.add_to(writer)

@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchao.utils import TorchAOBaseTensor
+from torchtune import utils
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 from torchtune.training import quantization
@@ -34,8 +35,9 @@ from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
 from hestia_tune.selection import select_linears
-from hestia_tune.tensors import pack
+from hestia_tune.tensors import pack, use_kernel
 
+log = utils.get_logger("DEBUG")
 FORMAT_VERSION = 1
 _BUILDERS = ("torchtune.models.", "hestia_tune.models.")
 WEIGHTS_FILE = "model.pt"
@@ -137,6 +139,7 @@ def _generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str,
             "_component_": "hestia_tune.models.PackedWeights",
             "method": method.key(),
             **{key: sections["quantizer"].get(key) for key in ("include", "exclude")},
+            "kernel": "auto",
         },
         "dtype": "bf16",
         "seed": 0,
@@ -151,9 +154,13 @@ def _generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str,
 class PackedWeights:
     """torchtune's ``quantizer`` for its own recipes on packed checkpoints, such as generate.
 
+    On a CPU nothing is compiled, though generate asks for it: that takes minutes, to be slower.
+
     Args:
         method: the key of the checkpoint's method, such as "ternary, group_size=128".
         include, exclude: the layers, as for training; see `hestia_tune.HestiaQATQuantizer`.
+        kernel: what multiplies once weights are loaded; see `hestia_tune.use_kernel`. On a GPU
+            nothing but "dequantize" has a use, since compiled products dequantize.
     """
 
     def __init__(
@@ -161,7 +168,9 @@ class PackedWeights:
         method: str,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
+        kernel: str = "auto",
     ):
+        self._kernel = kernel
         self._method = Method.from_key(method)
         self._include, self._exclude = include, exclude or ()
 
@@ -177,7 +186,14 @@ class PackedWeights:
                 continue
             empty = pack(self._method, torch.zeros_like(linear.weight.detach()))
             linear.weight = nn.Parameter(empty, requires_grad=False)
+        model.register_load_state_dict_post_hook(self._loaded)
         return model
+
+    def _loaded(self, model: nn.Module, _: Any) -> None:
+        """Of a model on a CPU: chooses the kernels, and switches the compiler off."""
+        if next(model.parameters()).device.type == "cpu":
+            torch.compiler.set_stance("force_eager")
+            log.info(use_kernel(model, self._kernel))
 
 
 quantization._quantizer_to_mode[PackedWeights] = "hestia"
@@ -188,6 +204,7 @@ def load_quantized(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
+    kernel: str = "auto",
 ) -> nn.Module:
     """A ready torchtune model from a packed folder that `tune run hestia_convert` wrote.
 
@@ -195,10 +212,13 @@ def load_quantized(
         folder: the one with hestia.json in it.
         device: where the model goes.
         dtype: of the computation; packed weights present it, all others are cast to it.
+        kernel: what multiplies by packed weights; see `hestia_tune.use_kernel`. "auto" may round
+            activations to 8 bits; "dequantize" computes as the hard model does, to the last bit.
 
     Raises:
-        ValueError: if the folder is of another kind or version.
+        ValueError: if the folder is of another kind or version, or on an unknown kernel.
         FileNotFoundError: if its weights are missing.
+        ImportError: if the named kernel's library is.
     """
     file = Path(folder) / DESCRIPTION_FILE
     facts = read_json(file) if file.is_file() else {}
@@ -213,7 +233,9 @@ def load_quantized(
     _check_builder(section, file)
     model = plain_on_meta(OmegaConf.create(section))
     model.load_state_dict(read_state(Path(folder) / WEIGHTS_FILE), assign=True)
-    return ready_for_inference(model, device, dtype)
+    ready_for_inference(model, device, dtype)
+    log.info(use_kernel(model, kernel))
+    return model
 
 
 def _check_builder(section: Mapping[str, Any], file: Path) -> None:

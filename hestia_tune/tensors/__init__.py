@@ -13,11 +13,13 @@ from hestia_tune.tensors import ternary_operators  # noqa: F401  (registers them
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
 from hestia_tune.tensors.intx import to_intx
+from hestia_tune.tensors.kernels.choice import KernelUse, use_kernel
 from hestia_tune.tensors.packed_tensor import packed_linear
 from hestia_tune.tensors.ternary_tensor import TernaryTensor
 
 __all__ = [
     "Fairy2iTensor",
+    "KernelUse",
     "TernaryTensor",
     "check_format",
     "pack",
@@ -25,6 +27,7 @@ __all__ = [
     "packed_linear",
     "to_intx",
     "unpack2",
+    "use_kernel",
 ]
 
 # A checkpoint that holds them loads with weights_only=True.

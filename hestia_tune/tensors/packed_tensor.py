@@ -1,10 +1,10 @@
 """What packed weights have in common: two parts, a presented dtype, and most operators.
 
 Operators that are registered on `PackedTensor` are inherited by every kind of it (torchao copies a
-parent's table). Products dequantize and call the dense operator, all from `packed_linear`, the one
-place where a kernel that reads packed codes goes; until then a product costs the time and, for that
-moment, the memory of a dense weight. What cannot be kept packed exactly is an error and never a
-silent dense copy.
+parent's table). Products all come to `packed_linear`: of a weight that has a kernel
+(`hestia_tune.tensors.kernels`), and that this one takes, they read the packed codes; others
+dequantize and call the dense operator, at the cost in time and, for that moment, in memory of a
+dense weight. What cannot be kept packed exactly is an error and never a silent dense copy.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.methods import Method
 from hestia_tune.methods.base import require_float
+from hestia_tune.tensors.kernels import Kernel
 
 T = TypeVar("T", bound="PackedTensor")
 _PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -72,6 +73,8 @@ class PackedTensor(TorchAOBaseTensor):
     # What can be done with one, in the error of an operator that cannot.
     limits: ClassVar[str]
     is_transposed = False
+    # What multiplies by it in place of its dense weight; see `hestia_tune.use_kernel`.
+    kernel: Kernel | None = None
 
     def __new__(cls, qdata, scale, shape, dtype, is_transposed=False):
         strides = (1, shape[0]) if is_transposed else None
@@ -140,6 +143,10 @@ class PackedTensor(TorchAOBaseTensor):
         with torch.inference_mode(False) if outside else contextlib.nullcontext():
             return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a file holds: a kernel is made anew."""
+        return {name: value for name, value in self.__dict__.items() if name != "kernel"}
+
     def __repr__(self) -> str:
         names = (*self.tensor_attribute_names, "device")
         facts = [f"{name}={getattr(self, name)}" for name in names]
@@ -171,6 +178,8 @@ def packed_linear(
 ) -> torch.Tensor:
     """``F.linear(x, weight.dequantize(), bias)``: every product with a packed weight comes here.
 
+    Exactly so, unless the weight has a kernel, whose error its module states.
+
     Args:
         x: (..., in_features), in the presented dtype of ``weight`` (autocast aside).
         weight: (out_features, in_features), itself a transpose (`is_transposed`) or not.
@@ -179,6 +188,10 @@ def packed_linear(
     Returns:
         (..., out_features).
     """
+    if not torch.compiler.is_compiling():
+        kernel = weight.kernel
+        if kernel is not None and kernel.takes(x, weight):
+            return kernel(x, bias)
     return F.linear(_dense(x), _dense(weight), bias)
 
 
@@ -189,6 +202,17 @@ def _dense(value):
 @PackedTensor.implements_torch_function(F.linear)
 def _(func, types, args, kwargs):
     return linear(*args, **kwargs)
+
+
+@PackedTensor.implements_torch_function(torch.Tensor.storage)
+def _(func, types, args, kwargs):
+    """What safetensors asks for last, and with it transformers' ``save_pretrained``."""
+    raise RuntimeError(
+        f"a {type(args[0]).__name__} is two tensors and has no storage that safetensors could "
+        "write; give save_pretrained a dense state_dict={name: value.dequantize() if "
+        "isinstance(value, TernaryTensor | Fairy2iTensor) else value for name, value in "
+        "model.state_dict().items()}, which is exact, or write packed files with hestia_convert"
+    )
 
 
 @PackedTensor.operator(aten.linear.default)

@@ -19,7 +19,7 @@ import torch
 from hestia_tune.methods import TernaryMethod
 from hestia_tune.methods.base import require_float
 from hestia_tune.methods.granularity import GroupSize, block_view
-from hestia_tune.tensors.bitpack import pack2, packed_width, unpack2
+from hestia_tune.tensors.bitpack import pack2, packed_width, unpack2, unpack2_centred
 from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_bfloat16
 
 
@@ -126,7 +126,7 @@ class TernaryTensor(PackedTensor):
 
     def dequantize_weight(self) -> torch.Tensor:
         """(out_features, in_features), scale times code, in the presented dtype."""
-        codes = unpack2(self.qdata, self.weight_shape[-1]).to(self.scale.dtype) - 1
+        codes = unpack2_centred(self.qdata, self.weight_shape[-1])
         blocks = codes.unflatten(-1, (self.scale.shape[-1], self.block_size[-1]))
         # A code times a bfloat16 scale is exact; only then comes the presented dtype.
         return (blocks * self.scale.unsqueeze(-1)).flatten(-2).to(self.dtype)

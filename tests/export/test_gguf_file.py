@@ -54,8 +54,11 @@ def test_qwen2_comes_back_through_the_stock_reader(tmp_path, group_size, block_t
 @pytest.mark.parametrize(
     ("group_size", "block_type", "expected"),
     [
-        ("channel", "auto", "Q2_0"),
-        (256, "auto", "Q2_0"),
+        ("channel", "auto", "Q4_0"),
+        (256, "auto", "Q4_0"),
+        ("channel", "small", "Q2_0"),
+        (256, "small", "Q2_0"),
+        (32, "small", "Q4_0"),
         (32, "auto", "Q4_0"),
         ("channel", "smallest", "TQ1_0"),
         (128, "smallest", "Q2_0"),
@@ -73,7 +76,7 @@ def test_q2_0_needs_no_entry_in_the_packages_enum(demo, tmp_path):
     folder, quantized = demo
     members = list(gguf.GGMLQuantizationType)
     path = tmp_path / "model.gguf"
-    summary = write_gguf(ModelFolder(folder, quantized), path)
+    summary = write_gguf(ModelFolder(folder, quantized), path, block_type="small")
     assert list(gguf.GGMLQuantizationType) == members
     assert summary["types"] == {"F16": 1, "F32": 9, "Q2_0": 28}
     expected, data = expected_tensors(folder), path.read_bytes()
@@ -134,7 +137,7 @@ def test_ids_without_a_token_are_filled_up(tmp_path):
 def test_summary_counts_bits(demo, tmp_path):
     folder, quantized = demo
     path = tmp_path / "model.gguf"
-    summary = write_gguf(ModelFolder(folder, quantized), path)
+    summary = write_gguf(ModelFolder(folder, quantized), path, block_type="small")
     shapes = {k: v.shape for k, v in load_file(folder / "model.safetensors").items()}
     total = sum(shape.numel() for shape in shapes.values())
     assert summary["bytes"] == path.stat().st_size

@@ -16,9 +16,12 @@ from torchtune.models.convert_weights import hf_to_tune
 
 import hestia_tune
 from hestia_tune import TernaryTensor
+from hestia_tune.commands import convert as convert_command
 from hestia_tune.commands.convert import ConvertRecipe, run_convert
 from hestia_tune.export import folder as folder_export
 from hestia_tune.export.folder import SafetensorsFolder
+from hestia_tune.export.gguf import write_gguf
+from hestia_tune.export.gguf_rounding import LIMIT
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models.builders import llama
 from hestia_tune.models.checkpoints import names_in_files, read_weights
@@ -105,11 +108,14 @@ def test_all_formats_and_the_table(model_dir, output_dir, capsys):
 )
 def test_the_packed_model_is_the_hard_model(model_dir, output_dir, overrides, kind, dtype):
     converted, _ = convert(model_dir, output_dir, *overrides)
-    model = hestia_tune.load_quantized(converted / "torchao", dtype=dtype)
+    model = hestia_tune.load_quantized(converted / "torchao", dtype=dtype, kernel="dequantize")
     assert len(packed_layers(model, kind)) == NUM_QUANTIZED
     with torch.no_grad():
         expected = dense_model(output_dir / "hard_model", dtype)(TOKENS)
         assert torch.equal(model(TOKENS), expected)
+        fast = hestia_tune.load_quantized(converted / "torchao", dtype=dtype, kernel="int4pack")
+        assert (fast(TOKENS) - expected).norm() < 0.02 * expected.norm()
+    assert all(p.kernel for p in fast.parameters() if isinstance(p, TernaryTensor))
 
 
 def test_naive_conversion_of_the_pretrained_model(model_dir, tmp_path):
@@ -126,7 +132,8 @@ def test_naive_conversion_of_the_pretrained_model(model_dir, tmp_path):
     # A folder that it wrote is a hard model for the next conversion.
     source = f"convert.source={converted / 'huggingface'}"
     again, _ = convert(model_dir, tmp_path / "again", source)
-    model = hestia_tune.load_quantized(again / "torchao", dtype=torch.float32)
+    folder = again / "torchao"
+    model = hestia_tune.load_quantized(folder, dtype=torch.float32, kernel="dequantize")
     with torch.no_grad():
         expected = dense_model(converted / "huggingface", torch.float32)(TOKENS)
         assert torch.equal(model(TOKENS), expected)
@@ -272,6 +279,9 @@ def test_torchtunes_own_generate_runs_it(model_dir, output_dir, tmp_path, target
     assert OmegaConf.load(yaml).dtype == "bf16"
     arguments = ("prompt.user=abc", "top_k=1", "max_new_tokens=8")
     done = tune_run("--config", str(yaml), *arguments, recipe="generate")
+    assert done.returncode == 0 and "kernels: " in done.stderr, done.stderr
+    exact = "quantizer.kernel=dequantize"
+    done = tune_run("--config", str(yaml), *arguments, exact, recipe="generate")
     assert done.returncode == 0, done.stderr
     tokenizer = HuggingFaceTokenizer(str(model_dir))
     tokens = tokenizer.encode("abc", add_bos=False, add_eos=False)
@@ -282,3 +292,28 @@ def test_torchtunes_own_generate_runs_it(model_dir, output_dir, tmp_path, target
             if tokens[-1] in tokenizer.stop_tokens:
                 break
     assert tokenizer.decode(tokens).strip() in done.stderr + done.stdout
+
+
+def test_gguf_for_speed_measures_the_activations(tmp_path, monkeypatch):
+    """A model whose rows TQ2_0 holds: each weight is of that type if its inputs stand it."""
+    sizes = {"embed_dim": 256, "intermediate_dim": 512}
+    model_dir = make_model_dir(tmp_path / "model", **sizes)
+    overrides = [f"model.{key}={value}" for key, value in sizes.items()]
+    overrides += ["quantizer.group_size=channel", "convert.source=pretrained"]
+    overrides += ["convert.formats=[gguf]", "convert.overwrite=True"]
+    seen = {}
+
+    def write(source, path, *, rounding, **options):
+        seen.update(rounding)
+        return write_gguf(source, path, rounding=rounding, **options)
+
+    monkeypatch.setattr(convert_command, "write_gguf", write)
+    _, summaries = convert(model_dir, tmp_path / "run", *overrides)
+    types = summaries["gguf"]["types"]
+    assert len(seen) == NUM_QUANTIZED and all(0 < error < 0.1 for error in seen.values())
+    fast = sum(error <= LIMIT for error in seen.values())
+    assert types.get("TQ2_0", 0) == fast and types.get("Q4_0", 0) == NUM_QUANTIZED - fast
+    assert fast > 0
+    seen.clear()
+    _, summaries = convert(model_dir, tmp_path / "run", *overrides, "convert.block_type=small")
+    assert summaries["gguf"]["types"]["Q2_0"] == NUM_QUANTIZED and not seen

@@ -1,0 +1,313 @@
+"""Kernels against the dequantized product; which one is taken, and when it is not."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hestia_tune import Fairy2iTensor, TernaryTensor, use_kernel
+from hestia_tune.tensors.kernels import Kernel, choice
+from hestia_tune.tensors.kernels.complex_stack import stacked
+from hestia_tune.tensors.kernels.int4pack import Int4Pack
+from hestia_tune.tensors.kernels.onnxruntime import OnnxRuntime
+
+# Largest relative error of a product (2-norm). Rounded activations: 8 bits of a block's largest
+# value, uniform, give 0.6% of Gaussian ones; bfloat16 ones are rounded to 0.4% at most.
+TOLERANCE = {
+    ("onnxruntime", torch.float32): 0.01,
+    ("onnxruntime", torch.bfloat16): 0.012,
+    ("int4pack", torch.float32): 1e-5,
+    ("int4pack", torch.bfloat16): 0.006,
+}
+# out_features, in_features, group_size: whole blocks, others, rows that fill no block.
+SHAPES = [
+    (64, 256, 128),
+    (48, 192, 64),
+    (16, 96, 32),
+    (32, 576, 192),
+    (80, 512, 512),
+    (32, 256, "channel"),
+    (32, 512, "tensor"),
+    (7, 64, 32),
+    (5, 100, "channel"),
+    (9, 98, "tensor"),
+    (3, 7, "channel"),
+]
+
+
+def ternary(rows, columns, group_size, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * 0.05
+    return TernaryTensor.from_hp(weight, group_size=group_size).to(dtype)
+
+
+def inputs(weight, rows, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, weight.shape[1], generator=generator)
+    bias = torch.randn(weight.shape[0], generator=generator)
+    return x.to(weight.dtype), bias.to(weight.dtype)
+
+
+def relative_error(found, x, weight, bias):
+    dense = weight.to(torch.float64).dequantize()
+    expected = F.linear(x.double(), dense, None if bias is None else bias.double())
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+def layer(weight, bias=None):
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+@pytest.fixture(params=["onnxruntime", "int4pack"])
+def kind(request) -> type[Kernel]:
+    for package in choice.KERNELS[request.param].packages:
+        pytest.importorskip(package)
+    return choice.KERNELS[request.param]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(kind, shape, dtype):
+    weight = ternary(*shape, dtype)
+    if reason := kind.limit(weight):
+        with pytest.raises(ValueError, match=reason[:20]):
+            choice.make(weight, kind)
+        return
+    kernel = choice.make(weight, kind)
+    assert kernel.num_bytes > weight.qdata.nbytes
+    for rows in (1, 2, 5, 33, 512):
+        x, bias = inputs(weight, rows)
+        for added in (None, bias):
+            found = kernel(x, added)
+            assert found.shape == (rows, shape[0]) and found.dtype == dtype
+            assert relative_error(found, x, weight, added) < TOLERANCE[kind.name, dtype]
+
+
+def test_every_shape_that_matters_has_a_kernel():
+    for shape in SHAPES[:7]:
+        assert not OnnxRuntime.limit(ternary(*shape)) and not Int4Pack.limit(ternary(*shape))
+    for shape in SHAPES[7:]:
+        assert not OnnxRuntime.limit(ternary(*shape)) and Int4Pack.limit(ternary(*shape))
+    assert "groups" in OnnxRuntime.limit(ternary(16, 96, 16))
+    assert "groups" in Int4Pack.limit(ternary(16, 96, 48))
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int4pack", 4.25), ("onnxruntime", 2.766)])
+def test_memory_of_a_kernel(name, bits):
+    """ONNX Runtime reads the packed codes in place: its own copy is all that is added."""
+    for package in choice.KERNELS[name].packages:
+        pytest.importorskip(package)
+    weight = ternary(64, 512, 128, torch.bfloat16)
+    kernel = choice.make(weight, choice.KERNELS[name])
+    assert 8 * kernel.num_bytes / weight.numel() == pytest.approx(bits, abs=0.001)
+
+
+def test_codes_are_exact(kind):
+    """A product with columns of the unit matrix gives the weight: no activation is rounded."""
+    weight = ternary(32, 128, 64)
+    found, dense = choice.make(weight, kind)(torch.eye(128), None).t(), weight.dequantize()
+    assert (found - dense).abs().max() < 1e-6 * dense.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"granularity": 32}], ids=str)
+def test_complex_weights(kind, options, dtype):
+    latent = torch.randn(32, 128, generator=torch.Generator().manual_seed(2)) * 0.05
+    weight = Fairy2iTensor.from_hp(latent, **options).to(dtype)
+    kernel = choice.make(weight, kind)
+    assert kernel.name == kind.name
+    for rows in (1, 6):
+        x, bias = inputs(weight, rows)
+        for added in (None, bias):
+            found = kernel(x, added)
+            assert relative_error(found, x, weight, added) < 2 * TOLERANCE[kind.name, dtype]
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_the_stack_holds_a_complex_weight_exactly(num_stages):
+    weight = Fairy2iTensor.from_hp(torch.randn(6, 8).double(), num_stages=num_stages, granularity=2)
+    parts = stacked(weight).dequantize().view(4, 3, num_stages, 4).sum(2)
+    re_u, im_u, re_w, im_w = parts
+    merged = torch.cat(
+        [torch.cat([re_u + re_w, im_w - im_u], 1), torch.cat([im_u + im_w, re_u - re_w], 1)]
+    )
+    torch.testing.assert_close(merged, weight.dequantize(), rtol=1e-12, atol=1e-15)
+
+
+def test_a_linear_uses_its_kernel_for_every_shape_of_input():
+    weight = ternary(32, 128, 64, torch.bfloat16)
+    linear = layer(weight, torch.ones(32, dtype=torch.bfloat16))
+    use = use_kernel(linear, "int4pack")
+    assert use.layers == {"weight": "int4pack"} and use.num_bytes > 0
+    kernel = linear.weight.kernel
+    kernel.max_rows = 1e9
+    for shape in [(128,), (3, 128), (2, 3, 128), (0, 128), (2, 0, 128)]:
+        x = torch.randn(shape).bfloat16()
+        assert linear(x).shape == (*shape[:-1], 32)
+    x = torch.randn(2, 3, 128).bfloat16()
+    assert torch.equal(linear(x), kernel(x, linear.bias))
+    assert torch.equal(linear(x[:, ::2]), kernel(x[:, ::2], linear.bias))
+    with torch.inference_mode():
+        assert torch.equal(linear(x), kernel(x, linear.bias))
+    assert use_kernel(linear, "dequantize").layers == {"weight": "dequantize"}
+    assert torch.equal(linear(x), F.linear(x, weight.dequantize(), linear.bias))
+
+
+def test_what_a_kernel_does_not_take_is_dequantized():
+    weight = ternary(32, 128, 64)
+    linear = layer(weight)
+    use_kernel(linear, "int4pack")
+    kernel = linear.weight.kernel
+    kernel.max_rows = 4
+    kernel.product = None  # calling it is an error from here on
+    dense = weight.dequantize()
+    with pytest.raises(TypeError):
+        linear(torch.randn(4, 128))
+    x = torch.randn(5, 128)
+    assert torch.equal(linear(x), F.linear(x, dense))
+    x = torch.randn(2, 128, requires_grad=True)
+    linear(x).sum().backward()
+    assert torch.equal(x.grad, dense.sum(0).expand(2, -1))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert linear(x).dtype == torch.bfloat16
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 128)
+    assert torch.equal(compiled(x), F.linear(x, dense))
+    with torch.no_grad():
+        linear.weight.copy_(ternary(32, 128, 64, seed=5))
+    assert torch.equal(linear(x), F.linear(x, linear.weight.dequantize()))
+    use_kernel(linear, "int4pack")
+    linear.to(torch.bfloat16)
+    assert torch.equal(linear(x.bfloat16()), F.linear(x.bfloat16(), linear.weight.dequantize()))
+
+
+def test_copies_and_files_hold_no_kernel():
+    linear = layer(ternary(32, 128, 64))
+    use_kernel(linear, "int4pack")
+    assert linear.weight.kernel is not None
+    assert copy.deepcopy(linear).weight.kernel is None
+    assert linear.state_dict()["weight"].kernel is None
+    file = io.BytesIO()
+    torch.save(linear.state_dict(), file)
+    file.seek(0)
+    found = torch.load(file, weights_only=True)["weight"]
+    assert torch.equal(found.qdata, linear.weight.qdata)
+
+
+class Slow(Kernel):
+    """Takes whatever it is told to."""
+
+    name, devices, dtypes = "slow", ("cpu",), (torch.float32,)
+
+    def product(self, x, bias):
+        return F.linear(x, self._dense, bias)
+
+    def __init__(self, weight):
+        super().__init__(weight)
+        self._dense = weight.dequantize()
+
+
+class Broken(Slow):
+    name = "broken"
+
+    def product(self, x, bias):
+        raise RuntimeError("no such instruction")
+
+
+class Fast(Slow):
+    name = "fast"
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Kernels of known speed: seconds of a row at first, and of another."""
+    monkeypatch.setattr(choice, "_measured", {})
+    monkeypatch.setattr(choice, "KERNELS", {kind.name: kind for kind in (Slow, Broken, Fast)})
+    times = {"slow": (5.0, 5.0), "fast": (1.0, 3.0), "broken": (0.0, 0.0)}
+    calls = []
+
+    def seconds(function, *args):
+        if not isinstance(function, Kernel):  # dequantizing, or the dense product of 32 rows
+            return 32.0 if args else 10.0
+        calls.append(function.name)
+        function(*args)
+        first, others = times[function.name]
+        return first if len(args[0]) == 1 else 32 * others
+
+    monkeypatch.setattr(choice, "_seconds", seconds)
+    return times, calls
+
+
+def test_auto_takes_the_fastest_and_its_rows(timed):
+    times, calls = timed
+    model = nn.ModuleList(layer(ternary(8, 64, 32, seed=seed)) for seed in range(3))
+    model.append(layer(ternary(8, 32, 32)))
+    use = use_kernel(model)
+    assert set(use.layers.values()) == {"fast"} and len(use.layers) == 4
+    assert model[2].weight.kernel.max_rows == 5  # 10 / (3 - 1)
+    assert sorted(calls) == sorted(["slow", "broken", "fast", "fast"] * 2)  # once for each shape
+    assert "not broken for (8, 64): no such instruction" in str(use)
+    times["fast"] = (1.0, 1.0)
+    choice._measured.clear()
+    use_kernel(model)
+    assert model[0].weight.kernel.max_rows == float("inf")
+
+
+def test_auto_dequantizes_what_no_kernel_makes_faster(timed):
+    times, _ = timed
+    times |= {"fast": (12.0, 1.0), "slow": (12.0, 1.0)}
+    linear = layer(ternary(8, 64, 32))
+    assert use_kernel(linear).layers == {"weight": "dequantize"}
+    assert linear.weight.kernel is None
+    assert use_kernel(linear, "fast").layers == {"weight": "fast"}  # as it was told
+    assert use_kernel(linear, "broken").layers == {"weight": "dequantize"}
+
+
+def test_auto_measures_real_kernels_on_this_machine():
+    model = nn.ModuleList([layer(ternary(32, 128, 64)), layer(ternary(7, 12, 4))])
+    model.append(nn.Linear(4, 4))
+    before = [module.weight.dequantize() for module in model[:2]]
+    use = use_kernel(model)
+    assert list(use.layers) == ["0.weight", "1.weight"]
+    assert use.layers["1.weight"] == "dequantize"
+    for module, dense in zip(model[:2], before, strict=True):
+        x = torch.randn(3, dense.shape[1])
+        expected = F.linear(x, dense)
+        assert (module(x) - expected).norm() < 0.02 * expected.norm()
+    assert "kernels: " in str(use)
+
+
+def test_names(monkeypatch):
+    with pytest.raises(ValueError, match="kernel must be one of auto, dequantize, .*got 'int3'"):
+        use_kernel(nn.Linear(2, 2), "int3")
+    monkeypatch.setattr(OnnxRuntime, "packages", ("no_such_package",))
+    linear = layer(ternary(8, 64, 32))
+    with pytest.raises(ImportError, match=r"pip install 'hestia-tune\[cpu\]'"):
+        use_kernel(linear, "onnxruntime")
+    monkeypatch.setattr(choice, "_measured", {})
+    use = use_kernel(linear)  # goes without
+    assert any("hestia-tune[cpu]" in note for note in use.notes)
+
+
+def test_threads_of_onnxruntime(caplog):
+    """One thread, then the shared pool, then another number: the products agree."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    weight = ternary(64, 256, 128)
+    x, _ = inputs(weight, 3)
+    found, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.append(choice.make(weight, OnnxRuntime)(x, None))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert "keeps its 2 threads; torch now has 3" in caplog.text

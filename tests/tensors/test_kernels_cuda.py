@@ -1,0 +1,87 @@
+"""Kernels of CUDA: gemlite's layout by its own code on the CPU; the products on a GPU."""
+
+import importlib
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_kernels import inputs, layer, relative_error, ternary
+
+from hestia_tune import use_kernel
+from hestia_tune.tensors.kernels import choice
+from hestia_tune.tensors.kernels.gemlite import Gemlite
+
+
+@pytest.fixture
+def gemlite(monkeypatch):
+    """gemlite, which asks for a GPU when it is imported, reduced to its packing."""
+    spec = importlib.util.find_spec("gemlite")
+    if spec is None or importlib.util.find_spec("triton") is None:
+        pytest.skip("needs gemlite and triton")
+    package = types.ModuleType("gemlite")
+    package.__path__ = spec.submodule_search_locations
+    monkeypatch.setitem(sys.modules, "gemlite", package)
+    for name in ("dtypes", "bitpack"):
+        monkeypatch.delitem(sys.modules, f"gemlite.{name}", raising=False)
+    package.DType = importlib.import_module("gemlite.dtypes").DType
+    bitpack = importlib.import_module("gemlite.bitpack")
+
+    class Linear(torch.nn.Module):
+        """What GemLiteLinearTriton documents: (code - zero) times the scale of its group."""
+
+        def __init__(self, bits, group_size, columns, rows, input_dtype, output_dtype):
+            super().__init__()
+            self.form, self.bits, self.group_size = (rows, columns), bits, group_size
+
+        def pack(self, codes, scales, zeros):
+            assert codes.dtype == torch.uint8 and codes.shape == self.form
+            packed, _ = bitpack.pack_weights_over_cols_torch(codes, self.bits, 32, transpose=True)
+            self.packed = torch.nn.Parameter(packed, requires_grad=False)
+            self.scales, self.zeros = scales, zeros
+
+        def forward(self, x):
+            codes = bitpack.unpack_over_cols_torch._init_fn(
+                self.packed.t(), self.bits, self.form[1], torch.uint8
+            )
+            blocks = codes.to(x.dtype).view(len(codes), -1, self.group_size) - self.zeros
+            return F.linear(x, (blocks * self.scales[..., None]).view(self.form))
+
+    package.GemLiteLinearTriton = Linear
+    return package
+
+
+@pytest.mark.parametrize("shape", [(48, 256, 128), (20, 96, 32), (7, 64, "channel")], ids=str)
+def test_the_layout_of_gemlite(gemlite, shape):
+    weight = ternary(*shape, torch.bfloat16)
+    kernel = Gemlite(weight)
+    assert kernel.num_bytes == weight.qdata.nbytes
+    x, bias = inputs(weight, 3)
+    assert torch.equal(kernel(x, None), F.linear(x, weight.dequantize()))
+    assert torch.equal(kernel(x, bias), F.linear(x, weight.dequantize()) + bias)
+
+
+def test_what_gemlite_does_not_take():
+    assert "cuda" in Gemlite.limit(ternary(8, 64, 32))
+    assert "multiple of 32" in Gemlite.limit(ternary(8, 48, 16))
+    assert "groups of 16" in Gemlite.limit(ternary(8, 64, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["int4pack", "gemlite"])
+@pytest.mark.parametrize("shape", [(256, 512, 128), (64, 256, 64)], ids=str)
+def test_products_on_a_gpu(name, shape):
+    for package in choice.KERNELS[name].packages:
+        pytest.importorskip(package)
+    weight = ternary(*shape, torch.bfloat16).to("cuda")
+    kernel = choice.make(weight, choice.KERNELS[name])
+    for rows in (1, 5, 512):
+        x, bias = (value.to("cuda") for value in inputs(weight, rows))
+        for added in (None, bias):
+            assert relative_error(kernel(x, added), x, weight, added) < 0.006
+    linear = layer(weight)
+    assert set(use_kernel(linear).layers.values()) <= {"dequantize", "gemlite", "int4pack"}
+    assert linear(x).shape == (512, shape[0])

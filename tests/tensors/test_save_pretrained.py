@@ -1,0 +1,29 @@
+"""Packed weights in a model of transformers."""
+
+import pytest
+import torch
+from torchao.quantization import quantize_
+
+from hestia_tune import Fairy2iTensor, HestiaConfig, TernaryTensor, is_transformer_linear
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_save_pretrained_says_what_to_call_and_that_works(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 32}
+    config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    quantize_(model, HestiaConfig(group_size=32), filter_fn=is_transformer_linear)
+    quantize_(model, HestiaConfig(step="convert", target="ternary"))
+    packed = sum(isinstance(p, TernaryTensor) for p in model.parameters())
+    assert packed == 7
+    with pytest.raises(RuntimeError, match="give save_pretrained a dense state_dict") as error:
+        model.save_pretrained(tmp_path)
+    advice = str(error.value)
+    code = advice[advice.index("{") : advice.index("}") + 1]
+    names = {"model": model, "TernaryTensor": TernaryTensor, "Fairy2iTensor": Fairy2iTensor}
+    model.save_pretrained(tmp_path, state_dict=eval(code, names))
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(found(tokens).logits, model(tokens).logits)
