@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from hestia_tune.blocks import BlockCall, hidden_of
 from hestia_tune.methods.base import fused
 from hestia_tune.modules import QuantizedLinear, quantized_linears
 
@@ -42,10 +43,12 @@ def call_block(
     template: nn.Module,
     tensors: Mapping[str, torch.Tensor],
     states: torch.Tensor,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: BlockCall,
 ) -> torch.Tensor:
     """The function of ``template`` with the parameters and buffers of a block that is alike."""
-    return functional_call(template, dict(tensors), (states,), dict(inputs))
+    return hidden_of(
+        functional_call(template, dict(tensors), (states, *inputs.args), inputs.kwargs)
+    )
 
 
 class TrainedLayer:
