@@ -19,7 +19,7 @@ from hestia_tune.export import write_compressed_tensors, write_gguf, write_huggi
 from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder
 from hestia_tune.files import require_writable_dir, write_atomically
 from hestia_tune.models import build, checkpoints
-from hestia_tune.models.hugging_face import BUILDER
+from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.models.packed import packed_entries, write_packed
 from hestia_tune.modules import quantized_linears
 from hestia_tune.tensors import check_format

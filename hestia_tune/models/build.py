@@ -25,7 +25,7 @@ from hestia_tune.config import nearest, one_line
 from hestia_tune.files import read_json
 from hestia_tune.models.builders import llama
 from hestia_tune.models.checkpoints import MODEL_TYPES
-from hestia_tune.models.hugging_face import BUILDER
+from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
 

@@ -22,7 +22,7 @@ from hestia_tune.config import one_line
 from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.files import checksum, read_json
 from hestia_tune.models import hugging_face_files
-from hestia_tune.models.hugging_face import local_folder
+from hestia_tune.models.hugging_face_model import local_folder
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"

@@ -15,7 +15,7 @@ import torch
 from torchtune.training import MODEL_KEY
 
 from hestia_tune.export.folder import SafetensorsFolder, copy_side_files, import_optional
-from hestia_tune.models.hugging_face import hugging_face, local_folder, read_config
+from hestia_tune.models.hugging_face_model import hugging_face, local_folder, read_config
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
 MODEL_TYPE = "HUGGING_FACE"

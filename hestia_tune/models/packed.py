@@ -33,7 +33,7 @@ from hestia_tune.export.folder import (
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
-from hestia_tune.models.hugging_face import BUILDER
+from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.selection import select_linears
 from hestia_tune.tensors import pack
 

@@ -8,15 +8,15 @@ in, and a `Run` is what the commands hand on.
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from hestia_tune.config import ScheduleConfig, Section, option, require_number
 from hestia_tune.files import inside
 from hestia_tune.models.build import check_model_section
-from hestia_tune.models.hugging_face import BUILDER
 from hestia_tune.models.hugging_face_files import MODEL_TYPE
+from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.sections import (
     ConvertConfig,
     DistillationConfig,
@@ -221,8 +221,9 @@ class Run:
         """
         if isinstance(cfg, Run):
             return cfg
-        if (cfg.get("model") or {}).get("_component_") == BUILDER:
-            cfg = OmegaConf.merge(_ANY_MODEL, cfg)
+        model = cfg.get("model")
+        if isinstance(model, DictConfig) and model.get("_component_") == BUILDER:
+            cfg = cast(DictConfig, OmegaConf.merge(_ANY_MODEL, cfg))
         required = [f.name for f in dataclasses.fields(RunOptions) if f.default is MISSING]
         if missing := [key for key in required if cfg.get(key) is None]:
             raise ValueError(f"the config lacks {', '.join(missing)}")

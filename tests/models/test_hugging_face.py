@@ -15,8 +15,8 @@ from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.export.gguf import check_architecture
 from hestia_tune.models import AutoTokenizer, HuggingFaceCheckpointer, HuggingFaceTokenizer
 from hestia_tune.models.build import build_buffers, kept_in_blocks
-from hestia_tune.models.hugging_face import hugging_face
 from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
+from hestia_tune.models.hugging_face_model import hugging_face
 from hestia_tune.modules import quantized_linears
 from hestia_tune.sensitivity.curvature import HessianBatch
 from hestia_tune.sensitivity.segments import (

@@ -125,7 +125,7 @@ class Decoder(nn.Module):
         return self.get_output_embeddings()
 
     @property
-    def layers(self) -> nn.ModuleList:
+    def layers(self) -> Any:
         """The blocks."""
         return self.get_submodule(next(iter(find_blocks(self))).rpartition(".")[0])
 
