@@ -122,7 +122,7 @@ def _replaced(
         yield
     finally:
         for block in blocks:
-            del block.forward
+            vars(block).pop("forward", None)  # a block may be listed twice
 
 
 def record_blocks(
