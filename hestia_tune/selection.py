@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from hestia_tune.config import nearest
 
 _IN_NUMBERED_BLOCK = re.compile(r"(^|\.)\d+\.")
+_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 _WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 
 
@@ -22,11 +23,12 @@ def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
     """The default filter: every linear inside a numbered block, such as ``layers.3.attn.q_proj``.
 
     Embeddings and norms are no linears, and the output head stands outside the blocks. The output
-    projection of ``nn.MultiheadAttention`` is left out: that module reads its weight directly.
+    projection of ``nn.MultiheadAttention`` is left out: that module reads its weight directly. So
+    are the linears that choose among experts, by their names: they are tiny, and decide.
     """
     if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
         return False
-    return bool(_IN_NUMBERED_BLOCK.search(fqn))
+    return bool(_IN_NUMBERED_BLOCK.search(fqn)) and not _ROUTER.search(fqn)
 
 
 def select_linears(

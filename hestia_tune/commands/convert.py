@@ -24,6 +24,7 @@ from hestia_tune.export.gguf import BLOCK_TYPES
 from hestia_tune.export.gguf_rounding import activation_rounding
 from hestia_tune.files import require_writable_dir, write_atomically
 from hestia_tune.models import build, checkpoints
+from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.models.packed import packed_entries, write_packed
 from hestia_tune.modules import quantized_linears
 from hestia_tune.tensors import check_format
@@ -50,7 +51,7 @@ class ConvertRecipe:
         named, model_type = self.options.source, self.cfg.checkpointer.model_type
         folder = {
             "trained": Path(self.cfg.output_dir) / "hard_model",
-            "pretrained": Path(self.cfg.checkpointer.checkpoint_dir),
+            "pretrained": checkpoints.pretrained_folder(self.cfg.checkpointer),
         }.get(named, Path(named))
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(
@@ -84,6 +85,8 @@ class ConvertRecipe:
     def _describe(self) -> dict[str, Any]:
         """Method and layers: of the hard model if it is one, else what the config says."""
         key, section = self.method.key(), OmegaConf.to_container(self.cfg.model, resolve=True)
+        if section["_component_"] == BUILDER:  # what is written is whole in itself
+            section["path"] = "."
         found = self.source.description
         if found is None:
             log.info(f"{self.source.folder} was not trained: quantized as it is (naive)")

@@ -8,6 +8,7 @@ from hestia_tune.commands.sensitivity import with_sensitivity
 from hestia_tune.files import locked
 from hestia_tune.training.checkpoint import complete_checkpoints
 from hestia_tune.training.options import Run
+from hestia_tune.training.outputs import check_formats
 from hestia_tune.training.recipe import HestiaQATRecipe
 from hestia_tune.training.setup import check_output
 
@@ -22,6 +23,7 @@ def run_qat(run: Run) -> int:
 def _train(run: Run) -> int:
     options = run.options
     check_output(options)  # so that no error waits until something is computed
+    check_formats(run)
     run, first = with_reconstruction(run)
     run, second = with_sensitivity(run, options.schedule.alpha)
     if first or second:  # nothing to resume from, if stopped before

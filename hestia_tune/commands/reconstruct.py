@@ -26,6 +26,7 @@ from torch import nn
 from torchtune import training, utils
 
 import hestia_tune
+from hestia_tune.blocks import BlockChain, as_one, find_blocks, record_blocks
 from hestia_tune.commands.launch import INTERRUPTED
 from hestia_tune.commands.sensitivity import with_sensitivity
 from hestia_tune.distributed import (
@@ -201,7 +202,8 @@ class ReconstructionRecipe:
                 batch["labels"][max(0, own - seen) :] = IGNORE_INDEX
             seen += len(batch["labels"])
             batch = data.calibration_batch(batch).to(self.device)
-            with self._autocast():
+            is_low = self.dtype != torch.float32
+            with torch.autocast(self.device.type, self.dtype, enabled=is_low):
                 logits = logits_of(model, batch).float()
             total += mean_loss(logits, batch.labels).double() * batch.num_predicted
             count += batch.num_predicted
@@ -209,10 +211,6 @@ class ReconstructionRecipe:
         total, count = sum_over_ranks([total, count], self.device)
         utils.log_rank_zero(log, f"validation loss, {label}: {total / count:.4f}")
         return {label: total / count}
-
-    def _autocast(self) -> torch.autocast:
-        enabled = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype, enabled=enabled)
 
     def _reconstruct(
         self,
@@ -222,21 +220,24 @@ class ReconstructionRecipe:
         windows: Path,
     ) -> None:
         """Trains all windows, or to the first Ctrl-C."""
-        world_size = dist.get_world_size()
-        mine = slice(dist.get_rank(), None, world_size)  # of every batch
+        mine = slice(dist.get_rank(), None, dist.get_world_size())  # of every batch
         length = max(batch.tokens.shape[1] for batch in batches)
 
         def padded(values: torch.Tensor) -> torch.Tensor:
             return F.pad(values[mine], (0, length - values.shape[1]))
 
+        def chain(batch: CalibrationBatch) -> BlockChain:
+            inputs = {key: value[mine] for key, value in batch.model_inputs.items()}
+            return record_blocks(model, padded(batch.tokens), inputs)
+
+        first = record_blocks(model, batches[0].tokens[:1])
+        first.check(as_one(model(batches[0].tokens[:1])))
         work = Reconstruction(
             model,
-            list(model.layers),
-            lambda hidden: model.output(model.norm(hidden)),
+            lambda hidden: first.logits(hidden[None])[0],
             self.settings,
-            (model.tok_embeddings(padded(batch.tokens)) for batch in batches),
+            map(chain, batches),
             [padded(batch.labels != IGNORE_INDEX) for batch in batches],
-            inputs=[{k: v[mine] for k, v in batch.model_inputs.items()} for batch in batches],
             scores=scores,
             device=self.device,
             dtype=self.dtype,
@@ -287,7 +288,7 @@ class ReconstructionRecipe:
     def _save(self, model: nn.Module, results: Sequence[WindowResult], windows: Path) -> None:
         last = results[-1]
         path = windows / f"window_{last.index:04}.safetensors"
-        kept = tuple(f"layers.{index}." for index in range(last.begin, last.end))
+        kept = tuple(f"{name}." for name in [*find_blocks(model)][last.begin : last.end])
         write_atomically(path.with_suffix(".json"), json.dumps(dataclasses.asdict(last)))
         with staged(path) as temporary:
             state = {k: v for k, v in model.state_dict().items() if k.startswith(kept)}
@@ -300,7 +301,8 @@ class ReconstructionRecipe:
         checkpointer: Any,
         description: dict[str, Any],
     ) -> None:
-        latents = {k: v for k, v in model.state_dict().items() if k.startswith("layers.")}
+        kept = tuple(f"{name}." for name in find_blocks(model))
+        latents = {k: v for k, v in model.state_dict().items() if k.startswith(kept)}
         with staged(self.output / LATENTS_FILE) as temporary:
             save_file(latents, temporary)
         write_hard_model(state, checkpointer, self.output / "hard_model", description)

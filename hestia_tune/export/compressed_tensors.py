@@ -84,6 +84,12 @@ def _layout(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     with torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
         model = transformers.AutoModelForCausalLM.from_config(config)
+    tied = getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ()
+    if renamed := model.state_dict().keys() - source.shapes.keys() - set(tied):
+        raise ValueError(
+            f"transformers converts the weights of this {config.model_type} as it loads them, and "
+            f"then unpacks none; {min(renamed)} is not in the files; export to another format"
+        )
     linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     targets, head = {}, model.get_output_embeddings()
     for name, size in source.quantized.items():

@@ -52,15 +52,13 @@ _SIDE_FILES = (
 _TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
 
 
-def import_optional(package: str) -> Any:
-    """An optional package, or ImportError that says how to get it."""
+def import_optional(package: str, extra: str | None = None) -> Any:
+    """An optional package, or ImportError that names the extra that brings it (None: its own)."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        extra = package.replace("_", "-")
-        raise ImportError(
-            f"this export needs pip install 'hestia-tune[{extra}]' ({error})"
-        ) from error
+        extra = extra or package.replace("_", "-")
+        raise ImportError(f"this needs pip install 'hestia-tune[{extra}]' ({error})") from error
 
 
 class SafetensorsFolder:

@@ -1,9 +1,10 @@
-"""A Hugging Face Llama or Qwen2 as llama.cpp names and orders it.
+"""A Hugging Face model as llama.cpp names and orders it.
 
-What differs: the names of tensors and hyperparameters, which the gguf package knows; for Llama the
-order of the rows of the query and key projections (Hugging Face rotates the two halves of a head,
-llama.cpp's Llama neighbouring pairs; Qwen2 keeps the halves); Llama 3's long-context rotary
-factors, which become a tensor. With tied embeddings llama.cpp takes those for the output matrix.
+What differs: the names of tensors and hyperparameters, which the gguf package knows; for Llama,
+Mistral and SmolLM3 the order of the rows of the query and key projections (Hugging Face rotates the
+two halves of a head, llama.cpp there neighbouring pairs; Qwen2 and 3 keep the halves); Llama 3's
+long-context rotary factors, which become a tensor. With tied embeddings llama.cpp takes those for
+the output matrix.
 """
 
 import math
@@ -14,11 +15,14 @@ import gguf
 import torch
 
 from hestia_tune.export.folder import ModelFolder
+from hestia_tune.export.gguf import check_architecture
 
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
+# Whose rotary embedding turns neighbouring rows of a head.
+_PAIRED = ("llama", "smollm3")
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _LAYER = ("input_layernorm", *_PROJECTIONS, "post_attention_layernorm", *_MLP)
+_HEAD_NORMS = {"qwen3": ("self_attn.q_norm", "self_attn.k_norm")}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -26,7 +30,7 @@ class LlamaModel:
     """What the model of a Hugging Face folder is for llama.cpp.
 
     Attributes:
-        architecture: "llama" or "qwen2".
+        architecture: as llama.cpp names it.
         names: name in the safetensors -> name in the GGUF file, of every tensor in it.
 
     Raises:
@@ -37,22 +41,8 @@ class LlamaModel:
     def __init__(self, source: ModelFolder):
         self._source, self._config = source, source.config
         config = source.config
-        architecture = next(iter(config.get("architectures") or []), None)
-        # rope_parameters is transformers 5's.
+        self.architecture, self._rope_type = check_architecture(config)
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        self._rope_type = rope.get("rope_type") or rope.get("type") or "default"
-        for key, value, known in (
-            ("architecture", architecture, tuple(_ARCHITECTURES)),
-            ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
-            ("use_sliding_window", bool(config.get("use_sliding_window")), (False,)),
-            ("rotary scaling", self._rope_type, ("default", "linear", "llama3")),
-        ):
-            if value not in known:
-                raise ValueError(
-                    f"GGUF export knows the {key} {' or '.join(map(str, known))}; got {value!r}; "
-                    "export to another format"
-                )
-        self.architecture = _ARCHITECTURES[architecture]
         self._rope = {"rope_theta": config.get("rope_theta", 10000.0)} | rope
         query = config["num_attention_heads"]
         self._heads = {"q_proj": query, "k_proj": config.get("num_key_value_heads") or query}
@@ -65,7 +55,8 @@ class LlamaModel:
         count = self._config["num_hidden_layers"]
         table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], count)
         names = {n: table.get_name(n, (".weight", ".bias")) or "" for n in self._source.shapes}
-        needed = [f"model.layers.{layer}.{part}" for layer in range(count) for part in _LAYER]
+        parts = (*_LAYER, *_HEAD_NORMS.get(self.architecture, ()))
+        needed = [f"model.layers.{layer}.{part}" for layer in range(count) for part in parts]
         needed += ["model.embed_tokens", "model.norm"]
         if self._config.get("tie_word_embeddings"):
             names.pop("lm_head.weight", None)  # a copy
@@ -87,7 +78,7 @@ class LlamaModel:
                 yield name, self.rope_factors()
                 continue
             tensor, part = self._source.read(name), name.split(".")[-2]
-            if self.architecture == "llama" and part in self._heads:
+            if self.architecture in _PAIRED and part in self._heads:
                 # (heads, 2 halves, head_dim / 2, ...) -> (heads, head_dim / 2, pairs, ...)
                 halves = tensor.unflatten(0, (self._heads[part], 2, -1))
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)

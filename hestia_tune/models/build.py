@@ -20,10 +20,12 @@ from torchtune import config, training
 from torchtune.config._errors import InstantiationError
 from torchtune.training.checkpointing import ModelType
 
+from hestia_tune.blocks import find_blocks
 from hestia_tune.config import nearest, one_line
 from hestia_tune.files import read_json
 from hestia_tune.models.builders import llama
 from hestia_tune.models.checkpoints import MODEL_TYPES
+from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
 
@@ -72,7 +74,7 @@ def check_model_section(cfg_model: DictConfig, cfg_checkpointer: DictConfig) -> 
             was trained loads without an error, and is worse.
     """
     file = Path(str(cfg_checkpointer.get("checkpoint_dir"))) / "config.json"
-    if not file.is_file():
+    if cfg_model["_component_"] == BUILDER or not file.is_file():  # that is all it is built from
         return
     stored = read_json(file)
     given, found = cfg_checkpointer.get("model_type"), stored.get("model_type")
@@ -113,6 +115,24 @@ def build_on_meta(cfg_model: DictConfig, component: QATQuantizerBase) -> nn.Modu
     return component.prepare(plain_on_meta(cfg_model))
 
 
+def kept_in_blocks(model: nn.Module) -> str:
+    """What of a prepared model's blocks stays as it is, vectors aside; empty if nothing."""
+    quantized = {id(layer.weight) for layer in quantized_linears(model).values()}
+    weights = {
+        f"{block}.{name}": value
+        for block, module in find_blocks(model).items()
+        for name, value in module.named_parameters()
+        if value.dim() > 1
+    }
+    own = {id(v) for layer in quantized_linears(model).values() for v in layer.method_parameters()}
+    kept = {name: v for name, v in weights.items() if id(v) not in quantized | own}
+    if not kept:
+        return ""
+    share = sum(v.numel() for v in kept.values()) / sum(v.numel() for v in weights.values())
+    name, value = max(kept.items(), key=lambda item: item[1].numel())
+    return f"not quantized: {share:.1%} of the blocks, such as {name} {tuple(value.shape)}"
+
+
 def load_on_all_ranks(
     cfg_model: DictConfig, state: Mapping[str, torch.Tensor] | None, device: torch.device | str
 ) -> nn.Module:
@@ -121,8 +141,8 @@ def load_on_all_ranks(
         model = instantiate(cfg_model, "model")
     if state:
         model.load_state_dict(state)
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
+    for value in model.state_dict().values():
+        dist.broadcast(value, src=0)
     return model
 
 
@@ -138,7 +158,7 @@ def check_model_options(cfg: DictConfig, model: nn.Module) -> None:
                     f"{key}.seq_len must be at most the model's max_seq_len, {longest}; got "
                     f"{one['seq_len']}"
                 )
-    if cfg.checkpointer.model_type not in MODEL_TYPES:
+    if cfg.model["_component_"] != BUILDER and cfg.checkpointer.model_type not in MODEL_TYPES:
         log.warning(
             f"hestia_convert and hestia_eval do not read {cfg.checkpointer.model_type} models: the "
             "hard model of this run can be loaded by other programs only"
@@ -154,7 +174,7 @@ def check_model_options(cfg: DictConfig, model: nn.Module) -> None:
 def make_tokenizer(cfg_tokenizer: DictConfig, model: nn.Module) -> Any:
     """The tokenizer of a config; ValueError if it has more ids than the model has embeddings."""
     tokenizer = instantiate(cfg_tokenizer, "tokenizer")
-    rows: Any = model.get_submodule("tok_embeddings").num_embeddings
+    rows: Any = model.tok_embeddings.num_embeddings
     if getattr(tokenizer, "vocab_size", 0) > rows:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model {rows} embeddings; use the "

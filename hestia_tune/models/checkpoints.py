@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from omegaconf import DictConfig
 from torch import nn
 from torchtune.models import convert_weights
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
@@ -20,6 +21,8 @@ from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 from hestia_tune.config import one_line
 from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.files import checksum, read_json
+from hestia_tune.models import hugging_face_files
+from hestia_tune.models.hugging_face_model import local_folder
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"
@@ -65,6 +68,13 @@ def find_damage(folder: Path) -> str | None:
     return None
 
 
+def pretrained_folder(cfg_checkpointer: DictConfig) -> Path:
+    """Where the pretrained model of a config is."""
+    named = str(cfg_checkpointer.checkpoint_dir)
+    is_any = cfg_checkpointer.get("model_type") == hugging_face_files.MODEL_TYPE
+    return local_folder(named) if is_any else Path(named)
+
+
 def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The latent weights of a training checkpoint, whole, in float32 on the CPU.
 
@@ -84,7 +94,7 @@ def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a Hugging Face folder under torchtune's name and in its row order.
+    """Every tensor of a Hugging Face folder under the model's name and in its row order.
 
     Args:
         model_type: of the checkpointer section.
@@ -93,13 +103,18 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
     Raises:
         ValueError: on a model type that torchtune maps in another way.
     """
+    if model_type == hugging_face_files.MODEL_TYPE:
+        yield from hugging_face_files.read_weights(source)
+        return
     to_torchtune = _converter(model_type, source.folder)
     for name in source.shapes:
         yield from to_torchtune({name: source.read(name)}).items()
 
 
 def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
-    """torchtune's name -> the name in the files; arguments and errors of `read_weights`."""
+    """The model's name -> the name in the files; arguments and errors of `read_weights`."""
+    if model_type == hugging_face_files.MODEL_TYPE:
+        return {name: name for name in SafetensorsFolder(folder).shapes}
     to_torchtune = _converter(model_type, folder)
     return {
         ours: theirs

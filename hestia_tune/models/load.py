@@ -34,7 +34,7 @@ def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
     Raises:
         FileNotFoundError: if it is not there; the message says what would make it.
     """
-    output_dir, pretrained = Path(cfg.output_dir), Path(cfg.checkpointer.checkpoint_dir)
+    output_dir, pretrained = Path(cfg.output_dir), checkpoints.pretrained_folder(cfg.checkpointer)
     if name in ("checkpoint", "checkpoint_hard"):
         found = checkpoints.complete_checkpoints(output_dir / "checkpoints")
         if not found:

@@ -34,6 +34,7 @@ from hestia_tune.export.folder import (
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
+from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.selection import select_linears
 from hestia_tune.tensors import pack, use_kernel
 
@@ -125,7 +126,13 @@ def write_packed(
 
 def _generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str, Any]:
     """What ``tune run generate`` needs for a packed folder of a run: the content of a YAML file."""
-    sections = OmegaConf.to_container(cfg, resolve=True)
+    sections: Any = OmegaConf.to_container(cfg, resolve=True)
+    is_any = sections["model"]["_component_"] == BUILDER
+    model_type = sections["checkpointer"]["model_type"]
+    if is_any:  # the folder is its own model; torchtune reads its own files alike for all types
+        model_type = "LLAMA3"
+        for key in ("model", "tokenizer"):
+            sections[key]["path"] = str(folder)
     return {
         **{key: sections[key] for key in ("output_dir", "model", "tokenizer", "device")},
         "checkpointer": {
@@ -133,7 +140,7 @@ def _generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str,
             "checkpoint_dir": str(folder),
             "checkpoint_files": [WEIGHTS_FILE],
             "output_dir": sections["output_dir"],
-            "model_type": sections["checkpointer"]["model_type"],
+            "model_type": model_type,
         },
         "quantizer": {
             "_component_": "hestia_tune.models.PackedWeights",
@@ -147,7 +154,7 @@ def _generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str,
         "max_new_tokens": 64,
         "temperature": 0.7,
         "top_k": 50,
-        "enable_kv_cache": True,
+        "enable_kv_cache": not is_any,
     }
 
 
@@ -231,6 +238,8 @@ def load_quantized(
         )
     section = facts["model"]
     _check_builder(section, file)
+    if section["_component_"] == BUILDER:  # of this folder, whatever the file says
+        section["path"] = str(folder)
     model = plain_on_meta(OmegaConf.create(section))
     model.load_state_dict(read_state(Path(folder) / WEIGHTS_FILE), assign=True)
     ready_for_inference(model, device, dtype)

@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
 from hestia_tune.modules import QuantizedLinear, quantized_linears
 from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
 from hestia_tune.reconstruction.streams import Stream, prefetched
@@ -48,13 +50,11 @@ class Reconstruction:
     Args:
         model: prepared, float32, on the CPU; its latent weights and the parameters of its method
             are what is trained, in place.
-        blocks: those of the model, in order; called as ``block(h, **inputs)``.
-        head: hidden states after the last block to logits (float32); for ``kl_weight``.
+        head: hidden states (n, dim) after the last block to logits (float32); for ``kl_weight``.
         settings: see `ReconstructionConfig`.
-        states: hidden states before the first block, of this rank's sequences, as batches
-            (batch_size / ranks, seq_len, dim), one after the other; as many on every rank.
+        chains: the model on each batch of this rank's sequences, one after the other and as many
+            on every rank: hidden states (batch_size / ranks, seq_len, dim).
         counted: bool (batch_size / ranks, seq_len) of each batch: positions that count.
-        inputs: further keyword inputs of the blocks for each batch (``mask``, ``input_pos``).
         scores: sensitivity of the layers by name, for alpha; None is the uniform schedule.
         device: where windows are trained.
         dtype: of the products.
@@ -65,26 +65,27 @@ class Reconstruction:
     def __init__(
         self,
         model: nn.Module,
-        blocks: Sequence[nn.Module],
         head: Callable[[torch.Tensor], torch.Tensor],
         settings: ReconstructionConfig,
-        states: Iterable[torch.Tensor],
+        chains: Iterable[BlockChain],
         counted: Sequence[torch.Tensor],
         *,
-        inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
         scores: Mapping[str, float] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         compiled: bool = False,
         streams: Callable[[tuple[int, int, int], int], tuple[Stream, Stream]] | None = None,
     ):
-        self.blocks, self.head, self.settings = list(blocks), head, settings
+        self.blocks, self.head, self.settings = [*find_blocks(model).values()], head, settings
         self.device, self.dtype, self._scores = torch.device(device), dtype, scores
         self.seed, self._compiled = settings.seed or 0, compiled
         self._names = {id(layer): name for name, layer in quantized_linears(model).items()}
         self.windows = windows(len(self.blocks), settings.window, settings.stride)
         self.num_batches = len(counted)
-        for batch, state in enumerate(states):
+        self._calls: list[list[BlockCall]] = []
+        for batch, chain in enumerate(chains):
+            state, first = chain.hidden, self._calls[0] if batch else chain.calls
+            self._calls.append(share_equal(chain.calls, first))
             if batch == 0:
                 shape = (self.num_batches * state.shape[0], *state.shape[1:])
                 self.full, self.hard = (streams or self._in_memory)(shape, state.shape[0])
@@ -92,7 +93,7 @@ class Reconstruction:
             self.hard.write(batch, state)
         self._counted = torch.stack(list(counted)).to(self.device)  # (batches, batch, seq_len)
         self._tokens = self._sum(self._counted.sum((1, 2)).double()).clamp(min=1)
-        self._inputs = list(inputs or [{}] * self.num_batches)
+        self._index = {id(block): index for index, block in enumerate(self.blocks)}
         self._full_at = self._hard_at = 0  # blocks that each stream has passed
         # One graph is compiled for all blocks that are alike.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
@@ -156,7 +157,10 @@ class Reconstruction:
     ) -> torch.Tensor:
         """h through the blocks, float32 between them; the linears of ``layers`` by their E."""
         effective = {layer.name: layer.effective for layer in layers}
-        inputs = {key: value.to(self.device) for key, value in self._inputs[batch].items()}
+
+        def moved(value: Any) -> Any:
+            return value.to(self.device) if isinstance(value, torch.Tensor) else value
+
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             for block in blocks:
                 tensors = dict(block.named_parameters()) | dict(block.named_buffers())
@@ -164,6 +168,7 @@ class Reconstruction:
                     own = effective.get(self._names[id(module)], module.weight)
                     tensors[f"{name}.weight"] = own
                 template = self._templates[id(block)]
+                inputs = tree_map(moved, self._calls[batch][self._index[id(block)]])
                 with plain_linears(template):
                     states = self._call(template, tensors, states, inputs)
         return states.float()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from hestia_tune.blocks import BlockCall, hidden_of
 from hestia_tune.methods.base import fused
 from hestia_tune.modules import QuantizedLinear, quantized_linears
 
@@ -18,10 +19,13 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
 
     def facts(module: nn.Module) -> list[Any]:
         plain = (bool, int, float, str, type(None))
-        return [
-            (name, type(part), {k: v for k, v in vars(part).items() if isinstance(v, plain)})
-            for name, part in module.named_modules()
-        ]
+
+        def options(part: nn.Module) -> dict[str, Any]:
+            facts = {k: v for k, v in vars(part).items() if isinstance(v, plain)}
+            facts.pop("layer_idx", None)  # transformers' key into caches, of which there are none
+            return facts
+
+        return [(name, type(part), options(part)) for name, part in module.named_modules()]
 
     shapes = [[(name, p.shape) for name, p in m.named_parameters()] for m in (one, other)]
     return shapes[0] == shapes[1] and facts(one) == facts(other)
@@ -42,10 +46,12 @@ def call_block(
     template: nn.Module,
     tensors: Mapping[str, torch.Tensor],
     states: torch.Tensor,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: BlockCall,
 ) -> torch.Tensor:
     """The function of ``template`` with the parameters and buffers of a block that is alike."""
-    return functional_call(template, dict(tensors), (states,), dict(inputs))
+    return hidden_of(
+        functional_call(template, dict(tensors), (states, *inputs.args), inputs.kwargs)
+    )
 
 
 class TrainedLayer:

@@ -4,22 +4,25 @@ Second derivatives need the graph of the gradient, several times the size of the
 Cut at the hidden states between blocks, only one segment's graph is alive at a time. The price is
 that each segment is run again when a walk along the chain reaches it.
 
-A decoder with ``tok_embeddings``, ``layers``, ``norm`` and ``output`` (torchtune's, or one built
-like it) is cut between its blocks. Any other model is one segment: right, but with the whole graph
-in memory.
+A model is cut between its blocks (`hestia_tune.blocks` finds them). One without blocks, or whose
+blocks do not make a chain, is one segment: right, but with the whole graph in memory.
 """
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from hestia_tune.blocks import BlockChain, as_one, record_blocks
+
+log = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
 
@@ -65,9 +68,8 @@ class Segment(NamedTuple):
 
 
 def logits_of(model: nn.Module, batch: CalibrationBatch) -> torch.Tensor:
-    """Logits (batch, seq_len, vocabulary); a model's output chunks are put together."""
-    logits = model(batch.tokens, **batch.model_inputs)
-    return torch.cat(logits, 1) if isinstance(logits, list) else logits
+    """Logits (batch, seq_len, vocabulary)."""
+    return as_one(model(batch.tokens, **batch.model_inputs))
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -80,8 +82,8 @@ def cut(
 ) -> tuple[torch.Tensor, list[Segment]]:
     """(input of the first segment, the segments in order) for one batch.
 
-    As one segment, if several would not compute the model's loss (two forwards find out, except on
-    the meta device), or if a weight is used by more than one.
+    As one segment, with a warning, if several would not compute the model's logits (two forwards
+    find out, except on the meta device), or if a weight is used by more than one.
 
     Args:
         model: takes tokens and the batch's ``model_inputs``, gives logits.
@@ -91,20 +93,38 @@ def cut(
     def whole(tokens: torch.Tensor) -> torch.Tensor:
         return mean_loss(logits_of(model, batch), batch.labels)
 
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        return mean_loss(model.output(model.norm(hidden)), batch.labels)
+    try:
+        chain_of_blocks = record_blocks(model, batch.tokens, batch.model_inputs)
+        segments = _segments(chain_of_blocks, weights, batch)
+        chain_of_blocks.check(logits_of(model, batch).detach())
+        return chain_of_blocks.hidden.detach(), segments
+    except ValueError as error:
+        _warn_once(f"one segment, with the whole graph in memory: {error}")
+        return batch.tokens, [Segment(whole, weights)]
 
-    names = ("tok_embeddings", "layers", "norm", "output")
-    if all(getattr(model, name, None) is not None for name in names):
-        users = [model.tok_embeddings, *model.layers, model.output]
-        used = [{id(p) for p in u.parameters()} if isinstance(u, nn.Module) else () for u in users]
-        parts = [{n: w for n, w in weights.items() if id(w) in ids} for ids in used]
-        if not parts[0] and sorted(chain(*parts)) == sorted(weights):
-            forwards = [*(partial(block, **batch.model_inputs) for block in model.layers), head]
-            with torch.no_grad():
-                first = model.tok_embeddings(batch.tokens)
-                loss = functools.reduce(lambda hidden, forward: forward(hidden), forwards, first)
-                same = loss.is_meta or abs(loss - whole(batch.tokens)) <= 1e-3 * loss + 1e-6
-            if same:
-                return first, list(map(Segment, forwards, parts[1:]))
-    return batch.tokens, [Segment(whole, weights)]
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
+
+
+def _segments(
+    chain_of_blocks: BlockChain,
+    weights: Mapping[str, nn.Parameter],
+    batch: CalibrationBatch,
+) -> list[Segment]:
+    """A segment for each block and one for the head; ValueError if a weight is in several."""
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        return mean_loss(chain_of_blocks.logits(hidden), batch.labels)
+
+    used = [{id(p) for p in block.parameters()} for block in chain_of_blocks.blocks]
+    parts = [{n: w for n, w in weights.items() if id(w) in ids} for ids in used]
+    parts.append({n: w for n, w in weights.items() if not any(id(w) in ids for ids in used)})
+    before = [None]
+    if (hidden := chain_of_blocks.hidden).requires_grad:  # of an embedding, which may be tied
+        before = torch.autograd.grad(hidden.sum(), list(weights.values()), allow_unused=True)
+    if any(grad is not None for grad in before) or sum(map(len, parts)) > len(weights):
+        raise ValueError("a weight that is measured is used in more than one place")
+    runs = [partial(chain_of_blocks.run, index) for index in range(len(used))]
+    return list(map(Segment, [*runs, head], parts))

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchtune import training
 from torchtune.modules import loss
 
 from hestia_tune.distributed import on_first_rank
@@ -84,7 +83,7 @@ def make_teacher(
     if run.options.distillation.teacher != "pretrained":
         pretrained = on_first_rank(partial(_read_teacher, run, teacher), share=False) or {}
     if cfg.compile:
-        training.compile_model(teacher, verbose=False)
+        sharding.compile_blocks(teacher)
     sharding.shard(
         teacher,
         mesh,

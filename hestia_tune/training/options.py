@@ -8,13 +8,15 @@ in, and a `Run` is what the commands hand on.
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from hestia_tune.config import ScheduleConfig, Section, option, require_number
 from hestia_tune.files import inside
 from hestia_tune.models.build import check_model_section
+from hestia_tune.models.hugging_face_files import MODEL_TYPE
+from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.sections import (
     CageConfig,
     ConvertConfig,
@@ -26,6 +28,16 @@ from hestia_tune.sections import (
 )
 
 _CHECKPOINTER = "torchtune.training.FullModelHFCheckpointer"
+# What belongs to a model that comes whole from a folder, unless the config says otherwise.
+_ANY_MODEL = {
+    "tokenizer": {"_component_": "hestia_tune.models.AutoTokenizer", "path": "${model.path}"},
+    "checkpointer": {
+        "_component_": "hestia_tune.models.HuggingFaceCheckpointer",
+        "checkpoint_dir": "${model.path}",
+        "model_type": MODEL_TYPE,
+        "output_dir": "${output_dir}",
+    },
+}
 _DATA_PARALLEL_ONLY = "scales need whole rows; use FSDP alone"
 # Known to torchtune, but not supported here: the only value, and why.
 _UNSUPPORTED = {
@@ -148,10 +160,14 @@ class RunOptions(Section):
             if getattr(self, key) != allowed:
                 value = getattr(self, key)
                 raise ValueError(f"{key}={value} is not supported: {reason}; leave it out")
-        if self.checkpointer["_component_"] != _CHECKPOINTER:
+        known = _CHECKPOINTER
+        if self.model["_component_"] == BUILDER:
+            known = _ANY_MODEL["checkpointer"]["_component_"]
+        if self.checkpointer["_component_"] != known:
             raise ValueError(
-                f"checkpointer must be {_CHECKPOINTER}, since the hard model is written in "
-                f"Hugging Face format; got {self.checkpointer['_component_']}"
+                f"the checkpointer of model {self.model['_component_']} must be {known}, which "
+                f"writes the hard model in Hugging Face format; got "
+                f"{self.checkpointer['_component_']}"
             )
         if self.clip_grad_norm is not None and self.clip_grad_norm != "inf":
             require_number(
@@ -225,6 +241,9 @@ class Run:
         """
         if isinstance(cfg, Run):
             return cfg
+        model = cfg.get("model")
+        if isinstance(model, DictConfig) and model.get("_component_") == BUILDER:
+            cfg = cast(DictConfig, OmegaConf.merge(_ANY_MODEL, cfg))
         required = [f.name for f in dataclasses.fields(RunOptions) if f.default is MISSING]
         if missing := [key for key in required if cfg.get(key) is None]:
             raise ValueError(f"the config lacks {', '.join(missing)}")

@@ -26,12 +26,26 @@ from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 import hestia_tune
 from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE
-from hestia_tune.files import staged, write_atomically
+from hestia_tune.export.gguf import check_architecture
+from hestia_tune.files import read_json, staged, write_atomically
+from hestia_tune.models.checkpoints import pretrained_folder
 from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.plots import plot_training_curves
+from hestia_tune.training.options import Run
 
 PRETRAINED, HARD = "pretrained", "trained, hard"
 RECONSTRUCTED = "reconstructed, hard"
+
+
+def check_formats(run: Run) -> None:
+    """Refuses a model that hestia_convert could not write as its section says, before training.
+
+    Raises:
+        ValueError: naming what llama.cpp, or its description here, lacks.
+    """
+    file = pretrained_folder(run.cfg.checkpointer) / "config.json"
+    if "gguf" in run.options.convert.formats and file.is_file():
+        check_architecture(read_json(file))
 
 
 def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

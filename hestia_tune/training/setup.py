@@ -102,6 +102,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         on_meta = build.build_on_meta(cfg.model, self.component)
         build.check_model_options(cfg, on_meta)
         names = list(quantized_linears(on_meta))
+        if kept := build.kept_in_blocks(on_meta):
+            utils.log_rank_zero(log, kept)
         if artifact is not None:
             artifact.check_model(names)
         start = None
@@ -294,7 +296,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         """
         model = build.build_on_meta(cfg_model, self.component)
         if self._compile:
-            training.compile_model(model, verbose=self._is_rank_zero)
+            sharding.compile_blocks(model)
         sharding.apply_activation_checkpointing(
             model, enable_activation_checkpointing, ac_mode, ac_option
         )

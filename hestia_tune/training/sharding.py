@@ -1,5 +1,6 @@
 """Activation checkpointing, FSDP2 and weights, on a prepared model on the meta device."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,11 +9,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torchtune import modules, training
+from torchtune import training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from hestia_tune.blocks import find_blocks
 from hestia_tune.models.build import build_buffers
 from hestia_tune.modules import quantized_linears
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compiles each block, in place, by torchtune's backend."""
+    for block in find_blocks(model).values():
+        block.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
 
 
 def apply_activation_checkpointing(
@@ -20,9 +28,8 @@ def apply_activation_checkpointing(
 ) -> None:
     """Full (``enabled``) or selective (``ac_mode``), as in torchtune."""
     if enabled and ac_mode is None:
-        training.set_activation_checkpointing(
-            model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
-        )
+        classes = {type(block) for block in find_blocks(model).values()}
+        training.set_activation_checkpointing(model, auto_wrap_policy=classes)
     elif not enabled and ac_mode is not None:
         apply_selective_activation_checkpointing(model, ac_mode, ac_option)
 
@@ -51,16 +58,15 @@ def shard(
         )
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    num_sharded = 0
-    for name, module in reversed(list(model.named_modules())):
-        if training.get_shard_conditions(name, module, names_to_match):
-            fully_shard(module, **options)
-            num_sharded += 1
-    if num_sharded == 0:
+    named = {*find_blocks(model), *(names_to_match or ())}
+    parts = [module for name, module in model.named_modules() if name in named]
+    if not parts:
         raise ValueError(
-            "the model has no blocks to shard (modules named layers.N); "
+            "the model has no blocks to shard (no list of modules); "
             "name them by custom_sharded_layers"
         )
+    for module in reversed(parts):
+        fully_shard(module, **options)
     fully_shard(model, **options)
 
 

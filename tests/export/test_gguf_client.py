@@ -6,6 +6,7 @@ as transformers has it.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,18 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.slow
 
+SMALL = {
+    "vocab_size": 1100,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 TEXTS = [
     "The built-in function returns a list of",
@@ -203,3 +216,27 @@ def test_sentencepiece_story(tmp_path):
     expected = "named Lily. She loved to play outside in the park."
     assert both["reference"].tokenizer.decode(story).strip().startswith(expected)
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == 512
+
+
+@pytest.mark.parametrize(
+    ("kind", "differences"),
+    [
+        ("Qwen3Config", {"head_dim": 64}),
+        ("SmolLM3Config", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+        ("MistralConfig", {"sliding_window": None, "head_dim": 64}),
+    ],
+)
+def test_dense_models_of_transformers(tmp_path, kind, differences):
+    """Row order, norms of heads, layers without rotation: as transformers has them."""
+    config = getattr(transformers, kind)(**SMALL | differences)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        is_norm = parameter.dim() == 1
+        torch.nn.init.normal_(parameter, float(is_norm), 0.2 if is_norm else 0.05)
+        parameter.data = (parameter.data * 512).round() / 512  # float16 holds it
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO / file, tmp_path / "model" / file)
+    edit_json(tmp_path / "model" / "tokenizer.json", pre_tokenizer=pre_tokenizer(r"\p{N}"))
+    compare(tmp_path / "model", {}, 0.002)

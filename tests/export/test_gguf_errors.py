@@ -48,8 +48,11 @@ def test_a_failed_overwrite_keeps_the_old_file(demo, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "LlamaForCausalLM or Qwen2.*MambaForCausalLM"),
-        ({"architectures": None}, "LlamaForCausalLM or Qwen2"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "LlamaForCausalLM or Mistral.*Qwen2.*MambaForCausalLM",
+        ),
+        ({"architectures": None}, "LlamaForCausalLM or Mistral.*Qwen2"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),

@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from hestia_tune import HestiaQATQuantizer, quantized_linears
+from hestia_tune.blocks import BlockCall, BlockChain
 from hestia_tune.methods.base import effective_weight
 from hestia_tune.reconstruction import Reconstruction, WindowResult, windows
 from hestia_tune.reconstruction.streams import Stream, make_streams, prefetched
@@ -47,13 +48,17 @@ def reconstruct(model, first=states, ranks=slice(None), **options) -> Reconstruc
     settings |= {"parameter_lr": 5e-3, "norm_lr": 1e-3, "hard_fraction": 0.2}
     counted = torch.ones(BATCH, SEQ, dtype=torch.bool)
     counted[1, 4:] = False
-    engine = {k: options.pop(k) for k in ("compiled", "inputs", "scores") if k in options}
+    engine = {k: options.pop(k) for k in ("compiled", "scores") if k in options}
+    inputs = options.pop("inputs", [{}] * BATCHES)
+    calls = ([BlockCall((), one)] * len(model) for one in inputs)
     return Reconstruction(
         model,
-        list(model),
         lambda h: h @ torch.eye(DIM),
         ReconstructionConfig(**settings | options),
-        (state[ranks] for state in first()),
+        (
+            BlockChain(model, [*model], s[ranks], c, False)
+            for s, c in zip(first(), calls, strict=True)
+        ),
         [counted[ranks]] * BATCHES,
         dtype=torch.float32,
         **engine,

@@ -1,0 +1,163 @@
+"""The blocks of a decoder, found without knowing its architecture, and what they are called with.
+
+Sharding, checkpointing, curvature and reconstruction go block by block. What a block is called with
+beside the hidden states differs from model to model: a mask, rotary angles that may be of the kind
+of layer. So it is not rebuilt here: the model is run with its blocks replaced, by ones that note
+what they get (`record_blocks`), or by ones that put hidden states in (`BlockChain.logits`). Both
+cost what the model does outside of its blocks.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class BlockCall(NamedTuple):
+    """What a block is called with after the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks by fully qualified name, in order: the longest ``nn.ModuleList`` that is in no
+    other; empty if there is none."""
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(module, nn.ModuleList) and not inside:
+            lists[name] = module
+    if not lists:
+        return {}
+    name = max(lists, key=lambda key: len(lists[key]))
+    return {f"{name}.{index}".lstrip("."): block for index, block in enumerate(lists[name])}
+
+
+def hidden_of(output: Any) -> torch.Tensor:
+    """The hidden states of what a block returns; some return a tuple that begins with them."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+@dataclass(frozen=True)
+class BlockChain:
+    """A model taken apart on one batch.
+
+    Attributes:
+        model: the whole.
+        blocks: of the model, in order.
+        hidden: (batch, seq_len, dim), before the first block.
+        calls: what each block is called with after the hidden states.
+        gives_tuple: whether blocks return a tuple.
+    """
+
+    model: nn.Module
+    blocks: list[nn.Module]
+    hidden: torch.Tensor
+    calls: list[BlockCall]
+    gives_tuple: bool
+
+    def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states behind a block, (batch, seq_len, dim), from those before it."""
+        args, kwargs = self.calls[index]
+        return hidden_of(self.blocks[index](hidden, *args, **kwargs))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's logits if its last block gives ``hidden``, (batch, seq_len, dim)."""
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        output = (hidden,) if self.gives_tuple else hidden
+        with _replaced(self.blocks, lambda block: lambda *_, **__: output):
+            return as_one(self.model(tokens))
+
+    @torch.no_grad()
+    def check(self, logits: torch.Tensor) -> None:
+        """Raises ValueError if the blocks, one after the other, do not give the model's logits.
+
+        On the meta device there is nothing to compare.
+        """
+        hidden = self.hidden
+        for index in range(len(self.blocks)):
+            hidden = self.run(index, hidden)
+        found = self.logits(hidden)
+        if not found.is_meta and (found - logits).norm() > 1e-3 * logits.norm() + 1e-6:
+            raise ValueError("the model is more than its blocks, one after the other")
+
+
+def as_one(logits: Any) -> torch.Tensor:
+    """Logits that a model may have returned in chunks of the sequence."""
+    return torch.cat(logits, 1) if isinstance(logits, list) else logits
+
+
+def share_equal(calls: list[BlockCall], others: list[BlockCall]) -> list[BlockCall]:
+    """``calls`` with the tensors of ``others`` in place of their equals: rotary angles and masks
+    are mostly those of every batch, and large."""
+    values, spec = tree_flatten(calls)
+    known, other_spec = tree_flatten(others)
+    if spec != other_spec:
+        return calls
+
+    def shared(value: Any, other: Any) -> Any:
+        same = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+        return other if same and torch.equal(value, other) else value
+
+    return tree_unflatten(map(shared, values, known), spec)
+
+
+class _AllSeen(Exception):
+    """Ends a run of the model behind its last block."""
+
+
+@contextlib.contextmanager
+def _replaced(
+    blocks: Sequence[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """The blocks compute what ``make`` of each gives."""
+    for block in blocks:
+        block.forward = make(block)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            vars(block).pop("forward", None)  # a block may be listed twice
+
+
+def record_blocks(
+    model: nn.Module, tokens: torch.Tensor, inputs: Mapping[str, Any] | None = None
+) -> BlockChain:
+    """Takes a model apart on a batch.
+
+    Args:
+        model: called as ``model(tokens, **inputs)``.
+        tokens: int64 (batch, seq_len).
+        inputs: further keyword inputs of the model.
+
+    Raises:
+        ValueError: if the model has no blocks, or calls them in another way than one after the
+            other, hidden states first.
+    """
+    blocks = list(find_blocks(model).values())
+    seen: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    kinds: list[bool] = []
+
+    def make(block: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not seen:
+                kinds.append(isinstance(type(block).forward(block, *args, **kwargs), tuple))
+            seen.append((block, args, kwargs))
+            if len(seen) == len(blocks):
+                raise _AllSeen
+            return args[:1] if kinds[0] else args[0]
+
+        return forward
+
+    with _replaced(blocks, make), contextlib.suppress(_AllSeen):
+        model(tokens, **(inputs or {}))
+    in_order = [id(block) for block, *_ in seen] == [id(block) for block in blocks]
+    if not seen or not in_order or not all(args for _, args, _ in seen):
+        raise ValueError("the model does not call the blocks of one list one after the other")
+    calls = [BlockCall(args[1:], kwargs) for _, args, kwargs in seen]
+    return BlockChain(model, blocks, seen[0][1][0], calls, kinds[0])

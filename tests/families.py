@@ -1,0 +1,77 @@
+"""Random small models of the families trained through transformers, as Hugging Face folders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tiny import make_config, make_model_dir
+
+SHAPE = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# name -> (config class of transformers, what differs from SHAPE)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", {}),
+    "Llama 3 (scaled rotary)": (
+        "LlamaConfig",
+        {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "Qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "Qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+    "Mistral": ("MistralConfig", {"sliding_window": None}),
+    "Gemma 2": ("Gemma2Config", GEMMA),
+    "Gemma 3": ("Gemma3TextConfig", GEMMA),
+    "Phi-3": ("Phi3Config", {}),
+    "SmolLM3": ("SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {"head_dim": 16} | EXPERTS),
+}
+
+
+def make_family(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
+    """Writes a random model of a family, with every kind of weight far from its initial value."""
+    import transformers
+
+    make_model_dir(folder)  # for the tokenizer
+    name, differences = FAMILIES[family]
+    config = getattr(transformers, name)(**SHAPE | differences | changes)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        # Norms around what they are, everything else with a visible effect.
+        centre = parameter.detach().mean() if parameter.dim() == 1 else 0.0
+        torch.nn.init.normal_(parameter, float(centre), 0.1)
+    model.save_pretrained(folder)
+    file = folder / "config.json"  # as older files have it, too
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content))
+    return folder
+
+
+def family_config(model_dir: Path, output_dir: Path, *overrides: str) -> DictConfig:
+    """`tiny.make_config` with the model through transformers, which brings the rest."""
+    cfg = make_config(model_dir, output_dir)
+    for key in ("tokenizer", "checkpointer"):
+        del cfg[key]
+    cfg.model = {"_component_": "hestia_tune.models.hugging_face", "path": str(model_dir)}
+    return OmegaConf.merge(cfg, OmegaConf.from_dotlist(list(overrides)))

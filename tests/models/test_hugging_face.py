@@ -1,0 +1,275 @@
+"""Models of transformers as torchtune's recipes know a decoder, and the table of families."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, family_config, make_family
+from tiny import make_config, make_model_dir
+
+from hestia_tune import HestiaQATQuantizer
+from hestia_tune.blocks import find_blocks, record_blocks, share_equal
+from hestia_tune.export.folder import SafetensorsFolder
+from hestia_tune.export.gguf import check_architecture
+from hestia_tune.models import AutoTokenizer, HuggingFaceCheckpointer, HuggingFaceTokenizer
+from hestia_tune.models.build import build_buffers, kept_in_blocks
+from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
+from hestia_tune.models.hugging_face_model import hugging_face
+from hestia_tune.modules import quantized_linears
+from hestia_tune.sensitivity.curvature import HessianBatch
+from hestia_tune.sensitivity.segments import (
+    CalibrationBatch,
+    Segment,
+    cut,
+    logits_of,
+    mean_loss,
+)
+from hestia_tune.training.options import Run
+
+transformers = pytest.importorskip("transformers")
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+TOKENS = torch.randint(1, 200, (2, 20), generator=torch.Generator().manual_seed(0))
+# Positions of two documents in one sequence, longer than the sliding windows.
+POSITIONS = torch.cat([torch.arange(11), torch.arange(9)]).expand(2, -1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """(name, folder, the model as the recipe has it, loaded)."""
+    folder = make_family(tmp_path_factory.mktemp("family"), request.param)
+    model = model_on_meta(folder)
+    assert all(value.is_meta for value in (*model.parameters(), *model.buffers()))
+    model.to_empty(device="cpu")
+    build_buffers(model, "cpu")
+    model.load_state_dict(dict(read_weights(SafetensorsFolder(folder))))
+    return request.param, folder, model.eval()
+
+
+@torch.no_grad()
+def test_it_computes_what_transformers_computes(family):
+    _, folder, model = family
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = reference(TOKENS).logits
+    assert torch.equal(model(TOKENS), expected)
+    model.set_num_output_chunks(3)
+    chunks = model(TOKENS)
+    model.set_num_output_chunks(0)
+    assert len(chunks) == 3 and torch.equal(torch.cat(chunks, 1), expected)
+
+
+@torch.no_grad()
+def test_documents_do_not_see_each_other(family):
+    _, _, model = family
+    mask = torch.ones(2, 20, 20, dtype=torch.bool)  # what it says follows from the positions
+    found = model(TOKENS, mask=mask, input_pos=POSITIONS)
+    for part in (slice(0, 11), slice(11, 20)):
+        torch.testing.assert_close(found[:, part], model(TOKENS[:, part]), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="a mask needs input_pos"):
+        model(TOKENS, mask=mask)
+
+
+def test_names_are_those_of_the_folder(family):
+    name, folder, model = family
+    in_files, in_model = SafetensorsFolder(folder).shapes, model.state_dict()
+    differ = in_files.keys() ^ in_model.keys()
+    assert all("experts" in key for key in differ) and bool(differ) == (name == "Qwen3-MoE")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_make_a_chain(family, packed, caplog):
+    _, _, model = family
+    layers = quantized_linears(HestiaQATQuantizer(group_size=32).prepare(model_of(family)))
+    weights = {name: model.get_submodule(name).weight for name in layers}
+    model.requires_grad_(False)
+    inputs = {"mask": torch.ones(2, 20, 20), "input_pos": POSITIONS} if packed else {}
+    batch = CalibrationBatch(tokens=TOKENS, labels=TOKENS.roll(-1, 1), model_inputs=inputs)
+    states, segments = cut(model, weights, batch)
+    assert len(segments) == len(find_blocks(model)) + 1 and not caplog.records
+    loss, start = states, states
+    for segment in segments:
+        loss = segment.forward(loss)
+    torch.testing.assert_close(loss, mean_loss(logits_of(model, batch), batch.labels))
+    assert [len(segment.weights) for segment in segments[:-1]] == [
+        len(layers) // len(find_blocks(model))
+    ] * len(find_blocks(model))
+    # The curvature by segments is that of the whole.
+    for weight in weights.values():
+        weight.requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    signs = {n: torch.randn(w.shape, generator=generator) for n, w in weights.items()}
+    directions = [(name, lambda name=name: signs[name]) for name in weights]
+    whole = Segment(lambda tokens: mean_loss(logits_of(model, batch), batch.labels), weights)
+    found = HessianBatch(start, segments).quadratic_forms(directions)
+    expected = HessianBatch(TOKENS, [whole]).quadratic_forms(directions)
+    assert found == pytest.approx(expected, rel=1e-2, abs=1e-4)
+
+
+def model_of(family):
+    return model_on_meta(family[1])
+
+
+def table_row(name: str, folder: Path) -> str:
+    model = HestiaQATQuantizer(group_size=32).prepare(model_on_meta(folder))
+    block, *_ = find_blocks(model)
+    layers = quantized_linears(model)
+    own = [key.removeprefix(f"{block}.") for key in layers if key.startswith(f"{block}.")]
+    short = ", ".join(key.rpartition(".")[2].removesuffix("_proj") for key in own)
+    kept = re.search(r"as \S+?\d+\.(\S+)", kept_in_blocks(model))
+    try:
+        gguf, _ = check_architecture(json.loads((folder / "config.json").read_text()))
+    except ValueError:
+        gguf = "no"
+    stays = kept[1] if kept else "–"
+    return f"| {name} | `{type(model).__name__}` | {short} | {stays} | {gguf} |"
+
+
+def test_the_table_of_families_is_what_the_models_say(tmp_path):
+    rows = [table_row(name, make_family(tmp_path / name, name)) for name in FAMILIES]
+    found = [
+        line for line in PAGE.read_text(encoding="utf-8").splitlines() if "ForCausalLM" in line
+    ]
+    assert found == rows, "\n".join(rows)
+
+
+def edit_config(folder: Path, **changes) -> str:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(folder)
+
+
+def test_no_code_of_a_folder_runs(tmp_path):
+    """Neither a class of its own, nor a kernel of the hub."""
+    folder = make_family(tmp_path / "kernel", "Qwen3")
+    for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
+        model = hugging_face(edit_config(folder, **{key: "someone/kernel"}))
+        assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match='must be "sdpa" or "eager".*someone/kernel'):
+        hugging_face(str(folder), attn_implementation="someone/kernel")
+    assert hugging_face(str(folder), "eager").config._attn_implementation == "eager"
+    own = edit_config(folder, model_type="own", auto_map={"AutoConfig": "own.Config"})
+    (folder / "own.py").write_text("raise SystemError")
+    with pytest.raises(ValueError, match="custom code|execute"):
+        hugging_face(own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "nothing"}, "nothing"),
+        ({"model_type": "gemma3", "text_config": {}}, "more than a text decoder"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantized .gptq.*dense"),
+        ({"model_type": "t5"}, "more than a text decoder"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, changes, message):
+    folder = make_family(tmp_path / "model", "Llama")
+    with pytest.raises(ValueError, match=message):
+        hugging_face(edit_config(folder, **changes))
+
+
+def test_a_folder_that_is_none(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        hugging_face(str(tmp_path))
+    asked = []
+
+    def offline(name, **options):
+        asked.append(name)
+        raise ConnectionError("no\nnetwork")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(FileNotFoundError, match="someone/model is no folder here.*no network"):
+        hugging_face("someone/model")
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        hugging_face("./models/model")
+    assert asked == ["someone/model"]
+
+
+def test_a_name_on_the_hub(tmp_path, monkeypatch):
+    folder = make_family(tmp_path / "model", "Qwen2")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
+    assert type(hugging_face("someone/qwen")).__name__ == "Qwen2ForCausalLM"
+    assert AutoTokenizer("someone/qwen").eos_id == 0
+    assert HuggingFaceCheckpointer("someone/qwen", str(tmp_path)).folder == folder
+
+
+def test_the_config_needs_no_more_than_a_path(tmp_path):
+    run = Run.of(family_config(tmp_path / "model", tmp_path / "out"))
+    assert run.cfg.tokenizer.path == run.cfg.checkpointer.checkpoint_dir == str(tmp_path / "model")
+    other = family_config(
+        tmp_path / "model",
+        tmp_path / "out",
+        "checkpointer._component_=torchtune.training.FullModelHFCheckpointer",
+    )
+    with pytest.raises(ValueError, match="must be hestia_tune.models.HuggingFaceCheckpointer"):
+        Run.of(other)
+    mixed = make_config(
+        make_model_dir(tmp_path / "llama"),
+        tmp_path / "out",
+        "checkpointer._component_=hestia_tune.models.HuggingFaceCheckpointer",
+    )
+    with pytest.raises(ValueError, match="must be torchtune.training.FullModelHFCheckpointer"):
+        Run.of(mixed)
+
+
+def test_the_tokenizer_is_that_of_transformers(tmp_path):
+    folder = make_model_dir(tmp_path / "model")
+    ours, plain = AutoTokenizer(str(folder)), HuggingFaceTokenizer(str(folder))
+    text = "Ids, of a text: as transformers has them."
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.encode(text, add_bos=False, add_eos=False) == theirs(text)["input_ids"]
+    assert (ours.eos_id, ours.pad_id, ours.vocab_size) == (0, 0, plain.vocab_size)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="no tokenizer in"):
+        AutoTokenizer(str(folder))
+
+
+def test_a_folder_without_some_weights(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = make_family(tmp_path / "model", "Qwen3-MoE")
+    state = load_file(folder / "model.safetensors")
+    del state["model.layers.1.mlp.experts.2.up_proj.weight"]
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises((ValueError, RuntimeError), match="missing|onversion"):
+        dict(read_weights(SafetensorsFolder(folder)))
+
+
+class Shared(torch.nn.Module):
+    """A decoder whose blocks are called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 4)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for block in [*self.blocks, *self.blocks]:
+            hidden = block(hidden)
+        return hidden
+
+
+def test_blocks_that_are_no_chain():
+    model = Shared()
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="more than its blocks"):
+        record_blocks(model, tokens).check(model(tokens))
+    with pytest.raises(ValueError, match="one after the other"):
+        record_blocks(torch.nn.Embedding(5, 4), tokens)
+    assert not find_blocks(torch.nn.Linear(2, 2))
+    assert "forward" not in vars(model.blocks[0])
+
+
+def test_equal_tensors_are_kept_once(family):
+    _, _, model = family
+    with torch.no_grad():
+        one, other = (record_blocks(model, TOKENS).calls for _ in range(2))
+    shared = share_equal(other, one)
+    for before, after in zip(one, shared, strict=True):
+        for key, value in before.kwargs.items():
+            if isinstance(value, torch.Tensor):
+                assert after.kwargs[key] is value
+    assert share_equal(other[:1], one) == other[:1]  # of another structure: as it is
