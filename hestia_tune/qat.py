@@ -143,6 +143,8 @@ for _config in (HestiaConfig, Fairy2iConfig):
 class QATQuantizerBase:
     """Two-step quantizer component: ``prepare(model)`` before training, ``convert(model)`` after.
 
+    ``has_temperature`` says whether its method reads a temperature, and so a schedule of it.
+
     Args:
         config: the method and its options.
         include, exclude: which linears; see `select_linears`.
@@ -153,6 +155,8 @@ class QATQuantizerBase:
     Attributes:
         skipped: names of the linears that `prepare` left out for their shape.
     """
+
+    has_temperature: ClassVar[bool] = True
 
     def __init__(
         self,
