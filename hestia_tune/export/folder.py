@@ -1,10 +1,10 @@
 """Hugging Face folders: the model that is exported, and the ones that are written from it.
 
-Everything loads the dense one in bfloat16. Every ternary weight is gamma * {-1, 0, 1} with a
-bfloat16 gamma, so bfloat16 holds it exactly; it takes 16 bits per weight all the same. Either the
+Everything loads the dense one in bfloat16. Every quantized weight is a scale times a code, both
+such that bfloat16 holds the product exactly; it takes 16 bits per weight all the same. Either the
 source is a hard model already, and it is checked that it is one and that bfloat16 loses nothing; or
-(``quantize=True``) its linears are made hard as they are read by the training's own rule: naive
-ternarization, the baseline that training has to beat.
+(``quantize=True``) its linears are made hard as they are read by the training's own rule: the naive
+model, the baseline that training has to beat.
 
 Folders of any layout are written by huggingface_hub, shards and index, under a temporary name;
 every tensor is read back and compared; then the folder gets its name, and one that had it goes.
@@ -12,6 +12,7 @@ Cost: memory for the tensors that change. Those of a hard model in bfloat16 stay
 files; a model that is quantized on the way, or stored in another dtype, is held whole in bfloat16.
 """
 
+import dataclasses
 import importlib
 import json
 import os
@@ -30,9 +31,11 @@ from tqdm import tqdm
 
 from hestia_tune.config import one_line
 from hestia_tune.files import inside, read_json, staged
-from hestia_tune.functional import hard_ternary
+from hestia_tune.methods import GroupMethod
 from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
-from hestia_tune.tensors import TernaryTensor
+from hestia_tune.methods.ternary import TernaryMethod
+from hestia_tune.tensors import read_hard
+from hestia_tune.tensors.group_tensor import GroupTensor
 
 DESCRIPTION_FILE = "hestia.json"
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
@@ -108,9 +111,10 @@ class ModelFolder(SafetensorsFolder):
 
     Args:
         folder: with config.json, safetensors of any floating dtype and a tokenizer.
-        quantized: name in the safetensors -> group_size of every ternary weight.
+        quantized: name in the safetensors -> group_size of every quantized weight.
         quantize: False: a hard model. True: a pretrained or latent model, whose weights in
             ``quantized`` are made hard as they are read, and the others rounded to bfloat16.
+        method: what they are quantized by, with the group size of ``quantized``.
 
     Attributes:
         config: the parsed config.json, of a model in bfloat16.
@@ -122,8 +126,16 @@ class ModelFolder(SafetensorsFolder):
             its groups tile.
     """
 
-    def __init__(self, folder: Path, quantized: Mapping[str, GroupSize], *, quantize: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        quantized: Mapping[str, GroupSize],
+        *,
+        quantize: bool = False,
+        method: GroupMethod | None = None,
+    ):
         self.quantized, self.quantize = quantized, quantize
+        self.method = method or TernaryMethod()
         if quantize and not quantized:
             raise ValueError("quantize=True needs the names of weights in quantized; got none")
         config = read_json(folder / "config.json")
@@ -147,7 +159,9 @@ class ModelFolder(SafetensorsFolder):
     def read(self, name: str) -> torch.Tensor:
         tensor = super().read(name)
         if self.quantize and name in self.quantized:
-            tensor = hard_ternary(tensor.float(), group_size=self.quantized[name])
+            latent = tensor.float()
+            method = dataclasses.replace(self.method, group_size=self.quantized[name])
+            tensor = method.hard(latent, method.initial_parameters(latent))
         return tensor.to(torch.bfloat16) if self.quantize else tensor
 
     def read_hard(self, name: str) -> torch.Tensor:
@@ -160,10 +174,10 @@ class ModelFolder(SafetensorsFolder):
             )
         return tensor.to(torch.bfloat16)
 
-    def pack(self, name: str, weight: torch.Tensor) -> TernaryTensor:
+    def pack(self, name: str, weight: torch.Tensor) -> GroupTensor:
         """Codes and scales of a weight of ``quantized``; ValueError if it is not hard."""
         try:
-            return TernaryTensor.from_hard(weight, group_size=self.quantized[name])
+            return read_hard(weight, self.quantized[name], self.method.levels)
         except ValueError as error:
             raise ValueError(f"{name} is not a hard weight: {error}") from None
 
@@ -223,7 +237,7 @@ def write_huggingface(
 
     Raises:
         FileExistsError: if the target exists.
-        ValueError: on a weight that is not ternary or that bfloat16 would round.
+        ValueError: on a weight that is not hard or that bfloat16 would round.
         OSError: if the disk is full.
         RuntimeError: if the files read back are not the model. In all cases nothing is left behind,
             and a folder that was to be replaced is still there.
@@ -231,8 +245,8 @@ def write_huggingface(
 
     def stored(name: str) -> dict[str, torch.Tensor]:
         tensor = source.read_hard(name)
-        if name in source.quantized:
-            source.pack(name, tensor)  # refuses what is not ternary
+        if name in source.quantized and source.method.packed_formats:
+            source.pack(name, tensor)  # refuses what is not hard
         return {name: tensor}
 
     description = description or source.description

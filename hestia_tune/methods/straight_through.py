@@ -46,7 +46,7 @@ class StraightThroughMethod(GroupMethod):
         total: Total | None,
         is_final: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale, (rows, groups, 1) or (1, 1, 1), and the code of every weight, in ``w``'s dtype.
+        """The scale, (rows, groups, 1) or (1, 1, 1), and all codes, in the dtype of ``w``.
 
         Args:
             w: (rows, groups, group), detached.

@@ -202,11 +202,11 @@ def _without_temperature(given: DictConfig, key: str) -> None:
     section = given.get(key) or {}
     if not OmegaConf.is_dict(section) and section:
         return
-    for option in ("tau_init", "alpha", "hard_fraction"):
-        if (value := section.get(option, 0)) != 0:
+    for unread in ("tau_init", "alpha", "hard_fraction"):
+        if (value := section.get(unread, 0)) != 0:
             raise ValueError(
-                f"{key}.{option}={value} is read by methods with a temperature, and {name} has "
-                f"none; delete the section by ~{key}, or leave {option} out"
+                f"{key}.{unread}={value} is read by methods with a temperature, and {name} has "
+                f"none; delete the section by ~{key}, or leave {unread} out"
             )
     if isinstance(given.get("sensitivity"), str) and given.sensitivity != "auto":
         raise ValueError(
