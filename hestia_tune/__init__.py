@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from hestia_tune.baselines import INT2, LSQ, SEQ, TWN, AbsMean, MethodConfig
+from hestia_tune.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, MethodConfig
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import Fairy2iConfig, Fairy2iQATQuantizer, HestiaConfig, HestiaQATQuantizer
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DLT",
     "INT2",
     "LSQ",
     "SEQ",

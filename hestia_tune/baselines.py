@@ -100,6 +100,12 @@ class LSQ(StraightThroughComponent):
     method_type = methods.LSQMethod
 
 
+class DLT(StraightThroughComponent):
+    """A learned step and offset; `methods.DLTMethod`: group_size, start."""
+
+    method_type = methods.DLTMethod
+
+
 class SEQ(StraightThroughComponent):
     """ParetoQ's stretched levels; `methods.SEQMethod`: group_size, start, bits."""
 

@@ -2,6 +2,7 @@
 
 from hestia_tune.methods.absmean import AbsMeanMethod
 from hestia_tune.methods.base import Method, effective_weight
+from hestia_tune.methods.dlt import DLTMethod
 from hestia_tune.methods.even import EvenMethod
 from hestia_tune.methods.fairy2i import Fairy2iMethod
 from hestia_tune.methods.groups import GroupMethod
@@ -14,6 +15,7 @@ from hestia_tune.methods.twn import TWNMethod
 
 __all__ = [
     "AbsMeanMethod",
+    "DLTMethod",
     "EvenMethod",
     "Fairy2iMethod",
     "GroupMethod",

@@ -8,6 +8,7 @@ from references import groups
 
 from hestia_tune.methods import (
     AbsMeanMethod,
+    DLTMethod,
     INT2Method,
     LSQMethod,
     Method,
@@ -89,6 +90,28 @@ def reference(method, w, step=None):
                 through(a * level, a * rows.sign()),  # the slope there is ±1, the level ±2/3
             )
     return out.reshape(w.shape)
+
+
+@pytest.mark.parametrize("start", ["absmax", "least_squares"])
+def test_an_offset_is_added_to_the_codes_of_lsq_and_levels_are_rounded(start):
+    method = DLTMethod(group_size=8, start=start)
+    w = weight(2).requires_grad_()
+    step = parameters_of(method, w.detach())[0].requires_grad_()
+    offset = (0.1 * weight(7, shape=(6, 4))).requires_grad_()
+    plain = reference(LSQMethod(group_size=8), w, step)
+    exact = plain + offset.repeat_interleave(8, dim=1)
+    expected = exact + (exact.float().to(torch.bfloat16).double() - exact).detach()
+    parameters = (step.detach(), offset.detach())
+    hard = method.hard(w.detach(), parameters)
+    assert torch.equal(hard, expected.detach())
+    assert torch.equal(method.effective_weight(w.detach(), ZERO, ONE, parameters), hard)
+    assert max(len(row.unique()) for row in groups(hard, 8)) <= 3
+    expected.backward(upstream := weight(3))
+    grads = method.vjp(upstream, w.detach(), ZERO, ONE, parameters)
+    for own, value in zip(grads, (w, step, offset), strict=True):
+        torch.testing.assert_close(own, value.grad, rtol=1e-9, atol=1e-12)
+    naive = DLTMethod(group_size=8).initial_parameters(w.detach())
+    assert not naive[1].any() and method.packed_formats == ()
 
 
 def parameters_of(method, w, seed=5):
