@@ -49,12 +49,12 @@ class EvenMethod(GroupMethod):
     def levels(self) -> int:
         return len(_CODES[self.codebook])
 
-    def _groups(self, weight, total):
-        """w, (rows, groups, group), and the scale of its codes, (rows, groups, 1)."""
-        w = self.blocks(weight.detach())
+    def scale_and_code(self, w, parameters, total, is_final):
         if self.codebook == "binary":
-            return w, mean_scale(w, total if self.scales_span_rows else None, keep_ternary=True)
-        return w, least_squares_scale(w, 4)
+            scale = mean_scale(w, total, keep_ternary=True)
+        else:
+            scale = least_squares_scale(w, 4)
+        return scale, nearest_code(w, scale, self.levels)
 
     def _softmax(self, w, scale, tau):
         """Levels q and their weights pi, one (rows, groups, group) each; s·q is code·scale."""
@@ -68,16 +68,16 @@ class EvenMethod(GroupMethod):
         return levels, [term / total for term in terms], unit * scale
 
     def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
-        w, scale = self._groups(weight, total)
+        w, scale, code = self.quantized(weight, parameters, total)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         levels, pi, unit = self._softmax(w, scale, tau.clamp(min=MIN_TAU))
         soft = unit * sum(q * p for q, p in zip(levels, pi, strict=True))
-        quantized = torch.where(tau > 0, soft, scale * nearest_code(w, scale, self.levels))
+        quantized = torch.where(tau > 0, soft, scale * code)
         effective = (1.0 - pressure) * w + pressure * quantized
         return effective.to(weight.dtype).view_as(weight)
 
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
-        w, scale = self._groups(weight, total)
+        w, scale, _ = self.quantized(weight, parameters, total)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         safe_tau = tau.clamp(min=MIN_TAU)
         levels, pi, _ = self._softmax(w, scale, safe_tau)
@@ -86,12 +86,3 @@ class EvenMethod(GroupMethod):
         slope = torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w))
         jacobian = (1.0 - pressure) + pressure * slope
         return ((self.blocks(grad).to(w.dtype) * jacobian).to(weight.dtype).view_as(weight),)
-
-    def hard(self, weight, parameters=(), total=None):
-        w, scale = self._groups(weight, total)
-        return (scale * nearest_code(w, scale, self.levels)).to(weight.dtype).view_as(weight)
-
-    def codes(self, weight, parameters=()):
-        w, scale = self._groups(weight, None)
-        codes = nearest_code(w, scale, self.levels).to(torch.int8).view_as(weight)
-        return codes, scale.squeeze(-1).to(torch.bfloat16)

@@ -14,6 +14,8 @@ Scales are sums in float64, so that they depend neither on device nor on order; 
 comparisons, which are exact, and not by a division, which a compiler may approximate.
 """
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -170,3 +172,46 @@ class GroupMethod(Method):
                 f'{what} needs scales that lie within rows; got group_size "tensor"; use "channel" '
                 "or an int"
             )
+
+    @abstractmethod
+    def scale_and_code(
+        self,
+        w: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        total: Total | None,
+        is_final: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale, (rows, groups, 1) or (1, 1, 1), and all codes, in the dtype of ``w``.
+
+        Args:
+            w: (rows, groups, group), detached.
+            parameters: of the method, (rows, groups) each.
+            total: sums over the ranks that share the weight, for the group size "tensor"; or None.
+            is_final: whether this is for the deployable weight, which may be hard already.
+        """
+
+    def values(
+        self, scale: torch.Tensor, code: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The hard weights of codes."""
+        return scale * code
+
+    def quantized(
+        self,
+        weight: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        total: Total | None = None,
+        is_final: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(`blocks` of the weight, scale, code); arguments as `scale_and_code`'s."""
+        w = self.blocks(weight.detach())
+        total = total if self.scales_span_rows else None
+        return w, *self.scale_and_code(w, parameters, total, is_final)
+
+    def hard(self, weight, parameters=(), total=None):
+        _, scale, code = self.quantized(weight, parameters, total, True)
+        return self.values(scale, code, parameters).to(weight.dtype).view_as(weight)
+
+    def codes(self, weight, parameters=()):
+        _, scale, code = self.quantized(weight, parameters, None, True)
+        return code.to(torch.int8).view_as(weight), scale.squeeze(-1).to(torch.bfloat16)

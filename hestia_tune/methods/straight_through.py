@@ -6,15 +6,12 @@ identity, the slopes of its rule. Scales are rounded before anything is computed
 included, and the rounding passes gradients as they are.
 """
 
-from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar, Literal
 
 import torch
 
-from hestia_tune.methods.base import Total
 from hestia_tune.methods.groups import (
     SCALE_EPS,
     GroupMethod,
@@ -38,42 +35,14 @@ class StraightThroughMethod(GroupMethod):
 
     has_temperature: ClassVar[bool] = False
 
-    @abstractmethod
-    def scale_and_code(
-        self,
-        w: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        total: Total | None,
-        is_final: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale, (rows, groups, 1) or (1, 1, 1), and all codes, in the dtype of ``w``.
-
-        Args:
-            w: (rows, groups, group), detached.
-            parameters: of the method, (rows, groups) each.
-            total: sums over the ranks that share the weight, for the group size "tensor"; or None.
-            is_final: whether this is for the deployable weight, which may be hard already.
-        """
-
-    def values(
-        self, scale: torch.Tensor, code: torch.Tensor, parameters: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """The hard weights of codes."""
-        return scale * code
-
     def slopes(
         self, w: torch.Tensor, scale: torch.Tensor, code: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """dQ/dw, and dQ/d(parameter) of each parameter, at every weight; nothing for identity."""
         return ()
 
-    def _quantized(self, weight, parameters, total, is_final=False):
-        w = self.blocks(weight.detach())
-        total = total if self.scales_span_rows else None
-        return w, *self.scale_and_code(w, parameters, total, is_final)
-
     def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
-        w, scale, code = self._quantized(weight, parameters, total)
+        w, scale, code = self.quantized(weight, parameters, total)
         pressure = pressure.to(w.dtype)
         effective = (1.0 - pressure) * w + pressure * self.values(scale, code, parameters)
         return effective.to(weight.dtype).view_as(weight)
@@ -81,20 +50,12 @@ class StraightThroughMethod(GroupMethod):
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
         if type(self).slopes is StraightThroughMethod.slopes:
             return (grad.to(weight.dtype),)
-        w, scale, code = self._quantized(weight, parameters, total)
+        w, scale, code = self.quantized(weight, parameters, total)
         slope, *others = self.slopes(w, scale, code)
         g, pressure = self.blocks(grad).to(w.dtype), pressure.to(w.dtype)
         grad_w = (g * ((1.0 - pressure) + pressure * slope)).to(weight.dtype).view_as(weight)
         grads = [pressure * (g * other).sum(-1) for other in others]  # (rows, groups)
         return grad_w, *(v.to(p.dtype) for v, p in zip(grads, parameters, strict=True))
-
-    def hard(self, weight, parameters=(), total=None):
-        _, scale, code = self._quantized(weight, parameters, total, True)
-        return self.values(scale, code, parameters).to(weight.dtype).view_as(weight)
-
-    def codes(self, weight, parameters=()):
-        _, scale, code = self._quantized(weight, parameters, None, True)
-        return code.to(torch.int8).view_as(weight), scale.squeeze(-1).to(torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)

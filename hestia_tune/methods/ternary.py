@@ -146,8 +146,7 @@ class TernaryMethod(GroupMethod):
         start = scale(self.blocks(weight.detach())).squeeze(-1).to(torch.float32)
         return *(torch.zeros_like(start) for _ in self.trained_parameters), start
 
-    def _groups(self, weight, parameters=(), total=None, keep_ternary=False) -> _Groups:
-        w = self.blocks(weight)
+    def _groups(self, w, parameters=(), total=None, keep_ternary=False) -> _Groups:
         values = dict(zip(self.parameter_names, parameters, strict=True))
         start = values.get("scale_start", torch.empty(0))
         if self.scale == "learned":
@@ -165,7 +164,7 @@ class TernaryMethod(GroupMethod):
         return _Groups(w, scale, step, shifted)
 
     def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
-        w, scale, step, shifted = self._groups(weight, parameters, total)
+        w, scale, step, shifted = self._groups(self.blocks(weight), parameters, total)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         log_e1, _, _, inv_d = _softmax_terms(shifted, step, tau.clamp(min=MIN_TAU))
         soft_mean = torch.sign(shifted) * (-torch.expm1(log_e1)) * inv_d
@@ -174,7 +173,7 @@ class TernaryMethod(GroupMethod):
         return effective.to(weight.dtype).view_as(weight)
 
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
-        w, scale, step, shifted = self._groups(weight, parameters, total)
+        w, scale, step, shifted = self._groups(self.blocks(weight), parameters, total)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         safe_tau = tau.clamp(min=MIN_TAU)
         log_e1, e1, e2, inv_d = _softmax_terms(shifted, step, safe_tau)
@@ -206,14 +205,9 @@ class TernaryMethod(GroupMethod):
             grads.append(inner.to(parameter.dtype))
         return grad_w, *grads, torch.zeros_like(start)
 
-    def hard(self, weight, parameters=(), total=None):
-        _, scale, step, shifted = self._groups(weight.detach(), parameters, total, True)
-        return (scale * nearest_code(shifted, step)).to(weight.dtype).view_as(weight)
-
-    def codes(self, weight, parameters=()):
-        _, scale, step, shifted = self._groups(weight.detach(), parameters, keep_ternary=True)
-        codes = nearest_code(shifted, step).to(torch.int8).view_as(weight)
-        return codes, scale.squeeze(-1).to(torch.bfloat16)
+    def scale_and_code(self, w, parameters, total, is_final):
+        groups = self._groups(w, parameters, total, is_final)
+        return groups.scale, nearest_code(groups.shifted, groups.step)
 
     def fit_temperature(self, weights):
         """As `Method.fit_temperature`, reading every weight once, one at a time.
@@ -225,7 +219,8 @@ class TernaryMethod(GroupMethod):
         for weight in weights:
             if not torch.isfinite(weight).all():
                 raise ValueError("tau_init auto needs finite weights; got NaN or infinity")
-            w, scale, *_ = self._groups(weight.detach(), self.initial_parameters(weight))
+            blocks = self.blocks(weight.detach())
+            w, scale, *_ = self._groups(blocks, self.initial_parameters(weight))
             part = relaxation_histogram((w.abs() / scale).flatten(), scale.expand_as(w).flatten())
             histogram = part if histogram is None else histogram + part
         if histogram is None:
