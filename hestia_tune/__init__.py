@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from hestia_tune.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, MethodConfig
+from hestia_tune.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, MethodConfig, Tequila
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import Fairy2iConfig, Fairy2iQATQuantizer, HestiaConfig, HestiaQATQuantizer
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
@@ -32,6 +32,7 @@ __all__ = [
     "MethodConfig",
     "ScheduleDriver",
     "SensitivityArtifact",
+    "Tequila",
     "TernaryTensor",
     "estimate_sensitivity",
     "is_transformer_linear",

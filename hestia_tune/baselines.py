@@ -106,6 +106,12 @@ class DLT(StraightThroughComponent):
     method_type = methods.DLTMethod
 
 
+class Tequila(StraightThroughComponent):
+    """AbsMean with a bias of dead weights; `methods.TequilaMethod`: group_size, epsilon."""
+
+    method_type = methods.TequilaMethod
+
+
 class SEQ(StraightThroughComponent):
     """ParetoQ's stretched levels; `methods.SEQMethod`: group_size, start, bits."""
 

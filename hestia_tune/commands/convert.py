@@ -66,6 +66,11 @@ class ConvertRecipe:
             quantized = {names[f"{layer}.weight"]: method.group_size for layer in self.layers}
         quantize = bool(quantized) and not is_hard
         self.source = ModelFolder(folder, quantized, quantize=quantize, method=method)
+        if self.method.adds_bias and not is_hard:
+            raise ValueError(
+                f"{self.method.name} leaves biases, which {folder} has not; train it first, or use "
+                "AbsMean for the naive model, whose codes are the same"
+            )
         self.description = self._describe()
         self._check_formats()
         self.checkpoint: Path | None = None

@@ -81,6 +81,11 @@ class ReconstructionRecipe:
                 f"{dist.get_world_size()} ranks, which share every batch"
             )
         self.component = build.instantiate(self.cfg.quantizer, "quantizer")
+        if self.component.method.adds_bias:
+            raise ValueError(
+                f"a reconstruction trains weights alone, and {self.component.method.name} adds a "
+                "bias; use another method, such as hestia_tune.AbsMean"
+            )
         self.losses: dict[str, float] = {}
         self.finished = self.computed = False
 

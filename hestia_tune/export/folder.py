@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchao.utils import TorchAOBaseTensor
 from tqdm import tqdm
 
 from hestia_tune.config import one_line
-from hestia_tune.files import inside, read_json, staged
+from hestia_tune.files import inside, read_json, staged, write_atomically
 from hestia_tune.methods import GroupMethod
 from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
 from hestia_tune.methods.ternary import TernaryMethod
@@ -38,6 +38,7 @@ from hestia_tune.tensors import read_hard
 from hestia_tune.tensors.group_tensor import GroupTensor
 
 DESCRIPTION_FILE = "hestia.json"
+_INDEX_FILE = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
 # Tokenizer, chat template, generation settings, code of the model, licences.
 _SIDE_FILES = (
@@ -80,7 +81,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
+        index = folder / _INDEX_FILE
         files = folder.glob("*.safetensors")
         if index.is_file():
             weight_map = read_json(index)["weight_map"]
@@ -330,6 +331,14 @@ def write_folder(
             if not same or found.dtype != expected.dtype:
                 raise RuntimeError(f"{name} read back differs from its source; check the disk")
         return state, num_bytes
+
+
+def add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Adds a file of tensors to a folder whose safetensors have an index."""
+    index = json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))
+    save_file(dict(tensors), folder / "biases.safetensors", metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(tensors, "biases.safetensors")
+    write_atomically(folder / _INDEX_FILE, json.dumps(index, indent=1) + "\n")
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from hestia_tune.methods.int2 import INT2Method
 from hestia_tune.methods.linear import quantized_linear
 from hestia_tune.methods.lsq import LSQMethod
 from hestia_tune.methods.seq import SEQMethod
+from hestia_tune.methods.tequila import TequilaMethod
 from hestia_tune.methods.ternary import TernaryMethod
 from hestia_tune.methods.twn import TWNMethod
 
@@ -24,6 +25,7 @@ __all__ = [
     "Method",
     "SEQMethod",
     "TWNMethod",
+    "TequilaMethod",
     "TernaryMethod",
     "effective_weight",
     "quantized_linear",

@@ -40,6 +40,8 @@ class Method(ABC):
     codes_follow_from_hard: ClassVar[bool] = True
     # Whether row i belongs together with row i + out_features / 2, so that shards must hold both.
     pairs_rows: ClassVar[bool] = False
+    # Whether latent weights also make a bias (`bias`, `bias_vjp`), which hard linears then have.
+    adds_bias: ClassVar[bool] = False
     # Whether it has a temperature; without one it is hard at every pressure above 0.
     has_temperature: ClassVar[bool] = True
     _by_name: ClassVar[dict[str, type["Method"]]] = {}
@@ -161,6 +163,23 @@ class Method(ABC):
         self, weight: torch.Tensor, parameters: Sequence[torch.Tensor] = ()
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Integer codes shaped like ``weight`` and the bfloat16 scales that multiply them."""
+
+    def bias(
+        self, weight: torch.Tensor, pressure: torch.Tensor, total: Total | None = None
+    ) -> torch.Tensor:
+        """(rows,): what is added to every output, of a method that ``adds_bias``; 0 at pressure 0.
+        Arguments as `effective_weight`'s."""
+        raise NotImplementedError(f"{self.name} adds no bias")
+
+    def bias_vjp(
+        self,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        pressure: torch.Tensor,
+        total: Total | None = None,
+    ) -> torch.Tensor:
+        """The gradient of the latent weight, given that of `bias`."""
+        raise NotImplementedError(f"{self.name} adds no bias")
 
     def fit_temperature(self, weights: Iterable[torch.Tensor]) -> float:
         """tau that minimises the mean squared relaxation error over all ``weights`` together.
@@ -299,6 +318,20 @@ class _EffectiveWeight(torch.autograd.Function):
         step = partial(weight_grad, ctx.method) if ctx.method.is_one_operator else ctx.method.vjp
         grads = step(grad, weight, tau, pressure, parameters)
         return grads[0], None, None, None, *grads[1:]
+
+
+class AddedBias(torch.autograd.Function):
+    """weight, method, pressure -> `Method.bias`; saves the weight."""
+
+    @staticmethod
+    def forward(ctx, weight, method, pressure):
+        ctx.method = method
+        ctx.save_for_backward(weight, pressure)
+        return method.bias(weight, pressure)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.method.bias_vjp(grad, *ctx.saved_tensors), None, None
 
 
 def effective_weight(

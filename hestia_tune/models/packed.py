@@ -33,6 +33,7 @@ from hestia_tune.export.folder import (
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
+from hestia_tune.models.checkpoints import add_biases
 from hestia_tune.selection import select_linears
 from hestia_tune.tensors import pack
 
@@ -177,6 +178,8 @@ class PackedWeights:
                 continue
             empty = pack(self._method, torch.zeros_like(linear.weight.detach()))
             linear.weight = nn.Parameter(empty, requires_grad=False)
+            if self._method.adds_bias:
+                add_biases(model, [f"{name}.bias"])
         return model
 
 
@@ -212,7 +215,9 @@ def load_quantized(
     section = facts["model"]
     _check_builder(section, file)
     model = plain_on_meta(OmegaConf.create(section))
-    model.load_state_dict(read_state(Path(folder) / WEIGHTS_FILE), assign=True)
+    state = read_state(Path(folder) / WEIGHTS_FILE)
+    add_biases(model, state)
+    model.load_state_dict(state, assign=True)
     return ready_for_inference(model, device, dtype)
 
 

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
 import hestia_tune
-from hestia_tune.export.folder import DESCRIPTION_FILE
+from hestia_tune.export.folder import DESCRIPTION_FILE, add_tensors
 from hestia_tune.files import staged, write_atomically
+from hestia_tune.models import checkpoints
 from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.plots import plot_training_curves
 
@@ -38,6 +39,7 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     layers, state = quantized_linears(model), {}
     own = {f"{n}.{key}" for n, layer in layers.items() for key in layer.method.parameter_names}
+    own |= {f"{name}.added_bias" for name in layers}
     for name, value in get_model_state_dict(model).items():
         if name in own:
             continue
@@ -46,6 +48,9 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if dist.get_rank() == 0:
             hard = latent if layer is None else layer.method.hard(latent, parameters)
             state[name] = hard.to(torch.bfloat16).cpu()
+            if layer is not None and layer.method.adds_bias:  # such linears have none of their own
+                bias = layer.method.bias(latent, torch.ones((), device=latent.device))
+                state[f"{name.removesuffix('weight')}bias"] = bias.to(torch.bfloat16).cpu()
     if layers:
         raise RuntimeError(f"quantized weights are missing from the state dict: {[*layers]}")
     return state
@@ -67,12 +72,16 @@ def write_hard_model(
     with staged(folder) as temporary, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         writer = copy.copy(checkpointer)
         writer._output_dir = Path(scratch)  # it writes into a folder epoch_0 of this
+        state, biases = checkpoints.without_added_biases(state, writer._config)
         writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
         (Path(scratch) / "epoch_0").rename(temporary)
         for code in temporary.rglob("*.py"):  # torchtune copies all but weights
             code.unlink()
         config = json.loads((temporary / "config.json").read_text("utf-8"))
         config = {k: v for k, v in config.items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
+        if biases:
+            config |= {"attention_bias": True, "mlp_bias": True}
+            add_tensors(temporary, biases)
         # Replacements, not writes: the copied files may be read-only, as the originals were.
         for name, content in (("config.json", config), (DESCRIPTION_FILE, description)):
             write_atomically(temporary / name, json.dumps(content, indent=1) + "\n")

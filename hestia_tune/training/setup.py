@@ -21,6 +21,7 @@ from hestia_tune.distributed import StopRequest, ensure_process_group, on_first_
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
+from hestia_tune.models.checkpoints import require_biases
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
@@ -97,6 +98,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
                 f"quantizer must be a component such as hestia_tune.HestiaQATQuantizer; got "
                 f"{cfg.quantizer['_component_']}"
             )
+        require_biases(self.component.method, cfg.checkpointer.model_type)
         on_meta = build.build_on_meta(cfg.model, self.component)
         build.check_model_options(cfg, on_meta)
         names = list(quantized_linears(on_meta))
@@ -323,7 +325,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         layers = quantized_linears(self._model).values()
         own = {id(p) for layer in layers for p in layer.method_parameters()}
         (group,) = optimizer.param_groups
-        trained = [p for p in group["params"] if p.requires_grad]
+        added = {id(layer.added_bias) for layer in layers}  # which follow from latent weights
+        trained = [p for p in group["params"] if p.requires_grad and id(p) not in added]
         group["params"] = [p for p in trained if p.dim() >= 2 and id(p) not in own]
         if vectors := [p for p in trained if p.dim() < 2 and id(p) not in own]:
             optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})

@@ -23,6 +23,8 @@ METHODS = {
     "seq": {"_component_": "hestia_tune.SEQ", "group_size": "channel"},
     "seq-2": {"_component_": "hestia_tune.SEQ", "bits": 2, "group_size": 32},
     "dlt": {"_component_": "hestia_tune.DLT", "group_size": 32, "start": "least_squares"},
+    "tequila": {"_component_": "hestia_tune.Tequila", "group_size": 32, "epsilon": 0.05},
+    "tequila-tensor": {"_component_": "hestia_tune.Tequila", "group_size": "tensor"},
     "binary": {
         "_component_": "hestia_tune.HestiaQATQuantizer",
         "codebook": "binary",
@@ -83,6 +85,9 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
     for fqn, layer in quantized_linears(checkpoint).items():
         exported = method.hard(*layer.whole_latents()).to(torch.bfloat16)
         assert torch.equal(exported, weights[f"{fqn}.weight"])
+        if method.adds_bias:
+            bias = layer.hard_bias(layer.weight)
+            assert bias.any() and torch.equal(bias.to(torch.bfloat16), weights[f"{fqn}.bias"])
     tokens = torch.tensor([[1, 2, 3, 200]])
     assert torch.equal(checkpoint(tokens), trained(tokens))
     if "torchao" in formats:
