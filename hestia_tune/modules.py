@@ -182,7 +182,7 @@ class QuantizedLinear(FakeQuantizedLinear):
 
     def to_hard_linear(
         self,
-        pack: Callable[..., torch.Tensor] = Method.hard,
+        pack: Callable[..., torch.Tensor] = lambda method, *latents: method.hard(*latents),
     ) -> nn.Linear:
         """A plain linear whose weight is the hard one, in the dtype of the latent weight.
 

@@ -40,7 +40,7 @@ from hestia_tune.files import locked, remove, require_writable_dir, staged, writ
 from hestia_tune.models import build
 from hestia_tune.modules import quantized_linears
 from hestia_tune.plots import plot_errors
-from hestia_tune.reconstruction import Reconstruction, WindowResult
+from hestia_tune.reconstruction import Reconstruction, WindowResult, require_weights_alone
 from hestia_tune.reconstruction.streams import make_streams
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, model_fingerprint
 from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of, mean_loss
@@ -81,11 +81,7 @@ class ReconstructionRecipe:
                 f"{dist.get_world_size()} ranks, which share every batch"
             )
         self.component = build.instantiate(self.cfg.quantizer, "quantizer")
-        if self.component.method.adds_bias:
-            raise ValueError(
-                f"a reconstruction trains weights alone, and {self.component.method.name} adds a "
-                "bias; use another method, such as hestia_tune.AbsMean"
-            )
+        require_weights_alone(self.component.method)
         self.losses: dict[str, float] = {}
         self.finished = self.computed = False
 
@@ -112,9 +108,8 @@ class ReconstructionRecipe:
                 f"the dataset has fewer samples than reconstruct.batch_size {settings.batch_size}; "
                 "lower it"
             )
-        self.data = data.TrainingData(
-            self.cfg, tokenizer, ignore_index=IGNORE_INDEX, seed=self.settings.seed
-        )
+        ignored, seed = IGNORE_INDEX, settings.seed
+        self.data = data.TrainingData(self.cfg, tokenizer, ignore_index=ignored, seed=seed)
         scores = None
         if settings.alpha and self.options.sensitivity is not None:
             artifact = SensitivityArtifact.load(self.options.sensitivity)

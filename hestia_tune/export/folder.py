@@ -18,19 +18,20 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torchao.utils import TorchAOBaseTensor
 from tqdm import tqdm
 
 from hestia_tune.config import one_line
-from hestia_tune.files import inside, read_json, staged, write_atomically
+from hestia_tune.export.sizes import sizes
+from hestia_tune.files import inside, read_json, staged
 from hestia_tune.methods import GroupMethod
 from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
 from hestia_tune.methods.ternary import TernaryMethod
@@ -38,21 +39,11 @@ from hestia_tune.tensors import read_hard
 from hestia_tune.tensors.group_tensor import GroupTensor
 
 DESCRIPTION_FILE = "hestia.json"
-_INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
 # Tokenizer, chat template, generation settings, code of the model, licences.
-_SIDE_FILES = (
-    "*token*.json",
-    "*.model",
-    "*.tiktoken",
-    "vocab.*",
-    "merges.txt",
-    "*chat_template*",
-    "generation_config.json",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
+_SETTINGS = ("*token*.json", "merges.txt", "*chat_template*", "generation_config.json")
+_SIDE_FILES = (*_SETTINGS, *_TOKENIZER_FILES[1:], "LICENSE*", "NOTICE*", "USE_POLICY*")
 _TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
 
 
@@ -81,7 +72,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        index = folder / _INDEX_FILE
+        index = folder / INDEX_FILE
         files = folder.glob("*.safetensors")
         if index.is_file():
             weight_map = read_json(index)["weight_map"]
@@ -181,35 +172,6 @@ class ModelFolder(SafetensorsFolder):
             return read_hard(weight, self.quantized[name], self.method.levels)
         except ValueError as error:
             raise ValueError(f"{name} is not a hard weight: {error}") from None
-
-
-def sizes(
-    shapes: Mapping[str, torch.Size],
-    quantized: Collection[str],
-    num_bytes: int,
-    quantized_bytes: int,
-) -> dict[str, Any]:
-    """Sizes of what was written of a model.
-
-    Args:
-        shapes: of every weight of the model, by name.
-        quantized: names of those that are quantized.
-        num_bytes: of all files with weights, their headers included.
-        quantized_bytes: of the codes and scales.
-
-    Returns:
-        bytes, parameters, quantized_parameters, quantized_bits_per_weight (None without any), and
-        whole_bits_per_weight = 8 * bytes / parameters, which is 16 in bfloat16.
-    """
-    parameters = sum(shape.numel() for shape in shapes.values())
-    num_quantized = sum(shapes[name].numel() for name in quantized)
-    return {
-        "bytes": num_bytes,
-        "parameters": parameters,
-        "quantized_parameters": num_quantized,
-        "quantized_bits_per_weight": 8 * quantized_bytes / num_quantized if quantized else None,
-        "whole_bits_per_weight": 8 * num_bytes / parameters,
-    }
 
 
 def is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -331,14 +293,6 @@ def write_folder(
             if not same or found.dtype != expected.dtype:
                 raise RuntimeError(f"{name} read back differs from its source; check the disk")
         return state, num_bytes
-
-
-def add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Adds a file of tensors to a folder whose safetensors have an index."""
-    index = json.loads((folder / _INDEX_FILE).read_text(encoding="utf-8"))
-    save_file(dict(tensors), folder / "biases.safetensors", metadata={"format": "pt"})
-    index["weight_map"] |= dict.fromkeys(tensors, "biases.safetensors")
-    write_atomically(folder / _INDEX_FILE, json.dumps(index, indent=1) + "\n")
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:

@@ -43,7 +43,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from hestia_tune.export.folder import ModelFolder, import_optional, is_exact, sizes
+from hestia_tune.export.folder import ModelFolder, import_optional, is_exact
+from hestia_tune.export.sizes import sizes
 from hestia_tune.files import staged
 from hestia_tune.methods.granularity import GroupSize
 

@@ -27,9 +27,9 @@ from hestia_tune.export.folder import (
     ModelFolder,
     as_dense,
     read_state,
-    sizes,
     write_folder,
 )
+from hestia_tune.export.sizes import sizes
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference

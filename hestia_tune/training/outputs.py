@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 import torchao
 import torchtune
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
 import hestia_tune
-from hestia_tune.export.folder import DESCRIPTION_FILE, add_tensors
+from hestia_tune.export.folder import DESCRIPTION_FILE, INDEX_FILE
 from hestia_tune.files import staged, write_atomically
 from hestia_tune.models import checkpoints
 from hestia_tune.modules import full_tensor, quantized_linears
@@ -81,10 +82,18 @@ def write_hard_model(
         config = {k: v for k, v in config.items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
         if biases:
             config |= {"attention_bias": True, "mlp_bias": True}
-            add_tensors(temporary, biases)
+            _add_tensors(temporary, biases)
         # Replacements, not writes: the copied files may be read-only, as the originals were.
         for name, content in (("config.json", config), (DESCRIPTION_FILE, description)):
             write_atomically(temporary / name, json.dumps(content, indent=1) + "\n")
+
+
+def _add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Adds a file to a folder whose safetensors have an index."""
+    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    save_file(dict(tensors), folder / "biases.safetensors", metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(tensors, "biases.safetensors")
+    write_atomically(folder / INDEX_FILE, json.dumps(index, indent=1) + "\n")
 
 
 def write_results(

@@ -13,10 +13,12 @@ from hestia_tune.methods import (
     LSQMethod,
     Method,
     SEQMethod,
+    TequilaMethod,
     TernaryMethod,
     TWNMethod,
 )
 from hestia_tune.methods.groups import least_squares_scale, round_to_bfloat16
+from hestia_tune.modules import QuantizedLinear
 
 LEARNED = [
     LSQMethod(group_size=8),
@@ -112,6 +114,41 @@ def test_an_offset_is_added_to_the_codes_of_lsq_and_levels_are_rounded(start):
         torch.testing.assert_close(own, value.grad, rtol=1e-9, atol=1e-12)
     naive = DLTMethod(group_size=8).initial_parameters(w.detach())
     assert not naive[1].any() and method.packed_formats == ()
+
+
+@pytest.mark.parametrize("group_size", [8, "channel", "tensor"])
+def test_dead_weights_are_a_bias(group_size):
+    """y = x·A^T + sum of the dead epsilon·w, by autograd; weights and codes are AbsMean's."""
+    method, plain = (
+        TequilaMethod(group_size=group_size, epsilon=0.3),
+        AbsMeanMethod(group_size=group_size),
+    )
+    w, other = (weight(4, dtype=torch.float32).requires_grad_() for _ in range(2))
+    assert torch.equal(method.hard(w.detach()), plain.hard(w.detach()))
+    linear = torch.nn.Linear(32, 6)
+    linear.weight = w = torch.nn.Parameter(w.detach())
+    layer = QuantizedLinear.from_linear(linear, method, tau=0.0)
+    x = weight(5, shape=(7, 32), dtype=torch.float32)
+    for pressure in (1.0, 0.25, 0.0):
+        layer.weight_fake_quantizer.pressure.fill_(pressure)
+        dead = plain.codes(other.detach())[0] == 0
+        assert 0.1 < dead.double().mean() < 0.6
+        bias = pressure * 0.3 * (other * dead).sum(1)
+        bias = bias + (bias.to(torch.bfloat16).float() - bias).detach()
+        effective = other + pressure * (plain.hard(other.detach()) - other).detach()
+        expected = torch.nn.functional.linear(x, effective, linear.bias + bias)
+        found = layer(x)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        upstream = weight(6, shape=(7, 6), dtype=torch.float32)
+        grads = [torch.autograd.grad(y, v, upstream)[0] for y, v in ((found, w), (expected, other))]
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+        if pressure == 0:
+            assert torch.equal(found, torch.nn.functional.linear(x, w, linear.bias))
+    layer.weight_fake_quantizer.is_hard = True
+    converted = layer.to_hard_linear()
+    assert type(converted) is torch.nn.Linear and torch.equal(layer(x), converted(x))
+    with pytest.raises(ValueError, match=r"epsilon must be in \[0, 1\]"):
+        TequilaMethod(epsilon=2)
 
 
 def parameters_of(method, w, seed=5):
