@@ -8,6 +8,8 @@ from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, 
 
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat
+from hestia_tune.methods import TequilaMethod
+from hestia_tune.models.checkpoints import require_biases
 from hestia_tune.models.load import load_model
 from hestia_tune.modules import quantized_linears
 from hestia_tune.training.options import Run
@@ -98,6 +100,24 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
         assert bits <= found["torchao"]["quantized_bits_per_weight"] <= bits + 0.5
     naive, _ = load_model("naive", cfg, **ARGUMENTS)
     assert torch.isfinite(naive(tokens)).all()
+
+
+def test_transformers_loads_the_biases(model_dir, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    cfg = config(model_dir, tmp_path, "tequila", "quantizer.exclude=[layers.0.mlp.w1]")
+    run(cfg)
+    theirs, about = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hard_model", dtype=torch.float32, output_loading_info=True
+    )
+    assert not about["missing_keys"] and not about["unexpected_keys"]
+    ours, _ = load_model("trained", Run.of(cfg).cfg, **ARGUMENTS | {"dtype": torch.float32})
+    tokens = torch.tensor([[1, 2, 3, 200]])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    bias = ours.layers[0].attn.q_proj.bias
+    assert bias.any() and not ours.layers[0].mlp.w1.bias.any()
+    with pytest.raises(ValueError, match="only Llamas have room for; got model_type MISTRAL"):
+        require_biases(TequilaMethod(), "MISTRAL")
 
 
 @pytest.mark.slow
