@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from hestia_tune.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, MethodConfig, Tequila
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import Fairy2iConfig, Fairy2iQATQuantizer, HestiaConfig, HestiaQATQuantizer
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DLT",
+    "INT2",
+    "LSQ",
+    "SEQ",
+    "TWN",
+    "AbsMean",
     "AnnealingSchedule",
     "EstimationConfig",
     "Fairy2iConfig",
@@ -22,8 +29,10 @@ __all__ = [
     "Fairy2iTensor",
     "HestiaConfig",
     "HestiaQATQuantizer",
+    "MethodConfig",
     "ScheduleDriver",
     "SensitivityArtifact",
+    "Tequila",
     "TernaryTensor",
     "estimate_sensitivity",
     "is_transformer_linear",

@@ -10,36 +10,21 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torchtune import utils
 from tqdm import tqdm
-
-from hestia_tune.config import one_line
 
 T = TypeVar("T")
 
 
-def ensure_process_group(device_name: str) -> torch.device:
-    """This process's device. Forms the process group, of one if there is no torchrun; one that is
-    there is kept.
-
-    Raises:
-        ValueError: if there is no such device.
-    """
-    if device_name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {device_name}: torch finds no GPU here; use device=cpu")
-    try:
-        device = utils.get_device(device_name)
-    except RuntimeError as error:
-        raise ValueError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
+def ensure_process_group(device: torch.device) -> None:
+    """Forms the process group, of one if there is no torchrun; one that is there is kept."""
     if dist.is_initialized():
-        return device
+        return
     one = {}
     if "MASTER_ADDR" not in os.environ:  # no torchrun
         os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
         one = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # no port is opened
     backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
     dist.init_process_group(backend, **one)
-    return device
 
 
 def end_process_group() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.quantization.qat.linear import FakeQuantizedLinear
 
-from hestia_tune.methods.base import Method, effective_weight
+from hestia_tune.methods.base import AddedBias, Method, effective_weight
 from hestia_tune.methods.linear import quantized_linear
 from hestia_tune.selection import clean_fqn
 from hestia_tune.tensors.latent_shard import LatentShard
@@ -107,8 +107,10 @@ class QuantizedLinear(FakeQuantizedLinear):
     Attributes:
         weight_is_effective: the forward is handed the effective weight already, by
             `hestia_tune.sharded`; the linear is then a plain one.
+        added_bias: the bias of a method that adds one, (out_features,), handed likewise.
     """
 
+    added_bias: nn.Parameter | None
     weight_fake_quantizer: FakeQuantizer
     weight_is_effective = False
 
@@ -119,6 +121,7 @@ class QuantizedLinear(FakeQuantizedLinear):
         """A quantized linear with the parameters of ``mod``; works on the meta device."""
         new = cls(mod.in_features, mod.out_features, mod.bias is not None, device="meta")
         new.weight, new.bias = mod.weight, mod.bias
+        new.register_parameter("added_bias", None)
         new.weight_fake_quantizer = FakeQuantizer(
             method, tau=tau, pressure=pressure, device=mod.weight.device
         )
@@ -148,6 +151,24 @@ class QuantizedLinear(FakeQuantizedLinear):
         parameters = tuple(full_tensor(value) for value in self.method_parameters())
         return full_tensor(self.weight), parameters
 
+    def hard_bias(self, latent: torch.Tensor) -> torch.Tensor | None:
+        """The bias of the hard linear, given the whole latent weight; detached."""
+        own = None if self.bias is None else full_tensor(self.bias)
+        if not self.method.adds_bias:
+            return own
+        added = self.method.bias(latent, torch.ones((), device=latent.device))
+        return added if own is None else own + added
+
+    def _forward_bias(self) -> torch.Tensor | None:
+        fake = self.weight_fake_quantizer
+        if not fake.method.adds_bias or not fake.enabled:
+            return self.bias
+        added = self.added_bias
+        if not self.weight_is_effective:
+            pressure = torch.ones_like(fake.pressure) if fake.is_hard else fake.pressure
+            added = AddedBias.apply(self.weight, fake.method, pressure)
+        return added if self.bias is None or added is None else self.bias + added
+
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         self._latent_dtype = self.weight.dtype
@@ -161,7 +182,7 @@ class QuantizedLinear(FakeQuantizedLinear):
 
     def to_hard_linear(
         self,
-        pack: Callable[..., torch.Tensor] = Method.hard,
+        pack: Callable[..., torch.Tensor] = lambda method, *latents: method.hard(*latents),
     ) -> nn.Linear:
         """A plain linear whose weight is the hard one, in the dtype of the latent weight.
 
@@ -171,17 +192,22 @@ class QuantizedLinear(FakeQuantizedLinear):
         """
         new = self.to_linear()
         latent = self.weight.detach()
-        hard = pack(self.method, *self.whole_latents())
+        whole, parameters = self.whole_latents()
+        hard, bias = pack(self.method, whole, parameters), self.hard_bias(whole)
         if isinstance(latent, DTensor):
             hard = distribute_tensor(hard, latent.device_mesh, latent.placements)
+        if self.method.adds_bias:
+            if isinstance(latent, DTensor):
+                bias = distribute_tensor(bias, latent.device_mesh, latent.placements)
+            new.bias = nn.Parameter(bias.to(latent.dtype), self.weight.requires_grad)
         dense = type(hard) in (torch.Tensor, DTensor)
         new.weight = nn.Parameter(hard, requires_grad=dense and self.weight.requires_grad)
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        fake = self.weight_fake_quantizer
+        fake, bias = self.weight_fake_quantizer, self._forward_bias()
         if self.weight_is_effective or not fake.enabled:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight, bias)
         if self.weight.dtype != self._latent_dtype:
             raise ValueError(
                 f"a latent weight must be quantized as it is, {self._latent_dtype}, before it is "
@@ -190,9 +216,10 @@ class QuantizedLinear(FakeQuantizedLinear):
             )
         parameters = self.method_parameters()
         if fake.is_hard:
-            return F.linear(x, fake(self.weight, *parameters).to(x.dtype), self.bias)
+            bias = None if bias is None else bias.to(x.dtype)
+            return F.linear(x, fake(self.weight, *parameters).to(x.dtype), bias)
         return quantized_linear(
-            x, self.weight, self.bias, fake.tau, fake.pressure, fake.method, parameters
+            x, self.weight, bias, fake.tau, fake.pressure, fake.method, parameters
         )
 
 

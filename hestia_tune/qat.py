@@ -20,7 +20,7 @@ from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from hestia_tune.config import require_number
-from hestia_tune.methods import Fairy2iMethod, Method, TernaryMethod
+from hestia_tune.methods import EvenMethod, Fairy2iMethod, Method, TernaryMethod
 from hestia_tune.methods.fairy2i import Granularity
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.modules import QuantizedLinear, quantized_linears
@@ -96,8 +96,10 @@ class HestiaConfig(QATConfigBase):
         offset: "none" or "learned".
         start: "absmean" or "least_squares", where learned parameters start; all four as in
             `hestia_tune.methods.TernaryMethod`.
+        codebook: "ternary"; or "binary" or "int2", 1 and 2 bits, as in
+            `hestia_tune.methods.EvenMethod`, which learns no scales.
         target: "dense", "ternary" (a packed `hestia_tune.TernaryTensor`) or "intx" (torchao's int2
-            tensor).
+            tensor); of the other codebooks "binary" and "int2".
         step, tau, pressure: see `QATConfigBase`.
 
     Raises:
@@ -114,6 +116,18 @@ class HestiaConfig(QATConfigBase):
     threshold: Literal["half", "learned"] = "half"
     offset: Literal["none", "learned"] = "none"
     start: Literal["absmean", "least_squares"] = "absmean"
+    codebook: Literal["ternary", "binary", "int2"] = "ternary"
+
+    def method(self) -> Method:
+        ternary = super().method()
+        if self.codebook == "ternary":
+            return ternary
+        if ternary != TernaryMethod(group_size=self.group_size):
+            raise ValueError(
+                "scale, threshold, offset and start are options of the codebook ternary; got "
+                f"{ternary.key()} with the codebook {self.codebook}; leave them out"
+            )
+        return EvenMethod(group_size=self.group_size, codebook=self.codebook)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +157,8 @@ for _config in (HestiaConfig, Fairy2iConfig):
 class QATQuantizerBase:
     """Two-step quantizer component: ``prepare(model)`` before training, ``convert(model)`` after.
 
+    ``has_temperature`` says whether its method reads a temperature, and so a schedule of it.
+
     Args:
         config: the method and its options.
         include, exclude: which linears; see `select_linears`.
@@ -153,6 +169,8 @@ class QATQuantizerBase:
     Attributes:
         skipped: names of the linears that `prepare` left out for their shape.
     """
+
+    has_temperature: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -239,7 +257,7 @@ class HestiaQATQuantizer(QATQuantizerBase):
     Args:
         group_size: weights that share a scale: an int that divides in_features (128 in the
             paper), "channel" or "tensor".
-        scale, threshold, offset, start: see `HestiaConfig`; the defaults are the paper's.
+        scale, threshold, offset, start, codebook: see `HestiaConfig`; the defaults are the paper's.
         scale_lr: learning rate of what is learned of these; None takes the optimizer's.
         include: shell patterns of the linears to quantize; None takes every linear of the
             transformer blocks (attention q, k, v, output; MLP gate, up, down).
@@ -259,13 +277,19 @@ class HestiaQATQuantizer(QATQuantizerBase):
         threshold: Literal["half", "learned"] = "half",
         offset: Literal["none", "learned"] = "none",
         start: Literal["absmean", "least_squares"] = "absmean",
+        codebook: Literal["ternary", "binary", "int2"] = "ternary",
         scale_lr: float | None = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         skip_incompatible: bool = False,
     ):
         config = HestiaConfig(
-            group_size=group_size, scale=scale, threshold=threshold, offset=offset, start=start
+            group_size=group_size,
+            scale=scale,
+            threshold=threshold,
+            offset=offset,
+            start=start,
+            codebook=codebook,
         )
         if scale_lr is not None and not config.method().trained_parameters:
             raise ValueError(

@@ -187,9 +187,9 @@ class ConvertConfig(Section):
     """The YAML's ``convert`` section."""
 
     section: ClassVar[str] = "convert"
-    formats: list[str] = option(
-        ["torchao"],
-        "what to write",
+    formats: list[str] | None = option(
+        None,
+        "what to write; null is the first that the method has, torchao of all that have codes",
         choices=("torchao", "huggingface", "compressed_tensors", "gguf"),
     )
     source: str = option(
@@ -201,17 +201,17 @@ class ConvertConfig(Section):
     output: str | None = option(None, "the folder to write into; null is converted in output_dir")
     target: str | None = option(
         None,
-        'of "torchao": a packed format of the method; null is its own tensor ("ternary", '
-        '"fairy2i"); "intx", of ternary ones, is torchao\'s int2 tensor, a byte per weight, that '
-        "needs nothing of this package",
-        choices=("ternary", "intx", "fairy2i"),
+        'of "torchao": a packed format of the method; null is its own tensor ("ternary", "int2", '
+        '"binary", "fairy2i"); "intx", of ternary ones, is torchao\'s int2 tensor, a byte per '
+        "weight, that needs nothing of this package",
+        choices=("ternary", "intx", "int2", "binary", "fairy2i"),
     )
     block_type: str | list[str] = option("auto", 'of "gguf": see `hestia_tune.export.write_gguf`')
     overwrite: bool = option(False, "replace what is there")
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.formats:
+        if self.formats == []:
             raise ValueError("convert.formats must name at least one format")
 
 

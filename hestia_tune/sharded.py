@@ -61,6 +61,9 @@ def quantize_shards(model: nn.Module) -> None:
         layer.weight = shards[id(layer.weight)]
         layer.weight_is_effective = True
         layer.effective_rows = None
+        if layer.method.adds_bias:  # gathered, and its gradient reduced, like any other
+            rows = torch.empty(layer.out_features, device=layer.weight.device)
+            layer.added_bias = nn.Parameter(rows)
 
 
 class _Rows:
@@ -151,6 +154,8 @@ def refresh(
     """
     made: dict[int, torch.Tensor] = {}  # by weight: linears that share one have one method
     for layer in layers:
+        if layer.added_bias is not None:
+            _refresh_bias(layer)
         if (shared := made.get(id(layer.weight))) is not None:
             layer.effective_rows = shared
             continue
@@ -194,6 +199,13 @@ def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], stren
             own.lerp_(rows.from_pairs(hard).to(own.device), float(rate))
 
 
+def _refresh_bias(layer: QuantizedLinear) -> None:
+    fake, total = layer.weight_fake_quantizer, _Rows(layer).total()
+    pressure = torch.ones_like(fake.pressure) if fake.is_hard else fake.pressure
+    latent = local_rows(layer.weight).to(fake.tau.device)
+    local_rows(layer.added_bias).copy_(layer.method.bias(latent, pressure, total))
+
+
 def reshard(model: nn.Module) -> None:
     """Lets go of what FSDP2 has gathered and kept, so that the next forward gathers anew."""
     for module in model.modules():
@@ -224,6 +236,10 @@ def pull_back(layers: Iterable[QuantizedLinear], *, compiled: bool = False) -> N
         inputs = rows.to_pairs(grad.to(fake.tau.device)), rows.to_pairs(latent)
         others = () if fuses else (total,)
         pulled, *others = vjp(*inputs, fake.tau, fake.pressure, parameters, *others)
+        if layer.added_bias is not None and layer.added_bias.grad is not None:
+            grad_bias = local_rows(layer.added_bias.grad).to(fake.tau.device)
+            pulled = pulled + layer.method.bias_vjp(grad_bias, latent, fake.pressure, total)
+            layer.added_bias.grad = None  # it follows from the latent weight
         grad.copy_(rows.from_pairs(pulled))
         _set_gradients(layer.method_parameters(), others)
 

@@ -42,7 +42,7 @@ def commands() -> list[tuple[str, str, list[str]]]:
             words = shlex.split(line.partition("&& ")[2] or line, comments=True)
             if RECIPES.isdisjoint(words) or words[words.index("--config") + 1] == "NAME":
                 continue
-            overrides = [word for word in words if "=" in word]
+            overrides = [word for word in words if "=" in word or word.startswith("~")]
             found.append((f"{path.name}: {line}", words[words.index("--config") + 1], overrides))
     return found
 
@@ -57,8 +57,11 @@ def test_there_are_commands():
 @pytest.mark.parametrize("name, overrides", [c[1:] for c in COMMANDS], ids=[c[0] for c in COMMANDS])
 def test_commands_parse(name, overrides):
     assert name in packaged_configs()
-    changes = OmegaConf.from_dotlist(overrides)
+    changes = OmegaConf.from_dotlist([word for word in overrides if not word.startswith("~")])
     cfg = OmegaConf.merge(OmegaConf.load(config_path(name)), changes)
+    for word in overrides:
+        if word.startswith("~"):
+            del cfg[word[1:]]
     Run.of(cfg)
     for key in ("dataset", "quantizer"):
         own = dict(cfg[key])

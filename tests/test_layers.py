@@ -17,6 +17,7 @@ ROOMS = [
     "tensors",
     "modules",
     "qat",
+    "baselines",
     "schedule",
     "sharded",
     "plots",

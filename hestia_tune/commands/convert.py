@@ -23,6 +23,7 @@ from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder
 from hestia_tune.export.gguf import BLOCK_TYPES
 from hestia_tune.export.gguf_rounding import activation_rounding
 from hestia_tune.files import require_writable_dir, write_atomically
+from hestia_tune.methods import GroupMethod
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.models.packed import packed_entries, write_packed
@@ -60,15 +61,23 @@ class ConvertRecipe:
             )
         component = build.instantiate(self.cfg.quantizer, "quantizer")
         self.method = component.method
+        self.formats = self.options.formats or self.method.file_formats[:1]
         self.model = build.build_on_meta(self.cfg.model, component)
         self.layers = list(quantized_linears(self.model))
         names = checkpoints.names_in_files(model_type, folder)
         if missing := [layer for layer in self.layers if f"{layer}.weight" not in names]:
             raise ValueError(f"{folder} is of another model than the config's: no {missing[0]}")
-        quantized, is_hard = {}, (folder / DESCRIPTION_FILE).is_file()
-        if self.method.codes_follow_from_hard:
-            quantized = {names[f"{layer}.weight"]: self.method.group_size for layer in self.layers}
-        self.source = ModelFolder(folder, quantized, quantize=bool(quantized) and not is_hard)
+        quantized, is_hard, method = {}, (folder / DESCRIPTION_FILE).is_file(), None
+        if isinstance(self.method, GroupMethod):
+            method = self.method
+            quantized = {names[f"{layer}.weight"]: method.group_size for layer in self.layers}
+        quantize = bool(quantized) and not is_hard
+        self.source = ModelFolder(folder, quantized, quantize=quantize, method=method)
+        if self.method.adds_bias and not is_hard:
+            raise ValueError(
+                f"{self.method.name} leaves biases, which {folder} has not; train it first, or use "
+                "AbsMean for the naive model, whose codes are the same"
+            )
         self.description = self._describe()
         self._check_formats()
         self.checkpoint: Path | None = None
@@ -102,14 +111,10 @@ class ConvertRecipe:
         return found | {"model": section}
 
     def _check_formats(self) -> None:
-        if "torchao" in self.options.formats:
+        self.method.check_file_formats(self.formats)
+        if "torchao" in self.formats:
             check_format(self.method, self.options.target)
-        for name in self.options.formats:
-            if name not in self.method.file_formats:
-                known = ", ".join(self.method.file_formats)
-                raise ValueError(
-                    f"a model of {self.method.key()} is written as {known}; got {name}"
-                )
+        for name in self.formats:
             if self.target(name).exists() and not self.options.overwrite:
                 raise FileExistsError(
                     f"{self.target(name)} exists; set convert.overwrite=True to replace it"
@@ -122,7 +127,7 @@ class ConvertRecipe:
     def run(self) -> dict[str, dict[str, Any]]:
         """Writes every format; returns their summaries."""
         summaries = {}
-        for name in self.options.formats:
+        for name in self.formats:
             log.info(f"writing {self.target(name)}")
             summary = summaries[name] = self._write(name)
             target = self.target(name)

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from torchtune import training, utils
 
-from hestia_tune.distributed import end_process_group, ensure_process_group, on_first_rank
+from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
 from hestia_tune.files import require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
+from hestia_tune.training.base import join_ranks
 from hestia_tune.training.options import Run
 
 log = utils.get_logger("DEBUG")
@@ -40,7 +41,7 @@ def run_evaluation(run: Run) -> int:
     require_writable_dir(path.parent)
     if path.is_dir():
         raise ValueError(f"eval.output {path} is a folder; give the path of a JSON file")
-    device = ensure_process_group(options.device)
+    device = join_ranks(options.device)
     dtype = training.get_dtype(options.dtype, device)
     sensitivity = options.sensitivity
     if sensitivity == "auto":

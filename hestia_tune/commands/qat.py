@@ -6,6 +6,7 @@ from hestia_tune.commands.launch import INTERRUPTED
 from hestia_tune.commands.reconstruct import with_reconstruction
 from hestia_tune.commands.sensitivity import with_sensitivity
 from hestia_tune.files import locked
+from hestia_tune.models import build
 from hestia_tune.training.checkpoint import complete_checkpoints
 from hestia_tune.training.options import Run
 from hestia_tune.training.outputs import check_formats
@@ -24,6 +25,8 @@ def _train(run: Run) -> int:
     options = run.options
     check_output(options)  # so that no error waits until something is computed
     check_formats(run)
+    method = build.instantiate(run.cfg.quantizer, "quantizer").method
+    method.check_file_formats(options.convert.formats or ())
     run, first = with_reconstruction(run)
     run, second = with_sensitivity(run, options.schedule.alpha)
     if first or second:  # nothing to resume from, if stopped before

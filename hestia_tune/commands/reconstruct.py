@@ -32,7 +32,6 @@ from hestia_tune.commands.sensitivity import with_sensitivity
 from hestia_tune.distributed import (
     StopRequest,
     end_process_group,
-    ensure_process_group,
     on_first_rank,
     progress_bar,
     sum_over_ranks,
@@ -41,11 +40,12 @@ from hestia_tune.files import locked, remove, require_writable_dir, staged, writ
 from hestia_tune.models import build
 from hestia_tune.modules import quantized_linears
 from hestia_tune.plots import plot_errors
-from hestia_tune.reconstruction import Reconstruction, WindowResult
+from hestia_tune.reconstruction import Reconstruction, WindowResult, require_weights_alone
 from hestia_tune.reconstruction.streams import make_streams
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, model_fingerprint
 from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of, mean_loss
 from hestia_tune.training import data
+from hestia_tune.training.base import join_ranks
 from hestia_tune.training.checkpoint import digest
 from hestia_tune.training.options import Run
 from hestia_tune.training.outputs import (
@@ -75,7 +75,7 @@ class ReconstructionRecipe:
         self.cfg, self.options = run.cfg, run.options
         self.settings = self.options.reconstruct
         self.output = require_writable_dir(self.settings.output)
-        self.device = ensure_process_group(self.options.device)
+        self.device = join_ranks(self.options.device)
         self.dtype = training.get_dtype(self.options.dtype, self.device)
         if self.settings.batch_size % dist.get_world_size():
             raise ValueError(
@@ -83,6 +83,7 @@ class ReconstructionRecipe:
                 f"{dist.get_world_size()} ranks, which share every batch"
             )
         self.component = build.instantiate(self.cfg.quantizer, "quantizer")
+        require_weights_alone(self.component.method)
         self.losses: dict[str, float] = {}
         self.finished = self.computed = False
 
@@ -109,9 +110,8 @@ class ReconstructionRecipe:
                 f"the dataset has fewer samples than reconstruct.batch_size {settings.batch_size}; "
                 "lower it"
             )
-        self.data = data.TrainingData(
-            self.cfg, tokenizer, ignore_index=IGNORE_INDEX, seed=self.settings.seed
-        )
+        ignored, seed = IGNORE_INDEX, settings.seed
+        self.data = data.TrainingData(self.cfg, tokenizer, ignore_index=ignored, seed=seed)
         scores = None
         if settings.alpha and self.options.sensitivity is not None:
             artifact = SensitivityArtifact.load(self.options.sensitivity)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, utils
 
-from hestia_tune.distributed import end_process_group, ensure_process_group, on_first_rank
+from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.modules import quantized_linears
@@ -31,6 +31,7 @@ from hestia_tune.sensitivity.artifact import estimation_identity
 from hestia_tune.sensitivity.curvature import estimation_memory
 from hestia_tune.sensitivity.estimation import Journal
 from hestia_tune.training import data
+from hestia_tune.training.base import join_ranks
 from hestia_tune.training.checkpoint import digest
 from hestia_tune.training.options import Run
 
@@ -46,7 +47,7 @@ class SensitivityRecipe:
         self.settings = self.options.sensitivity_estimation
         self.path = Path(self.settings.output)
         require_writable_dir(self.path.parent)
-        self.device = ensure_process_group(self.options.device)
+        self.device = join_ranks(self.options.device)
         self.component = config.instantiate(self.cfg.quantizer)
 
     def run(self) -> SensitivityArtifact:

@@ -9,17 +9,17 @@ appears when it is whole: a writer that is killed begins anew.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from hestia_tune.data.rows import StreamConfig
 from hestia_tune.data.sequences import training_sample
 from hestia_tune.data.stream import StreamingTextDataset
+from hestia_tune.distributed import progress_bar
 from hestia_tune.files import checksum, read_json, staged
 
 FORMAT = "hestia_tune.data.tokens/2"
@@ -103,15 +103,21 @@ def write_token_shards(
         yield from (sample["tokens"] for sample in stream)
         yield stream.state_dict()["carry"]  # the tail
 
-    return write_set(tokenizer, folder, stream.identity(), parts(), max_tokens)
+    count = stream.count_documents
+    return write_set(tokenizer, folder, stream.identity(), parts(), max_tokens, count)
 
 
 def write_set(
-    tokenizer: Any, folder: str | Path, source: Any, parts: Iterable[list], max_tokens: int | None
+    tokenizer: Any,
+    folder: str | Path,
+    source: Any,
+    parts: Iterable[list],
+    max_tokens: int | None,
+    count_documents: Callable[[], int | None] = lambda: None,
 ) -> dict[str, Any]:
     """`write_token_shards` of lists of tokens, which are looked at only if the set is not there.
 
-    ``source`` is what they are, as JSON.
+    ``source`` is what they are, as JSON; ``count_documents`` is for the progress bar.
     """
     folder = Path(folder)
     index = {
@@ -130,9 +136,9 @@ def write_set(
         )
 
     index |= {"num_tokens": 0, "num_documents": 0}
-    documents = stream.count_documents()  # max_tokens may be far more than there is
+    documents = count_documents()  # max_tokens may be far more than there is
     limit = None if documents or max_tokens is None else f"at most {max_tokens:,}"
-    digest, progress = hashlib.sha256(), tqdm(desc=limit, unit="tok", unit_scale=True)
+    digest, progress = hashlib.sha256(), progress_bar(None, desc=limit, unit="tok", unit_scale=True)
     with staged(folder) as temporary, progress:
         temporary.mkdir()
         with open(temporary / TOKENS, "wb") as file:

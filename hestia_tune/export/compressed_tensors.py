@@ -6,7 +6,7 @@ weight, from which it would derive scales of its own. For each quantized linear 
 
     NAME.weight_packed   int32 (out_features, ceil(in_features / 16)): 2-bit fields of code + 2,
                          the first weight in the lowest bits; rows are padded, so that any
-                         in_features fits
+                         in_features fits; of four levels 4-bit fields of code + 8
     NAME.weight_scale    bfloat16 (out_features, in_features / group_size), or (out_features, 1)
     NAME.weight_shape    int64 (2,)
 
@@ -106,7 +106,9 @@ def _layout(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
         how = {"strategy": "channel"} if size == "channel" else {"group_size": size}
         schemes[size] = quantization.QuantizationScheme(
             targets=targets[size],
-            weights=quantization.QuantizationArgs(num_bits=2, type="int", symmetric=True, **how),
+            weights=quantization.QuantizationArgs(
+                num_bits=4 if source.method.levels == 4 else 2, type="int", symmetric=True, **how
+            ),
             format=_FORMAT,  # again, for versions that would guess another for 2 bits
         )
     layout = quantization.QuantizationConfig(

@@ -1,10 +1,10 @@
 """Hugging Face folders: the model that is exported, and the ones that are written from it.
 
-Everything loads the dense one in bfloat16. Every ternary weight is gamma * {-1, 0, 1} with a
-bfloat16 gamma, so bfloat16 holds it exactly; it takes 16 bits per weight all the same. Either the
+Everything loads the dense one in bfloat16. Every quantized weight is a scale times a code, both
+such that bfloat16 holds the product exactly; it takes 16 bits per weight all the same. Either the
 source is a hard model already, and it is checked that it is one and that bfloat16 loses nothing; or
-(``quantize=True``) its linears are made hard as they are read by the training's own rule: naive
-ternarization, the baseline that training has to beat.
+(``quantize=True``) its linears are made hard as they are read by the training's own rule: the naive
+model, the baseline that training has to beat.
 
 Folders of any layout are written by huggingface_hub, shards and index, under a temporary name;
 every tensor is read back and compared; then the folder gets its name, and one that had it goes.
@@ -12,12 +12,13 @@ Cost: memory for the tensors that change. Those of a hard model in bfloat16 stay
 files; a model that is quantized on the way, or stored in another dtype, is held whole in bfloat16.
 """
 
+import dataclasses
 import importlib
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +30,20 @@ from torchao.utils import TorchAOBaseTensor
 from tqdm import tqdm
 
 from hestia_tune.config import one_line
+from hestia_tune.export.sizes import sizes
 from hestia_tune.files import inside, read_json, staged
-from hestia_tune.functional import hard_ternary
+from hestia_tune.methods import GroupMethod
 from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
-from hestia_tune.tensors import TernaryTensor
+from hestia_tune.methods.ternary import TernaryMethod
+from hestia_tune.tensors import read_hard
+from hestia_tune.tensors.group_tensor import GroupTensor
 
 DESCRIPTION_FILE = "hestia.json"
+INDEX_FILE = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
 # Tokenizer, chat template, generation settings, code of the model, licences.
-_SIDE_FILES = (
-    "*token*.json",
-    "*.model",
-    "*.tiktoken",
-    "vocab.*",
-    "merges.txt",
-    "*chat_template*",
-    "generation_config.json",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
+_SETTINGS = ("*token*.json", "merges.txt", "*chat_template*", "generation_config.json")
+_SIDE_FILES = (*_SETTINGS, *_TOKENIZER_FILES[1:], "LICENSE*", "NOTICE*", "USE_POLICY*")
 _TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
 
 
@@ -75,7 +70,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
+        index = folder / INDEX_FILE
         files = folder.glob("*.safetensors")
         if index.is_file():
             weight_map = read_json(index)["weight_map"]
@@ -106,9 +101,10 @@ class ModelFolder(SafetensorsFolder):
 
     Args:
         folder: with config.json, safetensors of any floating dtype and a tokenizer.
-        quantized: name in the safetensors -> group_size of every ternary weight.
+        quantized: name in the safetensors -> group_size of every quantized weight.
         quantize: False: a hard model. True: a pretrained or latent model, whose weights in
             ``quantized`` are made hard as they are read, and the others rounded to bfloat16.
+        method: what they are quantized by, with the group size of ``quantized``.
 
     Attributes:
         config: the parsed config.json, of a model in bfloat16.
@@ -120,8 +116,16 @@ class ModelFolder(SafetensorsFolder):
             its groups tile.
     """
 
-    def __init__(self, folder: Path, quantized: Mapping[str, GroupSize], *, quantize: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        quantized: Mapping[str, GroupSize],
+        *,
+        quantize: bool = False,
+        method: GroupMethod | None = None,
+    ):
         self.quantized, self.quantize = quantized, quantize
+        self.method = method or TernaryMethod()
         if quantize and not quantized:
             raise ValueError("quantize=True needs the names of weights in quantized; got none")
         config = read_json(folder / "config.json")
@@ -145,7 +149,9 @@ class ModelFolder(SafetensorsFolder):
     def read(self, name: str) -> torch.Tensor:
         tensor = super().read(name)
         if self.quantize and name in self.quantized:
-            tensor = hard_ternary(tensor.float(), group_size=self.quantized[name])
+            latent = tensor.float()
+            method = dataclasses.replace(self.method, group_size=self.quantized[name])
+            tensor = method.hard(latent, method.initial_parameters(latent))
         return tensor.to(torch.bfloat16) if self.quantize else tensor
 
     def read_hard(self, name: str) -> torch.Tensor:
@@ -158,41 +164,12 @@ class ModelFolder(SafetensorsFolder):
             )
         return tensor.to(torch.bfloat16)
 
-    def pack(self, name: str, weight: torch.Tensor) -> TernaryTensor:
+    def pack(self, name: str, weight: torch.Tensor) -> GroupTensor:
         """Codes and scales of a weight of ``quantized``; ValueError if it is not hard."""
         try:
-            return TernaryTensor.from_hard(weight, group_size=self.quantized[name])
+            return read_hard(weight, self.quantized[name], self.method.levels)
         except ValueError as error:
             raise ValueError(f"{name} is not a hard weight: {error}") from None
-
-
-def sizes(
-    shapes: Mapping[str, torch.Size],
-    quantized: Collection[str],
-    num_bytes: int,
-    quantized_bytes: int,
-) -> dict[str, Any]:
-    """Sizes of what was written of a model.
-
-    Args:
-        shapes: of every weight of the model, by name.
-        quantized: names of those that are quantized.
-        num_bytes: of all files with weights, their headers included.
-        quantized_bytes: of the codes and scales.
-
-    Returns:
-        bytes, parameters, quantized_parameters, quantized_bits_per_weight (None without any), and
-        whole_bits_per_weight = 8 * bytes / parameters, which is 16 in bfloat16.
-    """
-    parameters = sum(shape.numel() for shape in shapes.values())
-    num_quantized = sum(shapes[name].numel() for name in quantized)
-    return {
-        "bytes": num_bytes,
-        "parameters": parameters,
-        "quantized_parameters": num_quantized,
-        "quantized_bits_per_weight": 8 * quantized_bytes / num_quantized if quantized else None,
-        "whole_bits_per_weight": 8 * num_bytes / parameters,
-    }
 
 
 def is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -221,7 +198,7 @@ def write_huggingface(
 
     Raises:
         FileExistsError: if the target exists.
-        ValueError: on a weight that is not ternary or that bfloat16 would round.
+        ValueError: on a weight that is not hard or that bfloat16 would round.
         OSError: if the disk is full.
         RuntimeError: if the files read back are not the model. In all cases nothing is left behind,
             and a folder that was to be replaced is still there.
@@ -229,8 +206,8 @@ def write_huggingface(
 
     def stored(name: str) -> dict[str, torch.Tensor]:
         tensor = source.read_hard(name)
-        if name in source.quantized:
-            source.pack(name, tensor)  # refuses what is not ternary
+        if name in source.quantized and source.method.packed_formats:
+            source.pack(name, tensor)  # refuses what is not hard
         return {name: tensor}
 
     description = description or source.description

@@ -16,7 +16,7 @@ fp16 scale, and the trained scale goes into it as it is:
     TQ1_0     256     54           1.6875  groups that are multiples of 256; whole rows likewise
     TQ2_0     256     66           2.0625  the same
     Q2_0       64     18           2.25    multiples of 64
-    Q4_0       32     18           4.5     multiples of 32
+    Q4_0       32     18           4.5     multiples of 32; also codes of four levels
 
 "Whole rows" are the granularities "channel" and "tensor": the scale is repeated in every block,
 so only the row length has to be a multiple of the block. fp16 holds every bfloat16 scale of its
@@ -47,8 +47,9 @@ import torch
 from tqdm import tqdm
 
 import hestia_tune
-from hestia_tune.export.folder import ModelFolder, import_optional, is_exact, sizes
+from hestia_tune.export.folder import ModelFolder, import_optional, is_exact
 from hestia_tune.export.gguf_rounding import LIMIT
+from hestia_tune.export.sizes import sizes
 from hestia_tune.files import staged
 from hestia_tune.methods.granularity import GroupSize
 
@@ -71,8 +72,11 @@ class TensorType:
     block: int
     num_bytes: int
 
-    def fits(self, in_features: int, group_size: GroupSize) -> bool:
-        """Whether blocks tile the rows and none straddles two groups."""
+    def fits(self, in_features: int, group_size: GroupSize, levels: int = 3) -> bool:
+        """Whether blocks tile the rows, none straddles two groups, and its integers hold the codes
+        (-8 to 7 of Q4_0, -1 to 1 of the others)."""
+        if levels == 4 and self.name != "Q4_0":
+            return False
         group = in_features if isinstance(group_size, str) else group_size
         return in_features % self.block == 0 and group % self.block == 0
 
@@ -80,7 +84,7 @@ class TensorType:
         """Blocks as bytes: uint8 (out_features, in_features / block, num_bytes).
 
         Args:
-            codes: int8 (out_features, in_features) in {-1, 0, 1}.
+            codes: int8 (out_features, in_features) that the type holds.
             scales: bfloat16 (out_features or 1, groups), each group of whole blocks.
             name: of the weight, for the error.
 
@@ -233,7 +237,9 @@ def write_gguf(
             raise ValueError(f"only weights of linear layers can be quantized; got {name}")
         stands = block_type == "auto" and (rounding or {}).get(name, 1.0) <= LIMIT
         candidates = ["TQ2_0", *preferences] if stands else preferences
-        kinds[name] = choose_block_type(candidates, source.shapes[name][1], group_size, name)
+        kinds[name] = choose_block_type(
+            candidates, source.shapes[name][1], group_size, name, source.method.levels
+        )
     if block_type == "auto":
         fast = Counter(kinds[name].name for name in quantized)
         log.info(f"GGUF for speed: {dict(fast)}; TQ2_0 if its rounding is at most {LIMIT:.0%}")
@@ -294,12 +300,18 @@ def _add_metadata(writer: Any, source: ModelFolder) -> None:
 
 
 def choose_block_type(
-    preferences: Sequence[str], in_features: int, group_size: GroupSize, name: str
+    preferences: Sequence[str],
+    in_features: int,
+    group_size: GroupSize,
+    name: str,
+    levels: int = 3,
 ) -> TensorType:
     """The first of ``preferences`` that holds such groups exactly; ValueError if none does."""
     for candidate in preferences:
-        if BLOCK_TYPES[candidate].fits(in_features, group_size):
+        if BLOCK_TYPES[candidate].fits(in_features, group_size, levels):
             return BLOCK_TYPES[candidate]
+    if levels == 4 and "Q4_0" not in preferences:
+        raise ValueError(f"four levels fit Q4_0 alone; got {', '.join(preferences)}; use Q4_0")
     raise ValueError(
         f"a block of {' or '.join(preferences)} would straddle rows or scales of {name} "
         f"(in_features {in_features}, group_size {group_size}); try block_type Q4_0, of 32 "

@@ -6,6 +6,7 @@ sees a step, a module or a schedule. The closed form is what keeps memory flat: 
 save about ten tensors of the weight's size, `effective_weight` saves the weight alone.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -35,21 +36,20 @@ class Method(ABC):
     # Whether `effective_weight` is one operator to torch.compile. A compiler that sees inside may
     # save what is meant to be recomputed: cheap for formulas whose intermediates are few.
     is_one_operator: ClassVar[bool] = False
-    # Whether code 0 is the weight 0 (and not, as for powers of i, the weight 1).
-    has_zero: ClassVar[bool] = True
     # Whether codes and scales can be read off the hard weight; otherwise the latents are needed.
     codes_follow_from_hard: ClassVar[bool] = True
-    # Packed tensors that hold the codes (`hestia_tune.tensors.pack`), the first by default.
-    packed_formats: ClassVar[tuple[str, ...]] = ()
     # Whether row i belongs together with row i + out_features / 2, so that shards must hold both.
     pairs_rows: ClassVar[bool] = False
-    # What hestia_convert can write.
-    file_formats: ClassVar[tuple[str, ...]] = ("torchao",)
+    # Whether latent weights also make a bias (`bias`, `bias_vjp`), which hard linears then have.
+    adds_bias: ClassVar[bool] = False
+    # Whether it has a temperature; without one it is hard at every pressure above 0.
+    has_temperature: ClassVar[bool] = True
     _by_name: ClassVar[dict[str, type["Method"]]] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        Method._by_name[cls.name] = cls
+        if "name" in vars(cls):
+            Method._by_name[cls.name] = cls
 
     def key(self) -> str:
         """The method and its fields, as in "ternary, group_size=128"; `from_key` reads it.
@@ -65,11 +65,35 @@ class Method(ABC):
 
     @staticmethod
     def from_key(key: str) -> "Method":
-        """The method whose `key` this is; option values are ints or words."""
+        """The method whose `key` this is; option values are numbers or words."""
         name, *options = key.split(", ")
         pairs = (text.split("=") for text in options)
-        values = {option: int(value) if value.isdigit() else value for option, value in pairs}
-        return Method._by_name[name](**values)
+        return Method._by_name[name](**{option: _parsed(value) for option, value in pairs})
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether code 0 is the weight 0 (and not, as for powers of i, the weight 1)."""
+        return False
+
+    @property
+    def packed_formats(self) -> tuple[str, ...]:
+        """Packed tensors that hold the codes (`hestia_tune.tensors.pack`), the first by default."""
+        return ()
+
+    @property
+    def file_formats(self) -> tuple[str, ...]:
+        """What hestia_convert can write, the first by default."""
+        return ("torchao",)
+
+    def check_file_formats(self, names: Iterable[str]) -> None:
+        """Raises ValueError if a model of this method cannot be written in one of these formats."""
+        for name in names:
+            if name not in self.file_formats:
+                known = ", ".join(self.file_formats)
+                raise ValueError(
+                    f"a model of {self.key()} is written as {known}; got {name}; set "
+                    "convert.formats to one of those"
+                )
 
     @property
     def scales_span_rows(self) -> bool:
@@ -140,6 +164,23 @@ class Method(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Integer codes shaped like ``weight`` and the bfloat16 scales that multiply them."""
 
+    def bias(
+        self, weight: torch.Tensor, pressure: torch.Tensor, total: Total | None = None
+    ) -> torch.Tensor:
+        """(rows,): what is added to every output, of a method that ``adds_bias``; 0 at pressure 0.
+        Arguments as `effective_weight`'s."""
+        raise NotImplementedError(f"{self.name} adds no bias")
+
+    def bias_vjp(
+        self,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        pressure: torch.Tensor,
+        total: Total | None = None,
+    ) -> torch.Tensor:
+        """The gradient of the latent weight, given that of `bias`."""
+        raise NotImplementedError(f"{self.name} adds no bias")
+
     def fit_temperature(self, weights: Iterable[torch.Tensor]) -> float:
         """tau that minimises the mean squared relaxation error over all ``weights`` together.
 
@@ -167,6 +208,14 @@ class Method(ABC):
     @abstractmethod
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
         """Raises ValueError that names the layer if a weight of this shape cannot be quantized."""
+
+
+def _parsed(value: str) -> int | float | str:
+    """An option of a key: a number if it is one."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def compute_dtype(weight: torch.Tensor) -> torch.dtype:
@@ -269,6 +318,20 @@ class _EffectiveWeight(torch.autograd.Function):
         step = partial(weight_grad, ctx.method) if ctx.method.is_one_operator else ctx.method.vjp
         grads = step(grad, weight, tau, pressure, parameters)
         return grads[0], None, None, None, *grads[1:]
+
+
+class AddedBias(torch.autograd.Function):
+    """weight, method, pressure -> `Method.bias`; saves the weight."""
+
+    @staticmethod
+    def forward(ctx, weight, method, pressure):
+        ctx.method = method
+        ctx.save_for_backward(weight, pressure)
+        return method.bias(weight, pressure)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.method.bias_vjp(grad, *ctx.saved_tensors), None, None
 
 
 def effective_weight(

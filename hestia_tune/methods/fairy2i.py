@@ -66,7 +66,8 @@ import torch
 
 from hestia_tune.methods.base import Method, Total, compute_dtype
 from hestia_tune.methods.granularity import check_count
-from hestia_tune.methods.ternary import MIN_TAU, SCALE_EPS, round_to_bfloat16
+from hestia_tune.methods.groups import SCALE_EPS, round_to_bfloat16
+from hestia_tune.methods.ternary import MIN_TAU
 
 Granularity = int | str
 Complex = tuple[torch.Tensor, torch.Tensor]
@@ -225,10 +226,8 @@ class Fairy2iMethod(Method):
 
     name: ClassVar[str] = "fairy2i"
     is_one_operator: ClassVar[bool] = True
-    has_zero: ClassVar[bool] = False
     codes_follow_from_hard: ClassVar[bool] = False
     pairs_rows: ClassVar[bool] = True
-    packed_formats: ClassVar[tuple[str, ...]] = ("fairy2i",)
     num_stages: int = 2
     granularity: Granularity = "tensor"
 
@@ -237,6 +236,10 @@ class Fairy2iMethod(Method):
         check_count(rule, self.num_stages, most=MAX_STAGES)
         rule = 'granularity must be "tensor" or a positive int, the complex columns of a scale'
         check_count(rule, self.granularity, ("tensor",))
+
+    @property
+    def packed_formats(self) -> tuple[str, ...]:
+        return ("fairy2i",)
 
     @property
     def scales_span_rows(self) -> bool:

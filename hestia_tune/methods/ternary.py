@@ -39,82 +39,21 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from hestia_tune.methods.base import Method, Total, compute_dtype
-from hestia_tune.methods.granularity import (
-    GroupSize,
-    block_view,
-    check_divides,
-    validate_group_size,
+from hestia_tune.methods.groups import (
+    GroupMethod,
+    least_squares_scale,
+    mean_scale,
+    nearest_code,
+    round_to_bfloat16,
 )
 from hestia_tune.methods.temperature import relaxation_histogram, temperature_from_histogram
 
-SCALE_EPS = 1e-8
 # exp(80) is finite in float32 and bfloat16; beyond it the weight of a nonzero code is below 1e-34.
 _MAX_EXPONENT = 80.0
 # The hard code is round(u) up to here, in steps; beyond, it is clipped and u no longer matters.
 _ROUNDED_WITHIN = 1.5
 # Keeps 2/tau finite in float32; a cosine over 10^9 steps stays far above it.
 MIN_TAU = 1e-30
-
-
-def round_to_bfloat16(x: torch.Tensor) -> torch.Tensor:
-    """Rounds float32 to the nearest bfloat16 (ties to even), still float32.
-
-    By its bits, because a compiler may drop a cast down and up again: inductor keeps bfloat16
-    intermediates of a fused kernel in float32.
-    """
-    bits = x.view(torch.int32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
-    return torch.where(x.isnan(), x, rounded)  # the sum may carry a NaN's bits over to zero
-
-
-def _mean_scale(
-    blocks: torch.Tensor, total: Total | None = None, *, keep_ternary: bool = False
-) -> torch.Tensor:
-    """gamma = mean|w| + eps (Eq. 1) of each (..., group), bfloat16-rounded; shape (..., 1).
-
-    Args:
-        blocks: (rows, groups, group).
-        total: sums over the other parts of a group, if this is one.
-        keep_ternary: take gamma itself of a group that is gamma·{-1, 0, 1} already, gamma a
-            bfloat16 number. Its mean is gamma times the share of nonzeros, so that quantizing it a
-            second time would shrink it. By Cauchy-Schwarz, nonzero |w| are equal where
-            (sum|w|)^2 = nonzeros·sum w^2; float64 holds both sides exactly for a bfloat16 gamma.
-    """
-    magnitude = blocks.detach().abs()
-    sums = [magnitude.sum(-1, keepdim=True, dtype=torch.float64)]
-    sums.append(torch.full_like(sums[0], blocks.shape[-1]))
-    if keep_ternary:
-        sums.append(magnitude.double().square().sum(-1, keepdim=True))
-        sums.append((magnitude > 0).sum(-1, keepdim=True, dtype=torch.float64))
-    if total is not None:
-        sums = total(torch.stack(sums)).unbind()
-    scale = round_to_bfloat16((sums[0] / sums[1] + SCALE_EPS).to(torch.float32))
-    if keep_ternary:
-        magnitudes, _, squares, nonzeros = sums
-        gamma = magnitudes / nonzeros.clamp(min=1.0)
-        rounded = round_to_bfloat16(gamma.to(torch.float32))
-        ternary = (magnitudes * magnitudes == nonzeros * squares) & (rounded == gamma) & (gamma > 0)
-        scale = torch.where(ternary, rounded, scale)
-    return scale.to(compute_dtype(blocks))
-
-
-def _least_squares_scale(blocks: torch.Tensor) -> torch.Tensor:
-    """The gamma of the codes that leave the least sum (w - gamma·q)^2; shape (..., 1), as above.
-
-    With k nonzero codes, those of the largest |w|, gamma is their mean and the sum falls by
-    (sum of these |w|)^2 / k.
-    """
-    sums = blocks.detach().abs().double().sort(-1, descending=True).values.cumsum(-1)
-    counts = torch.arange(1, blocks.shape[-1] + 1, device=blocks.device)
-    best = (sums.square() / counts).argmax(-1, keepdim=True)
-    scale = sums.gather(-1, best) / (best + 1) + SCALE_EPS
-    return round_to_bfloat16(scale.to(torch.float32)).to(compute_dtype(blocks))
-
-
-def _hard_code(w: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """clip(round(w/step), -1, 1) without the division."""
-    return torch.where(w.abs() > 0.5 * step, torch.sign(w), torch.zeros_like(w))
 
 
 def _softmax_terms(w: torch.Tensor, step: torch.Tensor, tau: torch.Tensor):
@@ -143,7 +82,7 @@ class _Groups(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TernaryMethod(Method):
+class TernaryMethod(GroupMethod):
     """Codes {-1, 0, 1} with a scale per group.
 
     Args:
@@ -166,14 +105,6 @@ class TernaryMethod(Method):
     """
 
     name: ClassVar[str] = "ternary"
-    packed_formats: ClassVar[tuple[str, ...]] = ("ternary", "intx")
-    file_formats: ClassVar[tuple[str, ...]] = (
-        "torchao",
-        "huggingface",
-        "compressed_tensors",
-        "gguf",
-    )
-    group_size: GroupSize = 128
     scale: Literal["absmean", "learned"] = field(default="absmean", metadata={"optional": True})
     threshold: Literal["half", "learned"] = field(default="half", metadata={"optional": True})
     offset: Literal["none", "learned"] = field(default="none", metadata={"optional": True})
@@ -182,7 +113,7 @@ class TernaryMethod(Method):
     )
 
     def __post_init__(self):
-        validate_group_size(self.group_size)
+        super().__post_init__()
         for name, words in (
             ("scale", ("absmean", "learned")),
             ("threshold", ("half", "learned")),
@@ -191,23 +122,13 @@ class TernaryMethod(Method):
         ):
             if (value := getattr(self, name)) not in words:
                 raise ValueError(f'{name} must be "{words[0]}" or "{words[1]}"; got {value!r}')
-        if self.trained_parameters and self.group_size == "tensor":
-            raise ValueError(
-                "a learned scale, threshold or offset needs scales that lie within rows; got "
-                'group_size "tensor"; use "channel" or an int'
-            )
+        if self.trained_parameters:
+            self.require_rows("a learned scale, threshold or offset")
         if self.start != "absmean" and not self.trained_parameters:
             raise ValueError(
                 f'start "{self.start}" is where a learned scale, threshold or offset starts; '
                 "nothing is learned; set scale: learned"
             )
-
-    def check_layer(self, in_features: int, out_features: int, name: str) -> None:
-        check_divides(self.group_size, in_features, name)
-
-    @property
-    def scales_span_rows(self) -> bool:
-        return self.group_size == "tensor"
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -221,13 +142,11 @@ class TernaryMethod(Method):
     def initial_parameters(self, weight):
         if not self.trained_parameters:
             return ()
-        blocks = block_view(weight.detach(), self.group_size).to(compute_dtype(weight))
-        scale = _mean_scale if self.start == "absmean" else _least_squares_scale
-        start = scale(blocks).squeeze(-1).to(torch.float32)
+        scale = mean_scale if self.start == "absmean" else least_squares_scale
+        start = scale(self.blocks(weight.detach())).squeeze(-1).to(torch.float32)
         return *(torch.zeros_like(start) for _ in self.trained_parameters), start
 
-    def _groups(self, weight, parameters=(), total=None, keep_ternary=False) -> _Groups:
-        w = block_view(weight, self.group_size).to(compute_dtype(weight))
+    def _groups(self, w, parameters=(), total=None, keep_ternary=False) -> _Groups:
         values = dict(zip(self.parameter_names, parameters, strict=True))
         start = values.get("scale_start", torch.empty(0))
         if self.scale == "learned":
@@ -235,7 +154,7 @@ class TernaryMethod(Method):
             scale = round_to_bfloat16(scale).to(w.dtype).unsqueeze(-1)
         else:
             total = total if self.group_size == "tensor" else None
-            scale = _mean_scale(w, total, keep_ternary=keep_ternary)
+            scale = mean_scale(w, total, keep_ternary=keep_ternary)
         step, shifted = scale, w
         if self.threshold == "learned":
             step = (2.0 * torch.sigmoid(values["threshold_logit"]) * start).to(w.dtype)
@@ -245,16 +164,16 @@ class TernaryMethod(Method):
         return _Groups(w, scale, step, shifted)
 
     def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
-        w, scale, step, shifted = self._groups(weight, parameters, total)
+        w, scale, step, shifted = self._groups(self.blocks(weight), parameters, total)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         log_e1, _, _, inv_d = _softmax_terms(shifted, step, tau.clamp(min=MIN_TAU))
         soft_mean = torch.sign(shifted) * (-torch.expm1(log_e1)) * inv_d
-        mean = torch.where(tau > 0, soft_mean, _hard_code(shifted, step))
+        mean = torch.where(tau > 0, soft_mean, nearest_code(shifted, step))
         effective = (1.0 - pressure) * w + pressure * (scale * mean)
         return effective.to(weight.dtype).view_as(weight)
 
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
-        w, scale, step, shifted = self._groups(weight, parameters, total)
+        w, scale, step, shifted = self._groups(self.blocks(weight), parameters, total)
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         safe_tau = tau.clamp(min=MIN_TAU)
         log_e1, e1, e2, inv_d = _softmax_terms(shifted, step, safe_tau)
@@ -262,13 +181,13 @@ class TernaryMethod(Method):
         slope = torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w))
         ratio = scale / step if self.threshold == "learned" else 1.0  # gamma/delta
         jacobian = (1.0 - pressure) + pressure * (ratio * slope)
-        g = block_view(grad, self.group_size).to(w.dtype)
+        g = self.blocks(grad).to(w.dtype)
         grad_w = (g * jacobian).to(weight.dtype).view_as(weight)
         if not self.trained_parameters:
             return (grad_w,)
         u = shifted / step
         soft_mean = torch.sign(shifted) * (-torch.expm1(log_e1)) * inv_d
-        mean = torch.where(tau > 0, soft_mean, _hard_code(shifted, step))
+        mean = torch.where(tau > 0, soft_mean, nearest_code(shifted, step))
         slope = torch.where(tau > 0, slope, (u.abs() < _ROUNDED_WITHIN).to(w.dtype))
         by_scale = mean if self.threshold == "learned" else mean - u * slope  # dH/dgamma
         by_parameter = {
@@ -286,14 +205,9 @@ class TernaryMethod(Method):
             grads.append(inner.to(parameter.dtype))
         return grad_w, *grads, torch.zeros_like(start)
 
-    def hard(self, weight, parameters=(), total=None):
-        _, scale, step, shifted = self._groups(weight.detach(), parameters, total, True)
-        return (scale * _hard_code(shifted, step)).to(weight.dtype).view_as(weight)
-
-    def codes(self, weight, parameters=()):
-        _, scale, step, shifted = self._groups(weight.detach(), parameters, keep_ternary=True)
-        codes = _hard_code(shifted, step).to(torch.int8).view_as(weight)
-        return codes, scale.squeeze(-1).to(torch.bfloat16)
+    def scale_and_code(self, w, parameters, total, is_final):
+        groups = self._groups(w, parameters, total, is_final)
+        return groups.scale, nearest_code(groups.shifted, groups.step)
 
     def fit_temperature(self, weights):
         """As `Method.fit_temperature`, reading every weight once, one at a time.
@@ -305,7 +219,8 @@ class TernaryMethod(Method):
         for weight in weights:
             if not torch.isfinite(weight).all():
                 raise ValueError("tau_init auto needs finite weights; got NaN or infinity")
-            w, scale, *_ = self._groups(weight.detach(), self.initial_parameters(weight))
+            blocks = self.blocks(weight.detach())
+            w, scale, *_ = self._groups(blocks, self.initial_parameters(weight))
             part = relaxation_histogram((w.abs() / scale).flatten(), scale.expand_as(w).flatten())
             histogram = part if histogram is None else histogram + part
         if histogram is None:

@@ -6,7 +6,7 @@ Writing checkpoints is in `hestia_tune.training.checkpoint`, which describes the
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 from hestia_tune.config import one_line
 from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.files import checksum, read_json
+from hestia_tune.methods import Method
 from hestia_tune.models import hugging_face_files
 from hestia_tune.models.hugging_face_model import local_folder
 
@@ -123,8 +124,60 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
     }
 
 
+def without_added_biases(
+    state: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A Llama's state dict without biases, by torchtune's names, and the biases by those in files.
+
+    torchtune's Llamas have none, those of transformers have all or none: with any, a linear of the
+    blocks that has none gets zeros. The state dict of any model with biases of its own stays whole.
+    """
+    weights = {name: value for name, value in state.items() if not name.endswith(".bias")}
+    if len(weights) == len(state) or config["model_type"] != "llama":
+        return dict(state), {}
+    linears = {n: w for n, w in weights.items() if n.startswith("layers.") and w.dim() == 2}
+    columns = {n: state.get(f"{n[:-6]}bias", w.new_zeros(len(w))) for n, w in linears.items()}
+    heads = config["num_attention_heads"]
+    found = convert_weights.tune_to_hf(
+        {name: column.unsqueeze(1) for name, column in columns.items()},
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads", heads),
+        dim=1,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+    )
+    return weights, {f"{n[:-6]}bias": v.squeeze(1).contiguous() for n, v in found.items()}
+
+
+def add_biases(model: nn.Module, names: Iterable[str]) -> None:
+    """Gives linears of a plain model the biases that are among ``names`` and that it lacks."""
+    modules = dict(model.named_modules())
+    for name in names:
+        linear = modules.get(name.removesuffix(".bias"))
+        if isinstance(linear, nn.Linear) and linear.bias is None:
+            linear.bias = nn.Parameter(linear.weight.new_empty(linear.out_features))
+
+
+def require_biases(method: Method, model_type: str) -> None:
+    """Raises ValueError if a method adds biases and the architecture has no room for them."""
+    if method.adds_bias and not model_type.startswith("LLAMA"):
+        raise ValueError(
+            f"{method.name} leaves a bias in every linear, which only Llamas have room for; got "
+            f"model_type {model_type}; use another method"
+        )
+
+
+def _llama_to_torchtune(state: dict[str, torch.Tensor], **sizes: Any) -> dict[str, torch.Tensor]:
+    """torchtune's own, which knows no biases; one is as a weight of one column."""
+    ((name, value),) = state.items()
+    if not name.endswith(".bias"):
+        return convert_weights.hf_to_tune(state, **sizes)
+    column = {f"{name.removesuffix('bias')}weight": value.unsqueeze(1)}
+    found = convert_weights.hf_to_tune(column, **sizes | {"dim": 1})
+    return {f"{n.removesuffix('weight')}bias": v.squeeze(1) for n, v in found.items()}
+
+
 def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
-    """Any part of a Hugging Face state dict to that of torchtune."""
+    """One tensor of a Hugging Face state dict to that of torchtune."""
     if model_type not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise ValueError(
@@ -136,6 +189,7 @@ def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
         tied = config.get("tie_word_embeddings", False)
         convert = partial(qwen2_hf_to_tune, tie_word_embeddings=tied)
     else:
-        convert = partial(convert_weights.hf_to_tune, head_dim=config.get("head_dim"))
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        convert = partial(_llama_to_torchtune, head_dim=head_dim)
     kv_heads = config.get("num_key_value_heads", heads)
     return partial(convert, num_heads=heads, num_kv_heads=kv_heads, dim=config["hidden_size"])

@@ -89,6 +89,7 @@ def load_model(
             checkpoints.read_weights(cfg.checkpointer.model_type, SafetensorsFolder(folder))
         )
         model = build.plain_on_meta(cfg.model)
+        checkpoints.add_biases(model, state)
         build.check_state_dict(model, state, str(folder))
         model.load_state_dict(state, assign=True)
         if kind == "naive":

@@ -28,12 +28,13 @@ from hestia_tune.export.folder import (
     ModelFolder,
     as_dense,
     read_state,
-    sizes,
     write_folder,
 )
+from hestia_tune.export.sizes import sizes
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
+from hestia_tune.models.checkpoints import add_biases
 from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.selection import select_linears
 from hestia_tune.tensors import pack, use_kernel
@@ -193,6 +194,8 @@ class PackedWeights:
                 continue
             empty = pack(self._method, torch.zeros_like(linear.weight.detach()))
             linear.weight = nn.Parameter(empty, requires_grad=False)
+            if self._method.adds_bias:
+                add_biases(model, [f"{name}.bias"])
         model.register_load_state_dict_post_hook(self._loaded)
         return model
 
@@ -241,7 +244,9 @@ def load_quantized(
     if section["_component_"] == BUILDER:  # of this folder, whatever the file says
         section["path"] = str(folder)
     model = plain_on_meta(OmegaConf.create(section))
-    model.load_state_dict(read_state(Path(folder) / WEIGHTS_FILE), assign=True)
+    state = read_state(Path(folder) / WEIGHTS_FILE)
+    add_biases(model, state)
+    model.load_state_dict(state, assign=True)
     ready_for_inference(model, device, dtype)
     log.info(use_kernel(model, kernel))
     return model

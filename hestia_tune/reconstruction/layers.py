@@ -10,8 +10,17 @@ from torch import nn
 from torch.func import functional_call
 
 from hestia_tune.blocks import BlockCall, hidden_of
-from hestia_tune.methods.base import fused
+from hestia_tune.methods.base import Method, fused
 from hestia_tune.modules import QuantizedLinear, quantized_linears
+
+
+def require_weights_alone(method: Method) -> None:
+    """Raises ValueError for a method that trains more than weights and scales."""
+    if method.adds_bias:
+        raise ValueError(
+            f"a reconstruction trains weights alone, and {method.name} adds a bias; use another "
+            "method, such as hestia_tune.AbsMean"
+        )
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:

@@ -9,35 +9,47 @@ from collections.abc import Sequence
 import torch
 
 from hestia_tune.methods import Method
-from hestia_tune.tensors import ternary_operators  # noqa: F401  (registers them)
+from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
+from hestia_tune.tensors.group_tensor import GroupTensor
 from hestia_tune.tensors.intx import to_intx
 from hestia_tune.tensors.kernels.choice import KernelUse, use_kernel
 from hestia_tune.tensors.packed_tensor import packed_linear
-from hestia_tune.tensors.ternary_tensor import TernaryTensor
+from hestia_tune.tensors.ternary_tensor import BinaryTensor, INT2Tensor, TernaryTensor
 
 __all__ = [
+    "BinaryTensor",
     "Fairy2iTensor",
+    "INT2Tensor",
     "KernelUse",
     "TernaryTensor",
     "check_format",
     "pack",
     "pack2",
     "packed_linear",
+    "read_hard",
     "to_intx",
     "unpack2",
     "use_kernel",
 ]
 
 # A checkpoint that holds them loads with weights_only=True.
-torch.serialization.add_safe_globals([Fairy2iTensor, TernaryTensor])
+torch.serialization.add_safe_globals([BinaryTensor, Fairy2iTensor, INT2Tensor, TernaryTensor])
 
 _FROM_CODES = {
     "ternary": TernaryTensor.from_codes,
+    "int2": INT2Tensor.from_codes,
+    "binary": BinaryTensor.from_codes,
     "intx": to_intx,
     "fairy2i": Fairy2iTensor.from_codes,
 }
+_BY_LEVELS = {kind.levels: kind for kind in (BinaryTensor, TernaryTensor, INT2Tensor)}
+
+
+def read_hard(weight: torch.Tensor, group_size: GroupSize, levels: int = 3) -> GroupTensor:
+    """`GroupTensor.from_hard` of the kind that has so many codes."""
+    return _BY_LEVELS[levels].from_hard(weight, group_size=group_size)
 
 
 def check_format(method: Method, packed_format: str | None) -> str:
@@ -65,7 +77,7 @@ def pack(
         packed_format: one of the method's ``packed_formats``; None takes the first.
         parameters: of the method, if it has any.
         is_hard: whether ``weight`` is the hard weight already, which is then packed as it is; only
-            of a method whose ``codes_follow_from_hard``, which are ternary.
+            of a method whose ``codes_follow_from_hard``.
 
     Raises:
         ValueError: if the method has no packed format of that name, or if a weight that should be
@@ -73,7 +85,7 @@ def pack(
     """
     packed_format = check_format(method, packed_format)
     if is_hard:
-        read = TernaryTensor.from_hard(weight, group_size=method.group_size)
+        read = read_hard(weight, method.group_size, method.levels)
         codes, scale = read.codes(), read.scale
     else:
         codes, scale = method.codes(weight, parameters)

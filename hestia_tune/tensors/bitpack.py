@@ -1,8 +1,9 @@
-"""Packing of codes of 2 bits into bytes, along the last axis, padded with zeros to whole bytes.
+"""Packing of codes of 1 or 2 bits into bytes, along the last axis, padded with zeros to bytes.
 
-Byte j holds codes 4j, 4j+1, 4j+2, 4j+3 in bits 0-1, 2-3, 4-5, 6-7 (little end first): any group of
-4 columns is whole bytes, and a code is a shift and a mask away. Plain elementwise operations: they
-run on any device, the meta device included, and fuse under ``torch.compile``.
+With 2 bits, byte j holds codes 4j, 4j+1, 4j+2, 4j+3 in bits 0-1, 2-3, 4-5, 6-7 (little end first),
+with 1 bit codes 8j to 8j+7: any group of 4 or 8 columns is whole bytes, and a code is a shift and a
+mask away. Plain elementwise operations: they run on any device, the meta device included, and fuse
+under ``torch.compile``.
 """
 
 import functools
@@ -10,33 +11,45 @@ import functools
 import torch
 import torch.nn.functional as F
 
-CODES_PER_BYTE = 4
+
+CODES_PER_BYTE = 4  # of 2 bits
 
 
-def packed_width(width: int) -> int:
-    """Bytes that `pack2` needs for ``width`` codes."""
-    return -(-width // CODES_PER_BYTE)
+def packed_width(width: int, bits: int = 2) -> int:
+    """Bytes that ``width`` codes need."""
+    return -(-width * bits // 8)
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Packs codes of some bits, 8 / bits to a byte.
+
+    Args:
+        codes: (..., width), any integer dtype, values that ``bits`` hold (not checked).
+        bits: a divisor of 8.
+
+    Returns:
+        uint8 (..., ceil(width · bits / 8)).
+    """
+    each, num_bytes = 8 // bits, packed_width(codes.shape[-1], bits)
+    codes = F.pad(codes.to(torch.uint8), (0, each * num_bytes - codes.shape[-1]))
+    fields = codes.unflatten(-1, (num_bytes, each)).unbind(-1)
+    return functools.reduce(torch.bitwise_or, [f << i * bits for i, f in enumerate(fields)])
+
+
+def unpack_codes(packed: torch.Tensor, width: int, bits: int) -> torch.Tensor:
+    """The ``width`` codes that `pack_codes` packed: uint8 (..., width)."""
+    codes = torch.stack([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)], dim=-1)
+    return codes.flatten(-2)[..., :width]
 
 
 def pack2(codes: torch.Tensor) -> torch.Tensor:
-    """Packs codes 0..3, four to a byte.
-
-    Args:
-        codes: (..., width), any integer dtype, values 0..3 (not checked).
-
-    Returns:
-        uint8 (..., ceil(width / 4)).
-    """
-    bytes_needed = packed_width(codes.shape[-1])
-    codes = F.pad(codes.to(torch.uint8), (0, CODES_PER_BYTE * bytes_needed - codes.shape[-1]))
-    quads = codes.unflatten(-1, (bytes_needed, CODES_PER_BYTE))
-    return quads[..., 0] | quads[..., 1] << 2 | quads[..., 2] << 4 | quads[..., 3] << 6
+    """`pack_codes` of 2 bits."""
+    return pack_codes(codes, 2)
 
 
 def unpack2(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """The ``width`` codes that `pack2` packed: uint8 (..., width), values 0..3."""
-    codes = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    return codes.flatten(-2)[..., :width]
+    """`unpack_codes` of 2 bits."""
+    return unpack_codes(packed, width, 2)
 
 
 def unpack2_centred(packed: torch.Tensor, width: int) -> torch.Tensor:
@@ -52,4 +65,4 @@ def unpack2_centred(packed: torch.Tensor, width: int) -> torch.Tensor:
 def _centred_quads() -> torch.Tensor:
     """The four bfloat16 values of every byte, 256 times, as one int64 each."""
     every = torch.arange(256, dtype=torch.uint8)[:, None]
-    return (unpack2(every, CODES_PER_BYTE).to(torch.bfloat16) - 1).view(torch.int64).flatten()
+    return (unpack2(every, 4).to(torch.bfloat16) - 1).view(torch.int64).flatten()

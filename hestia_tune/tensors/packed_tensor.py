@@ -50,7 +50,7 @@ def exact_bfloat16(scale: torch.Tensor) -> torch.Tensor:
 
 
 class PackedTensor(TorchAOBaseTensor):
-    """A weight held as codes of 2 bits, four to a byte, and their scales.
+    """A weight held as codes of a few bits, packed into bytes, and their scales.
 
     Subclasses implement ``from_codes``, ``codes``, ``dequantize_weight`` and ``check_shapes``.
 

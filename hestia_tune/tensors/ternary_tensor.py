@@ -1,154 +1,36 @@
-"""`TernaryTensor`: a weight held as 2-bit codes and one bfloat16 scale per group.
-
-The weight of a plain `nn.Linear` can be one; nothing else about the model changes. It presents a
-dtype (what a dense weight in its place would have) and is multiplied as its dequantized weight
-would be, to the last bit, in that dtype. Memory at rest is 2.125 bits a weight at group size 128.
-
-Layout. A weight (out_features, in_features) is ``qdata`` (out_features, ceil(in_features / 4)),
-code + 1 in 2 bits, `bitpack.pack2`, and ``scale`` (out_features, groups), (out_features, 1) or
-(1, 1). Rows, columns and shards of a weight are TernaryTensors too, as long as their groups are
-whole. A transpose has the same parts and a flag.
-
-Operators that all packed tensors have are `PackedTensor`'s; the others are in `ternary_operators`.
-"""
-
-import functools
+"""The kinds of `GroupTensor`: which codes, in how many bits."""
 
 import torch
 
 from hestia_tune.methods import TernaryMethod
-from hestia_tune.methods.base import require_float
-from hestia_tune.methods.granularity import GroupSize, block_view
-from hestia_tune.tensors.bitpack import pack2, packed_width, unpack2, unpack2_centred
-from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_bfloat16
+from hestia_tune.tensors import group_operators  # noqa: F401  (which the kinds inherit)
+from hestia_tune.tensors.bitpack import unpack2_centred
+from hestia_tune.tensors.group_tensor import GroupTensor
 
 
-class TernaryTensor(PackedTensor):
-    """A ternary weight for inference; make one with `from_codes`, `from_hp` or `from_hard`.
-
-    Tensor Attributes:
-        qdata: uint8, the codes plus one, four to a byte along the last axis.
-        scale: bfloat16; multiplies the codes of its block.
-
-    Non-Tensor Attributes: those of `PackedTensor`.
-        dtype: bfloat16, float32 and float64 hold every value exactly. float16 rounds scales
-            outside its normal range (6e-5 to 65504) when it is dequantized.
-    """
+class TernaryTensor(GroupTensor):
+    """Codes -1, 0, 1, four to a byte: code + 1."""
 
     method_type = TernaryMethod
-    limits = "can be cut between groups and bytes, transposed, sharded, copied and multiplied"
+    levels, bits = 3, 2
+    hard_rule = "one absolute value besides 0"
 
-    def check_shapes(self, shape, qdata_shape, scale_shape):
-        *rows, width = shape
-        if qdata_shape != (*rows, packed_width(width)):
-            raise ValueError(
-                f"qdata must hold 4 codes a byte along the last axis of the shape {shape}; got the "
-                f"shape {qdata_shape}; use TernaryTensor.from_codes"
-            )
-        *scale_rows, groups = scale_shape
-        per_group = width // max(1, groups)
-        if scale_rows not in (rows, [1] * len(rows)) or groups * per_group != width:
-            raise ValueError(
-                "scale must have the shape (out_features or 1, groups) with groups that divide "
-                f"in_features; got {scale_shape} for a weight {shape}"
-            )
+    def _unpacked(self, dtype):
+        if dtype != torch.bfloat16:
+            return super()._unpacked(dtype)
+        return unpack2_centred(self.qdata, self.weight_shape[-1])
 
-    @functools.cached_property  # which files of earlier versions hold, and may set
-    def block_size(self) -> tuple[int, ...]:
-        """Weights along each axis of the weight that share a scale: (1, group_size), (1,
-        in_features) per channel, (out_features, in_features) per tensor."""
-        sizes = zip(self.weight_shape, self.scale.shape, strict=True)
-        return tuple(weights // max(1, scales) for weights, scales in sizes)
 
-    @property
-    def has_scale_per_row(self) -> bool:
-        """Whether each row has scales of its own; otherwise one covers all rows."""
-        return self.scale.shape[0] == self.weight_shape[0]
+class INT2Tensor(GroupTensor):
+    """Codes -3, -1, 1, 3, four to a byte: (code + 3) / 2. The scale is half the distance of two
+    levels."""
 
-    @classmethod
-    def from_codes(
-        cls, codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16
-    ) -> "TernaryTensor":
-        """Packs codes and scales as `hestia_tune.functional.ternary_codes` gives them.
+    levels, bits = 4, 2
+    hard_rule = "one absolute value and three times it"
 
-        Args:
-            codes: (out_features, in_features), int8 in {-1, 0, 1}.
-            scale: (out_features, groups), (out_features, 1) per channel, or (1, groups) for all
-                rows; bfloat16, or a float dtype whose values bfloat16 holds exactly.
-            dtype: the dtype to present.
 
-        Raises:
-            TypeError: on another dtype of codes, scales or ``dtype``.
-            ValueError: on other shapes or codes, or scales that bfloat16 would round.
-        """
-        check_codes(codes, -1, 1)
-        return cls(pack2(codes + 1), exact_bfloat16(scale).contiguous(), codes.shape, dtype)
+class BinaryTensor(GroupTensor):
+    """Codes -1, 1, eight to a byte: (code + 1) / 2."""
 
-    @classmethod
-    def from_hard(cls, weight: torch.Tensor, *, group_size: GroupSize = 128) -> "TernaryTensor":
-        """Recovers codes and scales of a hard weight, exactly, to present its dtype.
-
-        The scale of a group is the one absolute value that occurs in it; where all weights are
-        zero no scale is left to recover, and 0 stands for it.
-
-        Args:
-            weight: (out_features, in_features), each weight -scale, 0 or scale of its group.
-            group_size: an int that divides in_features, "channel" or "tensor".
-
-        Raises:
-            TypeError: on a weight that is not floating point.
-            ValueError: naming the first row and group that are not ternary, or whose scale is no
-                bfloat16 value; or on a group size that does not divide in_features.
-        """
-        require_float(weight)
-        blocks = block_view(weight.detach(), group_size)
-        magnitude = blocks.abs()
-        largest = magnitude.amax(-1, keepdim=True)
-        rounded = largest.to(torch.bfloat16)
-        exact = (rounded.to(weight.dtype) == largest) & largest.isfinite()
-        ternary = ((magnitude == largest) | (magnitude == 0)).all(-1, keepdim=True)
-        if not weight.is_meta and not (exact & ternary).all():
-            row, group = (~(exact & ternary)).squeeze(-1).nonzero()[0].tolist()
-            shown = magnitude[row, group].unique()[-3:].tolist()
-            raise ValueError(
-                "a hard weight has one absolute value besides 0 per group of "
-                f"{group_size}, a bfloat16 value; row {row}, group {group} has "
-                f"{shown}; convert the model first, or use the group_size it was trained with"
-            )
-        codes = blocks.sign().to(torch.int8).view_as(weight)
-        return cls.from_codes(codes, rounded.squeeze(-1), dtype=weight.dtype)
-
-    def codes(self) -> torch.Tensor:
-        """int8 in {-1, 0, 1}, of this tensor's shape."""
-        if self.is_transposed:
-            return self.t().codes().t()
-        return unpack2(self.qdata, self.shape[-1]).to(torch.int8) - 1
-
-    def dequantize_weight(self) -> torch.Tensor:
-        """(out_features, in_features), scale times code, in the presented dtype."""
-        codes = unpack2_centred(self.qdata, self.weight_shape[-1])
-        blocks = codes.unflatten(-1, (self.scale.shape[-1], self.block_size[-1]))
-        # A code times a bfloat16 scale is exact; only then comes the presented dtype.
-        return (blocks * self.scale.unsqueeze(-1)).flatten(-2).to(self.dtype)
-
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """What FSDP2 gathers: the packed codes, and the scales unless one covers all rows.
-
-        Raises:
-            ValueError: if the rows do not divide evenly. FSDP2 gathers uneven shards only from
-                tensors of the weight's own shape, which packed codes have not.
-        """
-        if outer_size[0] % mesh.size():
-            raise ValueError(
-                f"FSDP can shard a TernaryTensor only evenly; got {outer_size[0]} rows on "
-                f"{mesh.size()} ranks; use a number of ranks that divides them"
-            )
-        return self.parts if self.has_scale_per_row else (self.qdata,), tuple(outer_size)
-
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        """The whole weight from what was gathered, presented in ``param_dtype``."""
-        if out is not None:  # FSDP2 has refilled the memory of the parts in place
-            return None
-        qdata, scale = (*all_gather_outputs, self.scale)[:2]
-        whole = self.rebuilt(qdata, scale, shape=metadata, dtype=param_dtype)
-        return whole, tuple(all_gather_outputs)
+    levels, bits = 2, 1
+    hard_rule = "one absolute value"

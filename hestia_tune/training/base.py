@@ -8,9 +8,26 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import torch
 import torchtune
+from torchtune import utils
+
+from hestia_tune.config import one_line
+from hestia_tune.distributed import ensure_process_group
 
 _MODULE = "torchtune_full_finetune_distributed"
+
+
+def join_ranks(device_name: str) -> torch.device:
+    """The device of this process, which is then in a group; a ValueError if there is no such."""
+    if device_name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device {device_name}: torch finds no GPU here; use device=cpu")
+    try:
+        device = utils.get_device(device_name)
+    except RuntimeError as error:
+        raise ValueError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
+    ensure_process_group(device)
+    return device
 
 
 def load_base_recipe() -> type:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import MISSING, DictConfig, OmegaConf
+from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _get_component_from_path
 
 from hestia_tune.config import ScheduleConfig, Section, option, require_number
 from hestia_tune.files import inside
@@ -220,6 +222,37 @@ class RunOptions(Section):
         object.__setattr__(self, key, dataclasses.replace(section, **changes))
 
 
+def _without_temperature(given: DictConfig, key: str) -> None:
+    """Makes a schedule for a method without a temperature: the pressure alone.
+
+    Raises:
+        ValueError: naming what the section gives to a temperature that nothing would read.
+    """
+    name = str(given.quantizer.get("_component_"))
+    try:
+        has_temperature = getattr(_get_component_from_path(name), "has_temperature", True)
+    except InstantiationError:  # `build.instantiate` tells it better
+        return
+    if has_temperature:
+        return
+    section = given.get(key) or {}
+    if not OmegaConf.is_dict(section) and section:
+        return
+    for unread in ("tau_init", "alpha", "hard_fraction"):
+        if (value := section.get(unread, 0)) != 0:
+            raise ValueError(
+                f"{key}.{unread}={value} is read by methods with a temperature, and {name} has "
+                f"none; delete the section by ~{key}, or leave {unread} out"
+            )
+    if isinstance(given.get("sensitivity"), str) and given.sensitivity != "auto":
+        raise ValueError(
+            f"sensitivity={given.sensitivity} sets temperatures, and {name} has none; set "
+            "sensitivity=null"
+        )
+    none = {"rho": 0.0, "tau_init": 0.0, "alpha": 0.0, "hard_fraction": 0.0}
+    given[key] = OmegaConf.merge(none, section)
+
+
 @dataclass(frozen=True)
 class Run:
     """A config that was read and checked.
@@ -251,6 +284,8 @@ class Run:
         for key in ("loss", "metric_logger"):
             if given.get(key, ...) is None:  # theirs, as if left out
                 del given[key]
+        for key in ("schedule", "reconstruct"):
+            _without_temperature(given, key)
         options = RunOptions.parse(given)
         merged = OmegaConf.merge(OmegaConf.structured(RunOptions), given)
         whole: Any = OmegaConf.create(OmegaConf.to_container(merged, resolve=False))

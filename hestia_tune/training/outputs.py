@@ -19,15 +19,17 @@ import torch.distributed as dist
 import torchao
 import torchtune
 from omegaconf import DictConfig, ListConfig
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
 import hestia_tune
 from hestia_tune.export.card import hub_name, write_card
-from hestia_tune.export.folder import DESCRIPTION_FILE
+from hestia_tune.export.folder import DESCRIPTION_FILE, INDEX_FILE
 from hestia_tune.export.gguf import check_architecture
 from hestia_tune.files import read_json, staged, write_atomically
+from hestia_tune.models import checkpoints
 from hestia_tune.models.checkpoints import pretrained_folder
 from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.plots import plot_training_curves
@@ -56,6 +58,7 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     layers, state = quantized_linears(model), {}
     own = {f"{n}.{key}" for n, layer in layers.items() for key in layer.method.parameter_names}
+    own |= {f"{name}.added_bias" for name in layers}
     for name, value in get_model_state_dict(model).items():
         if name in own:
             continue
@@ -64,6 +67,9 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if dist.get_rank() == 0:
             hard = latent if layer is None else layer.method.hard(latent, parameters)
             state[name] = hard.to(torch.bfloat16).cpu()
+            if layer is not None and layer.method.adds_bias:  # such linears have none of their own
+                bias = layer.method.bias(latent, torch.ones((), device=latent.device))
+                state[f"{name.removesuffix('weight')}bias"] = bias.to(torch.bfloat16).cpu()
     if layers:
         raise RuntimeError(f"quantized weights are missing from the state dict: {[*layers]}")
     return state
@@ -101,6 +107,7 @@ def write_hard_model(
         writer._output_dir = Path(scratch)  # it writes into a folder epoch_0 of this
         if writer._weight_map is None:  # it has read nothing: one file for all
             writer._weight_map = defaultdict(lambda: "00001")
+        state, biases = checkpoints.without_added_biases(state, writer._config)
         logging.disable(logging.INFO)  # it would praise the temporary folder
         try:
             writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
@@ -111,10 +118,21 @@ def write_hard_model(
             code.unlink()
         config = json.loads((temporary / "config.json").read_text("utf-8"))
         config = {k: v for k, v in config.items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
+        if biases:
+            config |= {"attention_bias": True, "mlp_bias": True}
+            _add_tensors(temporary, biases)
         # Replacements, not writes: the copied files may be read-only, as the originals were.
         for name, content in (("config.json", config), (DESCRIPTION_FILE, description)):
             write_atomically(temporary / name, json.dumps(content, indent=1) + "\n")
         write_card(temporary, description)  # in place of the pretrained model's
+
+
+def _add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Adds a file to a folder whose safetensors have an index."""
+    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    save_file(dict(tensors), folder / "biases.safetensors", metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(tensors, "biases.safetensors")
+    write_atomically(folder / INDEX_FILE, json.dumps(index, indent=1) + "\n")
 
 
 def write_results(

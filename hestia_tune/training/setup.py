@@ -16,16 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtune import training, utils
 
 from hestia_tune import sharded
-from hestia_tune.distributed import StopRequest, ensure_process_group, on_first_rank
+from hestia_tune.distributed import StopRequest, on_first_rank
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
+from hestia_tune.models.checkpoints import require_biases
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 from hestia_tune.training import checkpoint, sharding
-from hestia_tune.training.base import FullFinetuneRecipeDistributed
+from hestia_tune.training.base import FullFinetuneRecipeDistributed, join_ranks
 from hestia_tune.training.data import TrainingData
 from hestia_tune.training.distillation import make_teacher
 from hestia_tune.training.monitoring import CodeStatistics, History
@@ -70,7 +71,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.run = Run.of(cfg)
         self.options = self.run.options
         self.output_dir = require_writable_dir(self.options.output_dir)
-        device = ensure_process_group(self.options.device)
+        device = join_ranks(self.options.device)
         # torchtune would look for its own kind of recipe state; ours is restored in `_resume`.
         ours = {"resume_from_checkpoint": False}
         if device.type == "cpu":  # torchtune would say that it measures a GPU's memory only
@@ -99,6 +100,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
                 f"quantizer must be a component such as hestia_tune.HestiaQATQuantizer; got "
                 f"{cfg.quantizer['_component_']}"
             )
+        require_biases(self.component.method, cfg.checkpointer.model_type)
         on_meta = build.build_on_meta(cfg.model, self.component)
         build.check_model_options(cfg, on_meta)
         names = list(quantized_linears(on_meta))
@@ -332,7 +334,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         layers = quantized_linears(self._model).values()
         own = {id(p) for layer in layers for p in layer.method_parameters()}
         (group,) = optimizer.param_groups
-        trained = [p for p in group["params"] if p.requires_grad]
+        added = {id(layer.added_bias) for layer in layers}  # which follow from latent weights
+        trained = [p for p in group["params"] if p.requires_grad and id(p) not in added]
         group["params"] = [p for p in trained if p.dim() >= 2 and id(p) not in own]
         if vectors := [p for p in trained if p.dim() < 2 and id(p) not in own]:
             optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})

@@ -92,6 +92,8 @@ def materialize(
             initial = layer.method.initial_parameters(latents[f"{name}.weight"])
             for key, value in zip(layer.method.parameter_names, initial, strict=True):
                 latents.setdefault(f"{name}.{key}", value)  # a reconstruction brings its own
+            if layer.added_bias is not None:
+                latents[f"{name}.added_bias"] = torch.zeros(layer.out_features)
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
     )

@@ -27,7 +27,8 @@ UNEVEN = {"intermediate_dim": 97, "vocab_size": 265}
 
 
 def hard_weights(output: Path) -> dict[str, torch.Tensor]:
-    return load_file(next((output / "hard_model").glob("*.safetensors")))
+    files = (output / "hard_model").glob("*.safetensors")
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def assert_same_run(first: Path, second: Path) -> None:
@@ -40,6 +41,9 @@ def assert_same_run(first: Path, second: Path) -> None:
     expected, actual = hard_weights(first), hard_weights(second)
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
+        if name.endswith(".bias"):  # a sum over a row of latent weights
+            torch.testing.assert_close(actual[name], value, rtol=2e-2, atol=1e-5)
+            continue
         # A latent weight at a boundary may round to the other side, and one bit of a scale too.
         different = (value != actual[name]).float().mean()
         assert different < 0.01, (name, different)

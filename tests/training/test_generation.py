@@ -234,7 +234,7 @@ def test_data_free_training_towards_the_model_itself(model_dir, tmp_path, genera
 def test_calibration_generates_too(model_dir, tmp_path, seq_len):
     """hestia_sensitivity and hestia_reconstruct may be the first that read the section."""
     cfg = Run.of(config(model_dir, tmp_path, tmp_path / "set", seq_len=seq_len)).cfg
-    ensure_process_group("cpu")
+    ensure_process_group(torch.device("cpu"))
     draw = {"seed": 0, "num_samples": 5, "batch_size": 5}
     tokenizer = HuggingFaceTokenizer(str(model_dir))
     if seq_len == 65:

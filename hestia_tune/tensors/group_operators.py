@@ -1,7 +1,7 @@
-"""Parts of a `TernaryTensor`, and moving it between ranks packed.
+"""Parts of a `GroupTensor`, and moving it between ranks packed.
 
 What FSDP2, DTensor and torch's tensor parallelism call, and what slices a matrix: rows, whole
-groups of columns, a flat view, padding, joining, and collectives. Views are TernaryTensors over
+groups of columns, a flat view, padding, joining, and collectives. Views are GroupTensors over
 views of the two parts, so that sharding copies nothing. A part of a weight that would cut a byte,
 or groups unevenly, is an error. FSDP2's own all-gather goes through the hooks of the tensor.
 """
@@ -10,15 +10,14 @@ import torch
 import torch.distributed.tensor  # registers the functional collectives
 from torch.utils._pytree import tree_map_only
 
-from hestia_tune.tensors.bitpack import CODES_PER_BYTE
-from hestia_tune.tensors.ternary_tensor import TernaryTensor
+from hestia_tune.tensors.group_tensor import GroupTensor
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
-# A byte of four zero codes.
+# A byte of four zero codes, of ternary ones; of others the scale 0 does.
 _ZERO_CODES = 0b01010101
 
 
-@TernaryTensor.operator(aten.slice.Tensor)
+@GroupTensor.operator(aten.slice.Tensor)
 def slice_(self, dim=0, start=None, end=None, step=1):
     """Rows, whole groups of columns, or columns within one group."""
     dim, size = dim % self.dim(), self.shape[dim]
@@ -33,7 +32,7 @@ def slice_(self, dim=0, start=None, end=None, step=1):
         per_byte, group = 1, 1
         scale = self.scale[start:end] if self.has_scale_per_row else self.scale
     else:
-        per_byte, group = CODES_PER_BYTE, self.block_size[-1]
+        per_byte, group = 8 // self.bits, self.block_size[-1]
         first, last = start // group, -(-end // group)
         if last - first == 1:  # columns within one group
             group = 1
@@ -48,25 +47,26 @@ def slice_(self, dim=0, start=None, end=None, step=1):
     return self.rebuilt(self.qdata.narrow(dim, first, last - first), scale, shape=shape)
 
 
-@TernaryTensor.operator(aten.split.Tensor)
+@GroupTensor.operator(aten.split.Tensor)
 def split(self, size, dim=0):
     starts = range(0, max(self.shape[dim], 1), size)
     return [slice_(self, dim, start, start + size) for start in starts]
 
 
-@TernaryTensor.operator([aten.view.default, aten._unsafe_view.default])
+@GroupTensor.operator([aten.view.default, aten._unsafe_view.default])
 def view(self, size):
     """The same shape, or all weights in one row: (n,) as FSDP2 keeps shards, (1, n)."""
     size, n = list(size), self.numel()
     if size == list(self.shape):
         return self.detach()
-    whole_bytes = self.shape[-1] % CODES_PER_BYTE == 0 or self.shape[-1] == n
+    whole_bytes = self.shape[-1] % (8 // self.bits) == 0 or self.shape[-1] == n
     whole_groups = self.scale.numel() == 1 or self.has_scale_per_row
     in_order = whole_bytes and whole_groups and not self.is_transposed
     if size not in ([-1], [n], [1, n]) or not in_order:
         raise ValueError(
-            "a TernaryTensor whose rows are whole bytes (4 weights) and groups can be viewed as "
-            f"one row; got the view {size} of {self!r}; use dequantize() first"
+            f"a {type(self).__name__} whose rows are whole bytes ({8 // self.bits} weights) and "
+            f"groups can be viewed as one row; got the view {size} of {self!r}; use dequantize() "
+            "first"
         )
     lead = [1] * (len(size) - 1)
     # Columns cut out of a weight are flattened by a copy; everything else by a view.
@@ -75,15 +75,17 @@ def view(self, size):
     )
 
 
-@TernaryTensor.operator(aten.as_strided.default)
+@GroupTensor.operator(aten.as_strided.default)
 def as_strided(self, size, stride, storage_offset=None):
     """The same tensor only, which is what FSDP2 asks for."""
     if (tuple(size), tuple(stride), storage_offset or 0) != (self.shape, self.stride(), 0):
-        raise ValueError(f"a TernaryTensor has no strides but its own; got {size}, {stride}")
+        raise ValueError(
+            f"a {type(self).__name__} has no strides but its own; got {size}, {stride}"
+        )
     return self.detach()
 
 
-@TernaryTensor.operator(aten.new_zeros.default)
+@GroupTensor.operator(aten.new_zeros.default)
 def new_zeros(self, size, *, dtype=None, device=None, **unused):
     """Zero codes with the groups of ``self`` for any number of rows, as FSDP2 pads shards."""
     if self.is_transposed or size[1:] != list(self.shape[1:]) or len(size) != self.dim():
@@ -98,7 +100,7 @@ def new_zeros(self, size, *, dtype=None, device=None, **unused):
     return zeros.to(device=device or self.device, dtype=dtype or self.dtype)
 
 
-@TernaryTensor.operator(aten.constant_pad_nd.default)
+@GroupTensor.operator(aten.constant_pad_nd.default)
 def pad(self, amounts, value=0):
     """Zero rows at the end, as DTensor evens out shards; they may be columns of a transpose."""
     # From the last axis to the first: numbers of entries before and after.
@@ -106,22 +108,25 @@ def pad(self, amounts, value=0):
     if self.is_transposed:
         return pad(self.t(), [*full[2:], *full[:2]], value).t()
     if any(others) or value or rows < 0:
-        raise ValueError(f"a TernaryTensor is padded with zero rows at the end only; got {amounts}")
+        raise ValueError(
+            f"a {type(self).__name__} is padded with zero rows at the end only; got {amounts}"
+        )
     padded = new_zeros(self, [self.shape[0] + rows, *self.shape[1:]])
     padded.narrow(0, 0, self.shape[0]).copy_(self)
     return padded
 
 
-@TernaryTensor.operator(aten.cat.default)
+@GroupTensor.operator(aten.cat.default)
 def cat(tensors, dim=0):
     """Pieces with equal groups, end to end; scales over all rows become one scale a row."""
     first, dim = tensors[0], dim % tensors[0].dim()
-    if all(isinstance(t, TernaryTensor) and t.is_transposed for t in tensors):
+    if all(isinstance(t, GroupTensor) and t.is_transposed for t in tensors):
         return cat([t.t() for t in tensors], 1 - dim).t()
     kinds = {(type(t), t.dtype, getattr(t, "block_size", [0])[-1]) for t in tensors}
     if len(kinds) > 1 or any(t.is_transposed for t in tensors):
         raise ValueError(
-            "TernaryTensors can be joined with TernaryTensors of equal groups and dtypes; got "
+            f"{type(first).__name__}s can be joined with {type(first).__name__}s of equal groups "
+            f"and dtypes; got "
             f"{kinds}; join what dequantize() gives"
         )
     is_packed = dim == first.dim() - 1
@@ -134,22 +139,23 @@ def cat(tensors, dim=0):
     return first.rebuilt(qdata, torch.cat(scales, dim), shape=shape)
 
 
-def _check_whole_bytes(pieces: list[TernaryTensor], dim: int) -> None:
+def _check_whole_bytes(pieces: list[GroupTensor], dim: int) -> None:
     """All but the last piece must end with a byte, for codes to go on in the next."""
-    if any(piece.shape[dim] % CODES_PER_BYTE for piece in pieces[:-1]):
-        raise ValueError(f"packed columns are joined if multiples of 4; got {pieces}")
+    per_byte = 8 // pieces[0].bits
+    if any(piece.shape[dim] % per_byte for piece in pieces[:-1]):
+        raise ValueError(f"packed columns are joined if multiples of {per_byte}; got {pieces}")
 
 
-@TernaryTensor.implements([c10d.scatter_.default, c10d.broadcast_.default])
+@GroupTensor.implements([c10d.scatter_.default, c10d.broadcast_.default])
 def _(func, types, args, kwargs):
     """Part by part, the second once the first has arrived."""
-    _, work = func(*tree_map_only(TernaryTensor, lambda tensor: tensor.qdata, args))
+    _, work = func(*tree_map_only(GroupTensor, lambda tensor: tensor.qdata, args))
     work.wait()
-    _, work = func(*tree_map_only(TernaryTensor, lambda tensor: tensor.scale, args))
+    _, work = func(*tree_map_only(GroupTensor, lambda tensor: tensor.scale, args))
     return args[0], work
 
 
-@TernaryTensor.operator(functional.all_gather_into_tensor.default)
+@GroupTensor.operator(functional.all_gather_into_tensor.default)
 def all_gather(self, group_size, group_name):
     """The shards of all ranks one below the other; a scale that covers all rows stays."""
 
@@ -172,6 +178,6 @@ if hasattr(functional, "_wrap_tensor_autograd"):  # newer torch puts a tensor th
     _WAITS.append(functional._wrap_tensor_autograd.default)
 
 
-@TernaryTensor.implements(_WAITS)
+@GroupTensor.implements(_WAITS)
 def _(func, types, args, kwargs):
     return args[0]  # `all_gather` has waited

@@ -1,0 +1,88 @@
+"""Hestia with an even number of codes: 1 bit, {-1, 1}, and 2 bits, {-1.5, -0.5, 0.5, 1.5}.
+
+The relaxation is that of Eqs. 5 and 6 with another codebook: with z = w/s and levels q,
+
+    pi_q  proportional to exp(-(z - q)^2/tau)    H = s·E[q]    dH/dw = (2/tau)·Var[q]
+
+For {-1, 1} that is H = s·tanh(2z/tau), and s = mean|w| (which leaves the least squared error too).
+For four levels s is that of the least squares; the paper's rebuttal, which reports 2 bits, does not
+say which grid it took. Var[q] is the sum over pairs of levels of pi·pi'·(q - q')^2: positive terms,
+so that it keeps its digits where one level is certain (`hestia_tune.methods.ternary`).
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+from itertools import combinations
+from typing import ClassVar
+
+import torch
+
+from hestia_tune.methods.groups import GroupMethod, least_squares_scale, mean_scale, nearest_code
+from hestia_tune.methods.ternary import MIN_TAU
+
+_CODES = {"binary": (-1, 1), "int2": (-3, -1, 1, 3)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvenMethod(GroupMethod):
+    """Two or four levels, relaxed.
+
+    Args:
+        group_size: as in `GroupMethod`; not "tensor" with "int2".
+        codebook: "binary" or "int2".
+
+    Raises:
+        TypeError, ValueError: on a wrong option.
+    """
+
+    name: ClassVar[str] = "even"
+    codebook: str = "binary"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.codebook not in _CODES:
+            raise ValueError(f'codebook must be "binary" or "int2"; got {self.codebook!r}')
+        if self.codebook == "int2":
+            self.require_rows("the codebook int2")
+
+    @property
+    def levels(self) -> int:
+        return len(_CODES[self.codebook])
+
+    def scale_and_code(self, w, parameters, total, is_final):
+        if self.codebook == "binary":
+            scale = mean_scale(w, total, keep_ternary=True)
+        else:
+            scale = least_squares_scale(w, 4)
+        return scale, nearest_code(w, scale, self.levels)
+
+    def _softmax(self, w, scale, tau):
+        """Levels q and their weights pi, one (rows, groups, group) each; s·q is code·scale."""
+        unit = 1 if self.codebook == "binary" else 2  # codes are so many times their level
+        levels = [code / unit for code in _CODES[self.codebook]]
+        z = w / (unit * scale)
+        logits = [(2.0 * z - q) * q / tau for q in levels]
+        top = reduce(torch.maximum, logits)
+        terms = [torch.exp(logit - top) for logit in logits]
+        total = sum(terms)
+        return levels, [term / total for term in terms], unit * scale
+
+    def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
+        w, scale, code = self.quantized(weight, parameters, total)
+        tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
+        levels, pi, unit = self._softmax(w, scale, tau.clamp(min=MIN_TAU))
+        soft = unit * sum(q * p for q, p in zip(levels, pi, strict=True))
+        quantized = torch.where(tau > 0, soft, scale * code)
+        effective = (1.0 - pressure) * w + pressure * quantized
+        return effective.to(weight.dtype).view_as(weight)
+
+    def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
+        w, scale, _ = self.quantized(weight, parameters, total)
+        tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
+        safe_tau = tau.clamp(min=MIN_TAU)
+        levels, pi, _ = self._softmax(w, scale, safe_tau)
+        pairs = combinations(zip(levels, pi, strict=True), 2)
+        variance = sum((q - r) ** 2 * p * s for (q, p), (r, s) in pairs)
+        slope = torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w))
+        jacobian = (1.0 - pressure) + pressure * slope
+        return ((self.blocks(grad).to(w.dtype) * jacobian).to(weight.dtype).view_as(weight),)

@@ -1,0 +1,217 @@
+"""What methods with one scale per group share: codes, scales, and their rounding.
+
+A weight is scale times code. The codes are those of ``levels``:
+
+    2   -1, 1          nearest code: the sign
+    3   -1, 0, 1       0 up to half a scale
+    4   -3, -1, 1, 3   the outer ones beyond two scales; {-1.5, -0.5, 0.5, 1.5} in steps of two
+
+Every product must be a bfloat16 number, so that every export is exact. A bfloat16 scale has 8
+significant bits; three times it has up to 10, so scales of four levels are rounded to 6. That costs
+a relative error of at most 1/64 of the scale, 3e-5 of the weights' squared error.
+
+Scales are sums in float64, so that they depend neither on device nor on order; codes are found by
+comparisons, which are exact, and not by a division, which a compiler may approximate.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from hestia_tune.methods.base import Method, Total, compute_dtype
+from hestia_tune.methods.granularity import (
+    GroupSize,
+    block_view,
+    check_divides,
+    validate_group_size,
+)
+
+SCALE_EPS = 1e-8
+# The smallest and the largest magnitude of a code.
+_MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
+_PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",)}
+
+
+def round_to_bfloat16(x: torch.Tensor, spare_bits: int = 0) -> torch.Tensor:
+    """Rounds float32 to the nearest bfloat16 (ties to even), still float32.
+
+    By its bits, because a compiler may drop a cast down and up again: inductor keeps bfloat16
+    intermediates of a fused kernel in float32.
+
+    Args:
+        x: float32.
+        spare_bits: so many of bfloat16's 8 significant bits are left zero, for a factor.
+    """
+    dropped = 16 + spare_bits
+    bits = x.view(torch.int32)
+    rounded = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
+    rounded = (rounded & -(1 << dropped)).view(torch.float32)
+    return torch.where(x.isnan(), x, rounded)  # the sum may carry a NaN's bits over to zero
+
+
+def round_scale(scale: torch.Tensor, levels: int) -> torch.Tensor:
+    """A scale, in any float dtype, so that its product with every code is a bfloat16 number;
+    float32."""
+    return round_to_bfloat16(scale.to(torch.float32), 2 if levels == 4 else 0)
+
+
+def mean_scale(
+    blocks: torch.Tensor, total: Total | None = None, *, keep_ternary: bool = False
+) -> torch.Tensor:
+    """gamma = mean|w| + eps (Eq. 1) of each (..., group), bfloat16-rounded; shape (..., 1).
+
+    Args:
+        blocks: (rows, groups, group).
+        total: sums over the other parts of a group, if this is one.
+        keep_ternary: take gamma itself of a group that is gamma·{-1, 0, 1} already, gamma a
+            bfloat16 number. Its mean is gamma times the share of nonzeros, so that quantizing it a
+            second time would shrink it. By Cauchy-Schwarz, nonzero |w| are equal where
+            (sum|w|)^2 = nonzeros·sum w^2; float64 holds both sides exactly for a bfloat16 gamma.
+    """
+    magnitude = blocks.detach().abs()
+    sums = [magnitude.sum(-1, keepdim=True, dtype=torch.float64)]
+    sums.append(torch.full_like(sums[0], blocks.shape[-1]))
+    if keep_ternary:
+        sums.append(magnitude.double().square().sum(-1, keepdim=True))
+        sums.append((magnitude > 0).sum(-1, keepdim=True, dtype=torch.float64))
+    if total is not None:
+        sums = total(torch.stack(sums)).unbind()
+    scale = round_scale(sums[0] / sums[1] + SCALE_EPS, 3)
+    if keep_ternary:
+        magnitudes, _, squares, nonzeros = sums
+        gamma = magnitudes / nonzeros.clamp(min=1.0)
+        rounded = round_scale(gamma, 3)
+        ternary = (magnitudes * magnitudes == nonzeros * squares) & (rounded == gamma) & (gamma > 0)
+        scale = torch.where(ternary, rounded, scale)
+    return scale.to(compute_dtype(blocks))
+
+
+def least_squares_scale(blocks: torch.Tensor, levels: int = 3) -> torch.Tensor:
+    """The scale s of the codes q that leave the least sum (w - s·q)^2; shape (..., 1), rounded.
+
+    With magnitudes low and high of the codes, and the k largest |w| of a group of n coded high,
+
+        s = N/D    N = low·sum|w| + (high - low)·(sum of the k largest)
+                   D = low^2·n + (high^2 - low^2)·k
+
+    and the sum falls by N^2/D; the k that is best is searched. Of equally good ones the first is
+    taken, so that a hard weight keeps its scale.
+    """
+    low, high = _MAGNITUDES[levels]
+    largest = blocks.detach().abs().sort(-1, descending=True).values
+    sums = F.pad(largest.cumsum(-1, dtype=torch.float64), (1, 0))  # of the k largest, k = 0 ... n
+    n = blocks.shape[-1]
+    counts = torch.arange(n + 1, device=blocks.device, dtype=torch.float64)
+    numerator = low * sums[..., -1:] + (high - low) * sums
+    denominator = (low * low * n + (high * high - low * low) * counts).clamp(min=1e-300)
+    gain = numerator.square() / denominator
+    is_best = gain >= gain.amax(-1, keepdim=True) * (1.0 - 1e-12)
+    best = is_best.to(torch.uint8).argmax(-1, keepdim=True)
+    scale = numerator.gather(-1, best) / denominator[best]
+    return round_scale(scale.clamp(min=SCALE_EPS), levels).to(compute_dtype(blocks))
+
+
+def nearest_code(w: torch.Tensor, scale: torch.Tensor, levels: int = 3) -> torch.Tensor:
+    """The code whose product with the scale is nearest, in the dtype of ``w``; a tie takes the
+    inner one, and 0 without a code 0 the positive one."""
+    if levels == 3:
+        return torch.where(w.abs() > 0.5 * scale, torch.sign(w), torch.zeros_like(w))
+    sign = torch.where(w < 0, -torch.ones_like(w), torch.ones_like(w))
+    return sign if levels == 2 else torch.where(w.abs() > 2.0 * scale, 3.0 * sign, sign)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMethod(Method):
+    """A method whose hard weights are scale times code, with a scale per group.
+
+    Args:
+        group_size: weights along in_features that share a scale (128 in the paper), or "channel",
+            or "tensor".
+    """
+
+    group_size: GroupSize = 128
+
+    def __post_init__(self):
+        validate_group_size(self.group_size)
+
+    @property
+    def levels(self) -> int:
+        """How many codes there are: 2, 3 or 4, as in the module docstring."""
+        return 3
+
+    @property
+    def has_zero(self) -> bool:
+        return self.levels == 3
+
+    @property
+    def packed_formats(self) -> tuple[str, ...]:
+        return _PACKED_FORMATS[self.levels]
+
+    @property
+    def file_formats(self) -> tuple[str, ...]:
+        return "torchao", "huggingface", "compressed_tensors", "gguf"
+
+    @property
+    def scales_span_rows(self) -> bool:
+        return self.group_size == "tensor"
+
+    def check_layer(self, in_features: int, out_features: int, name: str) -> None:
+        check_divides(self.group_size, in_features, name)
+
+    def blocks(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight, or a gradient of it, as (rows, groups, group) in the dtype of formulas."""
+        return block_view(weight, self.group_size).to(compute_dtype(weight))
+
+    def require_rows(self, what: str) -> None:
+        """Raises ValueError if a scale covers several rows, which ``what`` cannot have."""
+        if self.group_size == "tensor":
+            raise ValueError(
+                f'{what} needs scales that lie within rows; got group_size "tensor"; use "channel" '
+                "or an int"
+            )
+
+    @abstractmethod
+    def scale_and_code(
+        self,
+        w: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        total: Total | None,
+        is_final: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale, (rows, groups, 1) or (1, 1, 1), and all codes, in the dtype of ``w``.
+
+        Args:
+            w: (rows, groups, group), detached.
+            parameters: of the method, (rows, groups) each.
+            total: sums over the ranks that share the weight, for the group size "tensor"; or None.
+            is_final: whether this is for the deployable weight, which may be hard already.
+        """
+
+    def values(
+        self, scale: torch.Tensor, code: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The hard weights of codes."""
+        return scale * code
+
+    def quantized(
+        self,
+        weight: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        total: Total | None = None,
+        is_final: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(`blocks` of the weight, scale, code); arguments as `scale_and_code`'s."""
+        w = self.blocks(weight.detach())
+        total = total if self.scales_span_rows else None
+        return w, *self.scale_and_code(w, parameters, total, is_final)
+
+    def hard(self, weight, parameters=(), total=None):
+        _, scale, code = self.quantized(weight, parameters, total, True)
+        return self.values(scale, code, parameters).to(weight.dtype).view_as(weight)
+
+    def codes(self, weight, parameters=()):
+        _, scale, code = self.quantized(weight, parameters, None, True)
+        return code.to(torch.int8).view_as(weight), scale.squeeze(-1).to(torch.bfloat16)

@@ -1,0 +1,46 @@
+"""Stretched elastic quantization of ParetoQ (arXiv 2502.02631), ternary and in two bits.
+
+With z = w/a clipped to ±0.99,
+
+    ternary   Q = a·round(1.5·z)/1.5                 levels {-2/3, 0, 2/3}·a, threshold a/3
+    2 bits    Q = a·(round(2·z + 0.5) - 0.5)/2       levels {-3/4, -1/4, 1/4, 3/4}·a
+
+so that the levels share the range evenly. The slopes are those of `LearnedStepMethod` with reach
+0.99; outside is 1 for ternary, though its outer level is 2/3 (so it is published), and 3/4 for two
+bits. The forward of the ternary one is that of LSQ with the step 2a/3; its gradients differ.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hestia_tune.methods.straight_through import LearnedStepMethod
+
+
+@dataclass(frozen=True, kw_only=True)
+class SEQMethod(LearnedStepMethod):
+    """Three or four evenly stretched levels times a learned step.
+
+    Args:
+        bits: "ternary" or 2.
+        group_size, start: as `LearnedStepMethod`'s.
+
+    Raises:
+        TypeError, ValueError: on a wrong option.
+    """
+
+    name: ClassVar[str] = "seq"
+    bits: int | str = "ternary"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.bits not in ("ternary", 2):
+            raise ValueError(f'bits must be "ternary" or 2; got {self.bits!r}')
+
+    @property
+    def levels(self) -> int:
+        return 4 if self.bits == 2 else 3
+
+    @property
+    def facts(self) -> tuple[float, float, float]:
+        # Codes of four levels are ±1 and ±3, in units of a/4.
+        return (1 / 4, 0.99, 3 / 4) if self.bits == 2 else (2 / 3, 0.99, 1.0)

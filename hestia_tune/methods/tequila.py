@@ -1,0 +1,53 @@
+"""Tequila (arXiv 2509.23809): AbsMean, with dead weights as a bias.
+
+A weight of code 0 gets no signal of its own from a product with code 0. Here it also stands in a
+bias of its row,
+
+    y = x·Q(W)^T + b    b = epsilon·(sum of the w with code 0, of a row)
+
+which does not depend on x, so that the gradient of a dead weight is g + epsilon·(sum of dL/dy over
+the tokens); that of the others is g. The bias is rounded to bfloat16 before it is used; in the hard
+model it is a bias of every linear.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hestia_tune.config import require_number
+from hestia_tune.methods.absmean import AbsMeanMethod
+from hestia_tune.methods.groups import round_to_bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class TequilaMethod(AbsMeanMethod):
+    """Codes {-1, 0, 1} times mean|w| of the group, and a bias of the weights with code 0.
+
+    Args:
+        group_size: as in `GroupMethod`.
+        epsilon: of the bias, in [0, 1]; 1e-3 as published.
+
+    Raises:
+        TypeError, ValueError: on a wrong option.
+    """
+
+    name: ClassVar[str] = "tequila"
+    adds_bias: ClassVar[bool] = True
+    epsilon: float = 1e-3
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_number("epsilon", self.epsilon, 0, 1, "1e-3 as published")
+
+    def bias(self, weight, pressure, total=None):
+        w, _, code = self.quantized(weight, (), total, True)
+        dead = torch.where(code == 0, w, 0.0).view_as(weight)  # (rows, in_features)
+        bias = pressure * self.epsilon * dead.sum(-1, dtype=torch.float64)
+        return round_to_bfloat16(bias.to(torch.float32)).to(w.dtype)
+
+    def bias_vjp(self, grad, weight, pressure, total=None):
+        w, _, code = self.quantized(weight, (), total, True)
+        dead = (code == 0).to(w.dtype).view_as(weight)
+        slope = (pressure * self.epsilon).to(w.dtype)
+        return (slope * grad.to(w.dtype).unsqueeze(-1) * dead).to(weight.dtype)

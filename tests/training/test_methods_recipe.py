@@ -1,0 +1,177 @@
+"""Every method through everything: recipe, two ranks, resuming, bfloat16, export, evaluation."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from test_distributed import TWO_RANKS, assert_same_run, hard_weights
+from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
+
+from hestia_tune.commands.convert import ConvertRecipe
+from hestia_tune.commands.qat import run_qat
+from hestia_tune.methods import TequilaMethod
+from hestia_tune.models.checkpoints import require_biases
+from hestia_tune.models.load import load_model
+from hestia_tune.modules import quantized_linears
+from hestia_tune.training.options import Run
+
+ARGUMENTS = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+METHODS = {
+    "absmean": {"_component_": "hestia_tune.AbsMean", "group_size": 32},
+    "absmean-tensor": {"_component_": "hestia_tune.AbsMean", "group_size": "tensor"},
+    "twn-tensor": {"_component_": "hestia_tune.TWN", "group_size": "tensor"},
+    "int2-absmax": {"_component_": "hestia_tune.INT2", "group_size": 32},
+    "int2": {"_component_": "hestia_tune.INT2", "group_size": 32, "start": "least_squares"},
+    "lsq": {"_component_": "hestia_tune.LSQ", "group_size": 32, "scale_lr": 1e-3},
+    "seq": {"_component_": "hestia_tune.SEQ", "group_size": "channel"},
+    "seq-2": {"_component_": "hestia_tune.SEQ", "bits": 2, "group_size": 32},
+    "dlt": {"_component_": "hestia_tune.DLT", "group_size": 32, "start": "least_squares"},
+    "tequila": {"_component_": "hestia_tune.Tequila", "group_size": 32, "epsilon": 0.05},
+    "tequila-tensor": {"_component_": "hestia_tune.Tequila", "group_size": "tensor"},
+    "binary": {
+        "_component_": "hestia_tune.HestiaQATQuantizer",
+        "codebook": "binary",
+        "group_size": 32,
+    },
+    "hestia-2": {
+        "_component_": "hestia_tune.HestiaQATQuantizer",
+        "codebook": "int2",
+        "group_size": "channel",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def end_process_group():
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def config(model_dir, output_dir, name, *overrides):
+    base = make_config(model_dir, output_dir)
+    base.quantizer = METHODS[name]
+    return OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
+    """Stopped and resumed is not stopped; every format reads back as the hard model, which is that
+    of the checkpoint's latents, and the packed model computes the same."""
+    options = ("dtype=bf16",)
+    whole = run(config(model_dir, tmp_path / "whole", name, *options))
+    cut = tmp_path / "cut"
+    assert not run(config(model_dir, cut, name, *options, *signal_at(3, "SIGINT"))).finished
+    run(config(model_dir, cut, name, *options, "resume_from_checkpoint=True"))
+    assert logged(cut) == logged(tmp_path / "whole")
+    assert logged(cut, "val_loss_hard") == logged(tmp_path / "whole", "val_loss_hard")
+    hard = hard_weights(cut)
+    for key, value in hard_weights(tmp_path / "whole").items():
+        assert torch.equal(hard[key], value), key
+
+    method = whole.component.method
+    formats = [f for f in method.file_formats if f != "gguf" or method.group_size != "tensor"]
+    options += (f"convert.formats=[{','.join(formats)}]",)
+    cfg = config(model_dir, cut, name, *options)
+    found = ConvertRecipe(cfg).run()
+    assert set(found) == set(formats)
+    cfg = Run.of(cfg).cfg
+    trained, _ = load_model("trained", cfg, **ARGUMENTS)
+    checkpoint, about = load_model("checkpoint_hard", cfg, **ARGUMENTS)
+    assert about["quantizer"] == method.key()
+    weights = trained.state_dict()
+    for fqn, layer in quantized_linears(checkpoint).items():
+        exported = method.hard(*layer.whole_latents()).to(torch.bfloat16)
+        assert torch.equal(exported, weights[f"{fqn}.weight"])
+        if method.adds_bias:
+            bias = layer.hard_bias(layer.weight)
+            assert bias.any() and torch.equal(bias.to(torch.bfloat16), weights[f"{fqn}.bias"])
+    tokens = torch.tensor([[1, 2, 3, 200]])
+    assert torch.equal(checkpoint(tokens), trained(tokens))
+    if "torchao" in formats:
+        packed, _ = load_model("packed", cfg, **ARGUMENTS)
+        assert torch.equal(packed(tokens), trained(tokens))
+        bits = {2: 1, 3: 2, 4: 2}[method.levels]
+        # A scale of 16 bits: at most one in 32 weights.
+        assert bits <= found["torchao"]["quantized_bits_per_weight"] <= bits + 0.5
+    naive, _ = load_model("naive", cfg, **ARGUMENTS)
+    assert torch.isfinite(naive(tokens)).all()
+
+
+def test_transformers_loads_the_biases(model_dir, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    cfg = config(model_dir, tmp_path, "tequila", "quantizer.exclude=[layers.0.mlp.w1]")
+    run(cfg)
+    theirs, about = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hard_model", dtype=torch.float32, output_loading_info=True
+    )
+    assert not about["missing_keys"] and not about["unexpected_keys"]
+    ours, _ = load_model("trained", Run.of(cfg).cfg, **ARGUMENTS | {"dtype": torch.float32})
+    tokens = torch.tensor([[1, 2, 3, 200]])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+    bias = ours.layers[0].attn.q_proj.bias
+    assert bias.any() and not ours.layers[0].mlp.w1.bias.any()
+    with pytest.raises(ValueError, match="only Llamas have room for; got model_type MISTRAL"):
+        require_biases(TequilaMethod(), "MISTRAL")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_two_ranks_equal_one_process(tmp_path, name):
+    """Nothing is even: 97 rows on two ranks."""
+    shape = {} if METHODS[name]["group_size"] == 32 else {"intermediate_dim": 97}
+    folder = make_model_dir(tmp_path / "model", **shape)
+    options = (
+        *(f"model.{key}={value}" for key, value in shape.items()),
+        "gradient_accumulation_steps=2",
+        "run_val_every_n_steps=2",
+    )
+    run(config(folder, tmp_path / "one", name, *options))
+    cfg = config(folder, tmp_path / "two", name, *options, "batch_size=2")
+    two = tune_run("--config", write_config(cfg, tmp_path / "two.yaml"), torchrun=TWO_RANKS)
+    assert two.returncode == 0, two.stderr
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_schedule_without_a_temperature_is_the_pressure_alone(model_dir, tmp_path):
+    plain = config(model_dir, tmp_path, "lsq")
+    assert Run.of(plain).options.schedule.rho == 0
+    assert Run.of(Run.of(plain).cfg).options.reconstruct.tau_init == 0
+    ramp = Run.of(OmegaConf.merge(plain, {"schedule": {"rho": 0.5}, "sensitivity": "auto"}))
+    assert ramp.options.schedule.rho == 0.5 and ramp.options.schedule.tau_init == 0
+    for changes, message in (
+        ({"schedule": {"tau_init": 0.3}}, "schedule.tau_init=0.3 is read by.*delete.*~schedule"),
+        ({"schedule": {"alpha": 0.4}}, "schedule.alpha=0.4"),
+        ({"reconstruct": {"hard_fraction": 0.2}}, "reconstruct.hard_fraction=0.2"),
+        ({"sensitivity": "scores.json"}, "sensitivity=scores.json sets temperatures"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Run.of(OmegaConf.merge(plain, changes))
+
+
+def test_one_override_of_a_packaged_config(tmp_path):
+    """`sensitivity: auto` computes nothing, the packaged schedule is deleted."""
+    arguments = ("quantizer._component_=hestia_tune.LSQ", f"output_dir={tmp_path}", "max_steps=1")
+    arguments += ("max_val_batches=1", "batch_size=2", "dataset.docstrings=False")
+    refused = tune_run("--config", "demo", *arguments)
+    assert refused.returncode == 1 and "delete the section by ~schedule" in refused.stderr
+    done = tune_run("--config", "demo", *arguments, "~schedule")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "sensitivity.json").exists() and (tmp_path / "hard_model").exists()
+
+
+def test_a_format_that_cannot_hold_the_codes_is_refused_before_training(model_dir, tmp_path):
+    cfg = config(model_dir, tmp_path, "dlt", "convert.formats=[gguf]")
+    with pytest.raises(ValueError, match="is written as huggingface; got gguf; set convert"):
+        run_qat(Run.of(cfg))
+    assert not (tmp_path / "metrics.jsonl").exists()
+    with pytest.raises(ValueError, match="unexpected keyword argument 'delta'"):
+        run(OmegaConf.merge(cfg, {"quantizer": {"delta": 0.7}}))
+    bad = OmegaConf.merge(config(model_dir, tmp_path, "int2"), {"quantizer": {"scale_lr": 0.1}})
+    with pytest.raises(ValueError, match="scale_lr is read by methods that learn a scale"):
+        run(bad)
