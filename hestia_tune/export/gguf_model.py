@@ -14,8 +14,8 @@ from typing import Any
 import gguf
 import torch
 
+from hestia_tune.export.architectures import check_architecture
 from hestia_tune.export.folder import ModelFolder
-from hestia_tune.export.gguf import check_architecture
 
 # Whose rotary embedding turns neighbouring rows of a head.
 _PAIRED = ("llama", "smollm3")

@@ -11,7 +11,6 @@ import functools
 import torch
 import torch.nn.functional as F
 
-
 CODES_PER_BYTE = 4  # of 2 bits
 
 
