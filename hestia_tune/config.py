@@ -121,9 +121,9 @@ def _in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
         return ValueError(f"{key} must be given")
     text = f"{key}: {str(error).splitlines()[0]}".removeprefix(": ")
     if "is not a ListConfig" in text:
-        text = f"{key} must be a list, such as [a, b]"
+        text = f"{key}: give a list, such as [a, b]"
     elif "is not Optional" in text:
-        text = f"{key} cannot be null; leave it out for its defaults"
+        text = f"{key}: null is not allowed; leave it out for its defaults"
     for cls in Section.__subclasses__():
         text = text.replace(cls.__name__, f"the mapping {cls.section}")
     return TypeError(text)

@@ -110,11 +110,11 @@ WRONG = {
         *of_type(("output",), (["a"], {"a": 1})),
     ],
     ConvertConfig: [
-        *of_type(("formats",), ("gguf", None)),
+        *of_type(("formats",), ("gguf",)),
         *in_range("one of torchao, huggingface", ("formats",), (["onnx"], ["gguf", "ggml"])),
         *of_type(("source",), STRINGS),
         *of_type(("target",), ([1],)),
-        *in_range("one of ternary, intx, fairy2i", ("target",), ("int4",)),
+        *in_range("one of ternary, intx, int2, binary, fairy2i", ("target",), ("int4",)),
         *of_type(("block_type",), (3, None)),
         *of_type(("output",), ([1],)),
         *of_type(("overwrite",), ("maybe", None)),

@@ -97,7 +97,7 @@ def test_names_and_paths_are_resolved(tmp_path):
     demo = str(packaged_configs()["demo"])
     assert resolve_argv(["x", "--config", "demo"]) == ["x", "--config", demo]
     assert resolve_argv(["x", "--config=demo"]) == ["x", f"--config={demo}"]
-    with pytest.raises(ValueError, match="packaged configs: demo, demo_fairy2i, llama3_2_1b"):
+    with pytest.raises(ValueError, match="packaged configs: demo, demo_fairy2i, gemma3_1b, llama"):
         resolve_argv(["x", "--config", str(tmp_path / "none.yaml")])
 
 

@@ -59,7 +59,7 @@ class ConvertRecipe:
                 f"there is no model in {folder} (no config.json); train first, or "
                 "convert.source=pretrained for the naive model"
             )
-        component = build.instantiate(self.cfg.quantizer, "quantizer")
+        component = build.make_component(self.cfg.quantizer)
         self.method = component.method
         self.formats = self.options.formats or self.method.file_formats[:1]
         self.model = build.build_on_meta(self.cfg.model, component)

@@ -25,7 +25,7 @@ def _train(run: Run) -> int:
     options = run.options
     check_output(options)  # so that no error waits until something is computed
     check_formats(run)
-    method = build.instantiate(run.cfg.quantizer, "quantizer").method
+    method = build.make_component(run.cfg.quantizer).method
     method.check_file_formats(options.convert.formats or ())
     run, first = with_reconstruction(run)
     run, second = with_sensitivity(run, options.schedule.alpha)

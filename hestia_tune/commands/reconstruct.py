@@ -82,7 +82,7 @@ class ReconstructionRecipe:
                 f"reconstruct.batch_size {self.settings.batch_size} must be a multiple of the "
                 f"{dist.get_world_size()} ranks, which share every batch"
             )
-        self.component = build.instantiate(self.cfg.quantizer, "quantizer")
+        self.component = build.make_component(self.cfg.quantizer)
         require_weights_alone(self.component.method)
         self.losses: dict[str, float] = {}
         self.finished = self.computed = False
@@ -195,22 +195,19 @@ class ReconstructionRecipe:
         """``label`` -> the mean loss of the model as it stands; empty without validation data."""
         if self.data.val_loader is None:
             return {}
-        model.to(self.device)
-        own, seen, total, count = self.data.val_samples, 0, 0.0, 0
-        for batch in self.data.validation_batches(self.options.max_val_batches):
-            if own is not None:  # the sampler fills up uneven shares
-                batch["labels"][max(0, own - seen) :] = IGNORE_INDEX
-            seen += len(batch["labels"])
-            batch = data.calibration_batch(batch).to(self.device)
-            is_low = self.dtype != torch.float32
+        is_low = self.dtype != torch.float32
+
+        def loss_sum(tensors: dict[str, Any]) -> tuple[torch.Tensor, int]:
+            batch = data.calibration_batch(tensors).to(self.device)
             with torch.autocast(self.device.type, self.dtype, enabled=is_low):
                 logits = logits_of(model, batch).float()
-            total += mean_loss(logits, batch.labels).double() * batch.num_predicted
-            count += batch.num_predicted
+            return mean_loss(logits, batch.labels) * batch.num_predicted, batch.num_predicted
+
+        model.to(self.device)
+        loss = self.data.validation_loss(loss_sum, self.options.max_val_batches, self.device)
         model.to("cpu")
-        total, count = sum_over_ranks([total, count], self.device)
-        utils.log_rank_zero(log, f"validation loss, {label}: {total / count:.4f}")
-        return {label: total / count}
+        utils.log_rank_zero(log, f"validation loss, {label}: {loss:.4f}")
+        return {label: loss}
 
     def _reconstruct(
         self,

@@ -48,7 +48,7 @@ class SensitivityRecipe:
         self.path = Path(self.settings.output)
         require_writable_dir(self.path.parent)
         self.device = join_ranks(self.options.device)
-        self.component = config.instantiate(self.cfg.quantizer)
+        self.component = build.make_component(self.cfg.quantizer)
 
     def run(self) -> SensitivityArtifact:
         """The artifact: the one found at ``path`` if it is this one, else a new one, saved there.

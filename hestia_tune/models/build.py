@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
 from torch import nn
-from torchtune import config, training
+from torchtune import config, training, utils
 from torchtune.config._errors import InstantiationError
 from torchtune.training.checkpointing import ModelType
 
@@ -24,7 +24,7 @@ from hestia_tune.blocks import find_blocks
 from hestia_tune.config import nearest, one_line
 from hestia_tune.files import read_json
 from hestia_tune.models.builders import llama
-from hestia_tune.models.checkpoints import MODEL_TYPES
+from hestia_tune.models.checkpoints import MODEL_TYPES, require_biases
 from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
@@ -143,6 +143,27 @@ def load_on_all_ranks(
         model.load_state_dict(state)
     for value in model.state_dict().values():
         dist.broadcast(value, src=0)
+    return model
+
+
+def make_component(section: DictConfig) -> QATQuantizerBase:
+    """The component of the ``quantizer`` section; TypeError if it is none of this package's."""
+    component = instantiate(section, "quantizer")
+    if not isinstance(component, QATQuantizerBase):
+        raise TypeError(
+            f"quantizer must be a component such as hestia_tune.HestiaQATQuantizer; got "
+            f"{section['_component_']}"
+        )
+    return component
+
+
+def checked_on_meta(cfg: DictConfig, component: QATQuantizerBase) -> nn.Module:
+    """`build_on_meta`, and whether the model can serve what the config asks of it."""
+    require_biases(component.method, cfg.checkpointer.model_type)
+    model = build_on_meta(cfg.model, component)
+    check_model_options(cfg, model)
+    if kept := kept_in_blocks(model):
+        utils.log_rank_zero(log, kept)
     return model
 
 

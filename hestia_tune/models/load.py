@@ -83,7 +83,7 @@ def load_model(
     if kind == "packed":
         # As it computes to the last bit, not as fast as it can.
         return load_quantized(folder, device=device, dtype=dtype, kernel="dequantize"), facts
-    component = build.instantiate(cfg.quantizer, "quantizer")
+    component = build.make_component(cfg.quantizer)
     if kind in ("folder", "naive"):
         state = dict(
             checkpoints.read_weights(cfg.checkpointer.model_type, SafetensorsFolder(folder))

@@ -31,7 +31,7 @@ from torchtune.datasets import ConcatDataset
 
 from hestia_tune.config import one_line
 from hestia_tune.data import DataStreamError, PositionSampler, StreamingTextDataset, TokenizedSet
-from hestia_tune.distributed import raise_together
+from hestia_tune.distributed import raise_together, sum_over_ranks
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.training.generation import SELF_GENERATED, generate_missing
 
@@ -166,7 +166,7 @@ class TrainingData:
         most = max(16, 4 * (os.cpu_count() or 1))
         if cfg.num_workers > most:
             raise ValueError(f"num_workers must be at most {most} here; got {cfg.num_workers}")
-        self._accumulation = cfg.gradient_accumulation_steps
+        self._accumulation, self._ignore_index = cfg.gradient_accumulation_steps, ignore_index
         self.sequences_per_step = cfg.batch_size * self._accumulation * world_size
         self.taken, self.seconds_waited = 0, 0.0
         self._readers = [world_size, cfg.num_workers]
@@ -291,11 +291,30 @@ class TrainingData:
         self.taken += self.sequences_per_step
         return found
 
-    def validation_batches(self, limit: int | None) -> Iterator[dict[str, Any]]:
-        """The first ``limit`` validation batches of this rank, or all; raises as `fetch` does."""
-        batches = islice(self.val_loader, limit)
+    def validation_loss(
+        self,
+        loss_sum: Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor | int]],
+        limit: int | None,
+        device: torch.device,
+    ) -> float:
+        """Mean loss over the validation tokens of all ranks. Collective; raises as `fetch` does.
+
+        Args:
+            loss_sum: a batch -> (sum of the loss over predicted tokens, their number).
+            limit: batches of this rank; None for all.
+            device: of the sums.
+        """
+        batches, seen, total, count = islice(self.val_loader, limit), 0, 0.0, 0
         while found := _take_together(batches, 1):
-            yield from found
+            labels = found[0]["labels"]
+            if self.val_samples is not None:
+                labels[max(0, self.val_samples - seen) :] = self._ignore_index
+            seen += len(labels)
+            loss, tokens = loss_sum(found[0])
+            total = total + loss.double()
+            count = count + tokens
+        total, count = sum_over_ranks([total, count], device)
+        return total / count
 
 
 def _take_together(batches: Iterator, wanted: int, least: int = 0) -> list[dict[str, Any]]:

@@ -222,19 +222,10 @@ class HestiaQATRecipe(RecipeSetup):
     def evaluate(self) -> float:
         """Mean loss over the validation tokens of all ranks, with the model as it stands."""
         self._model.eval()
-        own_samples = self.data.val_samples
-        seen, total, count = 0, 0.0, 0
-        for batch in self.data.validation_batches(self.options.max_val_batches):
-            labels = batch["labels"]
-            if own_samples is not None:
-                labels[max(0, own_samples - seen) :] = self._loss_fn.ignore_index
-            seen += len(labels)
-            loss, tokens = self.loss_sum(batch)
-            total = total + loss.double()
-            count = count + tokens
+        limit = self.options.max_val_batches
+        loss = self.data.validation_loss(self.loss_sum, limit, self._device)
         self._model.train()
-        total, count = sum_over_ranks([total, count], self._device)
-        return total / count
+        return loss
 
     def _evaluate_baselines(self) -> None:
         hard = f"naive {self.component.method.name}"  # quantized as it is

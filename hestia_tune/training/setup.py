@@ -20,9 +20,7 @@ from hestia_tune.distributed import StopRequest, on_first_rank
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
-from hestia_tune.models.checkpoints import require_biases
 from hestia_tune.modules import quantized_linears
-from hestia_tune.qat import QATQuantizerBase
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 from hestia_tune.training import checkpoint, sharding
@@ -94,18 +92,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         artifact = None
         if options.sensitivity is not None:
             artifact = SensitivityArtifact.load(options.sensitivity)
-        self.component = build.instantiate(cfg.quantizer, "quantizer")
-        if not isinstance(self.component, QATQuantizerBase):
-            raise TypeError(
-                f"quantizer must be a component such as hestia_tune.HestiaQATQuantizer; got "
-                f"{cfg.quantizer['_component_']}"
-            )
-        require_biases(self.component.method, cfg.checkpointer.model_type)
-        on_meta = build.build_on_meta(cfg.model, self.component)
-        build.check_model_options(cfg, on_meta)
+        self.component = build.make_component(cfg.quantizer)
+        on_meta = build.checked_on_meta(cfg, self.component)
         names = list(quantized_linears(on_meta))
-        if kept := build.kept_in_blocks(on_meta):
-            utils.log_rank_zero(log, kept)
         if artifact is not None:
             artifact.check_model(names)
         start = None

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from streams import Bytes, make_texts, stream, tokens_of, write_files
 from torchdata.stateful_dataloader import StatefulDataLoader
+from tqdm import tqdm
 
+from hestia_tune import distributed
 from hestia_tune.data import (
     PositionSampler,
     StreamConfig,
@@ -203,7 +205,7 @@ def test_damage_and_misuse(tmp_path):
         stream({"source": "token_shards", "data_files": None})
 
 
-class Bar(tokens.tqdm):
+class Bar(tqdm):
     """Notes the totals that it shows."""
 
     made: ClassVar[list] = []
@@ -223,7 +225,7 @@ class Bar(tokens.tqdm):
 def test_progress_counts_what_the_source_has(tmp_path, monkeypatch, kind, max_tokens):
     texts = [text.replace("\n", " ").strip() or "." for text in make_texts(900, longest=180)]
     arguments = write_files(tmp_path / "d", [texts[:700], texts[700:]], kind)
-    monkeypatch.setattr(tokens, "tqdm", Bar)
+    monkeypatch.setattr(distributed, "tqdm", Bar)
     index = write_token_shards(Bytes(), tmp_path / "t", max_tokens=max_tokens, **arguments)
     (bar, *_), Bar.made[:] = Bar.made[::-1], []
     all_tokens = sum(len(text.encode()) + 1 for text in texts)

@@ -157,7 +157,7 @@ def test_what_is_there_is_not_overwritten_without_being_told(model_dir, output_d
         (["convert.source=/nowhere"], "there is no model in /nowhere"),
         (["convert.formats=[guf]"], "one of torchao, .*; got guf"),
         (["convert.formats=[]"], "must name at least one format"),
-        (["convert.formats=gguf"], "convert.formats must be a list"),
+        (["convert.formats=gguf"], "convert.formats: give a list"),
         (["convert.target=fairy2i"], "group_size=32 packs as ternary, intx; got fairy2i"),
         (["convert.target=fairy2i"], "group_size=32 packs as ternary, intx; got fairy2i"),
         (["quantizer.groupsize=32"], "quantizer: .*groupsize"),

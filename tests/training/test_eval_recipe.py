@@ -126,7 +126,7 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
         ("eval.models=[checkpoint]", "no complete checkpoint in"),
         ("eval.models=[pretraned]", "or give another folder, or one of pretrained"),
         ("eval.models=[]", "must name at least one model"),
-        ("eval.models=pretrained", "eval.models must be a list"),
+        ("eval.models=pretrained", "eval.models: give a list"),
         ("eval.tasks=[]", "eval needs tasks or perplexity"),
         ("eval.tasks=[tiny_choise]", "tiny_choice"),
         ("eval.window=1000", "eval.window must be in .1, 64.; got 1000"),
