@@ -46,7 +46,7 @@ def check_formats(run: Run) -> None:
         ValueError: naming what llama.cpp, or its description here, lacks.
     """
     file = pretrained_folder(run.cfg.checkpointer) / "config.json"
-    if "gguf" in run.options.convert.formats and file.is_file():
+    if "gguf" in (run.options.convert.formats or ()) and file.is_file():
         check_architecture(read_json(file))
 
 
