@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from hestia_tune.data.rows import StreamConfig
@@ -52,6 +53,8 @@ class TokenizedSet(Dataset):
         size = index["num_tokens"] * self._dtype.itemsize
         if self.path.stat().st_size != size:
             raise ValueError(f"{self.path} does not have its {size} bytes; tokenize anew")
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            verify_token_shards(folder)  # a second per gigabyte or two
         self._length = index["num_tokens"] // config.seq_len
         limits = [config.epochs and config.epochs * self._length]
         limits += [config.max_tokens and config.max_tokens // config.seq_len]
