@@ -186,7 +186,7 @@ def test_options_change_what_is_learned_and_still_mend(options):
     plain, other = make_model(), make_model()
     results(reconstruct(plain, epochs=10))
     found = results(reconstruct(other, epochs=10, **options))
-    assert found[-1].error < found[-1].naive_error
+    assert sum(one.error for one in found) < sum(one.naive_error for one in found)
     assert any(
         not torch.equal(a, b)
         for a, b in zip(plain.state_dict().values(), other.state_dict().values(), strict=True)
