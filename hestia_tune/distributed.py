@@ -20,9 +20,8 @@ def ensure_process_group(device: torch.device) -> None:
     if dist.is_initialized():
         return
     one = {}
-    if "MASTER_ADDR" not in os.environ:  # no torchrun
-        os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
-        one = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # no port is opened
+    if "RANK" not in os.environ:  # no torchrun: no port is opened, no variable set
+        one = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
     dist.init_process_group(backend, **one)
 
