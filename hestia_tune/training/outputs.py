@@ -105,9 +105,11 @@ def write_hard_model(
     with staged(folder) as temporary, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         writer = copy.copy(checkpointer)
         writer._output_dir = Path(scratch)  # it writes into a folder epoch_0 of this
-        if writer._weight_map is None:  # it has read nothing: one file for all
-            writer._weight_map = defaultdict(lambda: "00001")
-        state, biases = checkpoints.without_added_biases(state, writer._config)
+        biases = {}
+        if isinstance(writer, FullModelHFCheckpointer):  # by torchtune's names
+            if writer._weight_map is None:  # it has read nothing: one file for all
+                writer._weight_map = defaultdict(lambda: "00001")
+            state, biases = checkpoints.without_added_biases(state, writer._config)
         logging.disable(logging.INFO)  # it would praise the temporary folder
         try:
             writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)

@@ -46,7 +46,6 @@ class Checkpointer:
 
     def __init__(self, fails: bool = False):
         self._output_dir, self.fails = Path("/nowhere"), fails
-        self._weight_map, self._config = {}, {"model_type": "llama"}
 
     def save_checkpoint(self, state, epoch, intermediate_checkpoint):
         folder = self._output_dir / f"epoch_{epoch}"
