@@ -131,7 +131,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("page", [p for p in PAGES if to_run(p)], ids=lambda page: page.name)
 def test_slow_commands(trained, tmp_path, page):
     folder = tmp_path / "here"
@@ -141,7 +141,7 @@ def test_slow_commands(trained, tmp_path, page):
             run(command, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_example(tmp_path, monkeypatch):
     settings = "reconstruct.num_samples=16 reconstruct.epochs=1 dataset.docstrings=False"
     for name, value in {"CONFIG": "demo", "MODEL": "", "SETTINGS": settings}.items():

@@ -239,7 +239,7 @@ def test_small_budgets_are_kept_and_told(tmp_path):
     assert {path: json.loads(path.read_text()) for path in records} == records
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_study_of_methods_goes_on_where_it_stopped(tmp_path):
     few = ("--lrs", "1e-3", "2e-3", "--seeds", "0", "1", "--steps", "2", "--best", "1")
     options = ("--out", tmp_path, *few, *SMALLER[:4])

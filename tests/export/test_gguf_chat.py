@@ -16,7 +16,7 @@ from hestia_tune.export.gguf import write_gguf
 
 TOOL = Path(__file__).parents[3] / "shared" / "tools" / "smollm2_from_pypi.sh"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(not TOOL.is_file(), reason="needs ../shared/tools"),
 ]
 QUESTIONS = [

@@ -25,9 +25,9 @@ QUICK = ("Qwen3", "Gemma 3")
 
 
 def families():
-    """One by default; the others are slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(f, marks=() if f in QUICK[:1] else slow, id=f) for f in FAMILIES]
+    """One by default, another among the slow ones; the others take long."""
+    marks = {QUICK[0]: (), QUICK[1]: pytest.mark.slow}
+    return [pytest.param(f, marks=marks.get(f, pytest.mark.long), id=f) for f in FAMILIES]
 
 
 @pytest.fixture(scope="module", params=families())
