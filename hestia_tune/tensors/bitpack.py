@@ -57,11 +57,12 @@ def unpack2_centred(packed: torch.Tensor, width: int) -> torch.Tensor:
     if packed.device.type != "cpu" or torch.compiler.is_compiling():
         return unpack2(packed, width).to(torch.bfloat16) - 1
     quads = _centred_quads().index_select(0, packed.int().flatten())
-    return quads.view(torch.bfloat16).view(*packed.shape[:-1], -1)[..., :width]
+    shape = (*packed.shape[:-1], CODES_PER_BYTE * packed.shape[-1])
+    return quads.view(torch.bfloat16).view(shape)[..., :width]
 
 
 @functools.cache
 def _centred_quads() -> torch.Tensor:
     """The four bfloat16 values of every byte, 256 times, as one int64 each."""
     every = torch.arange(256, dtype=torch.uint8)[:, None]
-    return (unpack2(every, 4).to(torch.bfloat16) - 1).view(torch.int64).flatten()
+    return (unpack2(every, CODES_PER_BYTE).to(torch.bfloat16) - 1).view(torch.int64).flatten()
