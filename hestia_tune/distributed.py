@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -82,11 +82,13 @@ def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
     return outcome[0]
 
 
-def progress_bar(total: int | None, **options: Any) -> tqdm:
+def progress_bar(
+    iterable: Iterable | None = None, *, disable: bool = False, **options: Any
+) -> tqdm:
     """A bar of the first rank; where nobody looks on, a line every ten seconds."""
     pause = 0.1 if sys.stderr.isatty() else 10
-    off = dist.is_initialized() and dist.get_rank() != 0
-    return tqdm(total=total, disable=off, mininterval=pause, maxinterval=max(pause, 10), **options)
+    disable = disable or (dist.is_initialized() and dist.get_rank() != 0)
+    return tqdm(iterable, disable=disable, mininterval=pause, maxinterval=10, **options)
 
 
 class StopRequest:

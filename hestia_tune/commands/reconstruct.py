@@ -249,7 +249,7 @@ class ReconstructionRecipe:
         )
         results = self._resume(work, model, windows)
         total = len(work.windows) * work.steps
-        progress = progress_bar(total, initial=len(results) * work.steps)
+        progress = progress_bar(total=total, initial=len(results) * work.steps)
         stop = StopRequest()
         with progress, stop.installed():
             for result in work.run(len(results)):

@@ -141,7 +141,7 @@ def write_set(
     index |= {"num_tokens": 0, "num_documents": 0}
     documents = count_documents()  # max_tokens may be far more than there is
     limit = None if documents or max_tokens is None else f"at most {max_tokens:,}"
-    digest, progress = hashlib.sha256(), progress_bar(None, desc=limit, unit="tok", unit_scale=True)
+    digest, progress = hashlib.sha256(), progress_bar(desc=limit, unit="tok", unit_scale=True)
     with staged(folder) as temporary, progress:
         temporary.mkdir()
         with open(temporary / TOKENS, "wb") as file:

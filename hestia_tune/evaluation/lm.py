@@ -27,10 +27,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from hestia_tune.distributed import raise_together
+from hestia_tune.distributed import progress_bar, raise_together
 
 _TOKENS = 2048  # per forward; with a vocabulary of 128k their logits are 1 GB, held three times
 
@@ -112,7 +111,7 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         """
         texts = []
         arguments: list[Any] = [request.args for request in requests]
-        for prompt, options in tqdm(arguments, disable=disable_tqdm):
+        for prompt, options in progress_bar(arguments, disable=disable_tqdm):
             settings: Any = normalize_gen_kwargs(options, self.max_gen_toks)
             until, most = settings["until"], settings["max_gen_toks"]
             if settings["do_sample"] or most >= self.max_length:

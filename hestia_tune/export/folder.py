@@ -27,9 +27,9 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torchao.utils import TorchAOBaseTensor
-from tqdm import tqdm
 
 from hestia_tune.config import one_line
+from hestia_tune.distributed import progress_bar
 from hestia_tune.export.sizes import sizes
 from hestia_tune.files import inside, read_json, staged
 from hestia_tune.methods import GroupMethod
@@ -267,7 +267,7 @@ def write_folder(
         raise FileExistsError(
             f"{target} exists; choose another name (overwrite=True replaces other models only)"
         )
-    state = dict(tqdm(entries, desc=f"reading {source.name}", unit="tensor"))
+    state = dict(progress_bar(entries, desc=f"reading {source.name}", unit="tensor"))
     with staged(target) as staging:
         staging.mkdir()
         copy_side_files(source, staging)
@@ -285,7 +285,7 @@ def write_folder(
             path.chmod((staging / "config.json").stat().st_mode)  # may be its owner's alone
             num_bytes += path.stat().st_size
             written |= read_state(path) if file else load_file(path)
-        for name, expected in tqdm(state.items(), desc="reading it back", unit="tensor"):
+        for name, expected in progress_bar(state.items(), desc="reading it back", unit="tensor"):
             found = written.get(name, torch.empty(0))
             same = torch.equal(as_dense(found), as_dense(expected))
             if not same or found.dtype != expected.dtype:

@@ -44,9 +44,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import hestia_tune
+from hestia_tune.distributed import progress_bar
 from hestia_tune.export.folder import ModelFolder, import_optional, is_exact
 from hestia_tune.export.gguf_rounding import LIMIT
 from hestia_tune.export.sizes import sizes
@@ -206,7 +206,7 @@ def write_gguf(
     _add_metadata(writer, source)
     model.add_to(writer)
     add_vocabulary(writer, source.folder, source.config)
-    for name, weight in tqdm(model.tensors(), desc="packing for GGUF", unit="tensor"):
+    for name, weight in progress_bar(model.tensors(), desc="packing for GGUF", unit="tensor"):
         if name in quantized:
             hard = source.pack(name, weight)
             data = kinds[name].pack(hard.codes(), hard.scale, name)
@@ -234,7 +234,7 @@ def write_gguf(
             writer.close()
         pad, position = gguf.GGUFWriter.ggml_pad, temporary.stat().st_size
         position -= sum(pad(size, writer.data_alignment) for size in num_bytes.values())
-        for name, weight in tqdm(model.tensors(), desc="reading it back", unit="tensor"):
+        for name, weight in progress_bar(model.tensors(), desc="reading it back", unit="tensor"):
             data = np.fromfile(temporary, np.uint8, num_bytes[name], offset=position)
             unpacked = torch.from_numpy(kinds[name].unpack(data)).view(weight.shape)
             if not torch.equal(unpacked, weight.float()):

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from tqdm import tqdm
 
+from hestia_tune.distributed import progress_bar
 from hestia_tune.sections import EstimationConfig
 from hestia_tune.sensitivity import curvature
 from hestia_tune.sensitivity.artifact import (
@@ -211,7 +211,7 @@ class _Estimation:
             keys = ((name, batch, k) for name, count in counts.items() for k in range(count))
             missing.append([key for key in keys if key not in self.journal.values])
         total = sum(map(len, missing))
-        with tqdm(total=total, disable=rank > 0 or not total, desc="sensitivity") as bar:
+        with progress_bar(total=total, disable=rank > 0 or not total, desc="sensitivity") as bar:
             for keys in filter(None, missing):
                 for measured in self._measurements(keys):
                     for (name, batch, _), values in measured.items():

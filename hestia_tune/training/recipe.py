@@ -69,7 +69,7 @@ class HestiaQATRecipe(RecipeSetup):
             self._statistics.update()
         if self._restored_random_state is not None:
             checkpoint.set_random_state(self._restored_random_state, self._device)
-        progress = progress_bar(self.total_steps, initial=self.global_step)
+        progress = progress_bar(total=self.total_steps, initial=self.global_step)
         self._profiler.start()
         with progress, self.stop_request.installed():
             while self.global_step < self.total_steps:
