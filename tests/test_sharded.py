@@ -180,9 +180,9 @@ def sharded(tmp_path_factory):
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_shards_equal_the_whole(sharded, name, world):
     reference = train(name, torch.float32, sharded=False)
-    assert_same(reference, sharded[world][name], 2e-5)
-    assert_same(reference, sharded[world][name, "kept"], 2e-5)
-    assert_same(reference, sharded[world][name, "offload"], 2e-5)
+    assert_same(reference, sharded[world][name], 5e-5)
+    assert_same(reference, sharded[world][name, "kept"], 5e-5)
+    assert_same(reference, sharded[world][name, "offload"], 5e-5)
 
 
 @pytest.mark.parametrize("name", COMPONENTS)

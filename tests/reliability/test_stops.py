@@ -1,15 +1,15 @@
 """What is signalled, killed, or full anywhere: nothing is lost, doubled, or goes on by itself."""
 
+import contextlib
 import json
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from tiny import (
     logged,
@@ -232,7 +232,7 @@ def test_a_full_disk_while_saving(model_dir, uninterrupted, tmp_path, monkeypatc
 
 
 def _kill_when(process: subprocess.Popen, appeared: list[Path], delay: float) -> bool:
-    """Kills the whole group a moment after one of these appears; False if it ended before."""
+    """Kills it and its ranks a moment after one of these appears; False if it ended before."""
     while process.poll() is None:
         if any(path.exists() for path in appeared):
             time.sleep(delay)
@@ -240,7 +240,11 @@ def _kill_when(process: subprocess.Popen, appeared: list[Path], delay: float) ->
         time.sleep(0.0005)
     killed = process.poll() is None
     if killed:
-        os.killpg(process.pid, signal.SIGKILL)
+        job = psutil.Process(process.pid)
+        job.suspend()  # so that it starts nothing more
+        for one in [*job.children(recursive=True), job]:  # torchrun's ranks have their own sessions
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
     process.communicate()
     return killed
 
