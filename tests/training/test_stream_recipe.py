@@ -112,7 +112,7 @@ def test_validation_on_a_held_out_stream(model_dir, tmp_path, files):
     assert measured[0] == measured[1] == losses[6]  # the same tokens every time
     cfg.overwrite_output = True
     cfg.dataset_val.max_tokens = 64
-    run(cfg, lambda recipe: measured.append(list(recipe.data.validation_batches(None))))
+    run(cfg, lambda recipe: measured.append(list(recipe.data.val_loader)))
     assert [len(batch["tokens"]) for batch in measured[-1]] == [4]  # less than one batch
     cfg.dataset_val.max_tokens = 15
     with pytest.raises(ValueError, match="dataset_val could not be loaded: it has no samples"):
