@@ -178,8 +178,9 @@ def test_a_walk_runs_every_segment_once_and_only_from_the_lowest_direction_up():
     model, data = decoder(num_layers=3), batch()
     weights, runs = weights_of(model), []
     hessian = hessian_batch(model, weights, data)
-    for index, layer in enumerate(model.layers):
-        layer.register_forward_hook(lambda *_, index=index: runs.append(index))
+    for index, layer in enumerate(model.layers):  # what is inside: the head steps over blocks
+        inner = next(part for part in layer.modules() if isinstance(part, torch.nn.Linear))
+        inner.register_forward_hook(lambda *_, index=index: runs.append(index))
     directions = [
         (name, lambda w=w: torch.ones_like(w))
         for name, w in weights.items()
