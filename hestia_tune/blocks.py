@@ -146,7 +146,8 @@ def record_blocks(
     def make(block: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not seen:
-                kinds.append(isinstance(type(block).forward(block, *args, **kwargs), tuple))
+                with torch.no_grad():
+                    kinds.append(isinstance(type(block).forward(block, *args, **kwargs), tuple))
             seen.append((block, args, kwargs))
             if len(seen) == len(blocks):
                 raise _AllSeen

@@ -109,7 +109,7 @@ def is_there(row: Row) -> bool:
     options = dict(row.method.quantizer)
     try:
         _get_component_from_path(options.pop("_component_"))(**options)
-    except (InstantiationError, TypeError):
+    except (InstantiationError, TypeError, ValueError):
         return False
     return True
 

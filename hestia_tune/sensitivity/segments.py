@@ -96,7 +96,8 @@ def cut(
     try:
         chain_of_blocks = record_blocks(model, batch.tokens, batch.model_inputs)
         segments = _segments(chain_of_blocks, weights, batch)
-        chain_of_blocks.check(logits_of(model, batch).detach())
+        with torch.no_grad():  # or the whole graph would be there, which the cut avoids
+            chain_of_blocks.check(logits_of(model, batch))
         return chain_of_blocks.hidden.detach(), segments
     except ValueError as error:
         _warn_once(f"one segment, with the whole graph in memory: {error}")

@@ -190,6 +190,15 @@ def test_a_walk_runs_every_segment_once_and_only_from_the_lowest_direction_up():
     assert runs == [1, 2]
 
 
+def test_cutting_makes_no_graph_of_a_block():
+    model, data, modes = decoder(num_layers=3), batch(), []
+    for part in model.layers.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+    cut(model, weights_of(model), data)
+    assert modes and not any(modes)
+
+
 class WithPositions(type(decoder())):
     """Looks like a chain, but its forward does more than its parts in order."""
 
