@@ -2,8 +2,10 @@
 
 import sys
 
-from hestia_tune.commands.evaluate import run_evaluation
-from hestia_tune.commands.launch import main
-
 if __name__ == "__main__":
+    try:
+        from hestia_tune.commands.evaluate import run_evaluation
+        from hestia_tune.commands.launch import main
+    except KeyboardInterrupt:  # the imports take seconds
+        sys.exit(130)
     sys.exit(main(run_evaluation, "hestia_eval"))

@@ -2,8 +2,10 @@
 
 import sys
 
-from hestia_tune.commands.launch import main
-from hestia_tune.commands.qat import run_qat
-
 if __name__ == "__main__":
+    try:
+        from hestia_tune.commands.launch import main
+        from hestia_tune.commands.qat import run_qat
+    except KeyboardInterrupt:  # the imports take seconds
+        sys.exit(130)
     sys.exit(main(run_qat, "hestia_qat"))

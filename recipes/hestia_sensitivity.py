@@ -2,8 +2,10 @@
 
 import sys
 
-from hestia_tune.commands.launch import main
-from hestia_tune.commands.sensitivity import run_sensitivity
-
 if __name__ == "__main__":
+    try:
+        from hestia_tune.commands.launch import main
+        from hestia_tune.commands.sensitivity import run_sensitivity
+    except KeyboardInterrupt:  # the imports take seconds
+        sys.exit(130)
     sys.exit(main(run_sensitivity, "hestia_sensitivity"))

@@ -1,5 +1,6 @@
 """A random Llama of some 50,000 parameters in a Hugging Face folder, and the recipe run on it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
@@ -99,8 +101,8 @@ def half_ignored_dataset(tokenizer, *, num: int) -> SequenceDataset:
 
 
 class SignallingLogger(DiskLogger):
-    """Sends a signal when a given step is logged, once: to this process, to all of its group, or to
-    its parent."""
+    """Sends a signal when a given step is logged, once: to this process, to all of its group, to
+    its parent, or to all processes of its parent (the whole job, under torchrun)."""
 
     def __init__(self, log_dir: str, at_step: int, signal_name: str, to: str = "self"):
         super().__init__(log_dir)
@@ -109,8 +111,11 @@ class SignallingLogger(DiskLogger):
     def log_dict(self, payload, step):
         super().log_dict(payload, step)
         if step == self._at_step and "loss" in payload:
-            target = {"self": os.getpid(), "group": 0, "parent": os.getppid()}[self._to]
-            os.kill(target, self._signal)  # 0 is the group
+            parent = psutil.Process(os.getppid())
+            job = [one.pid for one in [*parent.children(recursive=True), parent]]
+            targets = {"self": [os.getpid()], "group": [0], "parent": [parent.pid], "job": job}
+            for target in targets[self._to]:
+                os.kill(target, self._signal)  # 0 is the group
 
 
 def signal_at(step: int, name: str, to: str = "self") -> tuple[str, ...]:
@@ -241,12 +246,25 @@ def tune_process(
     )
 
 
+def end_job(process: subprocess.Popen) -> None:
+    """Kills a process and all that it started; torchrun's ranks have their own sessions."""
+    job = psutil.Process(process.pid)
+    job.suspend()  # so that it starts nothing more
+    for one in [*job.children(recursive=True), job]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+
+
 def tune_run(
     *arguments: str, torchrun: Sequence[str] = (), recipe: str = "hestia_qat"
 ) -> subprocess.CompletedProcess:
-    """Runs what `tune_process` starts to its end."""
+    """Runs what `tune_process` starts to its end; one that does not end is an error."""
     process = tune_process(*arguments, torchrun=torchrun, recipe=recipe)
-    out, err = process.communicate(timeout=600)
+    try:
+        out, err = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        end_job(process)
+        raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

@@ -10,6 +10,7 @@ Data may fail days into a run, which all ranks must then learn: that costs one r
 number per step.
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -129,14 +130,17 @@ def calibration_batches(
 
 
 def _outlive_signals(worker: int) -> None:
-    """Schedulers and shells signal every process of a job: a data worker goes on until the training
-    process, which still needs batches to end its step, ends it. That may take a second SIGTERM."""
+    """Schedulers, shells and torchrun signal every process of a job, some of them twice: a data
+    worker goes on, since the training process still needs batches to end its step, until that
+    closes the loader, ends (`_end_workers`), or is gone."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
-    def once(signum, frame):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    signal.signal(signal.SIGTERM, once)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _end_workers() -> None:
+    """Kills the data workers of this process. At its exit, Python would wait for them for good."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 class TrainingData:
@@ -194,6 +198,7 @@ class TrainingData:
             timeout=cfg.dataloader_timeout if cfg.num_workers else 0,
             worker_init_fn=_outlive_signals,
         )
+        atexit.register(_end_workers)  # before Python's own, being registered later
         self.val_loader = self.val_samples = None
         if cfg.dataset_val is None:
             return
@@ -330,8 +335,7 @@ def _take_together(batches: Iterator, wanted: int, least: int = 0) -> list[dict[
             if "DataLoader" not in text:
                 raise
             text += "; raise dataloader_timeout, or lower num_workers or prefetch_factor"
-            for process in multiprocessing.active_children():
-                process.kill()  # one that hangs would keep this process from ending
+            _end_workers()
         failure = DataStreamError(text.strip()).with_traceback(error.__traceback__)
     raise_together(failure)
     return found

@@ -1,6 +1,5 @@
 """What is signalled, killed, or full anywhere: nothing is lost, doubled, or goes on by itself."""
 
-import contextlib
 import json
 import random
 import shutil
@@ -9,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from tiny import (
+    end_job,
     logged,
     make_config,
     make_model_dir,
@@ -22,15 +21,21 @@ from tiny import (
     write_config,
 )
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.run import get_args_parser
 
 from hestia_tune.files import locked
 from hestia_tune.training.checkpoint import complete_checkpoints, find_damage
 from hestia_tune.training.monitoring import History
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 STEPS = ("epochs=2", "run_val_every_n_steps=3")  # 12 of them
 TWO_RANKS = ("--nproc_per_node", "2")
 RESUME = "resume_from_checkpoint=True"
 WORKERS = ("num_workers=2", "prefetch_factor=1")
+# torchrun kills ranks that have not ended after 30 s, on a busy machine too soon.
+PATIENT = (
+    ("--shutdown_timeout", "300") if "--shutdown_timeout" in get_args_parser().format_help() else ()
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +71,38 @@ def test_sigterm_to_every_process_of_a_job(model_dir, uninterrupted, tmp_path):
     assert stopped.returncode == 130, stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert [step for step, _ in complete_checkpoints(output / "checkpoints")] == [5]
-    run(make_config(model_dir, output, *STEPS, *WORKERS, RESUME))
+    cfg = make_config(model_dir, output, *STEPS, *WORKERS, RESUME)
+    resumed = tune_run("--config", write_config(cfg, tmp_path / "resumed.yaml"))  # which ends, too
+    assert resumed.returncode == 0, resumed.stderr
     assert_same_run(output, uninterrupted)
+
+
+@pytest.mark.parametrize("recipe", sorted(p.stem for p in RECIPES.glob("*.py")))
+def test_a_ctrl_c_during_the_imports_is_no_traceback(recipe):
+    code = f"""
+import runpy, sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name.startswith("hestia_tune"):
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+runpy.run_path({str(RECIPES / recipe)!r} + ".py", run_name="__main__")"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_sigterm_to_every_process_under_torchrun(model_dir, tmp_path):
+    output, two = tmp_path / "run", ("batch_size=2", *STEPS, *WORKERS)
+    cfg = make_config(model_dir, output, *two, *signal_at(4, "SIGTERM", to="job"))
+    stopped = tune_run(
+        "--config", write_config(cfg, tmp_path / "a.yaml"), torchrun=(*PATIENT, *TWO_RANKS)
+    )
+    assert stopped.returncode != 0 and "forcefully exiting" not in stopped.stderr
+    assert [step for step, _ in complete_checkpoints(output / "checkpoints")] == [5]
+    cfg = make_config(model_dir, output, *two, RESUME)
+    resumed = tune_run("--config", write_config(cfg, tmp_path / "b.yaml"), torchrun=TWO_RANKS)
+    assert resumed.returncode == 0, resumed.stderr
+    assert sorted(logged(output)) == list(range(1, 13))
 
 
 @pytest.mark.parametrize(
@@ -240,11 +275,7 @@ def _kill_when(process: subprocess.Popen, appeared: list[Path], delay: float) ->
         time.sleep(0.0005)
     killed = process.poll() is None
     if killed:
-        job = psutil.Process(process.pid)
-        job.suspend()  # so that it starts nothing more
-        for one in [*job.children(recursive=True), job]:  # torchrun's ranks have their own sessions
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+        end_job(process)
     process.communicate()
     return killed
 
