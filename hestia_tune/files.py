@@ -60,6 +60,11 @@ def write_atomically(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def write_json(path: str | Path, value: Any) -> None:
+    """Writes ``value`` as a JSON file of lines, which appears whole."""
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
+
+
 def checksum(path: Path) -> str:
     """SHA-256 of a file that is not empty."""
     return hashlib.sha256(np.memmap(path, np.uint8, mode="r")).hexdigest()
