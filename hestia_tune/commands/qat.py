@@ -7,7 +7,7 @@ from hestia_tune.commands.reconstruct import with_reconstruction
 from hestia_tune.commands.sensitivity import with_sensitivity
 from hestia_tune.files import locked
 from hestia_tune.models import build
-from hestia_tune.training.checkpoint import complete_checkpoints
+from hestia_tune.models.checkpoints import complete_checkpoints
 from hestia_tune.training.options import Run
 from hestia_tune.training.outputs import check_formats
 from hestia_tune.training.recipe import HestiaQATRecipe

@@ -37,8 +37,9 @@ class Validation(RecipeSetup):
 
     num_layers = 0
 
-    def _setup_model(self, cfg_model: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        model = build.build_on_meta(cfg_model, self.component)
+    def build_model(self, state: dict[str, torch.Tensor]) -> nn.Module:
+        """Prepared, on the meta device."""
+        model = build.build_on_meta(self.run.cfg.model, self.component)
         self.num_layers = len(quantized_linears(model))
         return model
 

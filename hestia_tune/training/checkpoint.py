@@ -32,30 +32,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from hestia_tune.config import one_line
-from hestia_tune.distributed import on_first_rank, raise_together
-from hestia_tune.files import checksum, remove
+from hestia_tune.distributed import gathered, on_first_rank, together
+from hestia_tune.files import checksum, read_json, remove
 from hestia_tune.models.checkpoints import (
     META_FILE,
     MODEL_PREFIX,
     complete_checkpoints,
     digest,
-    find_damage,
     read_meta,
 )
 from hestia_tune.modules import plain_shard
-
-__all__ = [
-    "complete_checkpoints",
-    "digest",
-    "find_damage",
-    "load_checkpoint",
-    "load_rank_state",
-    "random_state",
-    "read_meta",
-    "save_checkpoint",
-    "set_random_state",
-]
-
 
 _OPTIMIZER_PREFIX = "optimizer."
 _BYTES_PER_FILE = 2**30
@@ -150,18 +136,12 @@ def _write_shards(
     files = {name: 1 + end // _BYTES_PER_FILE for name, end in zip(tensors, ends, strict=True)}
     writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
     dcp.save(tensors, storage_writer=writer)
-    error, written = None, {}
-    try:
-        text = json.dumps(rank_state)
-        (folder / f"rank_{rank}.json").write_text(text, encoding="utf-8")
+    written = {}
+    with together():
+        (folder / f"rank_{rank}.json").write_text(json.dumps(rank_state), encoding="utf-8")
         own = [*folder.glob(f"shard-{rank + 1:05d}-*"), folder / f"rank_{rank}.json"]
         written = {path.name: checksum(path) for path in own}
-    except OSError as caught:
-        error = caught
-    raise_together(error)
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, written)
-    return {name: value for part in everyone for name, value in part.items()}
+    return {name: value for part in gathered(written) for name, value in part.items()}
 
 
 def _state(
@@ -181,7 +161,7 @@ def _state(
 
 def load_rank_state(path: Path, rank: int) -> dict[str, Any]:
     """The ``rank_state`` that a rank saved."""
-    return json.loads((path / f"rank_{rank}.json").read_text(encoding="utf-8"))
+    return read_json(path / f"rank_{rank}.json")
 
 
 def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:

@@ -84,14 +84,7 @@ def make_teacher(
         pretrained = on_first_rank(partial(_read_teacher, run, teacher), share=False) or {}
     if cfg.compile:
         sharding.compile_blocks(teacher)
-    sharding.shard(
-        teacher,
-        mesh,
-        dtype,
-        cpu_offload=cfg.fsdp_cpu_offload,
-        reshard_after_forward=cfg.fsdp_reshard_after_forward,
-        names_to_match=cfg.custom_sharded_layers,
-    )
+    sharding.shard(teacher, mesh, dtype, run.options)
     sharding.materialize(teacher.to(dtype), pretrained, device, cfg.fsdp_cpu_offload, dtype=dtype)
     return teacher
 

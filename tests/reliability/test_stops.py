@@ -24,7 +24,7 @@ from tiny import (
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from hestia_tune.files import locked
-from hestia_tune.training.checkpoint import complete_checkpoints, find_damage
+from hestia_tune.models.checkpoints import complete_checkpoints, find_damage
 from hestia_tune.training.monitoring import History
 
 STEPS = ("epochs=2", "run_val_every_n_steps=3")  # 12 of them

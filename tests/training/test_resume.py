@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 
-from hestia_tune.training.checkpoint import complete_checkpoints
+from hestia_tune.models.checkpoints import complete_checkpoints
 
 # 2 epochs of 4 steps with accumulation, shuffling and a last epoch that ends in its middle.
 SETTINGS = (

@@ -13,7 +13,7 @@ from torchtune.training.metric_logging import DiskLogger
 from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.commands.tokenize import run_tokenize
 from hestia_tune.data import DataStreamError, PositionSampler
-from hestia_tune.training import checkpoint
+from hestia_tune.models import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_bad_data_in_the_middle_save_a_checkpoint_first(model_dir, tmp_path, fil
         run(cfg)
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    ((step, _),) = checkpoint.complete_checkpoints(tmp_path / "run" / "checkpoints")
+    ((step, _),) = checkpoints.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert 0 < step < 6
     # Mended in a place that was not read yet, with as many bytes: the run goes on from there.
     mended = [*lines[:90], '{"text": "ab"}', *lines[90:]]
@@ -202,7 +202,7 @@ def test_a_failing_validation_stream_loses_nothing(model_dir, tmp_path, files):
     }
     with pytest.raises(DataStreamError, match="held_out"):
         run(cfg)
-    saved = checkpoint.complete_checkpoints(tmp_path / "run" / "checkpoints")
+    saved = checkpoints.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert [step for step, _ in saved] == [3]
 
 
@@ -224,7 +224,7 @@ def test_a_stream_that_ends_too_soon_says_so(model_dir, tmp_path, files):
     options += ("log_every_n_steps=1000", "code_statistics=False", "batch_size=60")
     with pytest.raises(DataStreamError, match="the stream ended before the last step"):
         run(config(model_dir, tmp_path, files, *options))
-    assert checkpoint.complete_checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.complete_checkpoints(tmp_path / "checkpoints")
 
 
 def test_calibration_samples_of_a_stream(model_dir, tmp_path, files):
@@ -248,7 +248,7 @@ def cut_on_two_ranks(cfg, folder):
         OmegaConf.merge(cfg, OmegaConf.from_dotlist([*signal_at(2, "SIGINT")])), folder
     )
     done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"))
-    saved = checkpoint.complete_checkpoints(Path(cfg.output_dir) / "checkpoints")
+    saved = checkpoints.complete_checkpoints(Path(cfg.output_dir) / "checkpoints")
     assert saved and saved[-1][0] < 6, done.stderr
 
 
