@@ -42,17 +42,9 @@ from hestia_tune.plots import plot_errors
 from hestia_tune.reconstruction import Reconstruction, WindowResult, require_weights_alone
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, model_fingerprint
 from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of, mean_loss
-from hestia_tune.training import data
+from hestia_tune.training import data, outputs
 from hestia_tune.training.base import join_ranks
 from hestia_tune.training.options import Run
-from hestia_tune.training.outputs import (
-    PRETRAINED,
-    RECONSTRUCTED,
-    hard_state_dict,
-    provenance,
-    results_table,
-    write_hard_model,
-)
 from hestia_tune.training.reconstructed import LATENTS_FILE, RESULTS_FILE
 
 log = utils.get_logger("DEBUG")
@@ -125,7 +117,7 @@ class ReconstructionRecipe:
             return
         self.computed = True
         model = build.load_on_all_ranks(self.cfg.model, state, "cpu").requires_grad_(False).eval()
-        self._validate(model, PRETRAINED)
+        self._validate(model, outputs.PRETRAINED)
         self.component.prepare(model)
         for layer in quantized_linears(model).values():
             layer.weight_fake_quantizer.is_hard = True
@@ -133,19 +125,20 @@ class ReconstructionRecipe:
         self._reconstruct(model, batches, scores)
         if not self.finished:
             return
-        self._validate(model, RECONSTRUCTED)
-        state = hard_state_dict(model)
+        self._validate(model, outputs.RECONSTRUCTED)
+        state = outputs.hard_state_dict(model)
         description = identity | {
             "hestia_tune": hestia_tune.__version__,
             "step": 0,
             "layers": names,
             "validation_loss": self.losses,
-            **provenance(self.cfg, sum(batch.tokens.numel() for batch in batches)),
+            **outputs.provenance(self.cfg, sum(batch.tokens.numel() for batch in batches)),
         }
 
         def write() -> None:
             _save_blocks(model, find_blocks(model), self.output / LATENTS_FILE)
-            write_hard_model(state, checkpointer, self.output / "hard_model", description)
+            folder = self.output / "hard_model"
+            outputs.write_hard_model(state, checkpointer, folder, description)
             plot_errors(self.results, self.output / "errors.png")
             rows = [dataclasses.asdict(result) for result in self.results]
             write_json(self.output / RESULTS_FILE, description | {"windows": rows})
@@ -284,7 +277,7 @@ class ReconstructionRecipe:
         if not self.finished:
             return "stopped; finished windows are kept, and the same command goes on after them"
         losses = read_json(self.output / RESULTS_FILE)["validation_loss"]
-        table = results_table(losses) + "\n\n" if losses else ""
+        table = outputs.results_table(losses) + "\n\n" if losses else ""
         return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
 
 
