@@ -87,13 +87,7 @@ class ReconstructionRecipe:
         names = list(quantized_linears(meta))
         tokenizer = build.make_tokenizer(self.cfg.tokenizer, meta)
         seed, size = self.settings.seed, self.settings.batch_size
-        batches = data.calibration_batches(
-            self.cfg,
-            tokenizer,
-            seed=seed,
-            num_samples=self.settings.num_samples,
-            batch_size=size,
-        )
+        batches = data.calibration_batches(self.cfg, tokenizer, self.settings)
         batches = [batch for batch in batches if len(batch.tokens) == size]
         if not batches:
             raise ValueError(

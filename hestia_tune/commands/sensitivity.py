@@ -57,13 +57,8 @@ class SensitivityRecipe:
         """
         meta = build.build_on_meta(self.cfg.model, self.component)
         names = list(quantized_linears(meta))
-        batches = data.calibration_batches(
-            self.cfg,
-            build.make_tokenizer(self.cfg.tokenizer, meta),
-            seed=self.settings.seed,
-            num_samples=self.settings.num_samples,
-            batch_size=self.settings.batch_size,
-        )
+        tokenizer = build.make_tokenizer(self.cfg.tokenizer, meta)
+        batches = data.calibration_batches(self.cfg, tokenizer, self.settings)
         plain, section = build.plain_on_meta(self.cfg.model), self.cfg.checkpointer
         state = on_first_rank(
             lambda: build.read_checkpoint(

@@ -32,6 +32,7 @@ from torchtune.datasets import ConcatDataset
 from hestia_tune.config import one_line
 from hestia_tune.data import DataStreamError, PositionSampler, StreamingTextDataset, TokenizedSet
 from hestia_tune.distributed import raise_together, sum_over_ranks
+from hestia_tune.sections import EstimationConfig, ReconstructionConfig
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.training.generation import SELF_GENERATED, generate_missing
 
@@ -45,21 +46,19 @@ def build_dataset(
     batch_size: int = 1,
     calibration_seed: int | None = None,
 ) -> tuple[Any, bool]:
-    """(dataset, whether it is packed) of a ``dataset`` section, one component or a list.
+    """(dataset, whether it is packed) of a section, one component or a list.
 
     Collective if the model is to generate it.
 
     Args:
-        cfg: the run's config.
-        tokenizer: the config's.
-        key: of the section.
+        cfg, tokenizer: of the run; ``key`` is the section's.
         batch_size: of the loader, which a stream with workers must know.
         calibration_seed: gives this process all of a stream, shuffled by this seed.
 
     Raises:
         ValueError: if it cannot be loaded or is empty; the error names the section.
     """
-    sections = list(cfg[key]) if isinstance(cfg[key], ListConfig) else [cfg[key]]
+    sections = cfg[key] if isinstance(cfg[key], ListConfig) else [cfg[key]]
     try:
         for section in sections:
             if section["_component_"] == SELF_GENERATED:
@@ -104,27 +103,21 @@ def calibration_batch(batch: dict[str, torch.Tensor]) -> CalibrationBatch:
 
 
 def calibration_batches(
-    cfg: DictConfig, tokenizer: Any, *, seed: int, num_samples: int, batch_size: int
+    cfg: DictConfig, tokenizer: Any, settings: EstimationConfig | ReconstructionConfig
 ) -> list[CalibrationBatch]:
-    """The samples of the ``dataset`` section that a seed draws, in batches; the same on every rank.
-
-    Args:
-        cfg: the run's config.
-        tokenizer: the config's.
-        seed: of the draw.
-        num_samples: how many; all, if the dataset has fewer.
-        batch_size: samples in a batch; the last may be smaller.
-    """
+    """The samples of the ``dataset`` section that the seed of ``settings`` draws, or all if those
+    are fewer, in batches, of which the last may be smaller; the same on every rank."""
+    seed, wanted, size = settings.seed, settings.num_samples, settings.batch_size
     dataset, packed = build_dataset(cfg, tokenizer, "dataset", calibration_seed=seed)
     if not isinstance(dataset, StreamingTextDataset):  # which shuffles by itself
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(dataset), generator=generator)[:num_samples]
+        order = torch.randperm(len(dataset), generator=generator)[:wanted]
         dataset = map(dataset.__getitem__, order.tolist())
-    samples = list(islice(dataset, num_samples))
-    if len(samples) < num_samples:
+    samples = list(islice(dataset, wanted))
+    if len(samples) < wanted:
         utils.log_rank_zero(log, f"all {len(samples)} samples are taken; num_samples is more")
     collate = collate_function(cfg.collate_fn, tokenizer.pad_id, CROSS_ENTROPY_IGNORE_IDX, packed)
-    parts = (samples[k : k + batch_size] for k in range(0, len(samples), batch_size))
+    parts = (samples[k : k + size] for k in range(0, len(samples), size))
     return [calibration_batch(collate(part)) for part in parts]
 
 
@@ -143,8 +136,7 @@ class TrainingData:
     """Training and validation data of this rank.
 
     Args:
-        cfg: the run's config.
-        tokenizer: the config's.
+        cfg, tokenizer: of the run.
         ignore_index: label of what is not predicted.
         seed: of the sampler.
 
@@ -235,11 +227,8 @@ class TrainingData:
         return (total if self.is_stream else per_epoch), total
 
     def tokens_read(self, step: int, seen: int) -> str:
-        """Tokens of all ranks up to a step, of those there will be where that is known.
-
-        Args:
-            seen: tokens that were predicted so far, for data whose sequences differ in length.
-        """
+        """Tokens of all ranks up to a step, of those there will be; where sequences differ in
+        length, those ``seen`` so far."""
         if not self.is_stream:
             return f"{seen / 1e6:.2f}M tokens"
         each = self.sequences_per_step * self.dataset.config.seq_len / 1e6
@@ -311,8 +300,7 @@ class TrainingData:
                 labels[max(0, self.val_samples - seen) :] = self._ignore_index
             seen += len(labels)
             loss, tokens = loss_sum(found[0])
-            total = total + loss.double()
-            count = count + tokens
+            total, count = total + loss.double(), count + tokens
         total, count = sum_over_ranks([total, count], device)
         return total / count
 
