@@ -42,12 +42,8 @@ _SAME_TO_RESUME = (
 
 
 def check_output(options: RunOptions) -> Path:
-    """The folder of checkpoints, after the checks that need no model: it can be written, and holds
-    no earlier run unless that is resumed or may be replaced.
-
-    Raises:
-        ValueError: naming the folder and the remedy.
-    """
+    """The folder of checkpoints; a ValueError that names the remedy unless it can be written, and
+    holds no earlier run, or one that is resumed or may be replaced."""
     folder = require_writable_dir(options.output_dir) / "checkpoints"
     found = complete_checkpoints(folder)
     if found and not (options.resume_from_checkpoint or options.overwrite_output):
@@ -108,9 +104,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if options.eval.every_n_steps or options.eval.at_end:
             self._evaluator = Evaluator(options.eval, self._tokenizer, on_meta.max_seq_len)
         self._loss_fn = build.instantiate(cfg.loss, "loss")
-        self.data = TrainingData(
-            cfg, self._tokenizer, ignore_index=self._loss_fn.ignore_index, seed=self.seed
-        )
+        ignored = self._loss_fn.ignore_index
+        self.data = TrainingData(cfg, self._tokenizer, ignore_index=ignored, seed=self.seed)
         self.total_steps = self.data.total_steps
         if resume_path is not None:  # at once: a stream cannot go on on other ranks
             same_ranks = resume_meta["world_size"] == self.world_size
@@ -131,9 +126,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self.validation_losses |= start["validation_loss"]
         self.schedule = self._make_schedule(state, names, resume_meta)
         scores = None if artifact is None else artifact.scores
-        self._identity = on_first_rank(lambda: self._describe_run(cfg, state, names, scores))
-        if resume_meta is not None:
-            self._check_identity(resume_meta)
+        identify = partial(self._identify, state, names, scores, resume_meta)
+        self._identity = on_first_rank(identify)
 
         if self._is_rank_zero:
             self._metric_logger = build.instantiate(cfg.metric_logger, "metric_logger")
@@ -207,47 +201,35 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             utils.log_rank_zero(log, f"tau_init auto: {options['tau_init']:.4f}")
         return AnnealingSchedule(self.total_steps, **options)
 
-    def make_driver(self, scores: dict[str, float] | None) -> ScheduleDriver:
-        """What hands pressure and temperature to the layers, and has them quantize their shards."""
-        layers = quantized_linears(self._model)
-
-        def requantize() -> None:
-            sharded.refresh(layers.values(), self._dtype, compiled=self._compile)
-            sharded.reshard(self._model)
-
-        return ScheduleDriver(self.schedule, layers, scores, requantize)
-
-    def _describe_run(
+    def _identify(
         self,
-        cfg: DictConfig,
         state: dict[str, torch.Tensor],
         names: list[str],
         scores: dict[str, float] | None,
+        resume_meta: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """What must be the same when a run is resumed."""
-        weights = {name: state[f"{name}.weight"] for name in names}
-        sections = [cfg.dataset] if isinstance(cfg.dataset, DictConfig) else cfg.dataset
-        plain: Any = OmegaConf.to_container(cfg, resolve=True)
+        """What must be the same when a run is resumed; a ValueError if it is not."""
+        cfg: Any = OmegaConf.to_container(self.run.cfg, resolve=True)
+        sections = cfg["dataset"] if isinstance(cfg["dataset"], list) else [cfg["dataset"]]
         shape = ("rho", "tau_init", "alpha", "hard_fraction")
-        return {
-            "model_fingerprint": model_fingerprint(weights),
+        identity = {
+            "model_fingerprint": model_fingerprint({n: state[f"{n}.weight"] for n in names}),
             "quantizer": self.component.method.key(),
             **{f"schedule.{key}": getattr(self.schedule, key) for key in shape},
             "sensitivity": digest(scores),
-            **{key: plain[key] for key in _SAME_TO_RESUME},
+            **{key: cfg[key] for key in _SAME_TO_RESUME},
             "dataset.seq_len": [section.get("seq_len") for section in sections],
             "seed": self.seed,
             **self.data.identity(),
         }
-
-    def _check_identity(self, meta: dict[str, Any]) -> None:
-        for key, value in self._identity.items():
-            saved = meta["identity"].get(key)
+        for key, value in identity.items() if resume_meta else ():
+            saved = resume_meta["identity"].get(key)
             if saved != value:
                 raise ValueError(
                     f"the checkpoint to resume from has {key} {saved}, this run {value}; "
                     "use the same, or start anew with resume_from_checkpoint=False"
                 )
+        return identity
 
     def build_model(self, state: dict[str, torch.Tensor]) -> nn.Module:
         """Prepared, compiled, checkpointed, sharded and loaded, in this order.
@@ -271,6 +253,16 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             model, cfg.enable_activation_offloading
         )
         return model
+
+    def make_driver(self, scores: dict[str, float] | None) -> ScheduleDriver:
+        """What hands pressure and temperature to the layers, and has them quantize their shards."""
+        layers = quantized_linears(self._model)
+
+        def requantize() -> None:
+            sharded.refresh(layers.values(), self._dtype, compiled=self._compile)
+            sharded.reshard(self._model)
+
+        return ScheduleDriver(self.schedule, layers, scores, requantize)
 
     def _setup_optimizer(
         self,
