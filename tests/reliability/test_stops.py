@@ -14,7 +14,6 @@ import pytest
 from tiny import (
     logged,
     make_config,
-    make_model_dir,
     run,
     signal_at,
     tune_process,
@@ -31,11 +30,6 @@ STEPS = ("epochs=2", "run_val_every_n_steps=3")  # 12 of them
 TWO_RANKS = ("--nproc_per_node", "2")
 RESUME = "resume_from_checkpoint=True"
 WORKERS = ("num_workers=2", "prefetch_factor=1")
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

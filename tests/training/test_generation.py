@@ -24,19 +24,9 @@ from hestia_tune.training import generation
 from hestia_tune.training.data import calibration_batches
 from hestia_tune.training.options import Run
 
+pytestmark = pytest.mark.usefixtures("end_process_group")
+
 SEQ_LEN = 24
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def end_process_group():
-    yield
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def config(model_dir, output_dir, cache_dir, *overrides, **options):

@@ -21,11 +21,6 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(model_dir, tmp_path_factory):
     """A full run that kept a checkpoint of every step."""
     output = tmp_path_factory.mktemp("full")

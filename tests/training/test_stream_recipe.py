@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
+from tiny import logged, make_config, run, signal_at, tune_run, write_config
 from torch import distributed
 from torch.utils.data import DistributedSampler
 from torchtune.training.metric_logging import DiskLogger
@@ -15,10 +15,7 @@ from hestia_tune.commands.tokenize import run_tokenize
 from hestia_tune.data import DataStreamError, PositionSampler
 from hestia_tune.models import checkpoints
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
+pytestmark = pytest.mark.usefixtures("end_process_group")
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +29,6 @@ def files(tmp_path_factory):
         ]
         (folder / f"part_{number}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def end_process_group():
-    yield
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def config(model_dir, output_dir, files, *overrides, max_tokens=6 * 4 * 16):
