@@ -80,10 +80,7 @@ def together() -> Iterator[None]:
 def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
     """Runs ``function`` on rank 0 alone; an error there is raised on every rank. Collective.
 
-    Args:
-        function: what to run.
-        share: give the result to every rank (it must be picklable); otherwise the other ranks
-            get None.
+    The other ranks get its result too (it must be picklable), or None without ``share``.
     """
     result = None
     with together():

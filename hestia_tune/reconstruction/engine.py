@@ -117,12 +117,10 @@ class Reconstruction:
             yield from self._train(index)
 
     def skip(self, done: int, load: Callable[[], None]) -> None:
-        """Passes over windows that were trained before.
+        """Passes over ``done`` windows that were trained before.
 
-        Args:
-            done: how many.
-            load: puts what they learned into the model; called once the pretrained stream has gone
-                through the pretrained weights.
+        ``load`` puts what they learned into the model, once the pretrained stream has gone through
+        the pretrained weights.
         """
         *_, end, final = self.windows[done - 1]
         self._advance(self.full, end, hard=False)

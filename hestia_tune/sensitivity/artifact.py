@@ -216,13 +216,8 @@ class SensitivityArtifact:
 
 
 def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    """A digest of the names, shapes and weights (as bfloat16) of the quantized layers.
-
-    The same for a model stored in bfloat16 and in float32; another for other weights.
-
-    Args:
-        weights: fully qualified name of each quantized linear -> its pretrained weight.
-    """
+    """A digest of the pretrained weights of the quantized linears by fully qualified name: of
+    names, shapes and values as bfloat16, so it is the same for a model stored in float32."""
     rounded = ((name, weights[name].detach().to(torch.bfloat16)) for name in sorted(weights))
     return _digest((name, weight.view(torch.int16)) for name, weight in rounded)
 
@@ -234,8 +229,7 @@ def estimation_identity(
 ) -> dict[str, Any]:
     """What the numbers of an estimation depend on, by field of the artifact.
 
-    Args:
-        weights: fully qualified name -> pretrained weight, in any dtype.
+    ``weights`` are the pretrained ones by fully qualified name, in any dtype.
     """
     methods = {"hessian": "hutch++" if settings.fixed else "hutchinson", "fisher": "gauss-newton"}
     estimator = {"method": methods[settings.curvature], **asdict(settings)}

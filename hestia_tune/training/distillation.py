@@ -49,7 +49,6 @@ def distillation_loss_sum(
         logits, teacher_logits: (batch, seq_len, vocabulary), or as many chunks of it.
         labels: (batch, seq_len), shifted; ``ignore_index`` where nothing is predicted.
         settings: loss and temperature T.
-        ignore_index: see ``labels``.
     """
     divergence = _LOSSES[settings.loss](ignore_index=ignore_index)
     total, scale = torch.zeros((), device=labels.device), 1.0 / settings.temperature

@@ -29,12 +29,8 @@ class StepResult(NamedTuple):
 
 
 class History:
-    """Rows in ``metrics.jsonl``, kept across resumes.
-
-    Args:
-        path: the file.
-        resume_step: rows after this step are dropped, since they will be made again; 0 starts anew.
-    """
+    """Rows in ``metrics.jsonl``, kept across resumes: rows after ``resume_step`` are dropped, since
+    they will be made again; 0 starts anew."""
 
     def __init__(self, path: Path, resume_step: int = 0):
         self.path = path
@@ -61,10 +57,7 @@ class CodeStatistics:
     Gathering whole weights costs one all-gather of the model, as a forward does, and is done only
     when a step is logged. Layer i is the business of rank i modulo the number of ranks, so memory
     for the codes to compare with (int8, one byte a weight) and work are shared out evenly.
-
-    Args:
-        layers: the quantized linears, by name, the same on every rank.
-        device: of the collectives.
+    ``layers`` are the same on every rank, ``device`` is that of the collectives.
     """
 
     def __init__(self, layers: dict[str, QuantizedLinear], device: torch.device):
@@ -127,12 +120,9 @@ def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
 def check_loss(
     loss_sum: float, num_tokens: float, model: nn.Module, device: torch.device, step: int
 ) -> None:
-    """Stops before a bad gradient reaches the weights. Collective if the loss is not finite.
-
-    Raises:
-        ValueError: if there was no token to predict.
-        FloatingPointError: if the loss is not finite; names the parameters that are not, if any.
-    """
+    """Stops before a bad gradient reaches the weights: a ValueError without a token to predict, a
+    FloatingPointError if the loss is not finite, which names the parameters that are not, if any.
+    Collective if the loss is not finite."""
     if num_tokens == 0:
         raise ValueError(f"the batches of step {step + 1} have no token to predict; check dataset")
     if not math.isfinite(loss_sum):

@@ -35,12 +35,8 @@ RECONSTRUCTED = "reconstructed, hard"
 
 
 def check_formats(run: Run, method: Method) -> None:
-    """Refuses a model that hestia_convert could not write as its section says, before training.
-
-    Raises:
-        ValueError: naming the format that the method has not, or what llama.cpp, or its description
-            here, lacks.
-    """
+    """Refuses a model that hestia_convert could not write as its section says, before training: a
+    ValueError names the format that the method has not, or what llama.cpp lacks."""
     formats = run.options.convert.formats or ()
     method.check_file_formats(formats)
     file = checkpoints.pretrained_folder(run.cfg.checkpointer) / "config.json"
