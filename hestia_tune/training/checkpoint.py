@@ -78,7 +78,7 @@ def save_checkpoint(
     rank_state: Mapping[str, Any],
     meta: Mapping[str, Any],
     keep_last: int,
-) -> Path:
+) -> None:
     """Writes ``folder/step_{step}`` and then deletes all but the ``keep_last`` newest.
 
     Collective: every rank calls it. ``meta`` and ``rank_state`` are JSON.
@@ -123,7 +123,6 @@ def save_checkpoint(
         )
         failure.on_every_rank = True  # pyright: ignore[reportAttributeAccessIssue]
         raise failure from error
-    return final
 
 
 def _write_shards(

@@ -43,15 +43,17 @@ def build_dataset(
     cfg: DictConfig,
     tokenizer: Any,
     key: str,
+    ignore_index: int,
     batch_size: int = 1,
     calibration_seed: int | None = None,
-) -> tuple[Any, bool]:
-    """(dataset, whether it is packed) of a section, one component or a list.
+) -> tuple[Any, Callable]:
+    """(dataset, what makes a batch of its samples) of a section, one component or a list.
 
     Collective if the model is to generate it.
 
     Args:
         cfg, tokenizer: of the run; ``key`` is the section's.
+        ignore_index: label of what is not predicted.
         batch_size: of the loader, which a stream with workers must know.
         calibration_seed: gives this process all of a stream, shuffled by this seed.
 
@@ -79,15 +81,10 @@ def build_dataset(
             raise ValueError("it has no samples; give it more data, or a larger max_tokens")
     except Exception as error:  # components and file readers raise errors of many unrelated types
         raise ValueError(f"{key} could not be loaded: {one_line(error)}") from error
-    packed = any(section.get("packed") or section.get("document_masks") for section in sections)
-    return dataset, packed
-
-
-def collate_function(name: str, pad_id: int, ignore_index: int, packed: bool) -> Callable:
-    """The function that makes a batch of samples: the component, or that of ``packed`` ones."""
-    if packed:
-        return padded_collate_packed
-    return partial(_get_component_from_path(name), padding_idx=pad_id, ignore_idx=ignore_index)
+    if any(section.get("packed") or section.get("document_masks") for section in sections):
+        return dataset, padded_collate_packed
+    collate = _get_component_from_path(cfg.collate_fn)
+    return dataset, partial(collate, padding_idx=tokenizer.pad_id, ignore_idx=ignore_index)
 
 
 def shifted_labels(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -108,7 +105,9 @@ def calibration_batches(
     """The samples of the ``dataset`` section that the seed of ``settings`` draws, or all if those
     are fewer, in batches, of which the last may be smaller; the same on every rank."""
     seed, wanted, size = settings.seed, settings.num_samples, settings.batch_size
-    dataset, packed = build_dataset(cfg, tokenizer, "dataset", calibration_seed=seed)
+    dataset, collate = build_dataset(
+        cfg, tokenizer, "dataset", CROSS_ENTROPY_IGNORE_IDX, calibration_seed=seed
+    )
     if not isinstance(dataset, StreamingTextDataset):  # which shuffles by itself
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(dataset), generator=generator)[:wanted]
@@ -116,7 +115,6 @@ def calibration_batches(
     samples = list(islice(dataset, wanted))
     if len(samples) < wanted:
         utils.log_rank_zero(log, f"all {len(samples)} samples are taken; num_samples is more")
-    collate = collate_function(cfg.collate_fn, tokenizer.pad_id, CROSS_ENTROPY_IGNORE_IDX, packed)
     parts = (samples[k : k + size] for k in range(0, len(samples), size))
     return [calibration_batch(collate(part)) for part in parts]
 
@@ -170,8 +168,8 @@ class TrainingData:
             order |= getattr(dataset, "order", {})
             return PositionSampler(len(dataset), rank=rank, world_size=world_size, **order)
 
-        collate = partial(collate_function, cfg.collate_fn, tokenizer.pad_id, ignore_index)
-        self.dataset, packed = build_dataset(cfg, tokenizer, "dataset", cfg.batch_size)
+        build = partial(build_dataset, cfg, tokenizer, ignore_index=ignore_index)
+        self.dataset, collate = build("dataset", batch_size=cfg.batch_size)
         self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
         self._sampler = sampler_of(self.dataset, cfg.shuffle)
         self.steps_per_epoch, self.total_steps = self._count_steps(cfg)
@@ -179,7 +177,7 @@ class TrainingData:
             self.dataset,
             batch_size=cfg.batch_size,
             sampler=self._sampler,
-            collate_fn=collate(packed),
+            collate_fn=collate,
             drop_last=True,
             num_workers=cfg.num_workers,
             prefetch_factor=cfg.prefetch_factor,
@@ -189,7 +187,7 @@ class TrainingData:
         self.val_loader = self.val_samples = None
         if cfg.dataset_val is None:
             return
-        dataset, packed = build_dataset(cfg, tokenizer, "dataset_val")
+        dataset, collate = build("dataset_val")
         sampler = sampler_of(dataset, shuffle=False)
         if sampler is not None:
             whole = sampler.length or len(dataset)
@@ -198,9 +196,7 @@ class TrainingData:
         elif dataset.num_sequences is None and cfg.max_val_batches is None:
             raise ValueError("dataset_val is a stream without end; give it max_tokens")
         size = cfg.batch_size_val or cfg.batch_size
-        self.val_loader = StatefulDataLoader(
-            dataset, batch_size=size, sampler=sampler, collate_fn=collate(packed)
-        )
+        self.val_loader = StatefulDataLoader(dataset, size, sampler=sampler, collate_fn=collate)
 
     def _count_steps(self, cfg: DictConfig) -> tuple[int, int]:
         """(steps per epoch, steps in all)."""
