@@ -34,13 +34,7 @@ from torch.optim import Optimizer
 from hestia_tune.config import one_line
 from hestia_tune.distributed import gathered, on_first_rank, together
 from hestia_tune.files import checksum, read_json, remove
-from hestia_tune.models.checkpoints import (
-    META_FILE,
-    MODEL_PREFIX,
-    complete_checkpoints,
-    digest,
-    read_meta,
-)
+from hestia_tune.models import checkpoints
 from hestia_tune.modules import plain_shard
 
 _OPTIMIZER_PREFIX = "optimizer."
@@ -102,11 +96,11 @@ def save_checkpoint(
                 f"{temporary} lacks {sorted(missing)[0]}: output_dir must be on a file system that "
                 "all nodes share"
             )
-        meta["digest"] = digest(meta)
-        (temporary / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        meta["digest"] = checkpoints.digest(meta)
+        (temporary / checkpoints.META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         remove(final)
         temporary.rename(final)
-        for _, old in complete_checkpoints(folder)[:-keep_last]:
+        for _, old in checkpoints.complete_checkpoints(folder)[:-keep_last]:
             shutil.rmtree(old)
 
     try:
@@ -150,7 +144,9 @@ def _state(
     the optimizer's settings)."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
-    tensors = {f"{MODEL_PREFIX}{name}": plain_shard(value) for name, value in weights.items()}
+    tensors = {
+        f"{checkpoints.MODEL_PREFIX}{name}": plain_shard(value) for name, value in weights.items()
+    }
     settings = {}
     for name, value in moments.items():
         kind = tensors if isinstance(value, torch.Tensor) else settings
@@ -167,10 +163,10 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> No
     """Restores model and optimizer in place, on any number of ranks. Collective."""
     tensors, _ = _state(model, optimizer)
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
-    whole: dict[str, Any] = tensors | read_meta(path)["optimizer"]
+    whole: dict[str, Any] = tensors | checkpoints.read_meta(path)["optimizer"]
     model_state, optimizer_state = (
         {name.removeprefix(start): value for name, value in whole.items() if name.startswith(start)}
-        for start in (MODEL_PREFIX, _OPTIMIZER_PREFIX)
+        for start in (checkpoints.MODEL_PREFIX, _OPTIMIZER_PREFIX)
     )
     set_state_dict(
         model,

@@ -14,20 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
+from hestia_tune import sections
 from hestia_tune.config import ScheduleConfig, Section, option, require_number
 from hestia_tune.files import inside
 from hestia_tune.models.build import check_model_section
 from hestia_tune.models.hugging_face_files import MODEL_TYPE
 from hestia_tune.models.hugging_face_model import BUILDER
-from hestia_tune.sections import (
-    CageConfig,
-    ConvertConfig,
-    DistillationConfig,
-    EstimationConfig,
-    EvalConfig,
-    ReconstructionConfig,
-    TokenizeConfig,
-)
 
 _CHECKPOINTER = "torchtune.training.FullModelHFCheckpointer"
 # What belongs to a model that comes whole from a folder, unless the config says otherwise.
@@ -109,19 +101,19 @@ class RunOptions(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     # Path of an artifact, "auto" to compute it if there is none, or null for the uniform schedule.
     sensitivity: str | None = None
-    sensitivity_estimation: EstimationConfig = EstimationConfig()
+    sensitivity_estimation: sections.EstimationConfig = sections.EstimationConfig()
     # What hestia_qat starts from: the "pretrained" weights, or "random" ones, drawn by the seed, of
     # which the folder gives config and tokenizer alone.
     init: str = option("pretrained", choices=("pretrained", "random"))
-    distillation: DistillationConfig = DistillationConfig()
-    cage: CageConfig = CageConfig()
+    distillation: sections.DistillationConfig = sections.DistillationConfig()
+    cage: sections.CageConfig = sections.CageConfig()
     # Folder that hestia_reconstruct wrote, to start from; "auto" to compute it if there is none;
     # null starts from the pretrained model.
     reconstruction: str | None = None
-    reconstruct: ReconstructionConfig = ReconstructionConfig()
-    convert: ConvertConfig = ConvertConfig()
-    eval: EvalConfig = EvalConfig()
-    tokenize: TokenizeConfig = TokenizeConfig()
+    reconstruct: sections.ReconstructionConfig = sections.ReconstructionConfig()
+    convert: sections.ConvertConfig = sections.ConvertConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
+    tokenize: sections.TokenizeConfig = sections.TokenizeConfig()
     # What the losses of the results are measured on; null switches validation off.
     dataset_val: Any = None
     batch_size_val: int | None = option(None, low=1)
