@@ -29,17 +29,11 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationBatch:
-    """Tokens and what the model is to predict after each.
+    """Tokens and what the model is to predict after each."""
 
-    Args:
-        tokens: int64 (batch, seq_len).
-        labels: int64 (batch, seq_len), already shifted: entry t is the token that position t
-            predicts, or -100 for none.
-        model_inputs: further keyword inputs of the model (``mask``, ``input_pos``).
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
+    tokens: torch.Tensor  # int64 (batch, seq_len)
+    labels: torch.Tensor  # the same, shifted: what each position predicts, or -100 for none
+    # Further keyword inputs of the model (``mask``, ``input_pos``).
     model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -55,16 +49,12 @@ class CalibrationBatch:
 
 
 class Segment(NamedTuple):
-    """One part of the chain.
+    """One part of the chain."""
 
-    Args:
-        forward: hidden states (batch, seq_len, dim) to hidden states; in the last segment, to the
-            scalar mean loss. The input of the first may be token ids.
-        weights: the weights in here whose curvature is wanted, by fully qualified name.
-    """
-
+    # Hidden states (batch, seq_len, dim) to hidden states; in the last segment, to the scalar mean
+    # loss. The input of the first may be token ids.
     forward: Callable[[torch.Tensor], torch.Tensor]
-    weights: Mapping[str, nn.Parameter]
+    weights: Mapping[str, nn.Parameter]  # whose curvature is wanted, by fully qualified name
 
 
 def logits_of(model: nn.Module, batch: CalibrationBatch) -> torch.Tensor:
