@@ -138,15 +138,6 @@ class TrainingData:
         ignore_index: label of what is not predicted.
         seed: of the sampler.
 
-    Attributes:
-        loader, val_loader: of the batches; ``val_loader`` is None without validation data.
-        val_samples: of this rank that count, None being all; the sampler fills up uneven shares.
-        steps_per_epoch, total_steps: optimizer steps.
-        sequences_per_step: of all ranks.
-        is_stream: whether the training data have passes of their own: text, or a tokenized set.
-        taken: sequences of this epoch (of all, for a stream), by all ranks.
-        seconds_waited: for the batches of the last step.
-
     Raises:
         ValueError: if a dataset cannot be loaded, is too small, or its length is not known.
     """
@@ -157,8 +148,9 @@ class TrainingData:
         if cfg.num_workers > most:
             raise ValueError(f"num_workers must be at most {most} here; got {cfg.num_workers}")
         self._accumulation, self._ignore_index = cfg.gradient_accumulation_steps, ignore_index
-        self.sequences_per_step = cfg.batch_size * self._accumulation * world_size
-        self.taken, self.seconds_waited = 0, 0.0
+        self.sequences_per_step = cfg.batch_size * self._accumulation * world_size  # of all ranks
+        self.taken = 0  # sequences of this epoch (of all, for a stream), by all ranks
+        self.seconds_waited = 0.0  # for the batches of the last step
         self._readers = [world_size, cfg.num_workers]
 
         def sampler_of(dataset: Any, shuffle: bool) -> PositionSampler | None:
@@ -170,6 +162,7 @@ class TrainingData:
 
         build = partial(build_dataset, cfg, tokenizer, ignore_index=ignore_index)
         self.dataset, collate = build("dataset", batch_size=cfg.batch_size)
+        # Whether it has passes of its own: text, or a tokenized set.
         self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
         self._sampler = sampler_of(self.dataset, cfg.shuffle)
         self.steps_per_epoch, self.total_steps = self._count_steps(cfg)
@@ -184,15 +177,16 @@ class TrainingData:
             timeout=cfg.dataloader_timeout if cfg.num_workers else 0,
             worker_init_fn=_outlive_signals,
         )
-        self.val_loader = self.val_samples = None
+        self.val_loader = None
+        self._val_samples = None  # of this rank that count, None being all
         if cfg.dataset_val is None:
             return
         dataset, collate = build("dataset_val")
         sampler = sampler_of(dataset, shuffle=False)
         if sampler is not None:
             whole = sampler.length or len(dataset)
-            self.val_samples = len(range(rank, whole, world_size))
-            sampler.length = -(-whole // world_size) * world_size
+            self._val_samples = len(range(rank, whole, world_size))
+            sampler.length = -(-whole // world_size) * world_size  # which fills up uneven shares
         elif dataset.num_sequences is None and cfg.max_val_batches is None:
             raise ValueError("dataset_val is a stream without end; give it max_tokens")
         size = cfg.batch_size_val or cfg.batch_size
@@ -292,8 +286,8 @@ class TrainingData:
         batches, seen, total, count = islice(self.val_loader, limit), 0, 0.0, 0
         while found := _take_together(batches, 1):
             labels = found[0]["labels"]
-            if self.val_samples is not None:
-                labels[max(0, self.val_samples - seen) :] = self._ignore_index
+            if self._val_samples is not None:
+                labels[max(0, self._val_samples - seen) :] = self._ignore_index
             seen += len(labels)
             loss, tokens = loss_sum(found[0])
             total, count = total + loss.double(), count + tokens

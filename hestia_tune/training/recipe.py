@@ -171,13 +171,13 @@ class HestiaQATRecipe(RecipeSetup):
         ignore = self._loss_fn.ignore_index
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
-        if teacher is not None:
-            wanted = teacher(**batch)
+        wanted = None if teacher is None else teacher(**batch)
         with self.activations_handling_ctx:
             logits = self._model(**batch)
-        settings, total = self.options.distillation, torch.zeros_like(count, dtype=torch.float32)
-        weight = 0.0 if teacher is None else settings.weight
-        if teacher is not None:
+        settings, weight = self.options.distillation, 0.0
+        total = torch.zeros_like(count, dtype=torch.float32)
+        if wanted is not None:
+            weight = settings.weight
             total = weight * distillation_loss_sum(logits, wanted, labels, settings, ignore)
         if weight == 1:
             return total, count
