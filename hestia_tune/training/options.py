@@ -188,12 +188,6 @@ class RunOptions(Section):
                 own["seed"] = self.seed or 0
             object.__setattr__(self, key, dataclasses.replace(section, **own))
 
-    @property
-    def reads_pretrained(self) -> bool:
-        """Whether hestia_qat needs the pretrained weights, to start from or as the teacher."""
-        teaches = self.distillation.weight > 0 and self.distillation.teacher == "pretrained"
-        return self.init == "pretrained" or teaches
-
 
 def _without_temperature(given: DictConfig, key: str) -> None:
     """Makes a schedule for a method without a temperature: the pressure alone.

@@ -114,7 +114,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
         plain = build.plain_on_meta(cfg.model)
         state = pretrained = {}
-        if options.reads_pretrained:
+        teacher = options.distillation.teacher if options.distillation.weight else None
+        if "pretrained" in (options.init, teacher):
             read = partial(self.read_pretrained, plain, artifact)
             state = pretrained = on_first_rank(read, share=False) or {}
         if options.init == "random":
