@@ -1,8 +1,8 @@
 """The sections of a run's YAML file, as frozen dataclasses that check themselves.
 
-A field carries its type and its range; a comment says what it does. `Section.parse` reads a section once, by
-``OmegaConf.structured``; what comes out is handed down as it is and never looked at again. The same
-checks run when a section is made in Python.
+A field carries its type and its range; a comment says what it does. `Section.parse` reads a
+section once, by ``OmegaConf.structured``; what comes out is handed down as it is and never looked
+at again. The same checks run when a section is made in Python.
 """
 
 import dataclasses

@@ -266,12 +266,10 @@ class HestiaQATRecipe(RecipeSetup):
     def _finish(self) -> None:
         """Writes the hard model, the results and the curves."""
         state, losses = outputs.hard_state_dict(self._model), self.validation_losses
-        by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
-        temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
         description = {
             "hestia_tune": hestia_tune.__version__,
             "step": self.global_step,
-            "layers": [*temperatures],
+            "layers": [*self.driver.temperatures(0)],
             "validation_loss": losses,
             **outputs.provenance(self.run.cfg, self.tokens_seen),
             **self._identity,
@@ -287,6 +285,8 @@ class HestiaQATRecipe(RecipeSetup):
             modules = (hestia_tune, torch, torchao, torchtune)
             versions = {module.__name__: module.__version__ for module in modules}
             write_json(folder / "results.json", description | {"versions": versions})
+            by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
+            temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
             others = {label: loss for label, loss in losses.items() if label != outputs.HARD}
             plot_training_curves(self.history.rows, temperatures, others, folder / "curves.png")
 
