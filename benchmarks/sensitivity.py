@@ -29,6 +29,7 @@ from hestia_tune.modules import quantized_linears
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.sensitivity.curvature import double_backward_attention, hutchpp
 from hestia_tune.sensitivity.segments import logits_of, mean_loss
+from hestia_tune.training.data import calibration_batches
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
 
@@ -119,8 +120,13 @@ def main() -> None:
     )
     recipe = SensitivityRecipe(cfg)
     meta = build.build_on_meta(recipe.cfg.model, recipe.component)
-    batches = [batch.to(recipe.device) for batch in recipe.calibration_batches()]
-    model = recipe.load(recipe.read_pretrained(meta))
+    tokenizer = build.make_tokenizer(recipe.cfg.tokenizer, meta)
+    drawn = calibration_batches(recipe.cfg, tokenizer, recipe.settings)
+    batches = [batch.to(recipe.device) for batch in drawn]
+    plain, section = build.plain_on_meta(recipe.cfg.model), recipe.cfg.checkpointer
+    load = build.instantiate(section, "checkpointer").load_checkpoint
+    state = build.read_checkpoint(load, plain, section)
+    model = build.load_on_all_ranks(recipe.cfg.model, state, recipe.device)
     names = spread(list(quantized_linears(meta)), options.layers)
     weights = {name: model.get_submodule(name).weight for name in names}
 

@@ -45,21 +45,13 @@ def hidden_of(output: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlockChain:
-    """A model taken apart on one batch.
-
-    Attributes:
-        model: the whole.
-        blocks: of the model, in order.
-        hidden: (batch, seq_len, dim), before the first block.
-        calls: what each block is called with after the hidden states.
-        gives_tuple: whether blocks return a tuple.
-    """
+    """A model taken apart on one batch."""
 
     model: nn.Module
-    blocks: list[nn.Module]
-    hidden: torch.Tensor
+    blocks: list[nn.Module]  # of the model, in order
+    hidden: torch.Tensor  # (batch, seq_len, dim), before the first block
     calls: list[BlockCall]
-    gives_tuple: bool
+    gives_tuple: bool  # whether blocks return a tuple
 
     def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states behind a block, (batch, seq_len, dim), from those before it."""
@@ -128,12 +120,8 @@ def _replaced(
 def record_blocks(
     model: nn.Module, tokens: torch.Tensor, inputs: Mapping[str, Any] | None = None
 ) -> BlockChain:
-    """Takes a model apart on a batch.
-
-    Args:
-        model: called as ``model(tokens, **inputs)``.
-        tokens: int64 (batch, seq_len).
-        inputs: further keyword inputs of the model.
+    """Takes a model, called as ``model(tokens, **inputs)``, apart on a batch of tokens, int64
+    (batch, seq_len).
 
     Raises:
         ValueError: if the model has no blocks, or calls them in another way than one after the

@@ -1,8 +1,8 @@
 """The sections of a run's YAML file, as frozen dataclasses that check themselves.
 
-A field carries its type, its range and its text. `Section.parse` reads a section once, by
-``OmegaConf.structured``; what comes out is handed down as it is and never looked at again. The same
-checks run when a section is made in Python.
+A field carries its type and its range; a comment says what it does. `Section.parse` reads a
+section once, by ``OmegaConf.structured``; what comes out is handed down as it is and never looked
+at again. The same checks run when a section is made in Python.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 T = TypeVar("T", bound="Section")
@@ -40,32 +40,30 @@ def require_number(name: str, value: Any, low: float, high: float, remedy: str =
 
 
 def option(
-    default: Any = MISSING,
-    text: str = "",
+    default: Any = dataclasses.MISSING,
     *,
     low: float = -math.inf,
     high: float = math.inf,
     choices: tuple[str, ...] = (),
     remedy: str = "",
 ) -> Any:
-    """A field of a `Section`.
+    """A field of a `Section` that is checked beyond its type.
 
     Args:
         default: a value; a list or mapping is copied; left out, the field must be given.
-        text: what it does.
         low, high: the closed range of a number; None and words are not checked.
         choices: the words that are allowed, also inside a list, or in place of a number.
         remedy: ends the error of a value out of range.
     """
-    rules = {"text": text, "low": low, "high": high, "choices": choices, "remedy": remedy}
+    rules = {"low": low, "high": high, "choices": choices, "remedy": remedy}
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=rules)
+        return dataclasses.field(default_factory=default.copy, metadata=rules)
     return dataclasses.field(default=default, metadata=rules)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the YAML file; subclasses declare fields by `option`.
+    """A part of the YAML file; its fields are plain, or declared by `option`.
 
     Raises:
         TypeError: on a value of the wrong type.
@@ -97,7 +95,8 @@ class Section:
             if value is not None and not OmegaConf.is_config(typed[field.name]):
                 value = typed[field.name]  # as its type: "1e-3" is a float
                 object.__setattr__(self, field.name, value)
-            rules = field.metadata
+            if not (rules := field.metadata):
+                continue
             for word in value if isinstance(value, list) else [value]:
                 if isinstance(word, str) and rules["choices"] and word not in rules["choices"]:
                     kind = "" if math.isinf(rules["low"]) else "a number or "
@@ -134,37 +133,18 @@ class ScheduleConfig(Section):
     """The YAML's ``schedule`` section: pressure and temperature (Eqs. 8, 12, 13)."""
 
     section: ClassVar[str] = "schedule"
-    rho: float = option(
-        0.2,
-        "fraction of the steps spent raising the pressure from 0 to 1 (Eq. 8)",
-        low=0,
-        high=1,
-        remedy="the paper uses 0.2",
-    )
+    # Fraction of the steps spent raising the pressure from 0 to 1 (Eq. 8).
+    rho: float = option(0.2, low=0, high=1, remedy="the paper uses 0.2")
+    # Temperature during compression (Eq. 12), or "auto" for the one that fits the model's own
+    # weights best; 0 with rho 0 is straight-through training.
     tau_init: int | float | str = option(
-        0.3,
-        'temperature during compression (Eq. 12), or "auto" for the one that fits the model\'s own '
-        "weights best; 0 with rho 0 is straight-through training",
-        low=0,
-        high=100,
-        choices=("auto",),
-        remedy='or use "auto"',
+        0.3, low=0, high=100, choices=("auto",), remedy='or use "auto"'
     )
-    alpha: float = option(
-        0.4,
-        "strength of the sensitivity in the temperature (Eq. 13); 0 is uniform",
-        low=-4,
-        high=4,
-        remedy="the paper uses 0.4",
-    )
-    hard_fraction: float = option(
-        0.0,
-        "last share of the steps at temperature 0, straight-through on hard codes, so that scales "
-        "and norms settle on them; the cosine of Eq. 12 ends where it begins",
-        low=0,
-        high=0.9,
-        remedy="0 is the paper's",
-    )
+    # Strength of the sensitivity in the temperature (Eq. 13); 0 is uniform.
+    alpha: float = option(0.4, low=-4, high=4, remedy="the paper uses 0.4")
+    # Last share of the steps at temperature 0, straight-through on hard codes, so that scales and
+    # norms settle on them; the cosine of Eq. 12 ends where it begins.
+    hard_fraction: float = option(0.0, low=0, high=0.9, remedy="0 is the paper's")
 
     def __post_init__(self):
         super().__post_init__()

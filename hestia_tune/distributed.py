@@ -32,6 +32,15 @@ def end_process_group() -> None:
     dist.destroy_process_group()
 
 
+def gathered(value: T) -> list[T]:
+    """``value`` (picklable) of every rank, in their order. Collective, in a group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
 def raise_together(error: Exception | None) -> None:
     """Raises on every rank if any rank brings an error: its own, or that of the first that has one.
 
@@ -42,11 +51,8 @@ def raise_together(error: Exception | None) -> None:
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if not failed:
         return
-    told = None
-    if error is not None:
-        told = (type(error), str(error), "".join(traceback.format_exception(error)))
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
+    text = "".join(traceback.format_exception(error)) if error else ""
+    everyone = gathered(error and (type(error), str(error), text))
     raised = error
     if raised is None:
         rank, (kind, message, text) = next((r, e) for r, e in enumerate(everyone) if e)
@@ -60,21 +66,26 @@ def raise_together(error: Exception | None) -> None:
     raise raised
 
 
+@contextmanager
+def together() -> Iterator[None]:
+    """`raise_together` of what goes wrong in the body. Collective at its end."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    raise_together(error)
+
+
 def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
     """Runs ``function`` on rank 0 alone; an error there is raised on every rank. Collective.
 
-    Args:
-        function: what to run.
-        share: give the result to every rank (it must be picklable); otherwise the other ranks
-            get None.
+    The other ranks get its result too (it must be picklable), or None without ``share``.
     """
-    result, error = None, None
-    if dist.get_rank() == 0:
-        try:
+    result = None
+    with together():
+        if dist.get_rank() == 0:
             result = function()
-        except Exception as caught:
-            error = caught
-    raise_together(error)
     if not share:
         return result
     outcome = [result]

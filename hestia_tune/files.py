@@ -28,10 +28,6 @@ def staged(path: str | Path) -> Iterator[Path]:
 
     What is there stays until the new one is whole; it then steps aside for the moment of a rename.
     If the body raises, it is as it was and nothing else is left.
-
-    Example:
-        >>> with staged("model.gguf") as temporary:
-        ...     temporary.write_bytes(content)
     """
     path = Path(path)
     temporary, old = (path.with_name(f"{path.name}.{end}") for end in ("tmp", "old.tmp"))
@@ -60,6 +56,11 @@ def write_atomically(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def write_json(path: str | Path, value: Any) -> None:
+    """Writes ``value`` as a JSON file of lines, which appears whole."""
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
+
+
 def checksum(path: Path) -> str:
     """SHA-256 of a file that is not empty."""
     return hashlib.sha256(np.memmap(path, np.uint8, mode="r")).hexdigest()
@@ -69,10 +70,8 @@ def checksum(path: Path) -> str:
 def locked(folder: str | Path) -> Iterator[None]:
     """Keeps other jobs from writing a run into ``folder`` meanwhile; the first rank holds it.
 
-    A lock of the system, which ends with its process, however that ends.
-
-    Raises:
-        ValueError: if another process holds it; names process and host.
+    A lock of the system, which ends with its process, however that ends. If another process holds
+    it, a ValueError names process and host.
     """
     if os.environ.get("RANK", "0") != "0":
         yield
@@ -110,11 +109,8 @@ def read_json(path: Path) -> Any:
 
 
 def require_writable_dir(path: str | Path) -> Path:
-    """Makes the folder and proves that a file can be written into it.
-
-    Raises:
-        ValueError: if it cannot be; the message names the folder and the reason.
-    """
+    """Makes the folder and proves that a file can be written into it; else a ValueError that names
+    the folder and the reason."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)

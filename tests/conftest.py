@@ -7,6 +7,23 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """The folder of a small random Llama."""
+    from tiny import make_model_dir  # it imports torchtune, which takes seconds
+
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def end_process_group():
+    """For tests that form a group in this process."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -19,7 +19,8 @@ from hestia_tune.commands.configs import config_path
 from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.evaluation import versions
 from hestia_tune.files import write_atomically
-from hestia_tune.training.recipe import HARD, HestiaQATRecipe
+from hestia_tune.training.outputs import HARD
+from hestia_tune.training.recipe import HestiaQATRecipe
 
 TERNARY = {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 128}
 COMPLEX = {"_component_": "hestia_tune.Fairy2iQATQuantizer", "num_stages": 2}

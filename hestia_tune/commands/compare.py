@@ -4,10 +4,10 @@ Of two runs that differ in one setting (with the schedule rho=0 tau_init=0 alpha
 plain straight-through training) it shows what that setting is worth.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from hestia_tune.files import read_json
 from hestia_tune.training.outputs import HARD, results_table
 
 
@@ -31,7 +31,7 @@ def compare_runs(runs: Sequence[str]) -> str:
         if not path.is_file():
             raise FileNotFoundError(f"{run} has no results.json; let the run finish first")
         try:
-            losses = json.loads(path.read_text(encoding="utf-8"))["validation_loss"]
+            losses = read_json(path)["validation_loss"]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} is no results.json of a training run") from None
         if not losses:

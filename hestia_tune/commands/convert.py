@@ -6,7 +6,6 @@ a method whose codes do not follow from hard weights is packed from latent weigh
 checkpoint of the run holds. Everything that can be refused is refused before anything is written.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder
 from hestia_tune.export.gguf import BLOCK_TYPES
 from hestia_tune.export.gguf_rounding import activation_rounding
-from hestia_tune.files import require_writable_dir, write_atomically
+from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.methods import GroupMethod
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.hugging_face_model import BUILDER
@@ -79,7 +78,14 @@ class ConvertRecipe:
                 "AbsMean for the naive model, whose codes are the same"
             )
         self.description = self._describe()
-        self._check_formats()
+        self.method.check_file_formats(self.formats)
+        if "torchao" in self.formats:
+            check_format(self.method, self.options.target)
+        for name in self.formats:
+            if self.target(name).exists() and not self.options.overwrite:
+                raise FileExistsError(
+                    f"{self.target(name)} exists; set convert.overwrite=True to replace it"
+                )
         self.checkpoint: Path | None = None
         if is_hard and not self.method.codes_follow_from_hard:
             # The one whose latent weights the hard model was made from.
@@ -110,16 +116,6 @@ class ConvertRecipe:
             )
         return found | {"model": section}
 
-    def _check_formats(self) -> None:
-        self.method.check_file_formats(self.formats)
-        if "torchao" in self.formats:
-            check_format(self.method, self.options.target)
-        for name in self.formats:
-            if self.target(name).exists() and not self.options.overwrite:
-                raise FileExistsError(
-                    f"{self.target(name)} exists; set convert.overwrite=True to replace it"
-                )
-
     def target(self, name: str) -> Path:
         """Where a format goes."""
         return self.output / ("model.gguf" if name == "gguf" else name)
@@ -128,30 +124,29 @@ class ConvertRecipe:
         """Writes every format; returns their summaries."""
         summaries = {}
         for name in self.formats:
-            log.info(f"writing {self.target(name)}")
-            summary = summaries[name] = self._write(name)
             target = self.target(name)
+            log.info(f"writing {target}")
+            summaries[name] = self._write(name, target)
             write_card(
                 self.output if name == "gguf" else target,
                 {"hestia_tune": hestia_tune.__version__} | self.description,
                 form=name,
-                sizes=summary,
+                sizes=summaries[name],
                 evaluation=self.evaluation,
                 origin=self.source.folder,
             )
-        write_atomically(self.output / "sizes.json", json.dumps(summaries, indent=1) + "\n")
+        write_json(self.output / "sizes.json", summaries)
         return summaries
 
-    def _write(self, name: str) -> dict[str, Any]:
-        source, target, overwrite = self.source, self.target(name), self.options.overwrite
+    def _write(self, name: str, target: Path) -> dict[str, Any]:
+        source, options = self.source, {"overwrite": self.options.overwrite}
         if name == "huggingface":
-            description = self.description
-            return write_huggingface(source, target, overwrite=overwrite, description=description)
+            return write_huggingface(source, target, description=self.description, **options)
         if name == "compressed_tensors":
-            return write_compressed_tensors(source, target, overwrite=overwrite)
+            return write_compressed_tensors(source, target, **options)
         if name == "gguf":
-            options = {"block_type": self.options.block_type, "rounding": self._rounding()}
-            return write_gguf(source, target, **options, overwrite=overwrite)
+            options |= {"block_type": self.options.block_type, "rounding": self._rounding()}
+            return write_gguf(source, target, **options)
         entries = packed_entries(
             checkpoints.read_weights(self.cfg.checkpointer.model_type, source),
             {f"{layer}.weight" for layer in self.layers},
@@ -166,7 +161,7 @@ class ConvertRecipe:
             cfg=self.cfg,
             method=self.method,
             description=self.description | {"hestia_tune": hestia_tune.__version__},
-            overwrite=overwrite,
+            **options,
         )
 
     def _rounding(self) -> dict[str, float]:
@@ -186,8 +181,7 @@ class ConvertRecipe:
         build.ready_for_inference(model, "cpu", torch.bfloat16)
         tokenizer = build.make_tokenizer(cfg.tokenizer, model)
         text = "\n\n".join(demo_documents("validation"))[:4000]
-        tokens = tokenizer.encode(text, add_bos=True, add_eos=False)
-        tokens = tokens[: min(256, model.max_seq_len)]
+        tokens = tokenizer.encode(text, add_bos=True, add_eos=False)[: min(256, model.max_seq_len)]
         return activation_rounding(model, layers, torch.tensor([tokens]))
 
 

@@ -7,7 +7,6 @@ another model in its place) move to ``others`` of the same file, and come back w
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,7 @@ from torchtune import training, utils
 
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
-from hestia_tune.files import require_writable_dir
+from hestia_tune.files import read_json, require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
 from hestia_tune.training.base import join_ranks
@@ -65,7 +64,7 @@ def run_evaluation(run: Run) -> int:
         for name, text in settings.perplexity.items():
             asked[f"text {name}"] = [dataclasses.asdict(text), _last_change([text.source])]
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
+            saved = read_json(path)
             models = [ModelResult(**one) for one in [*saved["models"].values(), *saved["others"]]]
         except (OSError, ValueError, KeyError, TypeError):
             models = []

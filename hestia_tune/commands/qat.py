@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import torch.distributed as dist
+
 from hestia_tune.commands.launch import INTERRUPTED
 from hestia_tune.commands.reconstruct import with_reconstruction
 from hestia_tune.commands.sensitivity import with_sensitivity
 from hestia_tune.files import locked
 from hestia_tune.models import build
-from hestia_tune.training.checkpoint import complete_checkpoints
+from hestia_tune.models.checkpoints import complete_checkpoints
 from hestia_tune.training.options import Run
 from hestia_tune.training.outputs import check_formats
 from hestia_tune.training.recipe import HestiaQATRecipe
@@ -24,9 +26,7 @@ def run_qat(run: Run) -> int:
 def _train(run: Run) -> int:
     options = run.options
     check_output(options)  # so that no error waits until something is computed
-    check_formats(run)
-    method = build.make_component(run.cfg.quantizer).method
-    method.check_file_formats(options.convert.formats or ())
+    check_formats(run, build.make_component(run.cfg.quantizer).method)
     run, first = with_reconstruction(run)
     run, second = with_sensitivity(run, options.schedule.alpha)
     if first or second:  # nothing to resume from, if stopped before
@@ -36,7 +36,7 @@ def _train(run: Run) -> int:
     recipe = HestiaQATRecipe(run)
     recipe.setup(run.cfg)
     recipe.train()
-    if recipe.is_first_rank:
+    if dist.get_rank() == 0:
         print(recipe.summary())
     recipe.cleanup()
     return 0 if recipe.finished else INTERRUPTED

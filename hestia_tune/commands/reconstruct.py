@@ -11,9 +11,7 @@ blocks at a time is on the device. In ``reconstruct.output``:
 """
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +34,17 @@ from hestia_tune.distributed import (
     progress_bar,
     sum_over_ranks,
 )
-from hestia_tune.files import locked, remove, require_writable_dir, staged, write_atomically
+from hestia_tune.files import locked, read_json, remove, require_writable_dir, staged, write_json
 from hestia_tune.models import build
+from hestia_tune.models.checkpoints import digest
 from hestia_tune.modules import quantized_linears
 from hestia_tune.plots import plot_errors
 from hestia_tune.reconstruction import Reconstruction, WindowResult, require_weights_alone
-from hestia_tune.reconstruction.streams import make_streams
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, model_fingerprint
 from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of, mean_loss
-from hestia_tune.training import data
+from hestia_tune.training import data, outputs
 from hestia_tune.training.base import join_ranks
-from hestia_tune.training.checkpoint import digest
 from hestia_tune.training.options import Run
-from hestia_tune.training.outputs import (
-    PRETRAINED,
-    RECONSTRUCTED,
-    hard_state_dict,
-    provenance,
-    results_table,
-    write_hard_model,
-)
 from hestia_tune.training.reconstructed import LATENTS_FILE, RESULTS_FILE
 
 log = utils.get_logger("DEBUG")
@@ -86,6 +75,7 @@ class ReconstructionRecipe:
         require_weights_alone(self.component.method)
         self.losses: dict[str, float] = {}
         self.finished = self.computed = False
+        self._windows = self.output / "windows"
 
     def run(self) -> None:
         """Reconstructs, unless the folder holds just this; goes on where an earlier run stopped.
@@ -96,24 +86,16 @@ class ReconstructionRecipe:
         meta = build.build_on_meta(self.cfg.model, self.component)
         names = list(quantized_linears(meta))
         tokenizer = build.make_tokenizer(self.cfg.tokenizer, meta)
-        settings = self.settings
-        batches = data.calibration_batches(
-            self.cfg,
-            tokenizer,
-            seed=settings.seed,
-            num_samples=settings.num_samples,
-            batch_size=settings.batch_size,
-        )
-        batches = [batch for batch in batches if len(batch.tokens) == settings.batch_size]
+        seed, size = self.settings.seed, self.settings.batch_size
+        batches = data.calibration_batches(self.cfg, tokenizer, self.settings)
+        batches = [batch for batch in batches if len(batch.tokens) == size]
         if not batches:
             raise ValueError(
-                f"the dataset has fewer samples than reconstruct.batch_size {settings.batch_size}; "
-                "lower it"
+                f"the dataset has fewer samples than reconstruct.batch_size {size}; lower it"
             )
-        ignored, seed = IGNORE_INDEX, settings.seed
-        self.data = data.TrainingData(self.cfg, tokenizer, ignore_index=ignored, seed=seed)
+        self.data = data.TrainingData(self.cfg, tokenizer, ignore_index=IGNORE_INDEX, seed=seed)
         scores = None
-        if settings.alpha and self.options.sensitivity is not None:
+        if self.settings.alpha and self.options.sensitivity is not None:
             artifact = SensitivityArtifact.load(self.options.sensitivity)
             artifact.check_model(names)
             scores = artifact.scores
@@ -123,62 +105,68 @@ class ReconstructionRecipe:
         state = on_first_rank(
             lambda: build.read_checkpoint(load, plain, self.cfg.checkpointer), share=False
         )
-        identity = on_first_rank(lambda: self._identity(state or {}, names, batches, scores))
-        assert identity is not None
-        windows = self.output / "windows"
-        if not on_first_rank(lambda: self._prepare_folder(identity, windows)):
+        identity = on_first_rank(lambda: self._prepare_folder(state or {}, names, batches, scores))
+        if identity is None:
             self.finished = True
             return
         self.computed = True
         model = build.load_on_all_ranks(self.cfg.model, state, "cpu").requires_grad_(False).eval()
-        self.losses |= self.validation_loss(model, PRETRAINED)
+        self._validate(model, outputs.PRETRAINED)
         self.component.prepare(model)
         for layer in quantized_linears(model).values():
             layer.weight_fake_quantizer.is_hard = True
-        self.losses |= self.validation_loss(model, f"naive {self.component.method.name}")
-        self._reconstruct(model, batches, scores, windows)
+        self._validate(model, f"naive {self.component.method.name}")
+        self._reconstruct(model, batches, scores)
         if not self.finished:
             return
-        self.losses |= self.validation_loss(model, RECONSTRUCTED)
-        state = hard_state_dict(model)
+        self._validate(model, outputs.RECONSTRUCTED)
+        state = outputs.hard_state_dict(model)
         description = identity | {
             "hestia_tune": hestia_tune.__version__,
             "step": 0,
             "layers": names,
             "validation_loss": self.losses,
-            **provenance(self.cfg, sum(batch.tokens.numel() for batch in batches)),
+            **outputs.provenance(self.cfg, sum(batch.tokens.numel() for batch in batches)),
         }
-        on_first_rank(lambda: self._write(model, state, checkpointer, description), share=False)
-        on_first_rank(lambda: remove(windows), share=False)
 
-    def _identity(
+        def write() -> None:
+            _save_blocks(model, find_blocks(model), self.output / LATENTS_FILE)
+            folder = self.output / "hard_model"
+            outputs.write_hard_model(state, checkpointer, folder, description)
+            plot_errors(self.results, self.output / "errors.png")
+            rows = [dataclasses.asdict(result) for result in self.results]
+            write_json(self.output / RESULTS_FILE, description | {"windows": rows})
+            remove(self._windows)
+
+        on_first_rank(write, share=False)
+
+    def _prepare_folder(
         self,
         state: Mapping[str, torch.Tensor],
         names: Sequence[str],
         batches: Sequence[CalibrationBatch],
         scores: Mapping[str, float] | None,
-    ) -> dict[str, Any]:
-        """What makes a reconstruction this one."""
+    ) -> dict[str, Any] | None:
+        """What makes a reconstruction this one; None if it is there. What another run left goes, if
+        it may."""
         settings = dataclasses.asdict(self.settings)
-        settings = {k: v for k, v in settings.items() if k not in ("output", "overwrite", "memory")}
-        return {
+        identity = {
             "model_fingerprint": model_fingerprint({n: state[f"{n}.weight"] for n in names}),
             "quantizer": self.component.method.key(),
-            "settings": settings,
+            "settings": {
+                k: v for k, v in settings.items() if k not in ("output", "overwrite", "memory")
+            },
             "sensitivity": digest(scores),
             "samples": digest([batch.tokens.tolist() for batch in batches]),
             "dtype": str(self.dtype),
         }
-
-    def _prepare_folder(self, identity: dict[str, Any], windows: Path) -> bool:
-        """Whether there is something to do; what another run left goes, if it may."""
-        for path in (self.output / RESULTS_FILE, windows / RESULTS_FILE):
+        for path in (self.output / RESULTS_FILE, self._windows / RESULTS_FILE):
             if not path.exists():
                 continue
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
             odd = [key for key, value in identity.items() if found.get(key) != value]
             if not odd:
-                return path.parent == windows
+                return identity if path.parent == self._windows else None
             if not self.settings.overwrite:
                 raise ValueError(
                     f"{path} is of another {odd[0]}; set reconstruct.overwrite=True to replace it, "
@@ -186,15 +174,14 @@ class ReconstructionRecipe:
                 )
         for name in ("windows", RESULTS_FILE, LATENTS_FILE, "hard_model", "errors.png"):
             remove(self.output / name)
-        windows.mkdir()
-        write_atomically(windows / RESULTS_FILE, json.dumps(identity))
-        return True
+        write_json(self._windows / RESULTS_FILE, identity)
+        return identity
 
     @torch.no_grad()
-    def validation_loss(self, model: nn.Module, label: str) -> dict[str, float]:
-        """``label`` -> the mean loss of the model as it stands; empty without validation data."""
+    def _validate(self, model: nn.Module, label: str) -> None:
+        """Measures the loss of the model as it stands, if there are validation data."""
         if self.data.val_loader is None:
-            return {}
+            return
         is_low = self.dtype != torch.float32
 
         def loss_sum(tensors: dict[str, Any]) -> tuple[torch.Tensor, int]:
@@ -207,14 +194,13 @@ class ReconstructionRecipe:
         loss = self.data.validation_loss(loss_sum, self.options.max_val_batches, self.device)
         model.to("cpu")
         utils.log_rank_zero(log, f"validation loss, {label}: {loss:.4f}")
-        return {label: loss}
+        self.losses[label] = loss
 
     def _reconstruct(
         self,
         model: nn.Module,
         batches: Sequence[CalibrationBatch],
         scores: Mapping[str, float] | None,
-        windows: Path,
     ) -> None:
         """Trains all windows, or to the first Ctrl-C."""
         mine = slice(dist.get_rank(), None, dist.get_world_size())  # of every batch
@@ -239,23 +225,23 @@ class ReconstructionRecipe:
             device=self.device,
             dtype=self.dtype,
             compiled=self.options.compile,
-            streams=partial(
-                make_streams,
-                device=self.device,
-                limit=self.settings.memory,
-                folder=self.output,
-                rank=dist.get_rank(),
-            ),
+            folder=self.output,
         )
-        results = self._resume(work, model, windows)
-        total = len(work.windows) * work.steps
+        results = self._resume(work, model)
+        blocks, total = [*find_blocks(model)], len(work.windows) * work.steps
+
+        def save(last: WindowResult) -> None:
+            path = self._windows / f"window_{last.index:04}.safetensors"
+            write_json(path.with_suffix(".json"), dataclasses.asdict(last))
+            _save_blocks(model, blocks[last.begin : last.end], path)
+
         progress = progress_bar(total=total, initial=len(results) * work.steps)
         stop = StopRequest()
         with progress, stop.installed():
             for result in work.run(len(results)):
                 if result is not None:
                     results.append(result)
-                    on_first_rank(lambda: self._save(model, results, windows), share=False)
+                    on_first_rank(lambda: save(results[-1]), share=False)
                     progress.set_postfix_str(
                         f"blocks {result.begin} to {result.end - 1}: error {result.error:.4f}, "
                         f"naive {result.naive_error:.4f}",
@@ -267,55 +253,33 @@ class ReconstructionRecipe:
                     return
         self.results, self.finished = results, True
 
-    def _resume(self, work: Reconstruction, model: nn.Module, windows: Path) -> list[WindowResult]:
+    def _resume(self, work: Reconstruction, model: nn.Module) -> list[WindowResult]:
         """Loads the windows that are done; returns their results."""
-        found = sorted(windows.glob("window_*.safetensors"))
-        if not found:
-            return []
-        results = [WindowResult(**json.loads(f.with_suffix(".json").read_text())) for f in found]
+        found = sorted(self._windows.glob("window_*.safetensors"))
 
         def load() -> None:
             for file in found:
                 model.load_state_dict(load_file(file), strict=False)
 
-        work.skip(len(found), load)
-        utils.log_rank_zero(log, f"goes on after {len(found)} of {len(work.windows)} windows")
-        return results
-
-    def _save(self, model: nn.Module, results: Sequence[WindowResult], windows: Path) -> None:
-        last = results[-1]
-        path = windows / f"window_{last.index:04}.safetensors"
-        kept = tuple(f"{name}." for name in [*find_blocks(model)][last.begin : last.end])
-        write_atomically(path.with_suffix(".json"), json.dumps(dataclasses.asdict(last)))
-        with staged(path) as temporary:
-            state = {k: v for k, v in model.state_dict().items() if k.startswith(kept)}
-            save_file(state, temporary)
-
-    def _write(
-        self,
-        model: nn.Module,
-        state: dict[str, torch.Tensor],
-        checkpointer: Any,
-        description: dict[str, Any],
-    ) -> None:
-        kept = tuple(f"{name}." for name in find_blocks(model))
-        latents = {k: v for k, v in model.state_dict().items() if k.startswith(kept)}
-        with staged(self.output / LATENTS_FILE) as temporary:
-            save_file(latents, temporary)
-        write_hard_model(state, checkpointer, self.output / "hard_model", description)
-        plot_errors(self.results, self.output / "errors.png")
-        rows = [dataclasses.asdict(result) for result in self.results]
-        text = json.dumps(description | {"windows": rows}, indent=1)
-        write_atomically(self.output / RESULTS_FILE, f"{text}\n")
+        if found:
+            work.skip(len(found), load)
+            utils.log_rank_zero(log, f"goes on after {len(found)} of {len(work.windows)} windows")
+        return [WindowResult(**read_json(file.with_suffix(".json"))) for file in found]
 
     def summary(self) -> str:
         """What to print at the end."""
         if not self.finished:
             return "stopped; finished windows are kept, and the same command goes on after them"
-        found = json.loads((self.output / RESULTS_FILE).read_text(encoding="utf-8"))
-        losses = found["validation_loss"]
-        table = results_table(losses) + "\n\n" if losses else ""
+        losses = read_json(self.output / RESULTS_FILE)["validation_loss"]
+        table = outputs.results_table(losses) + "\n\n" if losses else ""
         return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
+
+
+def _save_blocks(model: nn.Module, blocks: Iterable[str], path: Path) -> None:
+    """Writes parameters and buffers of these blocks."""
+    kept = tuple(f"{name}." for name in blocks)
+    with staged(path) as temporary:
+        save_file({k: v for k, v in model.state_dict().items() if k.startswith(kept)}, temporary)
 
 
 def with_reconstruction(run: Run) -> tuple[Run, bool]:

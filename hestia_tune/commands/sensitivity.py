@@ -17,12 +17,12 @@ import psutil
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 from torchtune import config, utils
 
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
+from hestia_tune.models.checkpoints import digest
 from hestia_tune.modules import quantized_linears
 from hestia_tune.plots import plot_sensitivity, plot_temperatures
 from hestia_tune.schedule import AnnealingSchedule
@@ -32,7 +32,6 @@ from hestia_tune.sensitivity.curvature import estimation_memory
 from hestia_tune.sensitivity.estimation import Journal
 from hestia_tune.training import data
 from hestia_tune.training.base import join_ranks
-from hestia_tune.training.checkpoint import digest
 from hestia_tune.training.options import Run
 
 log = utils.get_logger("DEBUG")
@@ -58,16 +57,16 @@ class SensitivityRecipe:
         """
         meta = build.build_on_meta(self.cfg.model, self.component)
         names = list(quantized_linears(meta))
-        batches = data.calibration_batches(
-            self.cfg,
-            build.make_tokenizer(self.cfg.tokenizer, meta),
-            seed=self.settings.seed,
-            num_samples=self.settings.num_samples,
-            batch_size=self.settings.batch_size,
+        tokenizer = build.make_tokenizer(self.cfg.tokenizer, meta)
+        batches = data.calibration_batches(self.cfg, tokenizer, self.settings)
+        plain, section = build.plain_on_meta(self.cfg.model), self.cfg.checkpointer
+        state = on_first_rank(
+            lambda: build.read_checkpoint(
+                lambda: config.instantiate(section).load_checkpoint(), plain, section
+            ),
+            share=False,
         )
-        plain = build.plain_on_meta(self.cfg.model)
-        state = on_first_rank(lambda: self.read_pretrained(plain), share=False) or {}
-        identity, artifact = on_first_rank(lambda: self._find(names, state, batches))
+        identity, artifact = on_first_rank(lambda: self._find(names, state or {}, batches))
         folder = self.path.with_name(f"{self.path.name}.{digest(identity)}")  # of the journal
         self.computed = artifact is None
         if artifact is None:
@@ -76,20 +75,14 @@ class SensitivityRecipe:
             weights = {name: model.get_submodule(name).weight for name in names}
             journal = Journal(folder, dist.get_rank())
             artifact = estimate_sensitivity(model, weights, batches, self.settings, journal=journal)
-            section = OmegaConf.to_container(self.cfg.dataset, resolve=True)
-            num_samples = sum(len(batch.tokens) for batch in batches)
-            dataset = artifact.dataset | {"dataset": section, "num_samples": num_samples}
+            dataset = artifact.dataset | {
+                "dataset": OmegaConf.to_container(self.cfg.dataset, resolve=True),
+                "num_samples": sum(len(batch.tokens) for batch in batches),
+            }
             artifact = dataclasses.replace(artifact, dataset=dataset)
         on_first_rank(lambda: self._write(artifact), share=False)
         on_first_rank(lambda: remove(folder), share=False)
         return artifact
-
-    def read_pretrained(self, meta: nn.Module) -> dict[str, torch.Tensor]:
-        """The checkpoint's state dict, checked against the model on the meta device."""
-        section = self.cfg.checkpointer
-        return build.read_checkpoint(
-            lambda: config.instantiate(section).load_checkpoint(), meta, section
-        )
 
     def _find(
         self, names: list[str], state: Mapping[str, torch.Tensor], batches: list[CalibrationBatch]
@@ -125,14 +118,8 @@ class SensitivityRecipe:
         """The artifact, and beside it the pictures."""
         artifact.save(self.path)
         plot_sensitivity(artifact.traces, self.path.with_suffix(".png"), self.settings.curvature)
-        options = self.options.schedule
-        schedule = AnnealingSchedule(
-            100,
-            rho=options.rho,
-            tau_init=1.0,
-            alpha=options.alpha,
-            hard_fraction=options.hard_fraction,
-        )
+        options = dataclasses.asdict(self.options.schedule) | {"tau_init": 1.0}
+        schedule = AnnealingSchedule(100, **options)
         fan = f"{self.path.stem}_temperatures.png".removeprefix("sensitivity_")
         plot_temperatures(schedule, artifact.scores, self.path.with_name(fan))
         worst = max(artifact.score_standard_errors.values())

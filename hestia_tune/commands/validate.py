@@ -14,7 +14,7 @@ from torchtune.config._utils import _get_component_from_path
 
 from hestia_tune.models import build
 from hestia_tune.modules import quantized_linears
-from hestia_tune.training.options import Run, component
+from hestia_tune.training.options import Run
 from hestia_tune.training.setup import RecipeSetup
 
 
@@ -37,8 +37,9 @@ class Validation(RecipeSetup):
 
     num_layers = 0
 
-    def _setup_model(self, cfg_model: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        model = build.build_on_meta(cfg_model, self.component)
+    def build_model(self, state: dict[str, torch.Tensor]) -> nn.Module:
+        """Prepared, on the meta device."""
+        model = build.build_on_meta(self.run.cfg.model, self.component)
         self.num_layers = len(quantized_linears(model))
         return model
 
@@ -58,7 +59,7 @@ def run_validate(run: Run) -> int:
     for key in ("sensitivity", "reconstruction"):
         cfg[key] = None if cfg[key] == "auto" else cfg[key]
     _get_component_from_path(cfg.metric_logger["_component_"])
-    cfg.metric_logger = component("hestia_tune.commands.validate.NoLogger")
+    cfg.metric_logger = {"_component_": "hestia_tune.commands.validate.NoLogger"}
     recipe = Validation(Run.of(cfg))
     try:
         recipe.setup(recipe.run.cfg)

@@ -18,14 +18,14 @@ class GeneratedConfig(Section):
     """The YAML's ``dataset`` section, if its component is ``self_generated_dataset``."""
 
     section: ClassVar[str] = "dataset"
-    num_sequences: int = option(text="sequences to generate", low=1)
-    seq_len: int = option(text="tokens of each, the random first one included", low=8)
-    cache_dir: str = option(text="folder of the set, which is generated once")
-    temperature: float = option(1.0, "of the sampling", low=1e-2, high=100)
-    top_k: int | None = option(None, "samples from so many of the likeliest; null from all", low=1)
-    seed: int = option(0, "of the sampling, and of the order in training", low=0, high=2**63 - 1)
-    batch_size: int = option(32, "generated together; decides what is drawn", low=1)
-    epochs: int | None = option(1, "passes over the set; null has no end", low=1)
+    num_sequences: int = option(low=1)  # sequences to generate
+    seq_len: int = option(low=8)  # tokens of each, the random first one included
+    cache_dir: str  # folder of the set, which is generated once
+    temperature: float = option(1.0, low=1e-2, high=100)  # of the sampling
+    top_k: int | None = option(None, low=1)  # samples from so many of the likeliest; null from all
+    seed: int = option(0, low=0, high=2**63 - 1)  # of the sampling, and of the order in training
+    batch_size: int = option(32, low=1)  # generated together; decides what is drawn
+    epochs: int | None = option(1, low=1)  # passes over the set; null has no end
 
 
 def self_generated_dataset(tokenizer: Any, **options: Any) -> TokenizedSet:

@@ -33,40 +33,28 @@ class StreamConfig(Section):
     """The YAML's ``dataset`` section, if its component is ``streaming_text_dataset``."""
 
     section: ClassVar[str] = "dataset"
-    source: str = option(
-        text='first argument of `datasets.load_dataset`: a hub name, or "parquet", "json", "text" '
-        "with data_files (.gz, .zst and .bz2 too; a line of a text file is a document); or "
-        '"token_shards", a tokenized set, with its folder as data_files'
-    )
-    seq_len: int = option(text="tokens per sequence", low=1)
-    column: str = option("text", "the column that holds the text")
-    data_files: Any = option(None, "paths, globs or URLs; or one of these for each split")
-    name: str | None = option(None, "the configuration of a hub dataset")
-    split: str = option("train", "the split to read")
-    revision: str | None = option(
-        None,
-        "the commit or branch of a hub dataset; to resume, the one that the run began with",
-    )
-    shuffle_buffer: int = option(
-        1000,
-        "documents that are shuffled together; 0 keeps the order; all else shuffles all sequences "
-        "of a tokenized set",
-        low=0,
-    )
-    seed: int = option(0, "of the shuffles, with the epoch's number", low=0)
-    max_tokens: int | None = option(
-        None,
-        "of all ranks together, rounded down to whole sequences on each; the data are read again, "
-        "in a new order, if they hold less",
-        low=1,
-    )
-    epochs: int | None = option(
-        None,
-        "passes over the data after which they end; null is no limit; the length of a text in "
-        "epochs is not known before",
-        low=1,
-    )
-    document_masks: bool = option(False, "samples for torchtune.data.padded_collate_packed")
+    # First argument of `datasets.load_dataset`: a hub name, or "parquet", "json", "text" with
+    # data_files (.gz, .zst and .bz2 too; a line of a text file is a document); or "token_shards", a
+    # tokenized set, with its folder as data_files.
+    source: str
+    seq_len: int = option(low=1)  # tokens per sequence
+    column: str = "text"  # the column that holds the text
+    data_files: Any = None  # paths, globs or URLs; or one of these for each split
+    name: str | None = None  # the configuration of a hub dataset
+    split: str = "train"  # the split to read
+    # The commit or branch of a hub dataset; to resume, the one that the run began with.
+    revision: str | None = None
+    # Documents that are shuffled together; 0 keeps the order; all else shuffles all sequences of a
+    # tokenized set.
+    shuffle_buffer: int = option(1000, low=0)
+    seed: int = option(0, low=0)  # of the shuffles, with the epoch's number
+    # Of all ranks together, rounded down to whole sequences on each; the data are read again, in a
+    # new order, if they hold less.
+    max_tokens: int | None = option(None, low=1)
+    # Passes over the data after which they end; null is no limit; the length of a text in epochs is
+    # not known before.
+    epochs: int | None = option(None, low=1)
+    document_masks: bool = False  # samples for torchtune.data.padded_collate_packed
 
     @property
     def files(self) -> str:

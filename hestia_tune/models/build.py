@@ -180,10 +180,11 @@ def check_model_options(cfg: DictConfig, model: nn.Module) -> None:
                     f"{one['seq_len']}"
                 )
     if cfg.model["_component_"] != BUILDER and cfg.checkpointer.model_type not in MODEL_TYPES:
-        log.warning(
+        text = (
             f"hestia_convert and hestia_eval do not read {cfg.checkpointer.model_type} models: the "
             "hard model of this run can be loaded by other programs only"
         )
+        utils.log_rank_zero(log, text, level=logging.WARNING)
     names = dict(model.named_modules())
     for name in cfg.custom_sharded_layers or []:
         if name not in names:

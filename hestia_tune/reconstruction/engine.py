@@ -15,9 +15,11 @@ its optimizer, and two hidden states a token (`hestia_tune.reconstruction.stream
 samples and sum their gradients, so the result is that of one process.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +30,15 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
-from hestia_tune.modules import QuantizedLinear, quantized_linears
+from hestia_tune.distributed import gathered
+from hestia_tune.modules import quantized_linears
 from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
 from hestia_tune.reconstruction.streams import Stream, prefetched
 from hestia_tune.reconstruction.windows import WindowResult, windows
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sections import ReconstructionConfig
+
+log = logging.getLogger(__name__)
 
 _WARMUP_STEPS = 10
 # Norms of tokens are capped at as many times their median.
@@ -59,7 +64,7 @@ class Reconstruction:
         device: where windows are trained.
         dtype: of the products.
         compiled: run the method's formulas as fused kernels.
-        streams: makes room for a stream of a shape; None keeps both in memory.
+        folder: for hidden states beyond ``settings.memory``; None keeps all in memory.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class Reconstruction:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         compiled: bool = False,
-        streams: Callable[[tuple[int, int, int], int], tuple[Stream, Stream]] | None = None,
+        folder: Path | None = None,
     ):
         self.blocks, self.head, self.settings = [*find_blocks(model).values()], head, settings
         self.device, self.dtype, self._scores = torch.device(device), dtype, scores
@@ -82,29 +87,28 @@ class Reconstruction:
         self._names = {id(layer): name for name, layer in quantized_linears(model).items()}
         self.windows = windows(len(self.blocks), settings.window, settings.stride)
         self.num_batches = len(counted)
+        self.steps = settings.epochs * self.num_batches  # of a window
         self._calls: list[list[BlockCall]] = []
         for batch, chain in enumerate(chains):
             state, first = chain.hidden, self._calls[0] if batch else chain.calls
             self._calls.append(share_equal(chain.calls, first))
             if batch == 0:
+                need = 2 * 2 * self.num_batches * state.numel() / 2**30
+                folder = folder if need > settings.memory else None
+                log.info(f"hidden states: {need:.2f} GiB, in {'files' if folder else 'memory'}")
                 shape = (self.num_batches * state.shape[0], *state.shape[1:])
-                self.full, self.hard = (streams or self._in_memory)(shape, state.shape[0])
+                self.full, self.hard = (
+                    Stream(shape, state.shape[0], self.device, folder) for _ in range(2)
+                )
             self.full.write(batch, state)
             self.hard.write(batch, state)
         self._counted = torch.stack(list(counted)).to(self.device)  # (batches, batch, seq_len)
         self._tokens = self._sum(self._counted.sum((1, 2)).double()).clamp(min=1)
-        self._index = {id(block): index for index, block in enumerate(self.blocks)}
-        self._full_at = self._hard_at = 0  # blocks that each stream has passed
         # One graph is compiled for all blocks that are alike.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
-        self._templates = {
-            id(block): next(other for other in self.blocks if alike(other, block))
-            for block in self.blocks
-        }
-        self.steps = settings.epochs * self.num_batches  # of a window
-
-    def _in_memory(self, shape: tuple[int, int, int], batch_size: int) -> tuple[Stream, Stream]:
-        return Stream(shape, batch_size, self.device), Stream(shape, batch_size, self.device)
+        self._templates = [
+            next(other for other in self.blocks if alike(other, block)) for block in self.blocks
+        ]
 
     def run(self, done: int = 0) -> Iterator[WindowResult | None]:
         """Trains the windows from number ``done`` on; yields None after every step, and at the end
@@ -113,62 +117,60 @@ class Reconstruction:
             yield from self._train(index)
 
     def skip(self, done: int, load: Callable[[], None]) -> None:
-        """Passes over windows that were trained before.
+        """Passes over ``done`` windows that were trained before.
 
-        Args:
-            done: how many.
-            load: puts what they learned into the model; called once the pretrained stream has gone
-                through the pretrained weights.
+        ``load`` puts what they learned into the model, once the pretrained stream has gone through
+        the pretrained weights.
         """
-        _, self._full_at, self._hard_at = self.windows[done - 1]
-        self._advance(self.full, self.blocks[: self._full_at], hard=False)
+        *_, end, final = self.windows[done - 1]
+        self._advance(self.full, end, hard=False)
         load()
-        self._advance(self.hard, self.blocks[: self._hard_at], hard=True)
+        self._advance(self.hard, final, hard=True)
 
     @torch.no_grad()
-    def _advance(self, stream: Stream, blocks: Sequence[nn.Module], *, hard: bool) -> None:
-        """Moves a stream through blocks, with the pretrained or the hard weights."""
-        for block in blocks:
-            block.to(self.device)
-            layers = self._layers([block]) if hard else []
+    def _advance(self, stream: Stream, end: int, *, hard: bool) -> None:
+        """Moves a stream up to a block, with the pretrained or the hard weights."""
+        for index in range(stream.block, end):
+            self.blocks[index].to(self.device)
+            layers = self._layers([index]) if hard else []
             for layer in layers:
                 layer.refresh(self.dtype, hard=True)
             for batch, (states,) in prefetched([*range(self.num_batches)], stream):
-                stream.write(batch, self._forward([block], layers, states, batch))
-            block.to("cpu")
+                stream.write(batch, self._forward([index], layers, states, batch))
+            self.blocks[index].to("cpu")
+            stream.block = index + 1
 
-    def _layers(
-        self, blocks: Sequence[nn.Module], rank: int = 0, seed: int = 0
-    ) -> list[TrainedLayer]:
+    def _layers(self, blocks: Iterable[int], rank: int = 0, seed: int = 0) -> list[TrainedLayer]:
         generator = torch.Generator().manual_seed(seed)
         return [
             TrainedLayer(module, self._names[id(module)], rank, generator, self._compiled)
-            for block in blocks
-            for module in block.modules()
-            if isinstance(module, QuantizedLinear)
+            for index in blocks
+            for module in quantized_linears(self.blocks[index]).values()
         ]
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _forward(
         self,
-        blocks: Sequence[nn.Module],
+        blocks: Iterable[int],
         layers: Sequence[TrainedLayer],
         states: torch.Tensor,
         batch: int,
     ) -> torch.Tensor:
         """h through the blocks, float32 between them; the linears of ``layers`` by their E."""
-        effective = {layer.name: layer.effective for layer in layers}
+        effective = {id(layer.layer): layer.effective for layer in layers}
 
         def moved(value: Any) -> Any:
             return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            for block in blocks:
+        with self._autocast():
+            for index in blocks:
+                block, template = self.blocks[index], self._templates[index]
                 tensors = dict(block.named_parameters()) | dict(block.named_buffers())
                 for name, module in quantized_linears(block).items():
-                    own = effective.get(self._names[id(module)], module.weight)
-                    tensors[f"{name}.weight"] = own
-                template = self._templates[id(block)]
-                inputs = tree_map(moved, self._calls[batch][self._index[id(block)]])
+                    tensors[f"{name}.weight"] = effective.get(id(module), module.weight)
+                inputs = tree_map(moved, self._calls[batch][index])
                 with plain_linears(template):
                     states = self._call(template, tensors, states, inputs)
         return states.float()
@@ -199,14 +201,10 @@ class Reconstruction:
             found = self.head(h).float().log_softmax(-1)
             return F.kl_div(found, wanted, reduction="sum", log_target=True)
 
-        counted = self._counted[batch]
-        total = out.new_zeros(())
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            for h, h_full in zip(
-                out[counted].split(_LOGIT_POSITIONS),
-                target[counted].split(_LOGIT_POSITIONS),
-                strict=True,
-            ):
+        total, counted = out.new_zeros(()), self._counted[batch]
+        parts = (h[counted].split(_LOGIT_POSITIONS) for h in (out, target))
+        with self._autocast():
+            for h, h_full in zip(*parts, strict=True):
                 total = total + checkpoint(part, h, h_full, use_reentrant=False)
         return total / self._tokens[batch].float()
 
@@ -215,16 +213,12 @@ class Reconstruction:
         """|h*|^2 of every token, (batches, batch, seq_len), capped."""
         order = [*range(self.num_batches)]
         norms = torch.stack([h.square().sum(-1) for _, (h,) in prefetched(order, self.full)])
-        mine = norms[self._counted]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            parts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, mine.cpu())
-            mine = torch.cat(parts)
-        return norms.clamp(max=_NORM_CAP * mine.median().item())
+        everyone = torch.cat(gathered(norms[self._counted].cpu()))
+        return norms.clamp(max=_NORM_CAP * everyone.median().item())
 
     @torch.no_grad()
     def _error(
-        self, blocks: Sequence[nn.Module], layers: Sequence[TrainedLayer], norms: torch.Tensor
+        self, blocks: Iterable[int], layers: Sequence[TrainedLayer], norms: torch.Tensor
     ) -> float:
         """Relative squared error with hard weights, a mean over the tokens of a few batches."""
         for layer in layers:
@@ -244,42 +238,33 @@ class Reconstruction:
         return value
 
     def _optimizer(
-        self, blocks: Sequence[nn.Module], layers: Sequence[TrainedLayer]
+        self, blocks: Iterable[int], layers: Sequence[TrainedLayer]
     ) -> torch.optim.Optimizer:
         """AdamW without decay: latent weights, the method's parameters, norms and biases."""
         settings, own = self.settings, {id(value) for x in layers for value in x.layer.latents()}
-        others = [p for block in blocks for p in block.parameters() if id(p) not in own]
-        for parameter in others:
-            parameter.requires_grad_(settings.norm_lr > 0)
-        groups = [
-            {"params": [p for x in layers for p in x.trained], "lr": settings.lr},
-            {
-                "params": [p for x in layers for p in x.parameters if p.requires_grad],
-                "lr": settings.parameter_lr,
-            },
-            {"params": [p for p in others if p.requires_grad], "lr": settings.norm_lr},
-        ]
-        groups = [group for group in groups if group["params"]]
+        parameters = (p for index in blocks for p in self.blocks[index].parameters())
+        others = [p.requires_grad_(settings.norm_lr > 0) for p in parameters if id(p) not in own]
+        rates = (
+            (settings.lr, [p for x in layers for p in x.trained]),
+            (settings.parameter_lr, [p for x in layers for p in x.parameters]),
+            (settings.norm_lr, others),
+        )
+        trained = [(lr, [p for p in some if p.requires_grad]) for lr, some in rates]
+        groups = [{"params": some, "lr": lr} for lr, some in trained if some]
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def _train(self, index: int) -> Iterator[WindowResult | None]:
         started, settings = time.perf_counter(), self.settings
         begin, end, final = self.windows[index]
-        is_last = final == len(self.blocks)
-        if end > self._full_at:  # their latents are the pretrained weights still
-            self._advance(self.full, self.blocks[self._full_at : end], hard=False)
-            self._full_at = end
-        blocks = [block.to(self.device) for block in self.blocks[begin:end]]
+        self._advance(self.full, end, hard=False)  # whose latents are the pretrained ones still
+        blocks = range(begin, end)
+        for block in blocks:
+            self.blocks[block].to(self.device)
         layers = self._layers(blocks, settings.rank, self.seed + index)
         norms = self._norms()
         names = {layer.name: layer.layer for layer in layers}
-        schedule = AnnealingSchedule(
-            self.steps,
-            rho=settings.rho,
-            tau_init=settings.tau_init,
-            alpha=settings.alpha,
-            hard_fraction=settings.hard_fraction,
-        )
+        shape = ("rho", "tau_init", "alpha", "hard_fraction")
+        schedule = AnnealingSchedule(self.steps, **{key: getattr(settings, key) for key in shape})
         scores = self._scores and {name: self._scores[name] for name in names}
         driver = ScheduleDriver(schedule, names, scores)
         naive = self._error(blocks, layers, norms)
@@ -296,7 +281,7 @@ class Reconstruction:
                     layer.refresh(self.dtype)
                 out = self._forward(blocks, layers, states, batch)
                 loss = self._loss(out, target, norms[batch], batch)
-                if is_last and settings.kl_weight:
+                if final == len(self.blocks) and settings.kl_weight:
                     loss = loss + settings.kl_weight * self._divergence(out, target, batch)
                 loss.backward()
                 for layer in layers:
@@ -320,8 +305,7 @@ class Reconstruction:
                 f"reconstruct.lr, now {settings.lr}"
             )
         for block in blocks:
-            block.to("cpu").requires_grad_(False)
-        self._advance(self.hard, self.blocks[self._hard_at : final], hard=True)
-        self._hard_at = final
+            self.blocks[block].to("cpu").requires_grad_(False)
+        self._advance(self.hard, final, hard=True)
         seconds = time.perf_counter() - started
         yield WindowResult(index, begin, end, naive, error, seconds)

@@ -13,6 +13,8 @@ from hestia_tune.blocks import BlockCall, hidden_of
 from hestia_tune.methods.base import Method, fused
 from hestia_tune.modules import QuantizedLinear, quantized_linears
 
+_PLAIN = (bool, int, float, str, type(None))
+
 
 def require_weights_alone(method: Method) -> None:
     """Raises ValueError for a method that trains more than weights and scales."""
@@ -26,18 +28,14 @@ def require_weights_alone(method: Method) -> None:
 def alike(one: nn.Module, other: nn.Module) -> bool:
     """Whether two modules compute the same function of their parameters, buffers and inputs."""
 
-    def facts(module: nn.Module) -> list[Any]:
-        plain = (bool, int, float, str, type(None))
+    def facts(module: nn.Module) -> Iterator[Any]:
+        for name, part in module.named_modules():
+            plain = {k: v for k, v in vars(part).items() if isinstance(v, _PLAIN)}
+            plain.pop("layer_idx", None)  # transformers' key into caches, of which there are none
+            yield name, type(part), plain
+        yield from ((name, p.shape) for name, p in module.named_parameters())
 
-        def options(part: nn.Module) -> dict[str, Any]:
-            facts = {k: v for k, v in vars(part).items() if isinstance(v, plain)}
-            facts.pop("layer_idx", None)  # transformers' key into caches, of which there are none
-            return facts
-
-        return [(name, type(part), options(part)) for name, part in module.named_modules()]
-
-    shapes = [[(name, p.shape) for name, p in m.named_parameters()] for m in (one, other)]
-    return shapes[0] == shapes[1] and facts(one) == facts(other)
+    return [*facts(one)] == [*facts(other)]
 
 
 @contextlib.contextmanager

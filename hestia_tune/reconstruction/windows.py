@@ -18,18 +18,11 @@ def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int, i
 
 @dataclass(frozen=True)
 class WindowResult:
-    """What a trained window says of itself.
-
-    Attributes:
-        index, begin, end: which window, and its blocks.
-        naive_error: relative squared error at its end before training, with hard weights.
-        error: the same after it.
-        seconds: that it took.
-    """
+    """What a trained window says of itself."""
 
     index: int
-    begin: int
+    begin: int  # of its blocks
     end: int
-    naive_error: float
-    error: float
-    seconds: float
+    naive_error: float  # relative squared error at its end before training, with hard weights
+    error: float  # the same after it
+    seconds: float  # that it took

@@ -10,8 +10,8 @@ The artifact is a JSON file with the fields of `SensitivityArtifact`, the column
     "schema_version": 2,
     "layers": {"layers.0.attn.q_proj": {"trace", "standard_error", "probes", "score"}, ...}
 
-The schedule reads the scores alone. Reading is strict: a temperature that
-silently fell back to a default would look like a run that worked. A pickle could run code.
+The schedule reads the scores alone. Reading is strict: a temperature that silently fell back to a
+default would look like a run that worked.
 """
 
 import dataclasses
@@ -97,32 +97,24 @@ def sensitivity_scores(
 class SensitivityArtifact:
     """Curvature traces and scores of the quantized layers of one model.
 
-    Args:
-        traces: fully qualified name -> trace of that weight's diagonal block of the Hessian
-            (Eq. 10) or of the Gauss-Newton matrix, of the loss in nats per token.
-        standard_errors: of the traces, as estimates for the calibration samples.
-        scores: s_i in (0, 1) (Eq. 11); empty for those of the estimator's kappa and epsilon.
-        model_fingerprint: see `model_fingerprint`.
-        probes: matrix-vector products (or backward passes) behind each trace; empty if unknown.
-        estimator: method, settings and seed of the estimation.
-        dataset: what the calibration samples were.
-        tokens_seen: tokens that were predicted in the calibration samples.
-        wall_time_seconds: of the estimation, since it was last started.
-
     Raises:
         TypeError, ValueError: naming the layer whose number is out of range; if columns name other
             layers; if scores are to be made and no trace is resolved.
     """
 
+    # Fully qualified name -> trace of that weight's diagonal block of the Hessian (Eq. 10) or of
+    # the Gauss-Newton matrix, of the loss in nats per token.
     traces: dict[str, float]
-    standard_errors: dict[str, float]
+    standard_errors: dict[str, float]  # of the traces, as estimates for the calibration samples
+    # s_i in (0, 1) (Eq. 11); empty for those of the estimator's kappa and epsilon.
     scores: dict[str, float] = field(default_factory=dict)
-    model_fingerprint: str
+    model_fingerprint: str  # see `model_fingerprint`
+    # Matrix-vector products (or backward passes) behind each trace; empty if unknown.
     probes: dict[str, int] = field(default_factory=dict)
-    estimator: dict[str, Any] = field(default_factory=dict)
-    dataset: dict[str, Any] = field(default_factory=dict)
-    tokens_seen: int = 0
-    wall_time_seconds: float = 0.0
+    estimator: dict[str, Any] = field(default_factory=dict)  # method, settings and seed
+    dataset: dict[str, Any] = field(default_factory=dict)  # what the calibration samples were
+    tokens_seen: int = 0  # that were predicted in the calibration samples
+    wall_time_seconds: float = 0.0  # of the estimation, since it was last started
 
     def __post_init__(self):
         if not isinstance(self.estimator, dict) or not isinstance(self.dataset, dict):
@@ -216,13 +208,8 @@ class SensitivityArtifact:
 
 
 def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    """A digest of the names, shapes and weights (as bfloat16) of the quantized layers.
-
-    The same for a model stored in bfloat16 and in float32; another for other weights.
-
-    Args:
-        weights: fully qualified name of each quantized linear -> its pretrained weight.
-    """
+    """A digest of the pretrained weights of the quantized linears by fully qualified name: of
+    names, shapes and values as bfloat16, so it is the same for a model stored in float32."""
     rounded = ((name, weights[name].detach().to(torch.bfloat16)) for name in sorted(weights))
     return _digest((name, weight.view(torch.int16)) for name, weight in rounded)
 
@@ -234,8 +221,7 @@ def estimation_identity(
 ) -> dict[str, Any]:
     """What the numbers of an estimation depend on, by field of the artifact.
 
-    Args:
-        weights: fully qualified name -> pretrained weight, in any dtype.
+    ``weights`` are the pretrained ones by fully qualified name, in any dtype.
     """
     methods = {"hessian": "hutch++" if settings.fixed else "hutchinson", "fisher": "gauss-newton"}
     estimator = {"method": methods[settings.curvature], **asdict(settings)}

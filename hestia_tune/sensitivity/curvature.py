@@ -162,7 +162,8 @@ def hutchpp(
     num_probes: int,
     generator: torch.Generator,
 ) -> tuple[float, float, int]:
-    """h = Tr(Q^T H Q) + Tr(G^T (I - Q Q^T) H (I - Q Q^T) G)/num_probes (Eq. 10).
+    """(h, its standard error, the products behind it), where
+    h = Tr(Q^T H Q) + Tr(G^T (I - Q Q^T) H (I - Q Q^T) G)/num_probes (Eq. 10).
 
     A sketch catches the large eigenvalues of the symmetric (dim, dim) matrix H, whose part of the
     trace is then exact; random probes estimate the rest. Unbiased always, and exact when ``rank``
@@ -170,15 +171,11 @@ def hutchpp(
 
     Args:
         products: functions that make vectors (dim,) -> H v of each, dim numbers, in order.
-        quadratic_forms: functions that make vectors (dim,) -> v^T H v of each, which may be
-            cheaper than a product.
+        quadratic_forms: the same -> v^T H v of each, which may be cheaper than a product.
         like: a tensor with dim entries, and the dtype and the device of the vectors.
         rank: columns of the sketch; capped at dim.
         num_probes: Rademacher probes G for the rest, at least 2 (for a standard error).
         generator: source of the sketch and the probes.
-
-    Returns:
-        The trace and its standard error, in the units of the matrix, and the products behind them.
     """
     rank = min(rank, like.numel())
     basis = like.new_empty(like.numel(), rank)
@@ -205,15 +202,13 @@ def fisher_traces(
     batch: CalibrationBatch,
     generators: Iterator[torch.Generator],
 ) -> Iterator[dict[str, float]]:
-    """For each generator (on the batch's device), one unbiased estimate of every layer's trace.
+    """For each generator (on the batch's device), one unbiased estimate of every layer's trace;
+    NaN for all if the logits are not finite.
 
     Args:
         model: takes tokens and the batch's ``model_inputs``, gives logits.
         weights: fully qualified name -> weight; these must require gradients.
         batch: labels of -100 do not count; the others are replaced by sampled ones.
-
-    Yields:
-        Name -> estimate; NaN for all if the logits are not finite.
     """
     logits = logits_of(model, batch)
     counted = batch.labels >= 0
@@ -224,9 +219,8 @@ def fisher_traces(
     for generator in generators:
         labels = batch.labels.clone()
         labels[counted] = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
-        gradients = torch.autograd.grad(
-            mean_loss(logits, labels), list(weights.values()), retain_graph=True
-        )
+        loss, measured = mean_loss(logits, labels), list(weights.values())
+        gradients = torch.autograd.grad(loss, measured, retain_graph=True)
         yield {
             name: batch.num_predicted * float(g.square().sum(dtype=torch.float64))
             for name, g in zip(weights, gradients, strict=True)
@@ -262,8 +256,8 @@ def estimation_memory(
 
     Args:
         model: a copy on the meta device, in the dtype of the estimation.
-        names: fully qualified names of the layers to measure.
-        batch: one calibration batch (only its shapes matter).
+        names: fully qualified, of the layers to measure.
+        batch: only its shapes matter.
     """
     batch = batch.to("meta")
     weights = {name: model.get_submodule(name).weight for name in names}

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hestia_tune.distributed import progress_bar
+from hestia_tune.distributed import gathered, progress_bar
 from hestia_tune.sections import EstimationConfig
 from hestia_tune.sensitivity import curvature
 from hestia_tune.sensitivity.artifact import (
@@ -86,15 +86,15 @@ def estimate_sensitivity(
 ) -> SensitivityArtifact:
     """The sensitivity artifact of a model, from calibration batches, with a progress bar.
 
-    In a process group, every rank calls this with the whole model and all batches; they share the
-    batches out and all get the same result.
+    In a process group, every rank calls this with the whole model and all batches, and gets the
+    same result.
 
     Args:
         model: pretrained, not prepared, in float32 (or float64), on any device; takes tokens and
             the batches' ``model_inputs``, gives logits. Left as it was.
         weights: fully qualified name -> weight of each layer that will be quantized.
         batches: the calibration samples.
-        settings: see `EstimationConfig`; None takes the defaults.
+        settings: None takes the defaults.
         journal: keeps measurements for a later call; None does not.
 
     Raises:
@@ -115,8 +115,7 @@ def estimate_sensitivity(
         model.eval().requires_grad_(False)
         for weight in weights.values():
             weight.requires_grad_()
-        estimation = _Estimation(model, weights, batches, settings, journal or Journal())
-        columns = estimation.columns()
+        columns = _Estimation(model, weights, batches, settings, journal or Journal()).columns()
     finally:
         for owner, flag, value in flags:
             setattr(owner, flag, value)
@@ -211,7 +210,7 @@ class _Estimation:
             keys = ((name, batch, k) for name, count in counts.items() for k in range(count))
             missing.append([key for key in keys if key not in self.journal.values])
         total = sum(map(len, missing))
-        with progress_bar(total=total, disable=rank > 0 or not total, desc="sensitivity") as bar:
+        with progress_bar(total=total, disable=not total, desc="sensitivity") as bar:
             for keys in filter(None, missing):
                 for measured in self._measurements(keys):
                     for (name, batch, _), values in measured.items():
@@ -222,11 +221,8 @@ class _Estimation:
                             )
                     self.journal.add(measured)
                     bar.update(len(measured))
-        if ranks > 1:
-            everyone: list[dict[Key, list[float]]] = [{}] * ranks
-            dist.all_gather_object(everyone, self.journal.values)
-            for values in everyone:
-                self.journal.values |= values
+        for values in gathered(self.journal.values):
+            self.journal.values |= values
 
     def _measurements(self, keys: list[Key]) -> Iterator[dict[Key, list[float]]]:
         """Of ``keys``, which are of one batch, some at a time."""
@@ -245,11 +241,10 @@ class _Estimation:
         hessian = curvature.HessianBatch(first, segments)
         if settings.fixed:
             for key in keys:
-                name = key[0]
                 found = curvature.hutchpp(
-                    partial(hessian.products, name),
-                    lambda vs, name=name: hessian.quadratic_forms([(name, v) for v in vs]),
-                    weights[name].detach(),
+                    partial(hessian.products, key[0]),
+                    lambda vs, name=key[0]: hessian.quadratic_forms([(name, v) for v in vs]),
+                    weights[key[0]].detach(),
                     rank=settings.rank,
                     num_probes=settings.num_probes,
                     generator=generator(key),

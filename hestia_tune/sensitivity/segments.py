@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hestia_tune.blocks import BlockChain, as_one, record_blocks
+from hestia_tune.blocks import as_one, record_blocks
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +29,11 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationBatch:
-    """Tokens and what the model is to predict after each.
+    """Tokens and what the model is to predict after each."""
 
-    Args:
-        tokens: int64 (batch, seq_len).
-        labels: int64 (batch, seq_len), already shifted: entry t is the token that position t
-            predicts, or -100 for none.
-        model_inputs: further keyword inputs of the model (``mask``, ``input_pos``).
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
+    tokens: torch.Tensor  # int64 (batch, seq_len)
+    labels: torch.Tensor  # the same, shifted: what each position predicts, or -100 for none
+    # Further keyword inputs of the model (``mask``, ``input_pos``).
     model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -55,16 +49,12 @@ class CalibrationBatch:
 
 
 class Segment(NamedTuple):
-    """One part of the chain.
+    """One part of the chain."""
 
-    Args:
-        forward: hidden states (batch, seq_len, dim) to hidden states; in the last segment, to the
-            scalar mean loss. The input of the first may be token ids.
-        weights: the weights in here whose curvature is wanted, by fully qualified name.
-    """
-
+    # Hidden states (batch, seq_len, dim) to hidden states; in the last segment, to the scalar mean
+    # loss. The input of the first may be token ids.
     forward: Callable[[torch.Tensor], torch.Tensor]
-    weights: Mapping[str, nn.Parameter]
+    weights: Mapping[str, nn.Parameter]  # whose curvature is wanted, by fully qualified name
 
 
 def logits_of(model: nn.Module, batch: CalibrationBatch) -> torch.Tensor:
@@ -93,39 +83,29 @@ def cut(
     def whole(tokens: torch.Tensor) -> torch.Tensor:
         return mean_loss(logits_of(model, batch), batch.labels)
 
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        return mean_loss(chain.logits(hidden), batch.labels)
+
     try:
-        chain_of_blocks = record_blocks(model, batch.tokens, batch.model_inputs)
-        segments = _segments(chain_of_blocks, weights, batch)
+        chain = record_blocks(model, batch.tokens, batch.model_inputs)
+        used = [{id(p) for p in block.parameters()} for block in chain.blocks]
+        parts = [{n: w for n, w in weights.items() if id(w) in ids} for ids in used]
+        parts.append({n: w for n, w in weights.items() if not any(id(w) in ids for ids in used)})
+        before = [None]
+        if chain.hidden.requires_grad:  # it is of an embedding, which may be tied
+            start, measured = chain.hidden.sum(), list(weights.values())
+            before = torch.autograd.grad(start, measured, allow_unused=True)
+        if any(grad is not None for grad in before) or sum(map(len, parts)) > len(weights):
+            raise ValueError("a weight that is measured is used in more than one place")
         with torch.no_grad():  # or the whole graph would be there, which the cut avoids
-            chain_of_blocks.check(logits_of(model, batch))
-        return chain_of_blocks.hidden.detach(), segments
+            chain.check(logits_of(model, batch))
     except ValueError as error:
         _warn_once(f"one segment, with the whole graph in memory: {error}")
         return batch.tokens, [Segment(whole, weights)]
+    runs = [partial(chain.run, index) for index in range(len(used))]
+    return chain.hidden.detach(), list(map(Segment, [*runs, head], parts))
 
 
 @functools.cache
 def _warn_once(text: str) -> None:
     log.warning(text)
-
-
-def _segments(
-    chain_of_blocks: BlockChain,
-    weights: Mapping[str, nn.Parameter],
-    batch: CalibrationBatch,
-) -> list[Segment]:
-    """A segment for each block and one for the head; ValueError if a weight is in several."""
-
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        return mean_loss(chain_of_blocks.logits(hidden), batch.labels)
-
-    used = [{id(p) for p in block.parameters()} for block in chain_of_blocks.blocks]
-    parts = [{n: w for n, w in weights.items() if id(w) in ids} for ids in used]
-    parts.append({n: w for n, w in weights.items() if not any(id(w) in ids for ids in used)})
-    before = [None]
-    if (hidden := chain_of_blocks.hidden).requires_grad:  # of an embedding, which may be tied
-        before = torch.autograd.grad(hidden.sum(), list(weights.values()), allow_unused=True)
-    if any(grad is not None for grad in before) or sum(map(len, parts)) > len(weights):
-        raise ValueError("a weight that is measured is used in more than one place")
-    runs = [partial(chain_of_blocks.run, index) for index in range(len(used))]
-    return list(map(Segment, [*runs, head], parts))

@@ -5,8 +5,8 @@ raises on import. The file is therefore loaded by its path, here and nowhere els
 """
 
 import importlib.util
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchtune
@@ -14,8 +14,6 @@ from torchtune import utils
 
 from hestia_tune.config import one_line
 from hestia_tune.distributed import ensure_process_group
-
-_MODULE = "torchtune_full_finetune_distributed"
 
 
 def join_ranks(device_name: str) -> torch.device:
@@ -30,18 +28,11 @@ def join_ranks(device_name: str) -> torch.device:
     return device
 
 
-def load_base_recipe() -> type:
-    """``FullFinetuneRecipeDistributed`` of the installed torchtune."""
-    if _MODULE not in sys.modules:
-        path = Path(torchtune.__file__).parent.parent / "recipes" / "full_finetune_distributed.py"
-        spec = importlib.util.spec_from_file_location(_MODULE, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[_MODULE] = module
-        spec.loader.exec_module(module)
-        # A recipe goes on in the group that is there: ending one of gloo and forming another under
-        # torchrun hangs now and then. The module is this private copy.
-        module.init_process_group = lambda backend: None
-    return sys.modules[_MODULE].FullFinetuneRecipeDistributed
-
-
-FullFinetuneRecipeDistributed = load_base_recipe()
+_path = Path(torchtune.__file__).parent.parent / "recipes" / "full_finetune_distributed.py"
+_spec: Any = importlib.util.spec_from_file_location("torchtune_full_finetune_distributed", _path)
+_module: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)
+# A recipe goes on in the group that is there: ending one of gloo and forming another under torchrun
+# hangs now and then. The module is this private copy.
+_module.init_process_group = lambda backend: None
+FullFinetuneRecipeDistributed = _module.FullFinetuneRecipeDistributed

@@ -32,30 +32,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from hestia_tune.config import one_line
-from hestia_tune.distributed import on_first_rank, raise_together
-from hestia_tune.files import checksum, remove
-from hestia_tune.models.checkpoints import (
-    META_FILE,
-    MODEL_PREFIX,
-    complete_checkpoints,
-    digest,
-    find_damage,
-    read_meta,
-)
+from hestia_tune.distributed import gathered, on_first_rank, together
+from hestia_tune.files import checksum, read_json, remove
+from hestia_tune.models import checkpoints
 from hestia_tune.modules import plain_shard
-
-__all__ = [
-    "complete_checkpoints",
-    "digest",
-    "find_damage",
-    "load_checkpoint",
-    "load_rank_state",
-    "random_state",
-    "read_meta",
-    "save_checkpoint",
-    "set_random_state",
-]
-
 
 _OPTIMIZER_PREFIX = "optimizer."
 _BYTES_PER_FILE = 2**30
@@ -92,7 +72,7 @@ def save_checkpoint(
     rank_state: Mapping[str, Any],
     meta: Mapping[str, Any],
     keep_last: int,
-) -> Path:
+) -> None:
     """Writes ``folder/step_{step}`` and then deletes all but the ``keep_last`` newest.
 
     Collective: every rank calls it. ``meta`` and ``rank_state`` are JSON.
@@ -116,11 +96,11 @@ def save_checkpoint(
                 f"{temporary} lacks {sorted(missing)[0]}: output_dir must be on a file system that "
                 "all nodes share"
             )
-        meta["digest"] = digest(meta)
-        (temporary / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        meta["digest"] = checkpoints.digest(meta)
+        (temporary / checkpoints.META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         remove(final)
         temporary.rename(final)
-        for _, old in complete_checkpoints(folder)[:-keep_last]:
+        for _, old in checkpoints.complete_checkpoints(folder)[:-keep_last]:
             shutil.rmtree(old)
 
     try:
@@ -137,7 +117,6 @@ def save_checkpoint(
         )
         failure.on_every_rank = True  # pyright: ignore[reportAttributeAccessIssue]
         raise failure from error
-    return final
 
 
 def _write_shards(
@@ -150,18 +129,12 @@ def _write_shards(
     files = {name: 1 + end // _BYTES_PER_FILE for name, end in zip(tensors, ends, strict=True)}
     writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
     dcp.save(tensors, storage_writer=writer)
-    error, written = None, {}
-    try:
-        text = json.dumps(rank_state)
-        (folder / f"rank_{rank}.json").write_text(text, encoding="utf-8")
+    written = {}
+    with together():
+        (folder / f"rank_{rank}.json").write_text(json.dumps(rank_state), encoding="utf-8")
         own = [*folder.glob(f"shard-{rank + 1:05d}-*"), folder / f"rank_{rank}.json"]
         written = {path.name: checksum(path) for path in own}
-    except OSError as caught:
-        error = caught
-    raise_together(error)
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, written)
-    return {name: value for part in everyone for name, value in part.items()}
+    return {name: value for part in gathered(written) for name, value in part.items()}
 
 
 def _state(
@@ -171,7 +144,9 @@ def _state(
     the optimizer's settings)."""
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
-    tensors = {f"{MODEL_PREFIX}{name}": plain_shard(value) for name, value in weights.items()}
+    tensors = {
+        f"{checkpoints.MODEL_PREFIX}{name}": plain_shard(value) for name, value in weights.items()
+    }
     settings = {}
     for name, value in moments.items():
         kind = tensors if isinstance(value, torch.Tensor) else settings
@@ -181,17 +156,17 @@ def _state(
 
 def load_rank_state(path: Path, rank: int) -> dict[str, Any]:
     """The ``rank_state`` that a rank saved."""
-    return json.loads((path / f"rank_{rank}.json").read_text(encoding="utf-8"))
+    return read_json(path / f"rank_{rank}.json")
 
 
 def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
     """Restores model and optimizer in place, on any number of ranks. Collective."""
     tensors, _ = _state(model, optimizer)
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
-    whole: dict[str, Any] = tensors | read_meta(path)["optimizer"]
+    whole: dict[str, Any] = tensors | checkpoints.read_meta(path)["optimizer"]
     model_state, optimizer_state = (
         {name.removeprefix(start): value for name, value in whole.items() if name.startswith(start)}
-        for start in (MODEL_PREFIX, _OPTIMIZER_PREFIX)
+        for start in (checkpoints.MODEL_PREFIX, _OPTIMIZER_PREFIX)
     )
     set_state_dict(
         model,

@@ -33,6 +33,7 @@ from torchtune.datasets import ConcatDataset
 from hestia_tune.config import one_line
 from hestia_tune.data import DataStreamError, PositionSampler, StreamingTextDataset, TokenizedSet
 from hestia_tune.distributed import raise_together, sum_over_ranks
+from hestia_tune.sections import EstimationConfig, ReconstructionConfig
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.training.generation import SELF_GENERATED, generate_missing
 
@@ -43,24 +44,24 @@ def build_dataset(
     cfg: DictConfig,
     tokenizer: Any,
     key: str,
+    ignore_index: int,
     batch_size: int = 1,
     calibration_seed: int | None = None,
-) -> tuple[Any, bool]:
-    """(dataset, whether it is packed) of a ``dataset`` section, one component or a list.
+) -> tuple[Any, Callable]:
+    """(dataset, what makes a batch of its samples) of a section, one component or a list.
 
     Collective if the model is to generate it.
 
     Args:
-        cfg: the run's config.
-        tokenizer: the config's.
-        key: of the section.
+        cfg, tokenizer: of the run; ``key`` is the section's.
+        ignore_index: label of what is not predicted.
         batch_size: of the loader, which a stream with workers must know.
         calibration_seed: gives this process all of a stream, shuffled by this seed.
 
     Raises:
         ValueError: if it cannot be loaded or is empty; the error names the section.
     """
-    sections = list(cfg[key]) if isinstance(cfg[key], ListConfig) else [cfg[key]]
+    sections = cfg[key] if isinstance(cfg[key], ListConfig) else [cfg[key]]
     try:
         for section in sections:
             if section["_component_"] == SELF_GENERATED:
@@ -81,15 +82,10 @@ def build_dataset(
             raise ValueError("it has no samples; give it more data, or a larger max_tokens")
     except Exception as error:  # components and file readers raise errors of many unrelated types
         raise ValueError(f"{key} could not be loaded: {one_line(error)}") from error
-    packed = any(section.get("packed") or section.get("document_masks") for section in sections)
-    return dataset, packed
-
-
-def collate_function(name: str, pad_id: int, ignore_index: int, packed: bool) -> Callable:
-    """The function that makes a batch of samples: the component, or that of ``packed`` ones."""
-    if packed:
-        return padded_collate_packed
-    return partial(_get_component_from_path(name), padding_idx=pad_id, ignore_idx=ignore_index)
+    if any(section.get("packed") or section.get("document_masks") for section in sections):
+        return dataset, padded_collate_packed
+    collate = _get_component_from_path(cfg.collate_fn)
+    return dataset, partial(collate, padding_idx=tokenizer.pad_id, ignore_idx=ignore_index)
 
 
 def shifted_labels(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -105,27 +101,22 @@ def calibration_batch(batch: dict[str, torch.Tensor]) -> CalibrationBatch:
 
 
 def calibration_batches(
-    cfg: DictConfig, tokenizer: Any, *, seed: int, num_samples: int, batch_size: int
+    cfg: DictConfig, tokenizer: Any, settings: EstimationConfig | ReconstructionConfig
 ) -> list[CalibrationBatch]:
-    """The samples of the ``dataset`` section that a seed draws, in batches; the same on every rank.
-
-    Args:
-        cfg: the run's config.
-        tokenizer: the config's.
-        seed: of the draw.
-        num_samples: how many; all, if the dataset has fewer.
-        batch_size: samples in a batch; the last may be smaller.
-    """
-    dataset, packed = build_dataset(cfg, tokenizer, "dataset", calibration_seed=seed)
+    """The samples of the ``dataset`` section that the seed of ``settings`` draws, or all if those
+    are fewer, in batches, of which the last may be smaller; the same on every rank."""
+    seed, wanted, size = settings.seed, settings.num_samples, settings.batch_size
+    dataset, collate = build_dataset(
+        cfg, tokenizer, "dataset", CROSS_ENTROPY_IGNORE_IDX, calibration_seed=seed
+    )
     if not isinstance(dataset, StreamingTextDataset):  # which shuffles by itself
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(dataset), generator=generator)[:num_samples]
+        order = torch.randperm(len(dataset), generator=generator)[:wanted]
         dataset = map(dataset.__getitem__, order.tolist())
-    samples = list(islice(dataset, num_samples))
-    if len(samples) < num_samples:
+    samples = list(islice(dataset, wanted))
+    if len(samples) < wanted:
         utils.log_rank_zero(log, f"all {len(samples)} samples are taken; num_samples is more")
-    collate = collate_function(cfg.collate_fn, tokenizer.pad_id, CROSS_ENTROPY_IGNORE_IDX, packed)
-    parts = (samples[k : k + batch_size] for k in range(0, len(samples), batch_size))
+    parts = (samples[k : k + size] for k in range(0, len(samples), size))
     return [calibration_batch(collate(part)) for part in parts]
 
 
@@ -147,19 +138,9 @@ class TrainingData:
     """Training and validation data of this rank.
 
     Args:
-        cfg: the run's config.
-        tokenizer: the config's.
+        cfg, tokenizer: of the run.
         ignore_index: label of what is not predicted.
         seed: of the sampler.
-
-    Attributes:
-        loader, val_loader: of the batches; ``val_loader`` is None without validation data.
-        val_samples: of this rank that count, None being all; the sampler fills up uneven shares.
-        steps_per_epoch, total_steps: optimizer steps.
-        sequences_per_step: of all ranks.
-        is_stream: whether the training data have passes of their own: text, or a tokenized set.
-        taken: sequences of this epoch (of all, for a stream), by all ranks.
-        seconds_waited: for the batches of the last step.
 
     Raises:
         ValueError: if a dataset cannot be loaded, is too small, or its length is not known.
@@ -171,8 +152,9 @@ class TrainingData:
         if cfg.num_workers > most:
             raise ValueError(f"num_workers must be at most {most} here; got {cfg.num_workers}")
         self._accumulation, self._ignore_index = cfg.gradient_accumulation_steps, ignore_index
-        self.sequences_per_step = cfg.batch_size * self._accumulation * world_size
-        self.taken, self.seconds_waited = 0, 0.0
+        self.sequences_per_step = cfg.batch_size * self._accumulation * world_size  # of all ranks
+        self.taken = 0  # sequences of this epoch (of all, for a stream), by all ranks
+        self.seconds_waited = 0.0  # for the batches of the last step
         self._readers = [world_size, cfg.num_workers]
 
         def sampler_of(dataset: Any, shuffle: bool) -> PositionSampler | None:
@@ -182,8 +164,9 @@ class TrainingData:
             order |= getattr(dataset, "order", {})
             return PositionSampler(len(dataset), rank=rank, world_size=world_size, **order)
 
-        collate = partial(collate_function, cfg.collate_fn, tokenizer.pad_id, ignore_index)
-        self.dataset, packed = build_dataset(cfg, tokenizer, "dataset", cfg.batch_size)
+        build = partial(build_dataset, cfg, tokenizer, ignore_index=ignore_index)
+        self.dataset, collate = build("dataset", batch_size=cfg.batch_size)
+        # Whether it has passes of its own: text, or a tokenized set.
         self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
         self._sampler = sampler_of(self.dataset, cfg.shuffle)
         self.steps_per_epoch, self.total_steps = self._count_steps(cfg)
@@ -191,7 +174,7 @@ class TrainingData:
             self.dataset,
             batch_size=cfg.batch_size,
             sampler=self._sampler,
-            collate_fn=collate(packed),
+            collate_fn=collate,
             drop_last=True,
             num_workers=cfg.num_workers,
             prefetch_factor=cfg.prefetch_factor,
@@ -199,21 +182,20 @@ class TrainingData:
             worker_init_fn=_outlive_signals,
         )
         atexit.register(_end_workers)  # before Python's own, being registered later
-        self.val_loader = self.val_samples = None
+        self.val_loader = None
+        self._val_samples = None  # of this rank that count, None being all
         if cfg.dataset_val is None:
             return
-        dataset, packed = build_dataset(cfg, tokenizer, "dataset_val")
+        dataset, collate = build("dataset_val")
         sampler = sampler_of(dataset, shuffle=False)
         if sampler is not None:
             whole = sampler.length or len(dataset)
-            self.val_samples = len(range(rank, whole, world_size))
-            sampler.length = -(-whole // world_size) * world_size
+            self._val_samples = len(range(rank, whole, world_size))
+            sampler.length = -(-whole // world_size) * world_size  # which fills up uneven shares
         elif dataset.num_sequences is None and cfg.max_val_batches is None:
             raise ValueError("dataset_val is a stream without end; give it max_tokens")
         size = cfg.batch_size_val or cfg.batch_size
-        self.val_loader = StatefulDataLoader(
-            dataset, batch_size=size, sampler=sampler, collate_fn=collate(packed)
-        )
+        self.val_loader = StatefulDataLoader(dataset, size, sampler=sampler, collate_fn=collate)
 
     def _count_steps(self, cfg: DictConfig) -> tuple[int, int]:
         """(steps per epoch, steps in all)."""
@@ -240,11 +222,8 @@ class TrainingData:
         return (total if self.is_stream else per_epoch), total
 
     def tokens_read(self, step: int, seen: int) -> str:
-        """Tokens of all ranks up to a step, of those there will be where that is known.
-
-        Args:
-            seen: tokens that were predicted so far, for data whose sequences differ in length.
-        """
+        """Tokens of all ranks up to a step, of those there will be; where sequences differ in
+        length, those ``seen`` so far."""
         if not self.is_stream:
             return f"{seen / 1e6:.2f}M tokens"
         each = self.sequences_per_step * self.dataset.config.seq_len / 1e6
@@ -312,12 +291,11 @@ class TrainingData:
         batches, seen, total, count = islice(self.val_loader, limit), 0, 0.0, 0
         while found := _take_together(batches, 1):
             labels = found[0]["labels"]
-            if self.val_samples is not None:
-                labels[max(0, self.val_samples - seen) :] = self._ignore_index
+            if self._val_samples is not None:
+                labels[max(0, self._val_samples - seen) :] = self._ignore_index
             seen += len(labels)
             loss, tokens = loss_sum(found[0])
-            total = total + loss.double()
-            count = count + tokens
+            total, count = total + loss.double(), count + tokens
         total, count = sum_over_ranks([total, count], device)
         return total / count
 

@@ -49,7 +49,6 @@ def distillation_loss_sum(
         logits, teacher_logits: (batch, seq_len, vocabulary), or as many chunks of it.
         labels: (batch, seq_len), shifted; ``ignore_index`` where nothing is predicted.
         settings: loss and temperature T.
-        ignore_index: see ``labels``.
     """
     divergence = _LOSSES[settings.loss](ignore_index=ignore_index)
     total, scale = torch.zeros((), device=labels.device), 1.0 / settings.temperature
@@ -84,14 +83,7 @@ def make_teacher(
         pretrained = on_first_rank(partial(_read_teacher, run, teacher), share=False) or {}
     if cfg.compile:
         sharding.compile_blocks(teacher)
-    sharding.shard(
-        teacher,
-        mesh,
-        dtype,
-        cpu_offload=cfg.fsdp_cpu_offload,
-        reshard_after_forward=cfg.fsdp_reshard_after_forward,
-        names_to_match=cfg.custom_sharded_layers,
-    )
+    sharding.shard(teacher, mesh, dtype, run.options)
     sharding.materialize(teacher.to(dtype), pretrained, device, cfg.fsdp_cpu_offload, dtype=dtype)
     return teacher
 

@@ -21,7 +21,7 @@ from torchtune.generation import generate, generate_next_token
 
 from hestia_tune.data.generated import GeneratedConfig
 from hestia_tune.data.tokens import write_set
-from hestia_tune.distributed import on_first_rank, progress_bar, raise_together
+from hestia_tune.distributed import on_first_rank, progress_bar, together
 from hestia_tune.files import checksum, remove, staged
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import digest
@@ -37,33 +37,34 @@ def generate_missing(cfg: DictConfig, tokenizer: Any, section: DictConfig) -> No
         ValueError: if ``cache_dir`` holds anything else, or the model takes no such sequences.
     """
     config = GeneratedConfig.parse({k: v for k, v in section.items() if k != "_component_"})
-    model = on_first_rank(lambda: _digest(Path(cfg.checkpointer.checkpoint_dir)))
+    folder = Path(cfg.checkpointer.checkpoint_dir)
+
+    def digest_of_model() -> str:  # of the weights and the config, all of which it reads
+        files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+        return digest([(path.name, checksum(path)) for path in files])
+
+    model = on_first_rank(digest_of_model)
     source: Any = {"self_generated": True, "model": model} | dataclasses.asdict(config)
     del source["cache_dir"], source["epochs"]
     parts = Path(f"{config.cache_dir}.{digest(source)}")
     paths = [parts / f"{n}.npy" for n in range(-(-config.num_sequences // config.batch_size))]
 
     def find_missing() -> list[int]:
-        folder = Path(config.cache_dir)
-        if folder.is_file() or any(folder.glob("*")):  # the set, or what `write_set` refuses
+        made = Path(config.cache_dir)
+        if made.is_file() or any(made.glob("*")):  # the set, or what `write_set` refuses
             return []
         return [number for number, path in enumerate(paths) if not path.exists()]
 
     def join() -> None:
-        arrays = (np.load(path, allow_pickle=False) for path in paths)
-        lists = (array.flatten().tolist() for array in arrays)
+        lists = (np.load(path, allow_pickle=False).flatten().tolist() for path in paths)
         max_tokens = config.num_sequences * config.seq_len
         write_set(tokenizer, config.cache_dir, source, lists, max_tokens)
         remove(parts)
 
     own = (on_first_rank(find_missing) or [])[dist.get_rank() :: dist.get_world_size()]
-    error = None
-    try:
+    with together():
         if own:
             _generate_batches(cfg, tokenizer, config, {n: paths[n] for n in own})
-    except Exception as caught:
-        error = caught
-    raise_together(error)
     on_first_rank(join, share=False)
 
 
@@ -77,7 +78,7 @@ def _generate_batches(
     with device:
         model.setup_caches(config.batch_size, dtype, decoder_max_seq_len=config.seq_len)
     vocab_size = getattr(tokenizer, "vocab_size", None) or model.tok_embeddings.num_embeddings
-    with progress_bar(len(paths), unit="batch") as progress:
+    with progress_bar(total=len(paths), unit="batch") as progress:
         for number, path in paths.items():
             tokens = generate_batch(model, config, number, vocab_size)
             with staged(path) as temporary, open(temporary, "wb") as file:
@@ -111,9 +112,3 @@ def _next_token(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]
     """torchtune's, without the logits, which `generate` would keep of every token."""
     tokens, logits = generate_next_token(*args, **options)
     return tokens, logits[:, :0]
-
-
-def _digest(folder: Path) -> str:
-    """Changes with the weights and the config of a Hugging Face folder, all of which it reads."""
-    paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    return digest([(path.name, checksum(path)) for path in paths])

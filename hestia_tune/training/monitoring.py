@@ -5,9 +5,8 @@ import json
 import math
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,30 +19,18 @@ from hestia_tune.modules import QuantizedLinear
 from hestia_tune.selection import clean_fqn
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What an optimizer step says of itself.
+class StepResult(NamedTuple):
+    """What an optimizer step says of itself."""
 
-    Attributes:
-        loss: mean over the predicted tokens of all ranks and micro-batches, in nats.
-        num_tokens: of all ranks.
-        grad_norm: before clipping; None if gradients are not clipped.
-        stop_requested: whether some rank was asked to stop.
-    """
-
-    loss: float
-    num_tokens: int
-    grad_norm: float | None
-    stop_requested: bool
+    loss: float  # mean over the predicted tokens of all ranks and micro-batches, in nats
+    num_tokens: int  # of all ranks
+    grad_norm: float | None  # before clipping; None if gradients are not clipped
+    stop_requested: bool  # of some rank
 
 
 class History:
-    """Rows in ``metrics.jsonl``, kept across resumes.
-
-    Args:
-        path: the file.
-        resume_step: rows after this step are dropped, since they will be made again; 0 starts anew.
-    """
+    """Rows in ``metrics.jsonl``, kept across resumes: rows after ``resume_step`` are dropped, since
+    they will be made again; 0 starts anew."""
 
     def __init__(self, path: Path, resume_step: int = 0):
         self.path = path
@@ -70,23 +57,14 @@ class CodeStatistics:
     Gathering whole weights costs one all-gather of the model, as a forward does, and is done only
     when a step is logged. Layer i is the business of rank i modulo the number of ranks, so memory
     for the codes to compare with (int8, one byte a weight) and work are shared out evenly.
-
-    Args:
-        layers: the quantized linears, by name, the same on every rank.
-        device: of the collectives.
+    ``layers`` are the same on every rank, ``device`` is that of the collectives.
     """
 
-    def __init__(
-        self,
-        layers: dict[str, QuantizedLinear],
-        device: torch.device,
-    ):
-        self._layers = layers
-        self._device = device
+    def __init__(self, layers: dict[str, QuantizedLinear], device: torch.device):
+        self._layers, self._device = layers, device
         self._previous: dict[str, torch.Tensor] = {}
         self._is_first_call = True
-        methods = [layer.weight_fake_quantizer.method for layer in layers.values()]
-        self._has_zero = all(method.has_zero for method in methods)
+        self._has_zero = all(layer.method.has_zero for layer in layers.values())
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
@@ -102,16 +80,11 @@ class CodeStatistics:
             if index % dist.get_world_size() != dist.get_rank():
                 continue
             codes, _ = layer.method.codes(weight, parameters)
-            error = (
-                (weight - layer.method.hard(weight, parameters))
-                .float()
-                .square()
-                .sum(dtype=torch.float64)
-            )
-            norm = weight.float().square().sum(dtype=torch.float64)
+            error = weight - layer.method.hard(weight, parameters)
             flips = (codes != self._previous.get(name, codes)).sum()
             zeros = (codes == 0).sum()
-            row = [flips, zeros, torch.tensor(codes.numel()), error, norm]
+            squares = (x.float().square().sum(dtype=torch.float64) for x in (error, weight))
+            row = [flips, zeros, torch.tensor(codes.numel()), *squares]
             counts += torch.stack([value.double().to(self._device) for value in row])
             self._previous[name] = codes
         dist.all_reduce(counts)
@@ -147,12 +120,9 @@ def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
 def check_loss(
     loss_sum: float, num_tokens: float, model: nn.Module, device: torch.device, step: int
 ) -> None:
-    """Stops before a bad gradient reaches the weights. Collective if the loss is not finite.
-
-    Raises:
-        ValueError: if there was no token to predict.
-        FloatingPointError: if the loss is not finite; names the parameters that are not, if any.
-    """
+    """Stops before a bad gradient reaches the weights: a ValueError without a token to predict, a
+    FloatingPointError if the loss is not finite, which names the parameters that are not, if any.
+    Collective if the loss is not finite."""
     if num_tokens == 0:
         raise ValueError(f"the batches of step {step + 1} have no token to predict; check dataset")
     if not math.isfinite(loss_sum):
@@ -172,11 +142,11 @@ def memory_metrics(device: torch.device, peak_of_device: bool) -> dict[str, floa
 
 def record_memory_history(recipe: Any, step: int) -> None:
     """Starts and ends CUDA's memory history around the profiler's active steps."""
-    if recipe._device.type != "cuda" or not getattr(recipe, "profiler_profile_memory", False):
+    enabled = hasattr(recipe, "profiler_wait_steps") and recipe.profiler_profile_memory
+    if recipe._device.type != "cuda" or not enabled:
         return
-    if hasattr(recipe, "profiler_wait_steps"):
-        first = recipe.profiler_wait_steps + recipe.profiler_warmup_steps
-        if step == first:
-            torch.cuda.memory._record_memory_history()
-        elif step == first + recipe.profiler_active_steps:
-            torch.cuda.memory._record_memory_history(enabled=None)
+    first = recipe.profiler_wait_steps + recipe.profiler_warmup_steps
+    if step == first:
+        torch.cuda.memory._record_memory_history()
+    elif step == first + recipe.profiler_active_steps:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -10,24 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 
+from hestia_tune import sections
 from hestia_tune.config import ScheduleConfig, Section, option, require_number
 from hestia_tune.files import inside
 from hestia_tune.models.build import check_model_section
 from hestia_tune.models.hugging_face_files import MODEL_TYPE
 from hestia_tune.models.hugging_face_model import BUILDER
-from hestia_tune.sections import (
-    CageConfig,
-    ConvertConfig,
-    DistillationConfig,
-    EstimationConfig,
-    EvalConfig,
-    ReconstructionConfig,
-    TokenizeConfig,
-)
 
 _CHECKPOINTER = "torchtune.training.FullModelHFCheckpointer"
 # What belongs to a model that comes whole from a folder, unless the config says otherwise.
@@ -40,6 +32,10 @@ _ANY_MODEL = {
         "output_dir": "${output_dir}",
     },
 }
+_DISK_LOGGER = {
+    "_component_": "torchtune.training.metric_logging.DiskLogger",
+    "log_dir": "${output_dir}/logs",
+}
 _DATA_PARALLEL_ONLY = "scales need whole rows; use FSDP alone"
 # Known to torchtune, but not supported here: the only value, and why.
 _UNSUPPORTED = {
@@ -48,12 +44,15 @@ _UNSUPPORTED = {
     "tensor_parallel_dim": (1, _DATA_PARALLEL_ONLY),
     "tensor_parallel_plan": (None, _DATA_PARALLEL_ONLY),
 }
+# Section -> where in output_dir its output goes.
+_OUTPUTS = {
+    "sensitivity_estimation": "sensitivity.json",
+    "reconstruct": "reconstruction",
+    "convert": "converted",
+    "eval": "evaluation.json",
+    "tokenize": "tokens",
+}
 _COMPONENTS = ("model", "tokenizer", "checkpointer", "optimizer", "quantizer", "loss")
-
-
-def component(name: str, **options: Any) -> dict[str, Any]:
-    """A component section."""
-    return {"_component_": name, **options}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,96 +60,79 @@ class RunOptions(Section):
     """Every key of the YAML file. Components stay mappings with a ``_component_``."""
 
     # What torchtune reads.
-    output_dir: str = option(text="everything that a run writes goes here")
-    model: Any = option(text="a builder of torchtune or of hestia_tune.models")
-    tokenizer: Any = option(text="a tokenizer component")
-    checkpointer: Any = option(text="where the pretrained model is, in Hugging Face format")
-    optimizer: Any = option(text="norms and biases are not decayed")
-    dataset: Any = option(text="a dataset component, or a list of them")
-    batch_size: int = option(text="sequences of a rank in one forward", low=1)
-    loss: Any = option(component("torchtune.modules.loss.CEWithChunkedOutputLoss"))
-    lr_scheduler: Any = option(None)
-    metric_logger: Any = option(
-        component("torchtune.training.metric_logging.DiskLogger", log_dir="${output_dir}/logs")
-    )
-    profiler: Any = option(None)
-    device: str = option("cuda")
-    dtype: str = option("bf16", "of compute; latent weights are float32", choices=("bf16", "fp32"))
+    output_dir: str  # everything that a run writes goes here
+    model: Any  # a builder of torchtune or of hestia_tune.models
+    tokenizer: Any  # a tokenizer component
+    checkpointer: Any  # where the pretrained model is, in Hugging Face format
+    optimizer: Any  # norms and biases are not decayed
+    dataset: Any  # a dataset component, or a list of them
+    batch_size: int = option(low=1)  # sequences of a rank in one forward
+    loss: Any = option({"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"})
+    lr_scheduler: Any = None
+    metric_logger: Any = option(_DISK_LOGGER)
+    profiler: Any = None
+    device: str = "cuda"
+    dtype: str = option("bf16", choices=("bf16", "fp32"))  # of compute; latent weights are float32
     seed: int | None = option(0, low=0, high=2**63 - 1, remedy="any non-negative int")
     epochs: int = option(1, low=1)
     max_steps_per_epoch: int | None = option(None, low=1)
     gradient_accumulation_steps: int = option(1, low=1)
-    shuffle: bool = option(True)
-    collate_fn: str = option("torchtune.data.padded_collate_sft")
-    clip_grad_norm: Any = option(None, "a norm of the latents' gradient; null switches it off")
-    compile: bool = option(False)
-    resume_from_checkpoint: bool = option(False, "go on from the newest complete checkpoint")
+    shuffle: bool = True
+    collate_fn: str = "torchtune.data.padded_collate_sft"
+    clip_grad_norm: Any = None  # a norm of the latents' gradient; null switches it off
+    compile: bool = False
+    resume_from_checkpoint: bool = False  # go on from the newest complete checkpoint
     log_every_n_steps: int = option(1, low=1)
-    log_peak_memory_stats: bool = option(True)
-    enable_activation_checkpointing: bool = option(False)
-    enable_activation_offloading: bool = option(False)
+    log_peak_memory_stats: bool = True
+    enable_activation_checkpointing: bool = False
+    enable_activation_offloading: bool = False
     ac_mode: str | None = option(None, choices=("full", "selective"))
-    ac_option: int | None = option(None)
-    custom_sharded_layers: list[str] | None = option(None)
-    fsdp_cpu_offload: bool = option(False)
-    fsdp_reshard_after_forward: bool = option(True)
-    cudnn_deterministic_mode: bool | None = option(None)
-    optimizer_in_bwd: bool = option(False)
-    enable_async_checkpointing: bool = option(False)
-    tensor_parallel_dim: int = option(1)
-    tensor_parallel_plan: Any = option(None)
+    ac_option: int | None = None
+    custom_sharded_layers: list[str] | None = None
+    fsdp_cpu_offload: bool = False
+    fsdp_reshard_after_forward: bool = True
+    cudnn_deterministic_mode: bool | None = None
+    optimizer_in_bwd: bool = False
+    enable_async_checkpointing: bool = False
+    tensor_parallel_dim: int = 1
+    tensor_parallel_plan: Any = None
     # What is ours.
-    quantizer: Any = option(text="a component of hestia_tune: prepare and convert")
-    schedule: ScheduleConfig = option(ScheduleConfig())
-    sensitivity: str | None = option(
-        None,
-        'path of an artifact, "auto" to compute it if there is none, or null for the uniform '
-        "schedule",
-    )
-    sensitivity_estimation: EstimationConfig = option(EstimationConfig())
-    init: str = option(
-        "pretrained",
-        'what hestia_qat starts from: the "pretrained" weights, or "random" ones, drawn by the '
-        "seed, of which the folder gives config and tokenizer alone",
-        choices=("pretrained", "random"),
-    )
-    distillation: DistillationConfig = option(DistillationConfig())
-    cage: CageConfig = option(CageConfig())
-    reconstruction: str | None = option(
-        None,
-        'folder that hestia_reconstruct wrote, to start from; "auto" to compute it if there is '
-        "none; null starts from the pretrained model",
-    )
-    reconstruct: ReconstructionConfig = option(ReconstructionConfig())
-    convert: ConvertConfig = option(ConvertConfig())
-    eval: EvalConfig = option(EvalConfig())
-    tokenize: TokenizeConfig = option(TokenizeConfig())
-    dataset_val: Any = option(
-        None, "what the losses of the results are measured on; null switches validation off"
-    )
+    quantizer: Any  # a component of hestia_tune: prepare and convert
+    schedule: ScheduleConfig = ScheduleConfig()
+    # Path of an artifact, "auto" to compute it if there is none, or null for the uniform schedule.
+    sensitivity: str | None = None
+    sensitivity_estimation: sections.EstimationConfig = sections.EstimationConfig()
+    # What hestia_qat starts from: the "pretrained" weights, or "random" ones, drawn by the seed, of
+    # which the folder gives config and tokenizer alone.
+    init: str = option("pretrained", choices=("pretrained", "random"))
+    distillation: sections.DistillationConfig = sections.DistillationConfig()
+    cage: sections.CageConfig = sections.CageConfig()
+    # Folder that hestia_reconstruct wrote, to start from; "auto" to compute it if there is none;
+    # null starts from the pretrained model.
+    reconstruction: str | None = None
+    reconstruct: sections.ReconstructionConfig = sections.ReconstructionConfig()
+    convert: sections.ConvertConfig = sections.ConvertConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
+    tokenize: sections.TokenizeConfig = sections.TokenizeConfig()
+    # What the losses of the results are measured on; null switches validation off.
+    dataset_val: Any = None
     batch_size_val: int | None = option(None, low=1)
-    run_val_every_n_steps: int | None = option(
-        None, "null validates only before and after training", low=1
-    )
-    max_val_batches: int | None = option(
-        None, "batches per validation and rank; null is all", low=1
-    )
+    # Null validates only before and after training.
+    run_val_every_n_steps: int | None = option(None, low=1)
+    # Batches per validation and rank; null is all.
+    max_val_batches: int | None = option(None, low=1)
     max_steps: int | None = option(None, low=1)
-    num_workers: int = option(0, "processes that read data, per rank", low=0)
-    dataloader_timeout: int = option(
-        300, "seconds that a step waits for them before what was trained is saved and told", low=1
-    )
-    prefetch_factor: int | None = option(None, "batches that each of them reads ahead", low=1)
-    save_every_n_steps: int | None = option(
-        None, "write a resumable checkpoint so often; null only at the end", low=1
-    )
-    keep_last_checkpoints: int = option(
-        2, "older ones are deleted once a newer one is complete", low=1
-    )
-    overwrite_output: bool = option(
-        False, "start anew in an output_dir that holds checkpoints of an earlier run"
-    )
-    code_statistics: bool = option(True, "log flip rate, zeros and relative error of the codes")
+    num_workers: int = option(0, low=0)  # processes that read data, per rank
+    # Seconds that a step waits for them before what was trained is saved and told.
+    dataloader_timeout: int = option(300, low=1)
+    prefetch_factor: int | None = option(None, low=1)  # batches that each of them reads ahead
+    # Write a resumable checkpoint so often; null only at the end.
+    save_every_n_steps: int | None = option(None, low=1)
+    # Older ones are deleted once a newer one is complete.
+    keep_last_checkpoints: int = option(2, low=1)
+    # Start anew in an output_dir that holds checkpoints of an earlier run.
+    overwrite_output: bool = False
+    code_statistics: bool = True  # log flip rate, zeros and relative error of the codes
 
     def __post_init__(self):
         super().__post_init__()
@@ -172,9 +154,8 @@ class RunOptions(Section):
                 f"{self.checkpointer['_component_']}"
             )
         if self.clip_grad_norm is not None and self.clip_grad_norm != "inf":
-            require_number(
-                "clip_grad_norm", self.clip_grad_norm, 1e-9, 1e30, "null switches it off"
-            )
+            remedy = "null switches it off"
+            require_number("clip_grad_norm", self.clip_grad_norm, 1e-9, 1e30, remedy)
         for key in ("fsdp_cpu_offload", "enable_activation_offloading"):
             if getattr(self, key) and not self.device.startswith("cuda"):
                 raise ValueError(f"{key} needs device cuda; got {self.device}; leave it out")
@@ -200,26 +181,12 @@ class RunOptions(Section):
                     f"init: random does not go with {key}, which is that of the pretrained "
                     f"weights; got {getattr(self, key)}; set {key}=null"
                 )
-        seed = self.sensitivity_estimation.seed
-        self._fill("sensitivity_estimation", "sensitivity.json", seed=self.seed or 0, given=seed)
-        given = self.reconstruct.seed
-        self._fill("reconstruct", "reconstruction", seed=self.seed or 0, given=given)
-        self._fill("convert", "converted")
-        self._fill("eval", "evaluation.json")
-        self._fill("tokenize", "tokens")
-
-    @property
-    def reads_pretrained(self) -> bool:
-        """Whether hestia_qat needs the pretrained weights, to start from or as the teacher."""
-        teaches = self.distillation.weight > 0 and self.distillation.teacher == "pretrained"
-        return self.init == "pretrained" or teaches
-
-    def _fill(self, key: str, name: str, given: Any = None, **others: Any) -> None:
-        """Gives a section that names no output (or seed) the run's own."""
-        section = getattr(self, key)
-        changes = {} if given is not None else others
-        changes |= {"output": section.output or f"{self.output_dir}/{name}"}
-        object.__setattr__(self, key, dataclasses.replace(section, **changes))
+        for key, name in _OUTPUTS.items():  # a section that names no output or seed has the run's
+            section = getattr(self, key)
+            own = {"output": section.output or f"{self.output_dir}/{name}"}
+            if getattr(section, "seed", 0) is None:
+                own["seed"] = self.seed or 0
+            object.__setattr__(self, key, dataclasses.replace(section, **own))
 
 
 def _without_temperature(given: DictConfig, key: str) -> None:
@@ -233,10 +200,8 @@ def _without_temperature(given: DictConfig, key: str) -> None:
         has_temperature = getattr(_get_component_from_path(name), "has_temperature", True)
     except InstantiationError:  # `build.instantiate` tells it better
         return
-    if has_temperature:
-        return
     section = given.get(key) or {}
-    if not OmegaConf.is_dict(section) and section:
+    if has_temperature or not isinstance(section, dict | DictConfig):
         return
     for unread in ("tau_init", "alpha", "hard_fraction"):
         if (value := section.get(unread, 0)) != 0:
@@ -277,7 +242,8 @@ class Run:
         model = cfg.get("model")
         if isinstance(model, DictConfig) and model.get("_component_") == BUILDER:
             cfg = cast(DictConfig, OmegaConf.merge(_ANY_MODEL, cfg))
-        required = [f.name for f in dataclasses.fields(RunOptions) if f.default is MISSING]
+        fields = dataclasses.fields(RunOptions)
+        required = [f.name for f in fields if f.default is f.default_factory]  # neither is there
         if missing := [key for key in required if cfg.get(key) is None]:
             raise ValueError(f"the config lacks {', '.join(missing)}")
         given = cfg.copy()

@@ -5,7 +5,6 @@ torchtune's own checkpointer maps the names back and copies config and tokenizer
 """
 
 import copy
-import json
 import logging
 import math
 import tempfile
@@ -16,37 +15,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchao
-import torchtune
 from omegaconf import DictConfig, ListConfig
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
-import hestia_tune
 from hestia_tune.export.architectures import check_architecture
 from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE, INDEX_FILE
-from hestia_tune.files import read_json, staged, write_atomically
+from hestia_tune.files import read_json, staged, write_json
+from hestia_tune.methods import Method
 from hestia_tune.models import checkpoints
-from hestia_tune.models.checkpoints import pretrained_folder
 from hestia_tune.modules import full_tensor, quantized_linears
-from hestia_tune.plots import plot_training_curves
 from hestia_tune.training.options import Run
 
 PRETRAINED, HARD = "pretrained", "trained, hard"
 RECONSTRUCTED = "reconstructed, hard"
 
 
-def check_formats(run: Run) -> None:
-    """Refuses a model that hestia_convert could not write as its section says, before training.
-
-    Raises:
-        ValueError: naming what llama.cpp, or its description here, lacks.
-    """
-    file = pretrained_folder(run.cfg.checkpointer) / "config.json"
-    if "gguf" in (run.options.convert.formats or ()) and file.is_file():
+def check_formats(run: Run, method: Method) -> None:
+    """Refuses a model that hestia_convert could not write as its section says, before training: a
+    ValueError names the format that the method has not, or what llama.cpp lacks."""
+    formats = run.options.convert.formats or ()
+    method.check_file_formats(formats)
+    file = checkpoints.pretrained_folder(run.cfg.checkpointer) / "config.json"
+    if "gguf" in formats and file.is_file():
         check_architecture(read_json(file))
 
 
@@ -118,46 +112,18 @@ def write_hard_model(
         (Path(scratch) / "epoch_0").rename(temporary)
         for code in temporary.rglob("*.py"):  # torchtune copies all but weights
             code.unlink()
-        config = json.loads((temporary / "config.json").read_text("utf-8"))
+        config = read_json(temporary / "config.json")
         config = {k: v for k, v in config.items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
         if biases:
             config |= {"attention_bias": True, "mlp_bias": True}
-            _add_tensors(temporary, biases)
+            index = read_json(temporary / INDEX_FILE)
+            save_file(biases, temporary / "biases.safetensors", metadata={"format": "pt"})
+            index["weight_map"] |= dict.fromkeys(biases, "biases.safetensors")
+            write_json(temporary / INDEX_FILE, index)
         # Replacements, not writes: the copied files may be read-only, as the originals were.
-        for name, content in (("config.json", config), (DESCRIPTION_FILE, description)):
-            write_atomically(temporary / name, json.dumps(content, indent=1) + "\n")
+        write_json(temporary / "config.json", config)
+        write_json(temporary / DESCRIPTION_FILE, description)
         write_card(temporary, description)  # in place of the pretrained model's
-
-
-def _add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Adds a file to a folder whose safetensors have an index."""
-    index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-    save_file(dict(tensors), folder / "biases.safetensors", metadata={"format": "pt"})
-    index["weight_map"] |= dict.fromkeys(tensors, "biases.safetensors")
-    write_atomically(folder / INDEX_FILE, json.dumps(index, indent=1) + "\n")
-
-
-def write_results(
-    folder: Path,
-    losses: Mapping[str, float],
-    description: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    temperatures: Mapping[str, Sequence[float]],
-) -> None:
-    """Writes results.json and curves.png.
-
-    Args:
-        folder: the run's.
-        losses: label -> validation loss, that of the trained model last.
-        description: of the run; beside the losses.
-        rows: of the history.
-        temperatures: layer -> its temperature at steps 0, 1, ..., T.
-    """
-    versions = {m.__name__: m.__version__ for m in (hestia_tune, torch, torchao, torchtune)}
-    results = {"validation_loss": dict(losses), "versions": versions, **description}
-    write_atomically(folder / "results.json", json.dumps(results, indent=1) + "\n")
-    others = {label: loss for label, loss in losses.items() if label != HARD}
-    plot_training_curves(rows, temperatures, others, folder / "curves.png")
 
 
 def training_losses(losses: Sequence[float]) -> str:

@@ -14,39 +14,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torchao
+import torchtune
 from torchtune import training, utils
 
 import hestia_tune
 from hestia_tune import sharded
 from hestia_tune.data import DataStreamError
-from hestia_tune.distributed import (
-    end_process_group,
-    on_first_rank,
-    progress_bar,
-    sum_over_ranks,
-)
+from hestia_tune.distributed import end_process_group, on_first_rank, progress_bar, sum_over_ranks
 from hestia_tune.evaluation import metrics_of
+from hestia_tune.files import write_json
 from hestia_tune.modules import full_tensor
-from hestia_tune.training import checkpoint
+from hestia_tune.plots import plot_training_curves
+from hestia_tune.training import checkpoint, monitoring, outputs
 from hestia_tune.training.data import shifted_labels
 from hestia_tune.training.distillation import distillation_loss_sum
-from hestia_tune.training.monitoring import (
-    StepResult,
-    check_finite,
-    check_loss,
-    memory_metrics,
-    record_memory_history,
-)
-from hestia_tune.training.outputs import (
-    HARD,
-    RECONSTRUCTED,
-    hard_state_dict,
-    provenance,
-    results_table,
-    training_losses,
-    write_hard_model,
-    write_results,
-)
+from hestia_tune.training.monitoring import StepResult
 from hestia_tune.training.setup import RecipeSetup
 
 log = utils.get_logger("DEBUG")
@@ -100,7 +83,7 @@ class HestiaQATRecipe(RecipeSetup):
         step = self.global_step
         self.driver.set_step(step)
         if self._is_rank_zero:
-            record_memory_history(self, step)
+            monitoring.record_memory_history(self, step)
         losses, counts = [], []
         for batch in batches:
             loss, count = self.loss_sum(batch, self._teacher)
@@ -110,7 +93,7 @@ class HestiaQATRecipe(RecipeSetup):
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
-        check_loss(loss_sum, num_tokens, self._model, self._device, step)
+        monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
@@ -148,7 +131,7 @@ class HestiaQATRecipe(RecipeSetup):
             metrics["grad_norm"] = result.grad_norm
         if self._statistics is not None:
             metrics |= self._statistics.update()
-        self._log(metrics | memory_metrics(self._device, self._log_peak_memory_stats))
+        self._log(metrics | monitoring.memory_metrics(self._device, self._log_peak_memory_stats))
 
     def _validate_save_evaluate(self, at_end: bool) -> None:
         """What is due after a step."""
@@ -188,13 +171,13 @@ class HestiaQATRecipe(RecipeSetup):
         ignore = self._loss_fn.ignore_index
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
-        if teacher is not None:
-            wanted = teacher(**batch)
+        wanted = None if teacher is None else teacher(**batch)
         with self.activations_handling_ctx:
             logits = self._model(**batch)
-        settings, total = self.options.distillation, torch.zeros_like(count, dtype=torch.float32)
-        weight = 0.0 if teacher is None else settings.weight
-        if teacher is not None:
+        settings, weight = self.options.distillation, 0.0
+        total = torch.zeros_like(count, dtype=torch.float32)
+        if wanted is not None:
+            weight = settings.weight
             total = weight * distillation_loss_sum(logits, wanted, labels, settings, ignore)
         if weight == 1:
             return total, count
@@ -233,7 +216,7 @@ class HestiaQATRecipe(RecipeSetup):
             with self.driver.latent():
                 self.validation_losses[self.options.init] = self.evaluate()
         else:  # which has measured the pretrained and the naive model
-            hard = RECONSTRUCTED
+            hard = outputs.RECONSTRUCTED
         with self.driver.hard():
             self.validation_losses[hard] = self.evaluate()
         for label, loss in self.validation_losses.items():
@@ -245,7 +228,7 @@ class HestiaQATRecipe(RecipeSetup):
         with self.driver.hard():
             hard = self.evaluate()
         self._log({"val_loss_relaxed": relaxed, "val_loss_hard": hard})
-        self.validation_losses[HARD] = hard
+        self.validation_losses[outputs.HARD] = hard
 
     def _evaluate_tasks(self) -> None:
         """The ``eval`` section's tasks and texts on the hard model, into the metric logger.
@@ -258,7 +241,7 @@ class HestiaQATRecipe(RecipeSetup):
 
     def _save(self, position: Any = None) -> None:
         """Writes a checkpoint; ``position`` is that of the data if it is not the present one."""
-        check_finite(self._model, self._device, self.global_step)
+        monitoring.check_finite(self._model, self._device, self.global_step)
         epoch_done = self.global_step == (self.epochs_run + 1) * self.data.steps_per_epoch
         scheduler = self._lr_scheduler
         checkpoint.save_checkpoint(
@@ -282,37 +265,37 @@ class HestiaQATRecipe(RecipeSetup):
 
     def _finish(self) -> None:
         """Writes the hard model, the results and the curves."""
-        state = hard_state_dict(self._model)
+        state, losses = outputs.hard_state_dict(self._model), self.validation_losses
         description = {
             "hestia_tune": hestia_tune.__version__,
             "step": self.global_step,
             "layers": [*self.driver.temperatures(0)],
-            "validation_loss": self.validation_losses,
-            **provenance(self.run.cfg, self.tokens_seen),
-        } | self._identity
+            "validation_loss": losses,
+            **outputs.provenance(self.run.cfg, self.tokens_seen),
+            **self._identity,
+        }
         if self.data.is_stream:
             sequences = self.global_step * self.data.sequences_per_step
             description["stream"] = {"sequences": sequences}
             utils.log_rank_zero(log, f"read from the stream: {description['stream']}")
-        on_first_rank(lambda: self._write_outputs(state, description), share=False)
 
-    def _write_outputs(self, state: dict[str, torch.Tensor], description: dict[str, Any]) -> None:
-        checkpointer = self._checkpoint_client._get_checkpointer()
-        write_hard_model(state, checkpointer, self.output_dir / "hard_model", description)
-        by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
-        temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
-        rows = self.history.rows
-        write_results(self.output_dir, self.validation_losses, description, rows, temperatures)
+        def write() -> None:
+            folder, checkpointer = self.output_dir, self._checkpoint_client._get_checkpointer()
+            outputs.write_hard_model(state, checkpointer, folder / "hard_model", description)
+            modules = (hestia_tune, torch, torchao, torchtune)
+            versions = {module.__name__: module.__version__ for module in modules}
+            write_json(folder / "results.json", description | {"versions": versions})
+            by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
+            temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
+            others = {label: loss for label, loss in losses.items() if label != outputs.HARD}
+            plot_training_curves(self.history.rows, temperatures, others, folder / "curves.png")
+
+        on_first_rank(write, share=False)
 
     @property
     def model(self) -> torch.nn.Module:
         """The prepared, sharded model."""
         return self._model
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this process speaks for all."""
-        return self._is_rank_zero
 
     def summary(self) -> str:
         """What to print at the end."""
@@ -326,8 +309,8 @@ class HestiaQATRecipe(RecipeSetup):
     def table(self) -> str:
         """The results as Markdown; without validation data, the loss on the training data."""
         if self.validation_losses:
-            return results_table(self.validation_losses)
-        return training_losses([row["loss"] for row in self.history.rows if "loss" in row])
+            return outputs.results_table(self.validation_losses)
+        return outputs.training_losses([row["loss"] for row in self.history.rows if "loss" in row])
 
     def release(self) -> None:
         """Lets go of the model and the logger; the process group stays, for another recipe."""

@@ -14,15 +14,11 @@ RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
 
 
 def read_results(folder: str | Path, key: str) -> dict[str, Any]:
-    """The description of a finished reconstruction, checked before anything is loaded.
-
-    Args:
-        folder: of the reconstruction.
-        key: of the method that goes on with it.
+    """The description of the reconstruction in a folder, checked before anything is loaded.
 
     Raises:
         FileNotFoundError: if there is none, or none that is finished.
-        ValueError: if it was made by another method.
+        ValueError: if it was made by another method than that of ``key``.
     """
     path = Path(folder) / RESULTS_FILE
     if not path.is_file() or not path.with_name(LATENTS_FILE).is_file():
@@ -42,11 +38,8 @@ def read_results(folder: str | Path, key: str) -> dict[str, Any]:
 def reconstructed(
     pretrained: Mapping[str, torch.Tensor], folder: str | Path, results: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The pretrained state dict with what the reconstruction learned in its place, float32.
-
-    Raises:
-        ValueError: if it was made from another model.
-    """
+    """The pretrained state dict with what the reconstruction learned in its place, float32; a
+    ValueError if it was made from another model."""
     weights = {name: pretrained[f"{name}.weight"] for name in results["layers"]}
     if model_fingerprint(weights) != results["model_fingerprint"]:
         raise ValueError(

@@ -5,6 +5,7 @@ the meta device, then the checkpoint, the data, and only then sharding and optim
 rank alone reads the checkpoint; its errors are raised on every rank.
 """
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hestia_tune.distributed import StopRequest, on_first_rank
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
+from hestia_tune.models.checkpoints import complete_checkpoints, digest, find_damage, read_meta
 from hestia_tune.modules import quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
@@ -33,16 +35,17 @@ from hestia_tune.training.reconstructed import read_results, reconstructed
 
 log = utils.get_logger("DEBUG")
 
+_SAME_TO_RESUME = (
+    *("init", "optimizer", "lr_scheduler", "clip_grad_norm"),
+    *("shuffle", "dtype", "distillation", "cage"),
+)
+
 
 def check_output(options: RunOptions) -> Path:
-    """The folder of checkpoints, after the checks that need no model: it can be written, and holds
-    no earlier run unless that is resumed or may be replaced.
-
-    Raises:
-        ValueError: naming the folder and the remedy.
-    """
+    """The folder of checkpoints; a ValueError that names the remedy unless it can be written, and
+    holds no earlier run, or one that is resumed or may be replaced."""
     folder = require_writable_dir(options.output_dir) / "checkpoints"
-    found = checkpoint.complete_checkpoints(folder)
+    found = complete_checkpoints(folder)
     if found and not (options.resume_from_checkpoint or options.overwrite_output):
         raise ValueError(
             f"output_dir {folder.parent} holds a run at step {found[-1][0]}; set "
@@ -75,7 +78,6 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if device.type == "cpu":  # torchtune would say that it measures a GPU's memory only
             ours["log_peak_memory_stats"] = False
         super().__init__(OmegaConf.merge(self.run.cfg, ours))
-        self._resume_from_checkpoint = self.options.resume_from_checkpoint
         self.checkpoint_folder = self.output_dir / "checkpoints"
         self.validation_losses: dict[str, float] = {}
         self.tokens_seen = 0
@@ -85,13 +87,11 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything up to the first step."""
-        run = self.run if cfg is self.run.cfg else Run.of(cfg)
-        cfg, options = run.cfg, run.options
+        cfg, options = self.run.cfg, self.options
         resume_path = on_first_rank(self._choose_checkpoint)
-        resume_meta = checkpoint.read_meta(resume_path) if resume_path else None
-        artifact = None
-        if options.sensitivity is not None:
-            artifact = SensitivityArtifact.load(options.sensitivity)
+        resume_meta = read_meta(resume_path) if resume_path else None
+        given = options.sensitivity
+        artifact = None if given is None else SensitivityArtifact.load(given)
         self.component = build.make_component(cfg.quantizer)
         on_meta = build.checked_on_meta(cfg, self.component)
         names = list(quantized_linears(on_meta))
@@ -104,9 +104,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if options.eval.every_n_steps or options.eval.at_end:
             self._evaluator = Evaluator(options.eval, self._tokenizer, on_meta.max_seq_len)
         self._loss_fn = build.instantiate(cfg.loss, "loss")
-        self.data = TrainingData(
-            cfg, self._tokenizer, ignore_index=self._loss_fn.ignore_index, seed=self.seed
-        )
+        ignored = self._loss_fn.ignore_index
+        self.data = TrainingData(cfg, self._tokenizer, ignore_index=ignored, seed=self.seed)
         self.total_steps = self.data.total_steps
         if resume_path is not None:  # at once: a stream cannot go on on other ranks
             same_ranks = resume_meta["world_size"] == self.world_size
@@ -115,7 +114,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
         plain = build.plain_on_meta(cfg.model)
         state = pretrained = {}
-        if options.reads_pretrained:
+        teacher = options.distillation.teacher if options.distillation.weight else None
+        if "pretrained" in (options.init, teacher):
             read = partial(self.read_pretrained, plain, artifact)
             state = pretrained = on_first_rank(read, share=False) or {}
         if options.init == "random":
@@ -127,34 +127,22 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self.validation_losses |= start["validation_loss"]
         self.schedule = self._make_schedule(state, names, resume_meta)
         scores = None if artifact is None else artifact.scores
-        self._identity = on_first_rank(lambda: self._describe_run(cfg, state, names, scores))
-        if resume_meta is not None:
-            self._check_identity(resume_meta)
+        identify = partial(self._identify, state, names, scores, resume_meta)
+        self._identity = on_first_rank(identify)
 
         if self._is_rank_zero:
             self._metric_logger = build.instantiate(cfg.metric_logger, "metric_logger")
             self._metric_logger.log_config(cfg)
         self._compile = cfg.compile
-        self._model = self._setup_model(
-            cfg_model=cfg.model,
-            enable_activation_checkpointing=cfg.enable_activation_checkpointing,
-            enable_activation_offloading=cfg.enable_activation_offloading,
-            fsdp_cpu_offload=cfg.fsdp_cpu_offload,
-            reshard_after_forward=cfg.fsdp_reshard_after_forward,
-            model_state_dict=state,
-            custom_sharded_layers=cfg.custom_sharded_layers,
-            ac_mode=cfg.ac_mode,
-            ac_option=cfg.ac_option,
-        )
+        self._model = self.build_model(state)
         if cfg.compile:
             training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
         self._teacher = None
         if options.distillation.weight:
-            self._teacher = make_teacher(
-                self.run, pretrained, self._mesh, self._dtype, self._device
-            )
+            mesh, dtype, device = self._mesh, self._dtype, self._device
+            self._teacher = make_teacher(self.run, pretrained, mesh, dtype, device)
             self._teacher.num_output_chunks = self._model.num_output_chunks
         self.driver = self.make_driver(scores)
         self._statistics = None
@@ -173,15 +161,15 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
     def _choose_checkpoint(self) -> Path | None:
         folder = check_output(self.options)
-        if not self._resume_from_checkpoint:
+        if not self.options.resume_from_checkpoint:
             return None
-        found = checkpoint.complete_checkpoints(folder)
+        found = complete_checkpoints(folder)
         if not found:
             raise ValueError(
                 f"no complete checkpoint in {folder}; set resume_from_checkpoint=False to start"
             )
         for _, path in reversed(found):
-            problem = checkpoint.find_damage(path)
+            problem = find_damage(path)
             if problem is None:
                 return path
             log.warning(f"{problem}; going on from the newest one before it that is whole")
@@ -204,21 +192,68 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
     def _make_schedule(
         self, state: dict[str, torch.Tensor], names: list[str], resume_meta: dict[str, Any] | None
     ) -> AnnealingSchedule:
-        options = self.options.schedule
-        tau_init = options.tau_init
-        if tau_init == "auto" and resume_meta is not None:
-            tau_init = resume_meta["identity"]["schedule.tau_init"]
-        elif tau_init == "auto":
+        options = dataclasses.asdict(self.options.schedule)
+        if options["tau_init"] == "auto" and resume_meta is not None:
+            options["tau_init"] = resume_meta["identity"]["schedule.tau_init"]
+        elif options["tau_init"] == "auto":
             weights = (state[f"{name}.weight"].float() for name in names)
-            tau_init = on_first_rank(lambda: self.component.method.fit_temperature(weights))
-            utils.log_rank_zero(log, f"tau_init auto: {tau_init:.4f}")
-        return AnnealingSchedule(
-            self.total_steps,
-            rho=options.rho,
-            tau_init=tau_init,
-            alpha=options.alpha,
-            hard_fraction=options.hard_fraction,
+            fit = partial(self.component.method.fit_temperature, weights)
+            options["tau_init"] = on_first_rank(fit)
+            utils.log_rank_zero(log, f"tau_init auto: {options['tau_init']:.4f}")
+        return AnnealingSchedule(self.total_steps, **options)
+
+    def _identify(
+        self,
+        state: dict[str, torch.Tensor],
+        names: list[str],
+        scores: dict[str, float] | None,
+        resume_meta: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """What must be the same when a run is resumed; a ValueError if it is not."""
+        cfg: Any = OmegaConf.to_container(self.run.cfg, resolve=True)
+        sections = cfg["dataset"] if isinstance(cfg["dataset"], list) else [cfg["dataset"]]
+        shape = ("rho", "tau_init", "alpha", "hard_fraction")
+        identity = {
+            "model_fingerprint": model_fingerprint({n: state[f"{n}.weight"] for n in names}),
+            "quantizer": self.component.method.key(),
+            **{f"schedule.{key}": getattr(self.schedule, key) for key in shape},
+            "sensitivity": digest(scores),
+            **{key: cfg[key] for key in _SAME_TO_RESUME},
+            "dataset.seq_len": [section.get("seq_len") for section in sections],
+            "seed": self.seed,
+            **self.data.identity(),
+        }
+        for key, value in identity.items() if resume_meta else ():
+            saved = resume_meta["identity"].get(key)
+            if saved != value:
+                raise ValueError(
+                    f"the checkpoint to resume from has {key} {saved}, this run {value}; "
+                    "use the same, or start anew with resume_from_checkpoint=False"
+                )
+        return identity
+
+    def build_model(self, state: dict[str, torch.Tensor]) -> nn.Module:
+        """Prepared, compiled, checkpointed, sharded and loaded, in this order.
+
+        Linears are swapped right after the model is made on the meta device, before compile,
+        activation checkpointing and FSDP see them. FSDP is applied on one process too: it does the
+        mixed precision, and one code path is easier to keep exact than two.
+        """
+        cfg, options = self.run.cfg, self.options
+        model = build.build_on_meta(cfg.model, self.component)
+        if cfg.compile:
+            sharding.compile_blocks(model)
+        sharding.apply_activation_checkpointing(
+            model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option
         )
+        sharded.quantize_shards(model)
+        self._mesh = init_device_mesh(self._device.type, (self.world_size,), mesh_dim_names=("dp",))
+        sharding.shard(model, self._mesh, self._dtype, options)
+        sharding.materialize(model, state, self._device, cfg.fsdp_cpu_offload)
+        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
+            model, cfg.enable_activation_offloading
+        )
+        return model
 
     def make_driver(self, scores: dict[str, float] | None) -> ScheduleDriver:
         """What hands pressure and temperature to the layers, and has them quantize their shards."""
@@ -229,84 +264,6 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             sharded.reshard(self._model)
 
         return ScheduleDriver(self.schedule, layers, scores, requantize)
-
-    def _describe_run(
-        self,
-        cfg: DictConfig,
-        state: dict[str, torch.Tensor],
-        names: list[str],
-        scores: dict[str, float] | None,
-    ) -> dict[str, Any]:
-        """What must be the same when a run is resumed."""
-        weights = {name: state[f"{name}.weight"] for name in names}
-        sections = [cfg.dataset] if isinstance(cfg.dataset, DictConfig) else cfg.dataset
-        plain: Any = OmegaConf.to_container(cfg, resolve=True)
-        return {
-            "model_fingerprint": model_fingerprint(weights),
-            "quantizer": self.component.method.key(),
-            "schedule.rho": self.schedule.rho,
-            "schedule.tau_init": self.schedule.tau_init,
-            "schedule.alpha": self.schedule.alpha,
-            "schedule.hard_fraction": self.schedule.hard_fraction,
-            "sensitivity": checkpoint.digest(scores),
-            **{k: plain[k] for k in ("init", "optimizer", "lr_scheduler", "clip_grad_norm")},
-            "dataset.seq_len": [section.get("seq_len") for section in sections],
-            "shuffle": cfg.shuffle,
-            "seed": self.seed,
-            "dtype": cfg.dtype,
-            **{k: plain[k] for k in ("distillation", "cage")},
-            **self.data.identity(),
-        }
-
-    def _check_identity(self, meta: dict[str, Any]) -> None:
-        for key, value in self._identity.items():
-            saved = meta["identity"].get(key)
-            if saved != value:
-                raise ValueError(
-                    f"the checkpoint to resume from has {key} {saved}, this run {value}; "
-                    "use the same, or start anew with resume_from_checkpoint=False"
-                )
-
-    def _setup_model(
-        self,
-        cfg_model: DictConfig,
-        enable_activation_checkpointing: bool,
-        enable_activation_offloading: bool,
-        fsdp_cpu_offload: bool,
-        reshard_after_forward: bool,
-        model_state_dict: dict[str, Any],
-        custom_sharded_layers: list[str] | None = None,
-        ac_mode: str | None = None,
-        ac_option: int | None = None,
-    ) -> nn.Module:
-        """Prepared, compiled, checkpointed, sharded and loaded, in this order.
-
-        Linears are swapped right after the model is made on the meta device, before compile,
-        activation checkpointing and FSDP see them. FSDP is applied on one process too: it does the
-        mixed precision, and one code path is easier to keep exact than two.
-        """
-        model = build.build_on_meta(cfg_model, self.component)
-        if self._compile:
-            sharding.compile_blocks(model)
-        sharding.apply_activation_checkpointing(
-            model, enable_activation_checkpointing, ac_mode, ac_option
-        )
-        sharded.quantize_shards(model)
-        self._mesh = init_device_mesh(self._device.type, (self.world_size,), mesh_dim_names=("dp",))
-        self.dp_size, self.dp_rank = self.world_size, self.rank
-        sharding.shard(
-            model,
-            self._mesh,
-            self._dtype,
-            cpu_offload=fsdp_cpu_offload,
-            reshard_after_forward=reshard_after_forward,
-            names_to_match=custom_sharded_layers,
-        )
-        sharding.materialize(model, model_state_dict, self._device, fsdp_cpu_offload)
-        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
-            model, enable_activation_offloading
-        )
-        return model
 
     def _setup_optimizer(
         self,

@@ -15,6 +15,7 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 from hestia_tune.blocks import find_blocks
 from hestia_tune.models.build import build_buffers
 from hestia_tune.modules import quantized_linears
+from hestia_tune.training.options import RunOptions
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -34,16 +35,8 @@ def apply_activation_checkpointing(
         apply_selective_activation_checkpointing(model, ac_mode, ac_option)
 
 
-def shard(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    compute_dtype: torch.dtype,
-    *,
-    cpu_offload: bool,
-    reshard_after_forward: bool,
-    names_to_match: list[str] | None,
-) -> None:
-    """FSDP2 on every block and on the whole, in place.
+def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, run: RunOptions) -> None:
+    """FSDP2 on every block and on the whole, in place, by the options of a run.
 
     Parameters stay float32; forward and backward see them in ``compute_dtype`` (of the quantized
     linears, the effective weight); gradients are reduced in float32.
@@ -51,14 +44,17 @@ def shard(
     Raises:
         ValueError: if the model has no blocks.
     """
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": run.fsdp_reshard_after_forward,
+    }
     if compute_dtype != torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32
         )
-    if cpu_offload:
+    if run.fsdp_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    named = {*find_blocks(model), *(names_to_match or ())}
+    named = {*find_blocks(model), *(run.custom_sharded_layers or ())}
     parts = [module for name, module in model.named_modules() if name in named]
     if not parts:
         raise ValueError(

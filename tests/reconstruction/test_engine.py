@@ -14,7 +14,7 @@ from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.blocks import BlockCall, BlockChain
 from hestia_tune.methods.base import effective_weight
 from hestia_tune.reconstruction import Reconstruction, WindowResult, windows
-from hestia_tune.reconstruction.streams import Stream, make_streams, prefetched
+from hestia_tune.reconstruction.streams import Stream, prefetched
 from hestia_tune.sections import ReconstructionConfig
 
 SEQ, DIM, BATCHES, BATCH = 6, 8, 5, 4
@@ -293,10 +293,9 @@ def test_what_is_not_finite_is_an_error():
 
 
 def test_streams_in_files_and_in_memory_hold_the_same(tmp_path):
-    options = {"device": torch.device("cpu"), "folder": tmp_path, "rank": 0}
-    shape = (BATCHES * BATCH, SEQ, DIM)
-    filed = make_streams(shape, BATCH, limit=0.0, **options)
-    held = make_streams(shape, BATCH, limit=1.0, **options)
+    shape, device = (BATCHES * BATCH, SEQ, DIM), torch.device("cpu")
+    filed = [Stream(shape, BATCH, device, tmp_path) for _ in range(2)]
+    held = [Stream(shape, BATCH, device) for _ in range(2)]
     for stream in (*filed, *held):
         for batch, state in enumerate(states()):
             stream.write(batch, state)

@@ -13,7 +13,6 @@ from tiny import (
     end_job,
     logged,
     make_config,
-    make_model_dir,
     run,
     signal_at,
     tune_process,
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.run import get_args_parser
 
 from hestia_tune.files import locked
-from hestia_tune.training.checkpoint import complete_checkpoints, find_damage
+from hestia_tune.models.checkpoints import complete_checkpoints, find_damage
 from hestia_tune.training.monitoring import History
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -36,11 +35,6 @@ WORKERS = ("num_workers=2", "prefetch_factor=1")
 PATIENT = (
     ("--shutdown_timeout", "300") if "--shutdown_timeout" in get_args_parser().format_help() else ()
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tiny import SHAPE, logged, make_config, make_model_dir, run, tune_run, write_config
+from tiny import SHAPE, logged, make_config, run, tune_run, write_config
 from torch.nn import functional as F
 
 from hestia_tune import Fairy2iQATQuantizer, HestiaQATQuantizer
@@ -19,11 +19,6 @@ from hestia_tune.sharded import pull_to_codes
 
 STRAIGHT_THROUGH = ("schedule.rho=0", "schedule.tau_init=0", "schedule.alpha=0")
 CAGE = ("cage.strength=40", "cage.silent=0.5")
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def test_strength_is_silent_then_linear():

@@ -31,11 +31,6 @@ TOKENS = torch.tensor([[5, 9, 200, 13, 42], [1, 2, 3, 4, 5]])
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def trained(model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     run(make_config(model_dir, folder, "dataset_val=null", "max_steps_per_epoch=2"))

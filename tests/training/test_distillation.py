@@ -14,11 +14,6 @@ from hestia_tune.training.distillation import distillation_loss_sum
 IGNORED = -100
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
 def reference(logits, wanted, labels, kind, temperature):
     """Token by token in float64; "kl" as the cross-entropy with the teacher's distribution."""
     total = 0.0

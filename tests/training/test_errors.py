@@ -12,11 +12,6 @@ from hestia_tune.commands.qat import run_qat
 from hestia_tune.sensitivity import SensitivityArtifact
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
 def launch(monkeypatch, capsys, config: str, *overrides: str) -> tuple[int, str]:
     """(exit code, stderr of the launcher) of ``hestia_qat --config CONFIG OVERRIDES``."""
     monkeypatch.setattr(sys, "argv", ["hestia_qat", "--config", config, *overrides])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from eval_tasks_local import make_manager, make_task_folder
 from omegaconf import OmegaConf
-from tiny import logged, make_config, make_model_dir, run, tune_run, write_config
+from tiny import logged, make_config, run, tune_run, write_config
 from torch import distributed
 
 pytest.importorskip("lm_eval")
@@ -36,11 +36,6 @@ def text(tmp_path_factory):
         "A held-out text, of some ninety bytes, which the models are to find likely. " * 2
     )
     return file
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
-from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.models.convert_weights import hf_to_tune
 
@@ -22,20 +21,10 @@ from hestia_tune.models.load import load_model
 from hestia_tune.modules import full_tensor
 from hestia_tune.training.options import Run
 
+pytestmark = pytest.mark.usefixtures("end_process_group")
+
 FAIRY = {"_component_": "hestia_tune.Fairy2iQATQuantizer", "num_stages": 2}
 HARDENED = ("schedule.tau_init=0.2",)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def end_process_group():
-    yield
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def config(model_dir, output_dir, *overrides, **quantizer):

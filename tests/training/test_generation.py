@@ -19,23 +19,14 @@ from hestia_tune.distributed import ensure_process_group
 from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.checkpoints import read_weights
+from hestia_tune.sections import EstimationConfig
 from hestia_tune.training import generation
 from hestia_tune.training.data import calibration_batches
 from hestia_tune.training.options import Run
 
+pytestmark = pytest.mark.usefixtures("end_process_group")
+
 SEQ_LEN = 24
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def end_process_group():
-    yield
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def config(model_dir, output_dir, cache_dir, *overrides, **options):
@@ -235,13 +226,13 @@ def test_calibration_generates_too(model_dir, tmp_path, seq_len):
     """hestia_sensitivity and hestia_reconstruct may be the first that read the section."""
     cfg = Run.of(config(model_dir, tmp_path, tmp_path / "set", seq_len=seq_len)).cfg
     ensure_process_group(torch.device("cpu"))
-    draw = {"seed": 0, "num_samples": 5, "batch_size": 5}
+    draw = EstimationConfig(seed=0, num_samples=5, batch_size=5)
     tokenizer = HuggingFaceTokenizer(str(model_dir))
     if seq_len == 65:
         with pytest.raises(ValueError, match="must be at most the model's max_seq_len, 64; got 65"):
-            calibration_batches(cfg, tokenizer, **draw)
+            calibration_batches(cfg, tokenizer, draw)
         return
-    [batch] = calibration_batches(cfg, tokenizer, **draw)
+    [batch] = calibration_batches(cfg, tokenizer, draw)
     assert batch.tokens.shape == (5, 64) and (tmp_path / "set" / "index.json").is_file()
 
 

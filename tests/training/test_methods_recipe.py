@@ -14,6 +14,8 @@ from hestia_tune.models.load import load_model
 from hestia_tune.modules import quantized_linears
 from hestia_tune.training.options import Run
 
+pytestmark = pytest.mark.usefixtures("end_process_group")
+
 ARGUMENTS = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
 METHODS = {
     "absmean": {"_component_": "hestia_tune.AbsMean", "group_size": 32},
@@ -38,18 +40,6 @@ METHODS = {
         "group_size": "channel",
     },
 }
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def end_process_group():
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def config(model_dir, output_dir, name, *overrides):

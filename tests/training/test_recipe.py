@@ -14,7 +14,6 @@ from tiny import (
     GraphCountingLogger,
     logged,
     make_config,
-    make_model_dir,
     random_dataset,
     run,
     signal_at,
@@ -27,12 +26,6 @@ from hestia_tune.models import llama
 from hestia_tune.modules import full_tensor, local_rows, quantized_linears
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 from hestia_tune.training.recipe import HestiaQATRecipe
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
 
 TOKENS = torch.randint(1, 200, (2, 16), generator=torch.Generator().manual_seed(0))
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_run, write_config
-from torch import distributed
 
 from hestia_tune.commands import reconstruct
 from hestia_tune.commands.convert import run_convert
@@ -17,6 +16,8 @@ from hestia_tune.functional import hard_ternary
 from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.sensitivity import SensitivityArtifact
 
+pytestmark = pytest.mark.usefixtures("end_process_group")
+
 FEW = (
     "quantizer.scale=learned",
     "quantizer.start=least_squares",
@@ -24,18 +25,6 @@ FEW = (
     "reconstruct.batch_size=4",
     "reconstruct.epochs=3",
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def end_process_group():
-    yield
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def config(model_dir, output_dir, *overrides):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 
-from hestia_tune.training.checkpoint import complete_checkpoints
+from hestia_tune.models.checkpoints import complete_checkpoints
 
 # 2 epochs of 4 steps with accumulation, shuffling and a last epoch that ends in its middle.
 SETTINGS = (
@@ -18,11 +18,6 @@ SETTINGS = (
     "max_steps_per_epoch=4",
     "run_val_every_n_steps=3",
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

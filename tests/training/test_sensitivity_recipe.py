@@ -14,6 +14,8 @@ from hestia_tune.commands.sensitivity import SensitivityRecipe, run_sensitivity
 from hestia_tune.sensitivity import curvature
 from hestia_tune.sensitivity.artifact import sensitivity_scores
 
+pytestmark = pytest.mark.usefixtures("end_process_group")
+
 FEW = (
     "sensitivity_estimation.num_samples=5",
     "sensitivity_estimation.num_probes=4",
@@ -22,18 +24,6 @@ FEW = (
 
 # Of a random model, the Hessian blocks may all be negative; these never are.
 FISHER = ("sensitivity_estimation.curvature=fisher",)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def end_process_group():
-    yield
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def estimate(model_dir, tmp_path, *overrides) -> SensitivityArtifact:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
+from tiny import logged, make_config, run, signal_at, tune_run, write_config
 from torch import distributed
 from torch.utils.data import DistributedSampler
 from torchtune.training.metric_logging import DiskLogger
@@ -13,12 +13,9 @@ from torchtune.training.metric_logging import DiskLogger
 from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.commands.tokenize import run_tokenize
 from hestia_tune.data import DataStreamError, PositionSampler
-from hestia_tune.training import checkpoint
+from hestia_tune.models import checkpoints
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return make_model_dir(tmp_path_factory.mktemp("model"))
+pytestmark = pytest.mark.usefixtures("end_process_group")
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +29,6 @@ def files(tmp_path_factory):
         ]
         (folder / f"part_{number}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def end_process_group():
-    yield
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def config(model_dir, output_dir, files, *overrides, max_tokens=6 * 4 * 16):
@@ -157,7 +147,7 @@ def test_bad_data_in_the_middle_save_a_checkpoint_first(model_dir, tmp_path, fil
         run(cfg)
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    ((step, _),) = checkpoint.complete_checkpoints(tmp_path / "run" / "checkpoints")
+    ((step, _),) = checkpoints.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert 0 < step < 6
     # Mended in a place that was not read yet, with as many bytes: the run goes on from there.
     mended = [*lines[:90], '{"text": "ab"}', *lines[90:]]
@@ -202,7 +192,7 @@ def test_a_failing_validation_stream_loses_nothing(model_dir, tmp_path, files):
     }
     with pytest.raises(DataStreamError, match="held_out"):
         run(cfg)
-    saved = checkpoint.complete_checkpoints(tmp_path / "run" / "checkpoints")
+    saved = checkpoints.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert [step for step, _ in saved] == [3]
 
 
@@ -224,7 +214,7 @@ def test_a_stream_that_ends_too_soon_says_so(model_dir, tmp_path, files):
     options += ("log_every_n_steps=1000", "code_statistics=False", "batch_size=60")
     with pytest.raises(DataStreamError, match="the stream ended before the last step"):
         run(config(model_dir, tmp_path, files, *options))
-    assert checkpoint.complete_checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.complete_checkpoints(tmp_path / "checkpoints")
 
 
 def test_calibration_samples_of_a_stream(model_dir, tmp_path, files):
@@ -248,7 +238,7 @@ def cut_on_two_ranks(cfg, folder):
         OmegaConf.merge(cfg, OmegaConf.from_dotlist([*signal_at(2, "SIGINT")])), folder
     )
     done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"))
-    saved = checkpoint.complete_checkpoints(Path(cfg.output_dir) / "checkpoints")
+    saved = checkpoints.complete_checkpoints(Path(cfg.output_dir) / "checkpoints")
     assert saved and saved[-1][0] < 6, done.stderr
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_stream_recipe import config, files, model_dir  # noqa: F401 (fixtures)
+from test_stream_recipe import config, files  # noqa: F401 (fixtures)
 from tiny import logged, make_config, run, signal_at, tune_run, write_config
 
 from hestia_tune.commands.tokenize import run_tokenize
@@ -14,7 +14,7 @@ TOKENS = 6 * 4 * 16
 
 @pytest.mark.parametrize("shuffle_buffer", [0, 20])
 def test_training_on_the_set_in_order_is_training_on_the_stream(
-    model_dir,  # noqa: F811
+    model_dir,
     tmp_path,
     files,  # noqa: F811
     shuffle_buffer,

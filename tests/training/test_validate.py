@@ -3,7 +3,7 @@ everything as it was."""
 
 import pytest
 import torch
-from test_errors import CASES, model_dir  # noqa: F401 (a fixture)
+from test_errors import CASES
 from tiny import NUM_QUANTIZED, logged, make_config, run, write_config
 
 from hestia_tune.__main__ import main
@@ -21,13 +21,13 @@ def validate(monkeypatch, capsys, path, *overrides):
 
 
 @pytest.mark.parametrize("override", CASES)
-def test_it_refuses_what_a_run_refuses(model_dir, tmp_path, monkeypatch, capsys, override):  # noqa: F811
+def test_it_refuses_what_a_run_refuses(model_dir, tmp_path, monkeypatch, capsys, override):
     path = write_config(make_config(model_dir, tmp_path / "run"), tmp_path / "config.yaml")
     code, _, line = validate(monkeypatch, capsys, path, override)
     assert code == 1 and CASES[override] in line
 
 
-def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monkeypatch, capsys):
     cfg = make_config(model_dir, tmp_path / "run", "max_steps=2")
     run(cfg)
     kept = {
@@ -50,7 +50,7 @@ def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monk
     assert len(logged(tmp_path / "run")) == 2
 
 
-def test_metric_loggers_are_looked_up_and_not_started(model_dir, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_metric_loggers_are_looked_up_and_not_started(model_dir, tmp_path, monkeypatch, capsys):
     path = write_config(make_config(model_dir, tmp_path / "run"), tmp_path / "config.yaml")
     logger = "metric_logger._component_=torchtune.training.metric_logging.WandBLogger"
     code, _, line = validate(monkeypatch, capsys, path, logger, "metric_logger.project=x")
