@@ -5,13 +5,15 @@ most of a book. Here a long document goes on in the next sequence, and only the 
 text is dropped. The cost: a sequence may begin in the midst of a document.
 """
 
+import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 
 class SequenceDataset(Dataset):
@@ -63,3 +65,40 @@ def training_sample(tokens: list[int], eos_id: int, document_masks: bool) -> dic
         "input_pos": torch.tensor([*chain.from_iterable(map(range, lengths))]),
         "seq_lens": torch.tensor(lengths),
     }
+
+
+@dataclass(eq=False)
+class PositionSampler(Sampler[int]):
+    """Indices of this rank from a position on, in an order that depends on no number of ranks.
+
+    Rank r of R takes positions r, r + R, r + 2R, ...: so R ranks take the same samples in one step
+    as one rank with R times the batch. Position p is in pass p // num_samples over the data.
+    torch's sampler can begin only at its start; the place that torchdata's remembers is a rank's.
+
+    Args:
+        num_samples: of the dataset.
+        length: positions of all ranks in an epoch, those left out that are too few for each rank
+            to have one; None has no end.
+        rank, world_size: of this process.
+        seed, shuffle: each pass is permuted by ``seed + epoch + pass``, if at all.
+        start: positions that all ranks together have taken already.
+    """
+
+    num_samples: int
+    length: int | None
+    rank: int
+    world_size: int
+    seed: int
+    shuffle: bool = False
+    start: int = 0
+    epoch: int = 0
+
+    def __iter__(self) -> Iterator[int]:
+        end = sys.maxsize if self.length is None else self.length - self.length % self.world_size
+        order, permuted = range(self.num_samples), None
+        for position in range(self.start + self.rank, end, self.world_size):
+            turn, index = divmod(position, self.num_samples)
+            if self.shuffle and permuted != turn:
+                generator = torch.Generator().manual_seed(self.seed + self.epoch + turn)
+                order, permuted = torch.randperm(self.num_samples, generator=generator), turn
+            yield int(order[index])

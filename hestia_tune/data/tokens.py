@@ -10,13 +10,15 @@ appears when it is whole: a writer that is killed begins anew.
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from hestia_tune.config import Section, option
 from hestia_tune.data.rows import StreamConfig
 from hestia_tune.data.sequences import training_sample
 from hestia_tune.data.stream import StreamingTextDataset
@@ -72,6 +74,57 @@ class TokenizedSet(Dataset):
         offset = number * seq_len * self._dtype.itemsize
         tokens = np.fromfile(self.path, self._dtype, seq_len, offset=offset).tolist()
         return training_sample(tokens, self.eos_id, self.config.document_masks)
+
+
+def streaming_text_dataset(tokenizer: Any, **options: Any) -> StreamingTextDataset | TokenizedSet:
+    """Sequences from text files, a hub dataset, or a tokenized set (``source: token_shards``).
+
+    Args:
+        tokenizer: a torchtune tokenizer (``encode``, ``eos_id``).
+        options: those of :class:`hestia_tune.data.rows.StreamConfig`.
+
+    Raises:
+        TypeError, ValueError: if something cannot be found or an option is out of range.
+    """
+    config = StreamConfig.parse(options)
+    kind = TokenizedSet if config.source == "token_shards" else StreamingTextDataset
+    return kind(tokenizer, config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedConfig(Section):
+    """The YAML's ``dataset`` section, if its component is ``self_generated_dataset``.
+
+    `hestia_tune.training.generation` writes its set, before a run that names it.
+    """
+
+    section: ClassVar[str] = "dataset"
+    num_sequences: int = option(text="sequences to generate", low=1)
+    seq_len: int = option(text="tokens of each, the random first one included", low=8)
+    cache_dir: str = option(text="folder of the set, which is generated once")
+    temperature: float = option(1.0, "of the sampling", low=1e-2, high=100)
+    top_k: int | None = option(None, "samples from so many of the likeliest; null from all", low=1)
+    seed: int = option(0, "of the sampling, and of the order in training", low=0, high=2**63 - 1)
+    batch_size: int = option(32, "generated together; decides what is drawn", low=1)
+    epochs: int | None = option(1, "passes over the set; null has no end", low=1)
+
+
+def self_generated_dataset(tokenizer: Any, **options: Any) -> TokenizedSet:
+    """Sequences that the pretrained model has sampled (LLM-QAT, arXiv 2305.17888), shuffled by the
+    seed: each a random token, a few greedy ones, of which the model is sure, and sampled ones. One
+    that ends a document goes on with another, as those of a text stream do.
+
+    Args:
+        tokenizer: that of the set.
+        options: those of `GeneratedConfig`.
+
+    Raises:
+        TypeError, ValueError: on an option out of range, or if the folder holds no such set.
+    """
+    config = GeneratedConfig.parse(options)
+    read = {key: getattr(config, key) for key in ("seq_len", "seed", "epochs")}
+    stream = StreamConfig(source="token_shards", data_files=config.cache_dir, **read)
+    return TokenizedSet(tokenizer, stream)
 
 
 def verify_token_shards(folder: str | Path) -> None:
