@@ -43,8 +43,7 @@ class StreamConfig(Section):
     name: str | None = option(None, "the configuration of a hub dataset")
     split: str = option("train", "the split to read")
     revision: str | None = option(
-        None,
-        "the commit or branch of a hub dataset; to resume, the one that the run began with",
+        None, "the commit or branch of a hub dataset; to resume, the one that the run began with"
     )
     shuffle_buffer: int = option(
         1000,

@@ -17,11 +17,10 @@ from torch.utils.data import Dataset, Sampler
 
 
 class SequenceDataset(Dataset):
-    """Tokens in memory, 8 bytes each, as torchtune samples, labels equal to tokens.
+    """Tokens in memory, 8 bytes each, as torchtune samples.
 
     Args:
-        tokens: ids, in order; the last that fill no sequence are dropped.
-        seq_len: tokens per sequence.
+        tokens: ids, in order; the last that fill no sequence of ``seq_len`` are dropped.
 
     Attributes:
         sequences: int64 (num_sequences, seq_len).
@@ -48,7 +47,6 @@ def training_sample(tokens: list[int], eos_id: int, document_masks: bool) -> dic
     """A torchtune sample, labels equal to tokens; shifted by the recipe, they predict all but one.
 
     Args:
-        tokens: one sequence.
         eos_id: the last token of a document.
         document_masks: makes it a sample of ``torchtune.data.padded_collate_packed``: int64 tensors
             ``tokens``, ``labels``, ``input_pos`` (seq_len,) and ``seq_lens`` (documents,).

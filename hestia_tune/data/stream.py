@@ -55,8 +55,6 @@ class StreamingTextDataset(IterableDataset):
     Attributes:
         rank, world_size: of this process, which reads its share; those of torch.distributed.
         batch_size: that of the data loader, to which several workers give whole batches.
-        num_sequences: that this rank gives (all its workers together), the same on every rank; None
-            if the stream ends with its data, or never.
 
     Raises:
         ValueError: if something cannot be found.
@@ -72,6 +70,8 @@ class StreamingTextDataset(IterableDataset):
 
     @property
     def num_sequences(self) -> int | None:
+        """Of this rank (all its workers together), the same on every rank; None if the stream ends
+        with its data, or never."""
         tokens = self.config.max_tokens
         return tokens and tokens // self.config.seq_len // self.world_size
 
@@ -188,9 +188,8 @@ class StreamingTextDataset(IterableDataset):
 
 
 def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
-    """A text that is read once, in order, at the start, and held in memory (8 bytes a token).
-
-    That suits runs of up to some 100M tokens.
+    """A text that is read once, in order, at the start, and held in memory (8 bytes a token), which
+    suits runs of up to some 100M tokens.
 
     Args:
         tokenizer: a torchtune tokenizer.

@@ -58,9 +58,9 @@ class TokenizedSet(Dataset):
         if not dist.is_initialized() or dist.get_rank() == 0:
             verify_token_shards(folder)  # a second per gigabyte or two
         self._length = index["num_tokens"] // config.seq_len
-        limits = [config.epochs and config.epochs * self._length]
-        limits += [config.max_tokens and config.max_tokens // config.seq_len]
-        length = min((limit for limit in limits if limit is not None), default=None)
+        passes = config.epochs and config.epochs * self._length
+        most = config.max_tokens and config.max_tokens // config.seq_len
+        length = min((limit for limit in (passes, most) if limit is not None), default=None)
         if 0 in (self._length, length):
             raise ValueError(f"{folder} does not fill one sequence of {config.seq_len} tokens")
         self.order = {"length": length, "seed": config.seed, "shuffle": config.shuffle_buffer > 0}
@@ -115,7 +115,6 @@ def self_generated_dataset(tokenizer: Any, **options: Any) -> TokenizedSet:
     that ends a document goes on with another, as those of a text stream do.
 
     Args:
-        tokenizer: that of the set.
         options: those of `GeneratedConfig`.
 
     Raises:
@@ -140,8 +139,6 @@ def write_token_shards(
     """Tokenizes a source once; a set of this same call that is there already stays.
 
     Args:
-        tokenizer: a torchtune tokenizer.
-        folder: that of the set; made if need be.
         max_tokens: stops at so many tokens; None takes one pass over the data.
         options: of :class:`hestia_tune.data.rows.StreamConfig`; they decide the order.
 
