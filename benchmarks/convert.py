@@ -44,16 +44,13 @@ print("RESULT" + json.dumps([found, start, peak(), seconds]))
 """
 
 
-def random_model(cfg, folder: Path, tokenizer: Path) -> None:
-    """A Hugging Face Llama folder with random bfloat16 weights in the config's shape."""
-    with torch.device("meta"):
-        model = config.instantiate(cfg.model)
+def llama_config(model) -> dict:
+    """The config.json of a torchtune Llama with Llama 3's rotary base."""
     attention = model.layers[0].attn
-    hidden = model.tok_embeddings.weight.shape[1]
-    hf_config = {
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": hidden,
+        "hidden_size": model.tok_embeddings.weight.shape[1],
         "intermediate_size": model.layers[0].mlp.w1.weight.shape[0],
         "num_hidden_layers": len(model.layers),
         "num_attention_heads": attention.num_heads,
@@ -67,8 +64,15 @@ def random_model(cfg, folder: Path, tokenizer: Path) -> None:
         "tie_word_embeddings": "output.weight" not in model.state_dict(),
         "torch_dtype": "bfloat16",
     }
+
+
+def random_model(cfg, folder: Path, tokenizer: Path) -> None:
+    """A Hugging Face Llama folder with random bfloat16 weights in the config's shape."""
+    with torch.device("meta"):
+        model = config.instantiate(cfg.model)
+    attention = model.layers[0].attn
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(hf_config))
+    (folder / "config.json").write_text(json.dumps(llama_config(model)))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / file, folder / file)
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +84,7 @@ def random_model(cfg, folder: Path, tokenizer: Path) -> None:
             {name: tensor},
             num_heads=attention.num_heads,
             num_kv_heads=attention.num_kv_heads,
-            dim=hidden,
+            dim=model.tok_embeddings.weight.shape[1],
             head_dim=attention.head_dim,
         )
         save_file(in_file, folder / file, metadata={"format": "pt"})

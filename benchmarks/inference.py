@@ -55,6 +55,7 @@ def build(name: str):
 
 def write(name: str, work: Path) -> dict[str, int]:
     """Random weights, packed (model.pt) and as GGUF files; bytes of the latter."""
+    from convert import llama_config
     from torchtune.models.convert_weights import tune_to_hf
 
     from hestia_tune.export.folder import ModelFolder
@@ -87,23 +88,7 @@ def write(name: str, work: Path) -> dict[str, int]:
         index |= dict.fromkeys(hf, file)
     torch.save(state, work / "model.pt")
     del state
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": model.layers[0].mlp.w1.weight.shape[0],
-        "num_hidden_layers": len(model.layers),
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "vocab_size": model.tok_embeddings.weight.shape[0],
-        "max_position_embeddings": model.max_seq_len,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(llama_config(model)))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     import hestia_tune
 

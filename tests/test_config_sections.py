@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hestia_tune.config import ScheduleConfig
-from hestia_tune.data.generated import GeneratedConfig
+from hestia_tune.data.tokens import GeneratedConfig
 from hestia_tune.sections import (
     CageConfig,
     ConvertConfig,

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torchao.quantization import quantize_
 
 import hestia_tune
-from hestia_tune.data.generated import GeneratedConfig
+from hestia_tune.data.tokens import GeneratedConfig
 from hestia_tune.training.options import Run
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks" / "replication"

@@ -19,8 +19,7 @@ from hestia_tune.data.demo import demo_documents
 from hestia_tune.export import write_compressed_tensors, write_gguf, write_huggingface
 from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder
-from hestia_tune.export.gguf import BLOCK_TYPES
-from hestia_tune.export.gguf_rounding import activation_rounding
+from hestia_tune.export.gguf import BLOCK_TYPES, activation_rounding
 from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.methods import GroupMethod
 from hestia_tune.models import build, checkpoints

@@ -34,8 +34,7 @@ def demo_documents(split: str) -> list[str]:
     """The help topics of this Python as documents, sorted by topic name.
 
     Args:
-        split: "validation", whole topics with about a tenth of the characters; or "train", all
-            other topics without the paragraphs that a validation topic holds too.
+        split: "validation", with about a tenth of the characters, or "train".
 
     Raises:
         ValueError: if ``split`` is another word.
@@ -43,14 +42,13 @@ def demo_documents(split: str) -> list[str]:
     """
     from pydoc_data.topics import topics
 
-    parts: dict[str, list[str]] = {"train": [], "validation": []}
-    if split not in parts:
+    if split not in ("train", "validation"):
         raise ValueError(f'split must be "train" or "validation"; got {split!r}')
+    train, held_out = [], []
     for name in sorted(topics):
-        held_out = zlib.crc32(name.encode()) % _HASH_CLASSES == _VALIDATION_CLASS
-        parts["validation" if held_out else "train"].append(topics[name])
-    parts["train"] = without_quotes(parts["train"], parts["validation"])
-    return parts[split]
+        is_held_out = zlib.crc32(name.encode()) % _HASH_CLASSES == _VALIDATION_CLASS
+        (held_out if is_held_out else train).append(topics[name])
+    return held_out if split == "validation" else without_quotes(train, held_out)
 
 
 def without_quotes(documents: Iterable[str], held_out: Iterable[str]) -> list[str]:
@@ -63,7 +61,7 @@ def without_quotes(documents: Iterable[str], held_out: Iterable[str]) -> list[st
     def key(paragraph: str) -> str:
         return " ".join(paragraph.split())
 
-    paragraphs = {key(part) for document in held_out for part in document.split("\n\n")}
+    paragraphs = (key(part) for document in held_out for part in document.split("\n\n"))
     quotable = {paragraph for paragraph in paragraphs if len(paragraph) >= _QUOTE_LENGTH}
     kept = (
         "\n\n".join(part for part in document.split("\n\n") if key(part) not in quotable)
@@ -74,10 +72,8 @@ def without_quotes(documents: Iterable[str], held_out: Iterable[str]) -> list[st
 
 @functools.cache
 def stdlib_docstrings() -> tuple[str, ...]:
-    """The docstrings of each module of the standard library, one document per module.
-
-    Reading and parsing the library takes some ten seconds, once per process.
-    """
+    """The docstrings of the standard library, a document per module; takes some ten seconds, once
+    per process."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     documents = []
@@ -104,7 +100,7 @@ def demo_dataset(
     Args:
         tokenizer: a torchtune tokenizer (``encode``, ``eos_id``).
         seq_len: tokens per sequence.
-        split: "train" or "validation"; no help topic is in both.
+        split: as of `demo_documents`.
         docstrings: adds the docstrings of the standard library, without what they share with the
             validation topics; about five times as much text as the topics have.
     """

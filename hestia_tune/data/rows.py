@@ -7,14 +7,13 @@ many files was bad stands in its log, not in the error.
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 import datasets
 from datasets import IterableDataset
-from pyarrow import parquet
 
 from hestia_tune.config import Section, nearest, one_line, option
 
@@ -99,24 +98,6 @@ def open_rows(config: StreamConfig) -> tuple[IterableDataset, str, list[str]]:
     files = [(PurePosixPath(p).name, os.path.isfile(p) and os.path.getsize(p)) for p in paths]
     described = repr((config.split, config.column, files))
     return rows, hashlib.sha256(described.encode()).hexdigest()[:16], paths
-
-
-def count_rows(rows: IterableDataset, split: str, paths: Sequence[str]) -> int | None:
-    """How many rows a split has: as the hub says, or by the footers of local parquet files and the
-    lines of local text; None where only reading everything would tell."""
-    if rows.info.splits and split in rows.info.splits:
-        return rows.info.splits[split].num_examples
-    count = 0
-    for path in paths:
-        suffix = os.path.isfile(path) and PurePosixPath(path).suffix
-        if suffix == ".parquet":
-            count += parquet.read_metadata(path).num_rows
-        elif suffix in (".txt", ".jsonl"):
-            with open(path, "rb") as file:
-                count += sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
-        else:
-            return None
-    return count or None
 
 
 def text_blocks(rows: IterableDataset, config: StreamConfig, size: int) -> Iterator[list[str]]:

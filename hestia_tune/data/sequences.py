@@ -5,21 +5,22 @@ most of a book. Here a long document goes on in the next sequence, and only the 
 text is dropped. The cost: a sequence may begin in the midst of a document.
 """
 
+import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 
 class SequenceDataset(Dataset):
-    """Tokens in memory, 8 bytes each, as torchtune samples, labels equal to tokens.
+    """Tokens in memory, 8 bytes each, as torchtune samples.
 
     Args:
-        tokens: ids, in order; the last that fill no sequence are dropped.
-        seq_len: tokens per sequence.
+        tokens: ids, in order; the last that fill no sequence of ``seq_len`` are dropped.
 
     Attributes:
         sequences: int64 (num_sequences, seq_len).
@@ -46,7 +47,6 @@ def training_sample(tokens: list[int], eos_id: int, document_masks: bool) -> dic
     """A torchtune sample, labels equal to tokens; shifted by the recipe, they predict all but one.
 
     Args:
-        tokens: one sequence.
         eos_id: the last token of a document.
         document_masks: makes it a sample of ``torchtune.data.padded_collate_packed``: int64 tensors
             ``tokens``, ``labels``, ``input_pos`` (seq_len,) and ``seq_lens`` (documents,).
@@ -63,3 +63,40 @@ def training_sample(tokens: list[int], eos_id: int, document_masks: bool) -> dic
         "input_pos": torch.tensor([*chain.from_iterable(map(range, lengths))]),
         "seq_lens": torch.tensor(lengths),
     }
+
+
+@dataclass(eq=False)
+class PositionSampler(Sampler[int]):
+    """Indices of this rank from a position on, in an order that depends on no number of ranks.
+
+    Rank r of R takes positions r, r + R, r + 2R, ...: so R ranks take the same samples in one step
+    as one rank with R times the batch. Position p is in pass p // num_samples over the data.
+    torch's sampler can begin only at its start; the place that torchdata's remembers is a rank's.
+
+    Args:
+        num_samples: of the dataset.
+        length: positions of all ranks in an epoch, those left out that are too few for each rank
+            to have one; None has no end.
+        rank, world_size: of this process.
+        seed, shuffle: each pass is permuted by ``seed + epoch + pass``, if at all.
+        start: positions that all ranks together have taken already.
+    """
+
+    num_samples: int
+    length: int | None
+    rank: int
+    world_size: int
+    seed: int
+    shuffle: bool = False
+    start: int = 0
+    epoch: int = 0
+
+    def __iter__(self) -> Iterator[int]:
+        end = sys.maxsize if self.length is None else self.length - self.length % self.world_size
+        order, permuted = range(self.num_samples), None
+        for position in range(self.start + self.rank, end, self.world_size):
+            turn, index = divmod(position, self.num_samples)
+            if self.shuffle and permuted != turn:
+                generator = torch.Generator().manual_seed(self.seed + self.epoch + turn)
+                order, permuted = torch.randperm(self.num_samples, generator=generator), turn
+            yield int(order[index])

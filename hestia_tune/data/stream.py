@@ -16,13 +16,15 @@ import random
 import zlib
 from collections.abc import Iterator
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
+from pyarrow import parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hestia_tune.data.rows import DataStreamError, StreamConfig, count_rows, open_rows, text_blocks
+from hestia_tune.data.rows import DataStreamError, StreamConfig, open_rows, text_blocks
 from hestia_tune.data.sequences import SequenceDataset, encode_each, training_sample
 
 # With fewer files (or row groups) for each share than this, shares would be too uneven; then every
@@ -53,8 +55,6 @@ class StreamingTextDataset(IterableDataset):
     Attributes:
         rank, world_size: of this process, which reads its share; those of torch.distributed.
         batch_size: that of the data loader, to which several workers give whole batches.
-        num_sequences: that this rank gives (all its workers together), the same on every rank; None
-            if the stream ends with its data, or never.
 
     Raises:
         ValueError: if something cannot be found.
@@ -70,12 +70,29 @@ class StreamingTextDataset(IterableDataset):
 
     @property
     def num_sequences(self) -> int | None:
+        """Of this rank (all its workers together), the same on every rank; None if the stream ends
+        with its data, or never."""
         tokens = self.config.max_tokens
         return tokens and tokens // self.config.seq_len // self.world_size
 
     def count_documents(self) -> int | None:
-        """Of one pass, all ranks together; None if that is not known before they are read."""
-        return count_rows(self._rows, self.config.split, self._paths)
+        """Of one pass, all ranks together: by the hub, the footers of local parquet files, or the
+        lines of local text; None where only reading everything would tell."""
+        splits, count = self._rows.info.splits or {}, 0
+        if self.config.split in splits:
+            return splits[self.config.split].num_examples
+        for path in self._paths:
+            suffix = os.path.isfile(path) and PurePosixPath(path).suffix
+            if suffix == ".parquet":
+                count += parquet.read_metadata(path).num_rows
+            elif suffix in (".txt", ".jsonl"):
+                with open(path, "rb") as file:
+                    count += sum(
+                        chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")
+                    )
+            else:
+                return None
+        return count or None
 
     def identity(self) -> list:
         """What must be the same for a place to mean the same."""
@@ -171,9 +188,8 @@ class StreamingTextDataset(IterableDataset):
 
 
 def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
-    """A text that is read once, in order, at the start, and held in memory (8 bytes a token).
-
-    That suits runs of up to some 100M tokens.
+    """A text that is read once, in order, at the start, and held in memory (8 bytes a token), which
+    suits runs of up to some 100M tokens.
 
     Args:
         tokenizer: a torchtune tokenizer.

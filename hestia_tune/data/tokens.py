@@ -10,13 +10,15 @@ appears when it is whole: a writer that is killed begins anew.
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from hestia_tune.config import Section, option
 from hestia_tune.data.rows import StreamConfig
 from hestia_tune.data.sequences import training_sample
 from hestia_tune.data.stream import StreamingTextDataset
@@ -56,9 +58,9 @@ class TokenizedSet(Dataset):
         if not dist.is_initialized() or dist.get_rank() == 0:
             verify_token_shards(folder)  # a second per gigabyte or two
         self._length = index["num_tokens"] // config.seq_len
-        limits = [config.epochs and config.epochs * self._length]
-        limits += [config.max_tokens and config.max_tokens // config.seq_len]
-        length = min((limit for limit in limits if limit is not None), default=None)
+        passes = config.epochs and config.epochs * self._length
+        most = config.max_tokens and config.max_tokens // config.seq_len
+        length = min((limit for limit in (passes, most) if limit is not None), default=None)
         if 0 in (self._length, length):
             raise ValueError(f"{folder} does not fill one sequence of {config.seq_len} tokens")
         self.order = {"length": length, "seed": config.seed, "shuffle": config.shuffle_buffer > 0}
@@ -74,6 +76,56 @@ class TokenizedSet(Dataset):
         return training_sample(tokens, self.eos_id, self.config.document_masks)
 
 
+def streaming_text_dataset(tokenizer: Any, **options: Any) -> StreamingTextDataset | TokenizedSet:
+    """Sequences from text files, a hub dataset, or a tokenized set (``source: token_shards``).
+
+    Args:
+        tokenizer: a torchtune tokenizer (``encode``, ``eos_id``).
+        options: those of :class:`hestia_tune.data.rows.StreamConfig`.
+
+    Raises:
+        TypeError, ValueError: if something cannot be found or an option is out of range.
+    """
+    config = StreamConfig.parse(options)
+    kind = TokenizedSet if config.source == "token_shards" else StreamingTextDataset
+    return kind(tokenizer, config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedConfig(Section):
+    """The YAML's ``dataset`` section, if its component is ``self_generated_dataset``.
+
+    `hestia_tune.training.generation` writes its set, before a run that names it.
+    """
+
+    section: ClassVar[str] = "dataset"
+    num_sequences: int = option(low=1)  # sequences to generate
+    seq_len: int = option(low=8)  # tokens of each, the random first one included
+    cache_dir: str  # folder of the set, which is generated once
+    temperature: float = option(1.0, low=1e-2, high=100)  # of the sampling
+    top_k: int | None = option(None, low=1)  # samples from so many of the likeliest; null from all
+    seed: int = option(0, low=0, high=2**63 - 1)  # of the sampling, and of the order in training
+    batch_size: int = option(32, low=1)  # generated together; decides what is drawn
+    epochs: int | None = option(1, low=1)  # passes over the set; null has no end
+
+
+def self_generated_dataset(tokenizer: Any, **options: Any) -> TokenizedSet:
+    """Sequences that the pretrained model has sampled (LLM-QAT, arXiv 2305.17888), shuffled by the
+    seed: each a random token, a few greedy ones, of which the model is sure, and sampled ones. One
+    that ends a document goes on with another, as those of a text stream do.
+
+    Args:
+        options: those of `GeneratedConfig`.
+
+    Raises:
+        TypeError, ValueError: on an option out of range, or if the folder holds no such set.
+    """
+    config = GeneratedConfig.parse(options)
+    read = {key: getattr(config, key) for key in ("seq_len", "seed", "epochs")}
+    stream = StreamConfig(source="token_shards", data_files=config.cache_dir, **read)
+    return TokenizedSet(tokenizer, stream)
+
+
 def verify_token_shards(folder: str | Path) -> None:
     """Reads all tokens of a set and raises a ValueError if they differ from their checksum."""
     path, index = Path(folder) / TOKENS, _read_index(Path(folder))
@@ -87,8 +139,6 @@ def write_token_shards(
     """Tokenizes a source once; a set of this same call that is there already stays.
 
     Args:
-        tokenizer: a torchtune tokenizer.
-        folder: that of the set; made if need be.
         max_tokens: stops at so many tokens; None takes one pass over the data.
         options: of :class:`hestia_tune.data.rows.StreamConfig`; they decide the order.
 

@@ -1,10 +1,8 @@
 """Zero-shot tasks of lm-evaluation-harness, perplexity, and models compared.
 
-    evaluator = Evaluator(EvalConfig(tasks=["hestia_zeroshot"]), tokenizer, max_seq_len=2048)
-    table = compare([evaluator.evaluate(name, model, {}, device) for name, model in models.items()])
-    print(table.markdown())
-
-Needs ``pip install 'hestia-tune[eval]'``.
+evaluator = Evaluator(EvalConfig(tasks=["hestia_zeroshot"]), tokenizer, max_seq_len=2048)
+table = compare([evaluator.evaluate(name, model, {}, device) for name, model in models.items()])
+print(table.markdown())
 """
 
 from hestia_tune.evaluation.compare import ModelResult, compare

@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from hestia_tune.files import write_atomically
 AVERAGE = "average"
 PERCENT = ("acc", "acc_norm")  # fractions; a table each, over the tasks that have them
 _MEASURES = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
-_STARS = ((0.001, "***"), (0.01, "**"), (0.05, "*"))
+_LEVELS = (0.05, 0.01, 0.001)  # a star each
 
 # ``value``; its standard error ``stderr``, None if unknown; of a cell ``difference`` from the first
 # model, an estimate with ``p_value`` (two-sided, of no difference) and ``test``, the test's name.
@@ -55,13 +55,10 @@ class ModelResult:
             return self
         old, new = earlier.tasks or {}, self.tasks or {}
         tasks = {key: {**old.get(key, {}), **new.get(key, {})} for key in {**old, **new}}
+        perplexity = {**earlier.perplexity, **self.perplexity}
         asked = {**earlier.settings["asked"], **self.settings["asked"]}
-        return ModelResult(
-            name=self.name,
-            tasks=tasks or None,
-            perplexity={**earlier.perplexity, **self.perplexity},
-            settings={**self.settings, "asked": asked},
-        )
+        settings = {**self.settings, "asked": asked}
+        return replace(self, tasks=tasks or None, perplexity=perplexity, settings=settings)
 
 
 @dataclass(frozen=True)
@@ -91,12 +88,8 @@ class Comparison:
         )
 
     def save(self, path: str | Path, others: Sequence[ModelResult] = ()) -> None:
-        """Writes everything as JSON, whole or not at all, with NaN and infinity as null.
-
-        Args:
-            path: the file.
-            others: results that are kept in it, too, outside the tables.
-        """
+        """Writes everything as JSON, whole or not at all, with NaN and infinity as null; ``others``
+        are kept in it, too, outside the tables."""
         everything = asdict(self) | {"others": [asdict(one) for one in others]}
         plain = json.loads(json.dumps(everything, default=str), parse_constant=lambda name: None)
         text = json.dumps({"schema_version": 3} | plain, indent=1)
@@ -106,13 +99,10 @@ class Comparison:
 
 
 def compare(results: Sequence[ModelResult]) -> Comparison:
-    """Puts results side by side.
+    """Puts results of different names side by side; the others are compared with the first.
 
     A group of tasks with a value of its own stands for its tasks; a task with neither accuracy
     is shown by its first metric, without an average.
-
-    Args:
-        results: of different names; the first is what the others are compared with.
     """
     tables: dict[str, dict[str, dict[str, Estimate]]] = {}
     for result in results:
@@ -139,7 +129,9 @@ def _task_scores(result: ModelResult) -> dict[str, dict[str, Estimate]]:
     lm-eval's keys are "acc,FILTER" and "acc_stderr,FILTER"; the filter "none" is not named.
     """
     found: dict[str, dict[str, Estimate]] = {}
-    for task, row in result.tasks["results"].items() if result.tasks else ():
+    if result.tasks is None:
+        return found
+    for task, row in result.tasks["results"].items():
         for key, value in row.items():
             metric, _, rule = key.partition(",")
             if rule and not metric.endswith("_stderr") and isinstance(value, int | float):
@@ -147,7 +139,7 @@ def _task_scores(result: ModelResult) -> dict[str, dict[str, Estimate]]:
                 stderr = float(error) if isinstance(error, int | float) else None
                 cell = {"value": float(value), "stderr": stderr}
                 found.setdefault(task, {})[key.removesuffix(",none")] = cell
-    groups = result.tasks["group_subtasks"] if result.tasks else {}
+    groups = result.tasks["group_subtasks"]
     inside = {task for group in groups if group in found for task in groups[group]}
     return {task: scores for task, scores in found.items() if task not in inside}
 
@@ -219,6 +211,6 @@ def _shown(cell: Estimate, metric: str) -> str:
         text += f" ± {factor * cell['stderr']:.{digits}f}"
     if difference := cell.get("difference"):
         p_value = difference["p_value"]
-        stars = "?" if p_value is None else next((s for p, s in _STARS if p_value < p), "")
+        stars = "?" if p_value is None else "*" * sum(p_value < level for level in _LEVELS)
         text += f" ({factor * difference['value']:+.{digits}f}{stars})"
     return text

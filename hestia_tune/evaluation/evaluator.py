@@ -26,6 +26,7 @@ from hestia_tune.config import nearest, require_number
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.evaluation.compare import ModelResult, compare
 from hestia_tune.evaluation.perplexity import perplexity, read_documents
+from hestia_tune.export.folder import import_optional
 from hestia_tune.sections import EvalConfig
 
 _SEED = 1234  # of few-shot draws and of whatever a task draws at random
@@ -49,11 +50,8 @@ class Evaluator:
     """
 
     def __init__(self, settings: EvalConfig, tokenizer: Any, max_seq_len: int):
-        try:
-            from hestia_tune.evaluation.lm import DecoderLM
-        except ImportError as error:
-            raise ImportError(f"{error}; pip install 'hestia-tune[eval]'") from error
-        self._lm, self.settings, self.tokenizer = DecoderLM, settings, tokenizer
+        self._lm = import_optional("hestia_tune.evaluation.lm", "eval").DecoderLM
+        self.settings, self.tokenizer = settings, tokenizer
         self.window = settings.window or max_seq_len
         require_number("eval.window", self.window, 1, max_seq_len, "the model reads no more")
         self._texts, self._tasks = {}, None
@@ -118,10 +116,8 @@ def load_tasks(names: Sequence[str], manager: Any) -> tuple[list[Any], Any]:
 
 
 def evaluate_tasks(lm: Any, loaded: tuple[list[Any], Any], **options: Any) -> dict[str, Any]:
-    """Evaluates a `DecoderLM` on tasks by `load_tasks`. Collective if there is a process group.
-
-    Args:
-        options: ``limit`` and ``num_fewshot`` of ``lm_eval.simple_evaluate``.
+    """Evaluates a `DecoderLM` on tasks by `load_tasks`; ``options`` are those of
+    ``lm_eval.simple_evaluate``. Collective if there is a process group.
 
     Returns:
         On every rank, JSON-ready: lm-eval's ``results``, ``group_subtasks``, ``versions`` (of

@@ -40,8 +40,7 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
     Args:
         decoder: a causal ``nn.Module``, called with int64 (batch, length); returns logits (batch,
             length, vocabulary). In eval mode, see `plain_outputs`.
-        tokenizer: of torchtune's form: has ``encode(text, add_bos=, add_eos=)``, ``decode(ids)``
-            and ``eos_id``; perhaps ``bos_id``, ``vocab_size`` and ``tokenizer``.
+        tokenizer: of torchtune's form; perhaps with ``bos_id``, ``vocab_size`` and ``tokenizer``.
         window: longest input in tokens that the model may be given.
         batch_size: sequences per forward, or "auto": as many as a fixed budget of tokens holds.
         device: of the tokens; None is that of the model's first parameter.

@@ -4,10 +4,8 @@ A document's tokens follow one prefix token and are cut into windows of at most 
 The first window scores all of its tokens; each later one moves on by ``stride`` (the last by what
 is left) and scores the tokens that are new, each after at least ``window - stride + 1`` others.
 ``stride = window`` is cheapest and what lm-eval does; a smaller one costs ``window / stride`` times
-as much. Documents never see each other.
-
-Published perplexities depend on these choices and on the tokenizer. Per word and per byte they
-compare across tokenizers.
+as much. Published perplexities depend on these choices; per word and per byte they compare across
+tokenizers.
 """
 
 import math
@@ -37,9 +35,9 @@ def perplexity(
         lm: a `DecoderLM`; the prefix is its BOS, or EOS if there is none, and no other special
             token is put in.
         window: inputs per forward, at most those of ``lm``.
-        stride: tokens by which a window moves on, at most ``window``; None is ``window``.
+        stride: at most ``window``, which None is.
         max_tokens: score only the first so many tokens; words and bytes are then those of the
-            text that these tokens decode to. None is all.
+            text that these tokens decode to.
 
     Returns:
         On every rank, JSON-ready: ``nll``, the summed negative log-likelihood in nats of

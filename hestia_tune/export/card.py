@@ -18,7 +18,7 @@ from hestia_tune.files import write_atomically
 
 CARD_FILE = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _KEPT = ("license", "license_name", "license_link", "language")
 _LIBRARIES = {"gguf": "gguf", "torchao": "hestia_tune"}  # the others: transformers
 
@@ -59,32 +59,17 @@ def write_card(
     title = f"{base.rpartition('/')[2] or 'A model'}, {method}"
     metadata = ModelCardData(
         **{key: given[key] for key in _KEPT if key in given},
-        base_model=base if _HUB_NAME.fullmatch(base) else None,
+        base_model=base if HUB_NAME.fullmatch(base) else None,
         base_model_relation="quantized",
-        datasets=[name for name in data if _HUB_NAME.fullmatch(name)] or None,
+        datasets=[name for name in data if HUB_NAME.fullmatch(name)] or None,
         library_name=_LIBRARIES.get(form, "transformers"),
         model_name=title,
         pipeline_tag="text-generation",
         tags=["hestia_tune", method],
     )
-    facts = {
-        "base model": base,
-        "method": f"`{about['quantizer']}`, hestia_tune {about.get('hestia_tune', '')}",
-        "quantized": f"{len(about['layers'])} linear layers",
-        "trained": f"{about['step']} steps from end to end" if about.get("step") else "",
-        "data": ", ".join(data),
-        "tokens": f"{about['tokens']:,}" if about.get("tokens") else "",
-        "format": form.replace("_", "-"),
-        "bits": "16 per weight, as stored",
-    }
-    if sizes:
-        quantized, whole = sizes["quantized_bits_per_weight"], sizes["whole_bits_per_weight"]
-        facts["bits"] = f"{quantized:.3f} per quantized weight, {whole:.3f} per weight of the whole"
-        facts["size"] = f"{sizes['bytes'] / 1e6:.1f} MB"
     names, rows = _evaluation(evaluation, origin)
-    losses = about.get("validation_loss")
-    texts = {"title": title, "facts": facts, "losses": losses, "names": names, "rows": rows}
-    card = ModelCard.from_template(metadata, str(_TEMPLATE), form=form, **texts)
+    values = {"title": title, "about": about, "sizes": sizes, "names": names, "rows": rows}
+    card = ModelCard.from_template(metadata, str(_TEMPLATE), form=form, **values)
     write_atomically(folder / CARD_FILE, str(card))
 
 

@@ -6,10 +6,10 @@ source is a hard model already, and it is checked that it is one and that bfloat
 (``quantize=True``) its linears are made hard as they are read by the training's own rule: the naive
 model, the baseline that training has to beat.
 
-Folders of any layout are written by huggingface_hub, shards and index, under a temporary name;
-every tensor is read back and compared; then the folder gets its name, and one that had it goes.
-Cost: memory for the tensors that change. Those of a hard model in bfloat16 stay mapped from its
-files; a model that is quantized on the way, or stored in another dtype, is held whole in bfloat16.
+Folders of any layout are written under a temporary name; every tensor is read back and compared;
+then the folder gets its name, and one that had it goes. Cost: memory for the tensors that change.
+Those of a hard model in bfloat16 stay mapped from its files; a model that is quantized on the way,
+or stored in another dtype, is held whole in bfloat16.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.config import one_line
 from hestia_tune.distributed import progress_bar
-from hestia_tune.export.sizes import sizes
 from hestia_tune.files import inside, read_json, staged
 from hestia_tune.methods import GroupMethod
 from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
@@ -57,8 +56,7 @@ def import_optional(package: str, extra: str | None = None) -> Any:
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face folder, mapped from its files: pages that nobody looks at take
-    no memory, and those that nobody changes none that the system could not use for other things.
+    """The tensors of a Hugging Face folder, mapped from its files, which takes no memory.
 
     Attributes:
         shapes: of every weight, by name, in the order of the files; rotary buffers of old
@@ -70,11 +68,9 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        index = folder / INDEX_FILE
         files = folder.glob("*.safetensors")
-        if index.is_file():
-            weight_map = read_json(index)["weight_map"]
-            files = {inside(folder, name) for name in weight_map.values()}
+        if (index := folder / INDEX_FILE).is_file():
+            files = {inside(folder, name) for name in read_json(index)["weight_map"].values()}
         self._tensors: dict[str, torch.Tensor] = {}
         for file in sorted(files):
             try:
@@ -128,13 +124,11 @@ class ModelFolder(SafetensorsFolder):
         self.method = method or TernaryMethod()
         if quantize and not quantized:
             raise ValueError("quantize=True needs the names of weights in quantized; got none")
-        config = read_json(folder / "config.json")
-        config = {key: value for key, value in config.items() if key != "dtype"}
-        # What any transformers reads.
-        self.config: dict[str, Any] = config | {"torch_dtype": "bfloat16"}
+        self.config: dict[str, Any] = read_json(folder / "config.json")
+        self.config.pop("dtype", None)
+        self.config["torch_dtype"] = "bfloat16"  # what any transformers reads
         file = folder / DESCRIPTION_FILE
-        has_description = file.is_file() and not quantize
-        self.description = read_json(file) if has_description else None
+        self.description = read_json(file) if file.is_file() and not quantize else None
         if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise FileNotFoundError(f"{folder} has no tokenizer.json or the like; copy the model's")
         if method := (self.config.get("quantization_config") or {}).get("quant_method"):
@@ -187,7 +181,6 @@ def write_huggingface(
     """Writes a model of any architecture as dense bfloat16 safetensors, equal to the hard model.
 
     Args:
-        source: the model.
         target: the folder to write; its parents are made.
         overwrite: replace a model folder that is there, once the new one is complete.
         description: content of ``hestia.json``: how the weights were made. None copies the source's
@@ -222,12 +215,8 @@ def write_safetensors(
     description: Mapping[str, Any] | None,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """As `write_huggingface`, in any layout of the weights.
-
-    Args:
-        stored: name of a weight -> what the files hold for it, by name.
-        config: becomes config.json.
-    """
+    """As `write_huggingface`, in any layout: ``stored`` gives what the files hold for a weight, by
+    name; ``config`` becomes config.json."""
     texts = {"config.json": config, DESCRIPTION_FILE: description}
     state, num_bytes = write_folder(
         source.folder,
@@ -241,6 +230,35 @@ def write_safetensors(
     types = Counter(_TYPES[tensor.dtype] for tensor in state.values())
     found = sizes(source.shapes, source.quantized, num_bytes, quantized_bytes)
     return found | {"types": dict(types)}
+
+
+def sizes(
+    shapes: Mapping[str, torch.Size],
+    quantized: Collection[str],
+    num_bytes: int,
+    quantized_bytes: int,
+) -> dict[str, Any]:
+    """What the files of a model weigh.
+
+    Args:
+        shapes: of every weight of the model, by name.
+        quantized: names of those that are quantized.
+        num_bytes: of all files with weights, their headers included.
+        quantized_bytes: of the codes and scales.
+
+    Returns:
+        bytes, parameters, quantized_parameters, quantized_bits_per_weight (None without any), and
+        whole_bits_per_weight = 8 * bytes / parameters, which is 16 in bfloat16.
+    """
+    parameters = sum(shape.numel() for shape in shapes.values())
+    num_quantized = sum(shapes[name].numel() for name in quantized)
+    return {
+        "bytes": num_bytes,
+        "parameters": parameters,
+        "quantized_parameters": num_quantized,
+        "quantized_bits_per_weight": 8 * quantized_bytes / num_quantized if quantized else None,
+        "whole_bits_per_weight": 8 * num_bytes / parameters,
+    }
 
 
 def write_folder(
@@ -257,7 +275,7 @@ def write_folder(
     Args:
         source: Hugging Face folder whose tokenizer and other side files are copied.
         target, overwrite: as `write_huggingface`'s; its errors.
-        entries: name and tensor; made one at a time, once it is clear that they can be written.
+        entries: name and tensor; made one at a time, once nothing is in the way of the target.
         texts: name -> content of the other files, config.json among them.
         file: name of the one file that torch.save writes; None writes safetensors.
     """

@@ -1,12 +1,11 @@
 """Writing a hard model as a GGUF file that llama.cpp loads, bit for bit.
 
 Codes and scales are recovered from the dense hard weight, which is exact, and go into the file as
-they are; container and metadata are the gguf package's. A type is chosen for every tensor: a block
-type for quantized weights; float32 for vectors (norms, biases), as llama.cpp wants them; for
-embeddings and other dense matrices the first of F16, BF16, F32 that holds every value. float16
-seldom does: its smallest step is 2^-24, and a large embedding has some values below it. Every
-tensor is read back from the file, unpacked and compared with its source before the file gets its
-name. Cost: memory for what goes into the file, and for a few copies of the largest tensor.
+they are. A type is chosen for every tensor: a block type for quantized weights; float32 for vectors
+(norms, biases), as llama.cpp wants them; for embeddings and other dense matrices the first of F16,
+BF16, F32 that holds every value (float16, whose smallest step is 2^-24, seldom does). Every tensor
+is read back from the file, unpacked and compared with its source before the file gets its name.
+Cost: memory for what goes into the file, and for a few copies of the largest tensor.
 
 The gguf package packs and unpacks, but for two types. Its Q4_0 chooses scales of its own, and it
 does not know Q2_0 (in 0.19); both are packed here. A block is a run of weights of one row with one
@@ -25,46 +24,47 @@ The layouts are those of ggml's ``ggml-common.h``; type 42 (Q2_0, block of 64) i
 since build b9916 of July 2026. Forks that read it as blocks of 128 refuse or garble it.
 
 What llama.cpp does with it: the weights are as trained, but its CPU kernels round the activations
-that meet a block type to 8 bits: in runs of 32 for Q2_0 and Q4_0, in runs of 256 for TQ1_0 and
-TQ2_0, where one outlier coarsens 255 others. On a SmolLM2-135M with five ternary down projections
-the logits moved by 2.6% (Q2_0, Q4_0) and 10% (TQ1_0, TQ2_0), as they do in transformers with
-activations rounded so. "auto" is for speed: TQ2_0 for a weight whose inputs stand that rounding
-(`gguf_rounding`), else Q4_0, for which llama.cpp has the fastest code; "small" is Q2_0 where it
-fits, half the bytes and, in scalar code on x86, a third of the speed. TQ1_0
-and TQ2_0 load since September 2024, mostly on the CPU; Q4_0 runs everywhere.
+that meet a block type to 8 bits of the largest in a run: in runs of 32 for Q2_0 and Q4_0, of 256
+for TQ1_0 and TQ2_0, where one outlier coarsens 255 others. On a SmolLM2-135M with five ternary down
+projections the logits moved by 2.6% (Q2_0, Q4_0) and 10% (TQ1_0, TQ2_0), as they do in transformers
+with activations rounded so. What it does depends on the model and the layer, so it is measured, on
+the hard model and some text. "auto" is for speed: TQ2_0 for a weight whose inputs stand that
+rounding, else Q4_0, for which llama.cpp has the fastest code; "small" is Q2_0 where it fits, half
+the bytes and, in scalar code on x86, a third of the speed. TQ1_0 and TQ2_0 load since September
+2024, mostly on the CPU; Q4_0 runs everywhere.
 """
 
 import logging
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 import hestia_tune
 from hestia_tune.distributed import progress_bar
-from hestia_tune.export.folder import ModelFolder, import_optional, is_exact
-from hestia_tune.export.gguf_rounding import LIMIT
-from hestia_tune.export.sizes import sizes
+from hestia_tune.export.folder import ModelFolder, import_optional, is_exact, sizes
+from hestia_tune.export.gguf_model import LlamaModel
 from hestia_tune.files import staged
 from hestia_tune.methods.granularity import GroupSize
 
 log = logging.getLogger(__name__)
+_RUN = 256  # inputs that are rounded together for TQ2_0
+# The largest mean error of a layer's inputs with which "auto" takes TQ2_0.
+LIMIT = 0.01
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """One type of ggml.
-
-    Attributes:
-        name, ggml_id: the type of the tensor in the file.
-        file_type: value of ``general.file_type`` for a model made mostly of it.
-        block: weights that share a block, 1 for floats; num_bytes: its size.
-    """
+    """One type of ggml; ``file_type`` is the value of ``general.file_type`` for a model made mostly
+    of it, ``block`` the weights that share a block (1 for floats) of ``num_bytes``."""
 
     name: str
     ggml_id: int
@@ -146,7 +146,6 @@ _DENSE_TYPES = {
     torch.bfloat16: TensorType("BF16", 30, 32, 1, 2),
     torch.float32: TensorType("F32", 0, 0, 1, 4),
 }
-_VECTOR_TYPES = {torch.float32: _DENSE_TYPES[torch.float32]}
 _CHOICES = {"auto": ("Q4_0",), "small": ("Q2_0", "Q4_0"), "smallest": tuple(BLOCK_TYPES)}
 
 
@@ -158,8 +157,7 @@ def write_gguf(
     rounding: Mapping[str, float] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Writes a Hugging Face Llama, Mistral, Qwen2, Qwen3 or SmolLM3 with ternary weights as one
-    GGUF file.
+    """Writes a Hugging Face Llama, Mistral, Qwen2, Qwen3 or SmolLM3 as one GGUF file.
 
     As `hestia_tune.export.write_huggingface`, but for
 
@@ -169,7 +167,7 @@ def write_gguf(
             table above in its order; a block type; or several, the first of which that holds a
             weight's groups is taken for it. The module says what each costs.
         rounding: of "auto": name of a weight -> error that TQ2_0 makes of its inputs, as
-            `gguf_rounding.activation_rounding` measures it. A weight without one is not of TQ2_0.
+            `activation_rounding` measures it. A weight without one is not of TQ2_0.
 
     Raises:
         ImportError: without the gguf package.
@@ -177,7 +175,6 @@ def write_gguf(
             group size that the block types do not hold, a scale outside float16's normal range.
     """
     gguf = import_optional("gguf")
-    from hestia_tune.export.gguf_model import LlamaModel
     from hestia_tune.export.gguf_vocab import add_vocabulary
 
     if path.is_dir() or (path.exists() and not overwrite):
@@ -203,7 +200,10 @@ def write_gguf(
         fast = Counter(kinds[name].name for name in quantized)
         log.info(f"GGUF for speed: {dict(fast)}; TQ2_0 if its rounding is at most {LIMIT:.0%}")
     writer = gguf.GGUFWriter(None, model.architecture)
-    _add_metadata(writer, source)
+    parameters = sum(shape.numel() for shape in source.shapes.values())
+    metadata = gguf.Metadata.load(None, source.folder.resolve(), None, parameters)  # of README.md
+    metadata.quantized_by = f"hestia_tune {hestia_tune.__version__}"
+    metadata.set_gguf_meta_model(writer)
     model.add_to(writer)
     add_vocabulary(writer, source.folder, source.config)
     for name, weight in progress_bar(model.tensors(), desc="packing for GGUF", unit="tensor"):
@@ -211,11 +211,11 @@ def write_gguf(
             hard = source.pack(name, weight)
             data = kinds[name].pack(hard.codes(), hard.scale, name)
         else:
-            dense = _VECTOR_TYPES if weight.dim() < 2 else _DENSE_TYPES
+            dense = _DENSE_TYPES if weight.dim() > 1 else (torch.float32,)
             dtype = next((dtype for dtype in dense if is_exact(weight, dtype)), None)
             if dtype is None:
                 raise ValueError(f"GGUF export holds up to float32; {name} has more digits")
-            kinds[name] = dense[dtype]
+            kinds[name] = _DENSE_TYPES[dtype]
             data = weight.to(dtype).contiguous().view(torch.int8).numpy()
         num_bytes[name] = data.nbytes
         # A plain int as the type, and bytes that are not uint8: the package then looks the type up
@@ -248,22 +248,8 @@ def write_gguf(
         }
 
 
-def _add_metadata(writer: Any, source: ModelFolder) -> None:
-    """Name, licence, languages, base model and data, as README.md of the source has them."""
-    from gguf.metadata import Metadata
-
-    parameters = sum(shape.numel() for shape in source.shapes.values())
-    metadata = Metadata.load(None, source.folder.resolve(), None, parameters)
-    metadata.quantized_by = f"hestia_tune {hestia_tune.__version__}"
-    metadata.set_gguf_meta_model(writer)
-
-
 def choose_block_type(
-    preferences: Sequence[str],
-    in_features: int,
-    group_size: GroupSize,
-    name: str,
-    levels: int = 3,
+    preferences: Sequence[str], in_features: int, group_size: GroupSize, name: str, levels: int = 3
 ) -> TensorType:
     """The first of ``preferences`` that holds such groups exactly; ValueError if none does."""
     for candidate in preferences:
@@ -276,3 +262,33 @@ def choose_block_type(
         f"(in_features {in_features}, group_size {group_size}); try block_type Q4_0, of 32 "
         "weights, or leave it out of quantized, to be stored densely"
     )
+
+
+@torch.no_grad()
+def activation_rounding(
+    model: nn.Module, layers: Mapping[str, str], tokens: torch.Tensor
+) -> dict[str, float]:
+    """Name of a weight -> error of its inputs rounded as for TQ2_0, relative to them, as the mean
+    over tokens. Gaussian inputs have 0.7%.
+
+    Args:
+        model: hard, ready for inference.
+        layers: name of a linear whose in_features are a multiple of 256 -> name of its weight in
+            the file that is converted.
+        tokens: (1, length), some text.
+    """
+    errors = {}
+
+    def measure(name, module, args):
+        x = args[0].double().unflatten(-1, (-1, _RUN))  # (..., tokens, runs, 256)
+        step = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny) / 127
+        error = ((x / step).round() * step - x).flatten(-2).norm(dim=-1)
+        size = x.flatten(-2).norm(dim=-1).clamp(min=torch.finfo(x.dtype).tiny)
+        errors[name] = (error / size).mean().item()
+
+    with ExitStack() as hooks:
+        for layer, name in layers.items():
+            linear = model.get_submodule(layer)
+            hooks.enter_context(linear.register_forward_pre_hook(partial(measure, name)))
+        model(tokens)
+    return errors

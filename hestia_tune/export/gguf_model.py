@@ -8,15 +8,20 @@ the output matrix.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import gguf
 import torch
 
-from hestia_tune.export.architectures import check_architecture
-from hestia_tune.export.folder import ModelFolder
+from hestia_tune.export.folder import ModelFolder, import_optional
 
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
+}
 # Whose rotary embedding turns neighbouring rows of a head.
 _PAIRED = ("llama", "smollm3")
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -24,6 +29,38 @@ _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _LAYER = ("input_layernorm", *_PROJECTIONS, "post_attention_layernorm", *_MLP)
 _HEAD_NORMS = {"qwen3": ("self_attn.q_norm", "self_attn.k_norm")}
 ROPE_FACTORS = "rope_freqs.weight"
+
+
+def check_architecture(config: Mapping[str, Any]) -> tuple[str, str]:
+    """(llama.cpp's name of the architecture, the type of its rotary embedding) of a config.json.
+
+    Raises:
+        ValueError: naming what llama.cpp does not have, or what is not translated here.
+    """
+    architecture = next(iter(config.get("architectures") or []), None)
+    # rope_parameters is transformers 5's.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    is_sliding = config.get("use_sliding_window", config.get("sliding_window") is not None)
+    facts = [
+        ("architecture", architecture, tuple(_ARCHITECTURES)),
+        ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
+        ("use_sliding_window", bool(is_sliding), (False,)),
+        ("rotary scaling", rope_type, ("default", "linear", "llama3")),
+    ]
+    if architecture == "SmolLM3ForCausalLM":
+        # llama.cpp leaves the rotation out in every fourth layer, whatever the file says.
+        every, count = config.get("no_rope_layer_interval", 4), config["num_hidden_layers"]
+        rotated = [int((layer + 1) % every != 0) for layer in range(count)]
+        expected = [int((layer + 1) % 4 != 0) for layer in range(count)]
+        facts.append(("no_rope_layers", config.get("no_rope_layers") or rotated, (expected,)))
+    for key, value, known in facts:
+        if value not in known:
+            raise ValueError(
+                f"GGUF export knows the {key} {' or '.join(map(str, known))}; got {value!r}; "
+                "export to another format"
+            )
+    return _ARCHITECTURES[str(architecture)], rope_type
 
 
 class LlamaModel:
@@ -47,18 +84,13 @@ class LlamaModel:
         query = config["num_attention_heads"]
         self._heads = {"q_proj": query, "k_proj": config.get("num_key_value_heads") or query}
         self._head_dim = config.get("head_dim") or config["hidden_size"] // query
-        self.names = self._tensor_names()
-        if self._rope_type == "llama3":
-            self.names[ROPE_FACTORS] = ROPE_FACTORS
-
-    def _tensor_names(self) -> dict[str, str]:
-        count = self._config["num_hidden_layers"]
+        gguf, count = import_optional("gguf"), config["num_hidden_layers"]
         table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], count)
-        names = {n: table.get_name(n, (".weight", ".bias")) or "" for n in self._source.shapes}
+        names = {n: table.get_name(n, (".weight", ".bias")) or "" for n in source.shapes}
         parts = (*_LAYER, *_HEAD_NORMS.get(self.architecture, ()))
         needed = [f"model.layers.{layer}.{part}" for layer in range(count) for part in parts]
         needed += ["model.embed_tokens", "model.norm"]
-        if self._config.get("tie_word_embeddings"):
+        if config.get("tie_word_embeddings"):
             names.pop("lm_head.weight", None)  # a copy
         else:
             needed.append("lm_head")
@@ -69,7 +101,9 @@ class LlamaModel:
                 f"{wrong[0]} in the {self.architecture} of {count} layers that config.json "
                 "describes; take the config that belongs to the model"
             )
-        return names
+        if self._rope_type == "llama3":
+            names[ROPE_FACTORS] = ROPE_FACTORS
+        self.names = names
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Name in the safetensors, tensor with its rows in llama.cpp's order) of every tensor."""
@@ -114,5 +148,5 @@ class LlamaModel:
         writer.add_rope_dimension_count(self._head_dim)
         writer.add_rope_freq_base(self._rope["rope_theta"])
         if self._rope_type == "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_type(import_optional("gguf").RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(self._rope["factor"])

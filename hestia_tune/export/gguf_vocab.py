@@ -34,10 +34,10 @@ _SPLIT_NAMES = {_SPLIT_WORDS % r"\p{N}{1,3}": "llama-bpe", _SPLIT_WORDS % r"\p{N
 
 
 def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Adds the tokenizer of a Hugging Face folder to a ``gguf.GGUFWriter``.
+    """Adds the tokenizer of a Hugging Face folder to a ``gguf.GGUFWriter``: tokens, special tokens,
+    what is added to a text, and the chat template.
 
     Args:
-        writer: gets tokens, special tokens, what is added to a text, and the chat template.
         folder: with ``tokenizer.json``; ``tokenizer_config.json`` names the special tokens.
         config: the model's, has the ids of special tokens that are not named. Ids up to its
             ``vocab_size`` without a token are filled up as unused.
@@ -47,9 +47,8 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
         ValueError: if llama.cpp has no tokenizer for it, or it has more tokens than the model.
     """
     file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    tokenizer, settings = read_json(file), {}
-    if settings_file.is_file():
-        settings = read_json(settings_file)
+    tokenizer = read_json(file)
+    settings = read_json(settings_file) if settings_file.is_file() else {}
     name = _split_name(tokenizer, file)
     is_sentencepiece = name == "default"
     tokens, types = _tokens(tokenizer, settings, config["vocab_size"], file)

@@ -33,15 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def instantiate(section: DictConfig | None, key: str, *args: Any) -> Any:
-    """The component of a section of the YAML; None of none.
-
-    Args:
-        section: a mapping with a ``_component_``, and its options.
-        key: of the section in the YAML, for messages.
-        args: go before the options.
+    """The component of a section of the YAML, ``args`` before its options; None of none.
 
     Raises:
-        ValueError: naming the key, if the component is not there or refuses its options.
+        ValueError: naming the ``key``, if the component is not there or refuses its options.
     """
     try:
         return config.instantiate(section, *args)
@@ -81,8 +76,8 @@ def check_model_section(cfg_model: DictConfig, cfg_checkpointer: DictConfig) -> 
     if given not in ModelType.__members__:
         known = ", ".join(ModelType.__members__)
         raise ValueError(f"checkpointer.model_type must be one of {known}; got {given}")
-    if found in MODEL_TYPES.values() and MODEL_TYPES.get(given, found) != found:
-        fitting = [name for name, family in MODEL_TYPES.items() if family == found]
+    fitting = [name for name, family in MODEL_TYPES.items() if family == found]
+    if fitting and given in MODEL_TYPES and given not in fitting:
         raise ValueError(
             f"checkpointer.model_type is {given}, {file} has model_type {found}; use "
             f"{' or '.join(fitting)}, or another model's folder"
@@ -117,15 +112,15 @@ def build_on_meta(cfg_model: DictConfig, component: QATQuantizerBase) -> nn.Modu
 
 def kept_in_blocks(model: nn.Module) -> str:
     """What of a prepared model's blocks stays as it is, vectors aside; empty if nothing."""
-    quantized = {id(layer.weight) for layer in quantized_linears(model).values()}
+    layers = quantized_linears(model).values()
+    quantized = {id(value) for layer in layers for value in layer.latents()}
     weights = {
         f"{block}.{name}": value
         for block, module in find_blocks(model).items()
         for name, value in module.named_parameters()
         if value.dim() > 1
     }
-    own = {id(v) for layer in quantized_linears(model).values() for v in layer.method_parameters()}
-    kept = {name: v for name, v in weights.items() if id(v) not in quantized | own}
+    kept = {name: v for name, v in weights.items() if id(v) not in quantized}
     if not kept:
         return ""
     share = sum(v.numel() for v in kept.values()) / sum(v.numel() for v in weights.values())
@@ -150,10 +145,8 @@ def make_component(section: DictConfig) -> QATQuantizerBase:
     """The component of the ``quantizer`` section; TypeError if it is none of this package's."""
     component = instantiate(section, "quantizer")
     if not isinstance(component, QATQuantizerBase):
-        raise TypeError(
-            f"quantizer must be a component such as hestia_tune.HestiaQATQuantizer; got "
-            f"{section['_component_']}"
-        )
+        rule = "quantizer must be a component such as hestia_tune.HestiaQATQuantizer"
+        raise TypeError(f"{rule}; got {section['_component_']}")
     return component
 
 
@@ -171,9 +164,8 @@ def check_model_options(cfg: DictConfig, model: nn.Module) -> None:
     """Raises ValueError for options of a config that the model (on the meta device) cannot serve:
     sequences that are too long, layers that are not there."""
     longest: Any = model.max_seq_len
-    sections = {"dataset": cfg.dataset, "dataset_val": cfg.dataset_val}
-    for key, section in sections.items():
-        for one in section if isinstance(section, ListConfig) else [section or {}]:
+    for key in ("dataset", "dataset_val"):
+        for one in cfg[key] if isinstance(cfg[key], ListConfig) else [cfg[key] or {}]:
             if (one.get("seq_len") or 0) > longest:
                 raise ValueError(
                     f"{key}.seq_len must be at most the model's max_seq_len, {longest}; got "
@@ -208,12 +200,8 @@ def make_tokenizer(cfg_tokenizer: DictConfig, model: nn.Module) -> Any:
 def read_checkpoint(
     load: Callable[[], dict[str, Any]], model: nn.Module, cfg_checkpointer: DictConfig
 ) -> dict[str, torch.Tensor]:
-    """The state dict that ``load`` reads, checked against ``model`` (on the meta device).
-
-    Args:
-        load: reads the checkpoint, as torchtune's checkpointers do.
-        model: names and shapes; prepared or not.
-        cfg_checkpointer: the YAML's section, for messages.
+    """The state dict that ``load`` reads, as torchtune's checkpointers do, checked against
+    ``model`` (on the meta device, prepared or not).
 
     Raises:
         ValueError: if it cannot be read, is of another model, or holds NaN or infinity.
@@ -246,7 +234,6 @@ def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, t
     Args:
         plain: not prepared, on the meta device; names and shapes.
         folder: of the config.
-        seed: of the draw.
     """
     std = read_json(Path(folder) / "config.json").get("initializer_range", 0.02)
     generator = torch.Generator().manual_seed(seed)
@@ -260,12 +247,10 @@ def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, t
 
 def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
     """Raises ValueError if the names or shapes of ``state`` are not those of ``model``."""
-    expected = model.state_dict()
-    for name in [*expected, *state]:
-        here, there = (
-            tuple(values[name].shape) if name in values else "absent"
-            for values in (expected, state)
-        )
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    for name in expected | found:
+        here, there = (shapes.get(name, "absent") for shapes in (expected, found))
         if here != there:
             raise ValueError(
                 f"the checkpoint in {source} is of another model than the config's: {name} is "
@@ -288,9 +273,8 @@ def ready_for_inference(
 
     Latent weights keep their dtype: they are quantized as they are.
     """
-    latents = {
-        id(value) for layer in quantized_linears(model).values() for value in layer.latents()
-    }
+    layers = quantized_linears(model).values()
+    latents = {id(value) for layer in layers for value in layer.latents()}
     for parameter in model.parameters():
         kept = parameter.dtype if id(parameter) in latents else dtype
         parameter.data = parameter.data.to(device=device, dtype=kept)

@@ -16,9 +16,7 @@ def llama(
     RoPE; with a stretch factor of 1 the latter is what is wanted.
 
     Args:
-        rope_base: ``rope_theta`` of a Hugging Face config.
-        norm_eps: ``rms_norm_eps`` of a Hugging Face config.
-        tie_word_embeddings: whether the output head shares the embedding's weight.
+        rope_base, norm_eps: ``rope_theta`` and ``rms_norm_eps`` of a Hugging Face config.
         sizes: vocab_size, num_layers, num_heads, num_kv_heads, embed_dim, intermediate_dim and
             max_seq_len, as in torchtune.
 

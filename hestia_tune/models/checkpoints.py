@@ -45,9 +45,9 @@ def digest(value: Any) -> str:
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of every complete checkpoint in ``folder``, oldest first."""
-    complete = [path.parent for path in folder.glob(f"*/{META_FILE}")]
-    matches = [(_STEP_FOLDER.fullmatch(path.name), path) for path in complete]
-    return sorted((int(match.group(1)), path) for match, path in matches if match)
+    paths = [path.parent for path in folder.glob(f"*/{META_FILE}")]
+    steps = [(_STEP_FOLDER.fullmatch(path.name), path) for path in paths]
+    return sorted((int(step[1]), path) for step, path in steps if step)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -77,15 +77,8 @@ def pretrained_folder(cfg_checkpointer: DictConfig) -> Path:
 
 
 def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The latent weights of a training checkpoint, whole, in float32 on the CPU.
-
-    Args:
-        folder: the checkpoint.
-        model: prepared, on the meta device; names and shapes.
-
-    Raises:
-        ValueError: if the checkpoint is damaged.
-    """
+    """The latent weights of a training checkpoint of ``model`` (prepared, on the meta device),
+    whole, in float32 on the CPU; ValueError if the checkpoint is damaged."""
     if problem := find_damage(folder):
         raise ValueError(f"{problem}; take another checkpoint")
     shapes = model.state_dict().items()
@@ -99,27 +92,27 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
 
     Args:
         model_type: of the checkpointer section.
-        source: the folder, with config.json.
+        source: with config.json.
 
     Raises:
         ValueError: on a model type that torchtune maps in another way.
     """
     if model_type == hugging_face_files.MODEL_TYPE:
-        yield from hugging_face_files.read_weights(source)
-        return
+        return hugging_face_files.read_weights(source)
     to_torchtune = _converter(model_type, source.folder)
-    for name in source.shapes:
-        yield from to_torchtune({name: source.read(name)}).items()
+    parts = (to_torchtune({name: source.read(name)}) for name in source.shapes)
+    return (entry for part in parts for entry in part.items())
 
 
 def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
     """The model's name -> the name in the files; arguments and errors of `read_weights`."""
+    shapes = SafetensorsFolder(folder).shapes
     if model_type == hugging_face_files.MODEL_TYPE:
-        return {name: name for name in SafetensorsFolder(folder).shapes}
+        return {name: name for name in shapes}
     to_torchtune = _converter(model_type, folder)
     return {
         ours: theirs
-        for theirs, shape in SafetensorsFolder(folder).shapes.items()
+        for theirs, shape in shapes.items()
         for ours in to_torchtune({theirs: torch.empty(shape, device="meta")})
     }
 
@@ -137,14 +130,8 @@ def without_added_biases(
         return dict(state), {}
     linears = {n: w for n, w in weights.items() if n.startswith("layers.") and w.dim() == 2}
     columns = {n: state.get(f"{n[:-6]}bias", w.new_zeros(len(w))) for n, w in linears.items()}
-    heads = config["num_attention_heads"]
-    found = convert_weights.tune_to_hf(
-        {name: column.unsqueeze(1) for name, column in columns.items()},
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads", heads),
-        dim=1,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-    )
+    matrices = {name: column.unsqueeze(1) for name, column in columns.items()}
+    found = convert_weights.tune_to_hf(matrices, **_sizes(config) | {"dim": 1})
     return weights, {f"{n[:-6]}bias": v.squeeze(1).contiguous() for n, v in found.items()}
 
 
@@ -184,12 +171,14 @@ def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
             f"model_type {model_type} is not supported here; it must be one of {known}"
         )
     config = read_json(folder / "config.json")
-    heads = config["num_attention_heads"]
-    if model_type == "QWEN2":
-        tied = config.get("tie_word_embeddings", False)
-        convert = partial(qwen2_hf_to_tune, tie_word_embeddings=tied)
-    else:
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        convert = partial(_llama_to_torchtune, head_dim=head_dim)
-    kv_heads = config.get("num_key_value_heads", heads)
-    return partial(convert, num_heads=heads, num_kv_heads=kv_heads, dim=config["hidden_size"])
+    if model_type != "QWEN2":
+        return partial(_llama_to_torchtune, **_sizes(config))
+    tied = config.get("tie_word_embeddings", False)
+    return partial(qwen2_hf_to_tune, tie_word_embeddings=tied, **_sizes(config))
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """What torchtune's converters need to know of a config.json."""
+    heads, dim = config["num_attention_heads"], config["hidden_size"]
+    sizes = {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads", heads)}
+    return sizes | {"dim": dim, "head_dim": config.get("head_dim") or dim // heads}

@@ -67,8 +67,7 @@ class HuggingFaceCheckpointer:
     Args:
         checkpoint_dir: a Hugging Face folder with safetensors, or the name of a repository.
         output_dir: what is saved goes into ``epoch_N`` of it.
-        model_type, should_load_recipe_state: given by torchtune; there is one model type and one
-            kind of state here.
+        model_type, should_load_recipe_state: given by torchtune; there is one of each here.
 
     Raises:
         FileNotFoundError: if there is no such model.
@@ -95,10 +94,8 @@ class HuggingFaceCheckpointer:
     ) -> None:
         """Writes a folder like the one that was read: its names, its config and its tokenizer.
 
-        Args:
-            state_dict: has the weights under torchtune's key.
-            epoch: of the folder's name.
-            intermediate_checkpoint: must be False; recipes of this package save states themselves.
+        Raises:
+            ValueError: on an intermediate checkpoint; recipes here save states themselves.
         """
         if intermediate_checkpoint:
             raise ValueError("only weights are saved; got intermediate_checkpoint=True")

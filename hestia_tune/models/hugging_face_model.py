@@ -15,23 +15,23 @@ forward behind its backbone: whatever that does to logits, soft-capping say, is 
 """
 
 import logging
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from torch import nn
 from torchtune.modules import TiedLinear
 
 from hestia_tune.blocks import find_blocks
 from hestia_tune.config import one_line
+from hestia_tune.export.card import HUB_NAME
 from hestia_tune.export.folder import import_optional
 
 log = logging.getLogger(__name__)
 
 BUILDER = "hestia_tune.models.hugging_face"  # as a config names it
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Of a repository: configuration, weights and tokenizer; no code.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*"]
 
@@ -44,14 +44,12 @@ def local_folder(path: str) -> Path:
         FileNotFoundError: if it is neither, or cannot be fetched.
     """
     folder = Path(path)
-    if folder.is_dir() or not _HUB_NAME.fullmatch(path):
+    if folder.is_dir() or not HUB_NAME.fullmatch(path):
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} has no config.json; give the folder of a model")
         return folder
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(path, allow_patterns=_FILES))
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_FILES))
     except Exception as error:  # of the network, of the hub, of its files
         raise FileNotFoundError(
             f"{path} is no folder here, and could not be fetched from the hub: {one_line(error)}"
@@ -218,8 +216,7 @@ def hugging_face(path: str, attn_implementation: str | None = None) -> nn.Module
 
 def _tie(model: Any) -> None:
     """Takes the weight of a head that is tied to the embedding out of the model."""
-    tied = model.all_tied_weights_keys
-    if not tied:
+    if not (tied := model.all_tied_weights_keys):
         return
     names = {id(module): name for name, module in model.named_modules()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

@@ -67,12 +67,10 @@ def load_model(
     dtype: torch.dtype,
     sensitivity: str | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """(model in ``dtype`` on ``device``, what it is).
+    """(model that computes in ``dtype`` on ``device``, what it is).
 
     Args:
         name: see the module docstring.
-        cfg: the run's config, with defaults.
-        dtype: of the computation.
         sensitivity: path of the artifact that a checkpoint was trained with, if with one.
 
     Raises:

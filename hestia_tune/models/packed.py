@@ -28,9 +28,9 @@ from hestia_tune.export.folder import (
     ModelFolder,
     as_dense,
     read_state,
+    sizes,
     write_folder,
 )
-from hestia_tune.export.sizes import sizes
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
@@ -98,12 +98,9 @@ def write_packed(
 
     Args:
         source: whose config and tokenizer are written too.
-        target: the folder.
-        entries: the tensors; see `packed_entries`.
-        cfg: the run's, for generate.yaml.
-        method: what the packed weights were made by.
+        entries: see `packed_entries`.
+        cfg, method: the run's, for generate.yaml.
         description: goes into hestia.json; must have the model section under "model".
-        overwrite: replace a model folder that is there, once the new one is complete.
     """
     facts = {"format_version": FORMAT_VERSION, "weights": WEIGHTS_FILE, **description}
     texts = {
@@ -112,12 +109,7 @@ def write_packed(
         "generate.yaml": OmegaConf.to_yaml(_generate_config(cfg, method, target)),
     }
     state, num_bytes = write_folder(
-        source.folder,
-        target,
-        entries,
-        texts,
-        overwrite=overwrite,
-        file=WEIGHTS_FILE,
+        source.folder, target, entries, texts, overwrite=overwrite, file=WEIGHTS_FILE
     )
     packed = {name: v for name, v in state.items() if isinstance(v, TorchAOBaseTensor)}
     parts = (getattr(v, part) for v in packed.values() for part in v.tensor_data_names)
@@ -220,7 +212,6 @@ def load_quantized(
 
     Args:
         folder: the one with hestia.json in it.
-        device: where the model goes.
         dtype: of the computation; packed weights present it, all others are cast to it.
         kernel: what multiplies by packed weights; see `hestia_tune.use_kernel`. "auto" may round
             activations to 8 bits; "dequantize" computes as the hard model does, to the last bit.

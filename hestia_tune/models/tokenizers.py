@@ -15,15 +15,14 @@ from hestia_tune.files import read_json
 class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
     """torchtune's Hugging Face tokenizer with what its datasets and collators also ask for.
 
+    Called with messages, as torchtune's generate recipe does, it renders the folder's chat template
+    if there is one, and otherwise joins their texts, which is what a base model continues.
+
     Args:
         path: a Hugging Face folder with ``tokenizer.json`` and ``tokenizer_config.json``.
         eos_token: the token that ends a document, if it is not the configured ``eos_token`` (the
             one that ends a turn, in instruct models).
-        max_seq_len: longest sequence that torchtune's datasets make of one document; None is
-            unlimited.
-
-    Called with messages, as torchtune's generate recipe does, it renders the folder's chat template
-    if there is one, and otherwise joins their texts, which is what a base model continues.
+        max_seq_len: longest sequence that torchtune's datasets make of one document.
 
     Attributes:
         stop_tokens: ids that end a generation.
@@ -66,12 +65,8 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         return super()._get_token_from_config(self.config, key) if self.config.get(key) else None
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """torchtune's transform: ``{"messages": [...]}`` to ``{"tokens": [...]}``.
-
-        Args:
-            sample: with a list of torchtune Messages under "messages".
-            inference: the last message is empty and to be generated; without this, all are text.
-        """
+        """torchtune's transform: ``{"messages": [...]}`` to ``{"tokens": [...]}``; of ``inference``
+        the last message is empty and to be generated."""
         messages: Sequence[Message] = sample["messages"]
         if inference and messages and not messages[-1].text_content:
             messages = messages[:-1]

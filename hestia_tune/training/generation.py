@@ -19,8 +19,7 @@ from omegaconf import DictConfig
 from torchtune import training, utils
 from torchtune.generation import generate, generate_next_token
 
-from hestia_tune.data.generated import GeneratedConfig
-from hestia_tune.data.tokens import write_set
+from hestia_tune.data.tokens import GeneratedConfig, write_set
 from hestia_tune.distributed import on_first_rank, progress_bar, together
 from hestia_tune.files import checksum, remove, staged
 from hestia_tune.models import build

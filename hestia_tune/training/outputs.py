@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
-from hestia_tune.export.architectures import check_architecture
 from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE, INDEX_FILE
+from hestia_tune.export.gguf_model import check_architecture
 from hestia_tune.files import read_json, staged, write_json
 from hestia_tune.methods import Method
 from hestia_tune.models import checkpoints

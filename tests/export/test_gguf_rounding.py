@@ -6,8 +6,7 @@ from gguf_models import random_qwen2
 from torch import nn
 
 from hestia_tune.export.folder import ModelFolder
-from hestia_tune.export.gguf import write_gguf
-from hestia_tune.export.gguf_rounding import LIMIT, activation_rounding
+from hestia_tune.export.gguf import LIMIT, activation_rounding, write_gguf
 
 
 def test_errors_are_those_of_a_slow_reference_and_hooks_go():

@@ -11,8 +11,8 @@ from tiny import make_config, make_model_dir
 
 from hestia_tune import HestiaQATQuantizer
 from hestia_tune.blocks import find_blocks, record_blocks, share_equal
-from hestia_tune.export.architectures import check_architecture
 from hestia_tune.export.folder import SafetensorsFolder
+from hestia_tune.export.gguf_model import check_architecture
 from hestia_tune.models import AutoTokenizer, HuggingFaceCheckpointer, HuggingFaceTokenizer
 from hestia_tune.models.build import build_buffers, kept_in_blocks
 from hestia_tune.models.hugging_face_files import model_on_meta, read_weights

@@ -20,8 +20,7 @@ from hestia_tune.commands import convert as convert_command
 from hestia_tune.commands.convert import ConvertRecipe, run_convert
 from hestia_tune.export import folder as folder_export
 from hestia_tune.export.folder import SafetensorsFolder
-from hestia_tune.export.gguf import write_gguf
-from hestia_tune.export.gguf_rounding import LIMIT
+from hestia_tune.export.gguf import LIMIT, write_gguf
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models.builders import llama
 from hestia_tune.models.checkpoints import names_in_files, read_weights

@@ -14,7 +14,7 @@ from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.launch import main
 from hestia_tune.commands.reconstruct import ReconstructionRecipe
 from hestia_tune.commands.sensitivity import SensitivityRecipe
-from hestia_tune.export.architectures import check_architecture
+from hestia_tune.export.gguf_model import check_architecture
 from hestia_tune.models.checkpoints import complete_checkpoints
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from torch import distributed
 
 from hestia_tune.commands.configs import config_path
 from hestia_tune.data import TokenizedSet, self_generated_dataset, verify_token_shards
-from hestia_tune.data.generated import GeneratedConfig
+from hestia_tune.data.tokens import GeneratedConfig
 from hestia_tune.distributed import ensure_process_group
 from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.models import HuggingFaceTokenizer, llama
