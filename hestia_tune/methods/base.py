@@ -9,11 +9,12 @@ save about ten tensors of the weight's size, `effective_weight` saves the weight
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args, get_origin
 
 import torch
 
@@ -33,6 +34,7 @@ class Method(ABC):
     """
 
     name: ClassVar[str]
+    # Facts. Those without ClassVar may depend on the options: a subclass may make them properties.
     # Whether `effective_weight` is one operator to torch.compile. A compiler that sees inside may
     # save what is meant to be recomputed: cheap for formulas whose intermediates are few.
     is_one_operator: ClassVar[bool] = False
@@ -44,12 +46,28 @@ class Method(ABC):
     adds_bias: ClassVar[bool] = False
     # Whether it has a temperature; without one it is hard at every pressure above 0.
     has_temperature: ClassVar[bool] = True
+    # Packed tensors that hold the codes (`hestia_tune.tensors.pack`), the first by default.
+    packed_formats: tuple[str, ...] = ()
+    # What hestia_convert can write, the first by default.
+    file_formats: tuple[str, ...] = ("torchao",)
+    # Whether a scale covers several rows, so that parts of a weight need `Total`.
+    scales_span_rows: bool = False
+    # Those of `parameter_names` that are trained.
+    trained_parameters: tuple[str, ...] = ()
     _by_name: ClassVar[dict[str, type["Method"]]] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "name" in vars(cls):
             Method._by_name[cls.name] = cls
+
+    def __post_init__(self):
+        """Raises ValueError if a field that is declared as some words has another value."""
+        for field in dataclasses.fields(self):
+            words = get_args(field.type) if get_origin(field.type) is Literal else ()
+            if words and (value := getattr(self, field.name)) not in words:
+                rule = " or ".join(map(json.dumps, words))
+                raise ValueError(f"{field.name} must be {rule}; got {value!r}")
 
     def key(self) -> str:
         """The method and its fields, as in "ternary, group_size=128"; `from_key` reads it.
@@ -73,17 +91,7 @@ class Method(ABC):
     @property
     def has_zero(self) -> bool:
         """Whether code 0 is the weight 0 (and not, as for powers of i, the weight 1)."""
-        return False
-
-    @property
-    def packed_formats(self) -> tuple[str, ...]:
-        """Packed tensors that hold the codes (`hestia_tune.tensors.pack`), the first by default."""
-        return ()
-
-    @property
-    def file_formats(self) -> tuple[str, ...]:
-        """What hestia_convert can write, the first by default."""
-        return ("torchao",)
+        return "ternary" in self.packed_formats
 
     def check_file_formats(self, names: Iterable[str]) -> None:
         """Raises ValueError if a model of this method cannot be written in one of these formats."""
@@ -96,19 +104,9 @@ class Method(ABC):
                 )
 
     @property
-    def scales_span_rows(self) -> bool:
-        """Whether a scale covers several rows, so that parts of a weight need `Total`."""
-        return False
-
-    @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the parameters that a layer holds beside its weight, in order."""
-        return ()
-
-    @property
-    def trained_parameters(self) -> tuple[str, ...]:
-        """Those of `parameter_names` that are trained."""
-        return ()
+        return self.trained_parameters
 
     def initial_parameters(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Their values for a pretrained weight, float32, rows along the first axis like its own."""

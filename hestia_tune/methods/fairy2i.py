@@ -228,6 +228,7 @@ class Fairy2iMethod(Method):
     is_one_operator: ClassVar[bool] = True
     codes_follow_from_hard: ClassVar[bool] = False
     pairs_rows: ClassVar[bool] = True
+    packed_formats = ("fairy2i",)
     num_stages: int = 2
     granularity: Granularity = "tensor"
 
@@ -236,10 +237,6 @@ class Fairy2iMethod(Method):
         check_count(rule, self.num_stages, most=MAX_STAGES)
         rule = 'granularity must be "tensor" or a positive int, the complex columns of a scale'
         check_count(rule, self.granularity, ("tensor",))
-
-    @property
-    def packed_formats(self) -> tuple[str, ...]:
-        return ("fairy2i",)
 
     @property
     def scales_span_rows(self) -> bool:

@@ -11,7 +11,7 @@ bits. The forward of the ternary one is that of LSQ with the step 2a/3; its grad
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from hestia_tune.methods.straight_through import LearnedStepMethod
 
@@ -29,12 +29,7 @@ class SEQMethod(LearnedStepMethod):
     """
 
     name: ClassVar[str] = "seq"
-    bits: int | str = "ternary"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.bits not in ("ternary", 2):
-            raise ValueError(f'bits must be "ternary" or 2; got {self.bits!r}')
+    bits: Literal["ternary", 2] = "ternary"
 
     @property
     def levels(self) -> int:
