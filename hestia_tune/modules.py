@@ -20,18 +20,17 @@ def local_rows(value: torch.Tensor) -> torch.Tensor:
     return (local.latent if isinstance(local, LatentShard) else local).detach()
 
 
+def shard_like(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``local`` as what this rank holds of a tensor that is sharded as ``value`` is, or not."""
+    if not isinstance(value, DTensor):
+        return local
+    sizes = {"shape": value.shape, "stride": value.stride()}
+    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, **sizes)
+
+
 def plain_shard(value: torch.Tensor) -> torch.Tensor:
     """The same shard or tensor, its local rows plain; shares memory."""
-    if not isinstance(value, DTensor):
-        return local_rows(value)
-    return DTensor.from_local(
-        local_rows(value),
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )
+    return shard_like(local_rows(value), value)
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -77,13 +76,12 @@ class FakeQuantizer(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Follows the model to another device, but not to another dtype."""
-        values = {"tau": self.tau, "pressure": self.pressure}
-        super()._apply(fn, recurse)
-        for name, value in values.items():
-            moved = getattr(self, name)
-            if moved.dtype != torch.float32:
-                setattr(self, name, value.to(moved.device))
-        return self
+
+        def follow(value):
+            moved = fn(value)
+            return moved if moved.dtype == value.dtype else value.to(moved.device)
+
+        return super()._apply(follow, recurse)
 
     def forward(self, weight: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The effective weight; ``parameters`` are the method's."""

@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import ClassVar, Literal, get_args, get_origin
+from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -55,19 +55,21 @@ class Method(ABC):
     # Those of `parameter_names` that are trained.
     trained_parameters: tuple[str, ...] = ()
     _by_name: ClassVar[dict[str, type["Method"]]] = {}
+    _words: ClassVar[dict[str, tuple]] = {}  # of every field that is a Literal
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "name" in vars(cls):
             Method._by_name[cls.name] = cls
+        hints = get_type_hints(cls).items()
+        cls._words = {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
 
     def __post_init__(self):
-        """Raises ValueError if a field that is declared as some words has another value."""
-        for field in dataclasses.fields(self):
-            words = get_args(field.type) if get_origin(field.type) is Literal else ()
-            if words and (value := getattr(self, field.name)) not in words:
+        """Raises ValueError if a field whose type is some words has another value."""
+        for name, words in self._words.items():
+            if (value := getattr(self, name)) not in words:
                 rule = " or ".join(map(json.dumps, words))
-                raise ValueError(f"{field.name} must be {rule}; got {value!r}")
+                raise ValueError(f"{name} must be {rule}; got {value!r}")
 
     def key(self) -> str:
         """The method and its fields, as in "ternary, group_size=128"; `from_key` reads it.

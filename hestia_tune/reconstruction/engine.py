@@ -273,13 +273,7 @@ class Reconstruction:
         layers = self._layers(blocks, settings.rank, self.seed + index)
         norms = self._norms()
         names = {layer.name: layer.layer for layer in layers}
-        schedule = AnnealingSchedule(
-            self.steps,
-            rho=settings.rho,
-            tau_init=settings.tau_init,
-            alpha=settings.alpha,
-            hard_fraction=settings.hard_fraction,
-        )
+        schedule = AnnealingSchedule.of(self.steps, settings)
         scores = self._scores and {name: self._scores[name] for name in names}
         driver = ScheduleDriver(schedule, names, scores)
         naive = self._error(blocks, layers, norms)

@@ -212,13 +212,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             weights = (state[f"{name}.weight"].float() for name in names)
             tau_init = on_first_rank(lambda: self.component.method.fit_temperature(weights))
             utils.log_rank_zero(log, f"tau_init auto: {tau_init:.4f}")
-        return AnnealingSchedule(
-            self.total_steps,
-            rho=options.rho,
-            tau_init=tau_init,
-            alpha=options.alpha,
-            hard_fraction=options.hard_fraction,
-        )
+        return AnnealingSchedule.of(self.total_steps, options, tau_init=tau_init)
 
     def make_driver(self, scores: dict[str, float] | None) -> ScheduleDriver:
         """What hands pressure and temperature to the layers, and has them quantize their shards."""
