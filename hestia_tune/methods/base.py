@@ -29,8 +29,9 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 class Method(ABC):
     """A map from latent weights to low-bit weights, with a relaxation that has a temperature.
 
-    Subclasses are frozen keyword-only dataclasses and implement the methods below on 2-D weights
-    (out_features, in_features). ``tau`` and ``pressure`` arrive as 0-D tensors.
+    Subclasses are frozen keyword-only dataclasses, which raise TypeError or ValueError on a wrong
+    option, and implement the methods below on 2-D weights (out_features, in_features). ``tau`` and
+    ``pressure`` arrive as 0-D tensors.
     """
 
     name: ClassVar[str]

@@ -30,9 +30,6 @@ class EvenMethod(GroupMethod):
     Args:
         group_size: as in `GroupMethod`; not "tensor" with "int2".
         codebook: "binary" or "int2".
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "even"

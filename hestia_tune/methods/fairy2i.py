@@ -219,9 +219,6 @@ class Fairy2iMethod(Method):
         num_stages: residual stages, 1 to 4, each one bit per real weight; the paper uses 2.
         granularity: "tensor" for one pair of scales for U and one for W (the paper's), or the
             number of complex columns, a divisor of in_features / 2, that share a pair per row.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "fairy2i"

@@ -22,9 +22,6 @@ class INT2Method(StraightThroughMethod):
     Args:
         group_size: as in `GroupMethod`, but not "tensor".
         start: "absmax" or "least_squares", the rule of the scale, at every step.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "int2"

@@ -23,9 +23,6 @@ class SEQMethod(LearnedStepMethod):
     Args:
         bits: "ternary" or 2.
         group_size, start: as `LearnedStepMethod`'s.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "seq"

@@ -27,9 +27,6 @@ class TequilaMethod(AbsMeanMethod):
     Args:
         group_size: as in `GroupMethod`.
         epsilon: of the bias, in [0, 1]; 1e-3 as published.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "tequila"

@@ -89,9 +89,6 @@ class TernaryMethod(GroupMethod):
 
     Parameters of a layer, all (out_features, groups): ``scale_logit`` (t), ``threshold_logit``
     (s) and ``offset`` (o), those that are learned; and then ``scale_start`` (g), not trained.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "ternary"
