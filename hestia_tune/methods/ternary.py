@@ -185,11 +185,8 @@ class TernaryMethod(GroupMethod):
         return [*grads, torch.zeros_like(start)]
 
     def fit_temperature(self, weights):
-        """As `Method.fit_temperature`, reading every weight once, one at a time.
-
-        Returns:
-            tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights.
-        """
+        """As `Method.fit_temperature`, but reads every weight once, one at a time: tau within
+        [0.001, 4], to about 1e-4; 0.351 for Gaussian weights."""
         histogram = None
         for weight in weights:
             if not torch.isfinite(weight).all():

@@ -137,9 +137,9 @@ class GroupTensor(PackedTensor):
             row, group = (~exact).squeeze(-1).nonzero()[0].tolist()
             shown = magnitude[row, group].unique()[-3:].tolist()
             raise ValueError(
-                f"a hard weight has {cls.hard_rule} per group of "
-                f"{group_size}, a bfloat16 value; row {row}, group {group} has "
-                f"{shown}; convert the model first, or use the group_size it was trained with"
+                f"a hard weight has {cls.hard_rule} per group of {group_size}, a bfloat16 value; "
+                f"row {row}, group {group} has {shown}; convert the model first, or use the "
+                "group_size it was trained with"
             )
         codes = torch.where(blocks < 0, -code, code).to(torch.int8).view_as(weight)
         return cls.from_codes(codes, rounded.squeeze(-1), dtype=weight.dtype)
