@@ -17,6 +17,7 @@ comparisons, which are exact, and not by a division, which a compiler may approx
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -133,18 +134,14 @@ class GroupMethod(Method):
             or "tensor".
     """
 
-    group_size: GroupSize = 128
-
+    # How many codes there are: 2, 3 or 4, as in the module docstring.
+    levels: ClassVar[int] = 3
     file_formats = "torchao", "huggingface", "compressed_tensors", "gguf"
+    group_size: GroupSize = 128
 
     def __post_init__(self):
         super().__post_init__()
         validate_group_size(self.group_size)
-
-    @property
-    def levels(self) -> int:
-        """How many codes there are: 2, 3 or 4, as in the module docstring."""
-        return 3
 
     @property
     def packed_formats(self) -> tuple[str, ...]:
