@@ -2,9 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from hestia_tune.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, MethodConfig, Tequila
+from hestia_tune.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, Tequila
 from hestia_tune.modules import quantized_linears
-from hestia_tune.qat import Fairy2iConfig, Fairy2iQATQuantizer, HestiaConfig, HestiaQATQuantizer
+from hestia_tune.qat import (
+    Fairy2iConfig,
+    Fairy2iQATQuantizer,
+    HestiaConfig,
+    HestiaQATQuantizer,
+    MethodConfig,
+)
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.selection import is_transformer_linear
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity

@@ -6,33 +6,10 @@ Each is put in Hestia's place by one line of the command, `quantizer._component_
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchao.quantization.transform_module import register_quantize_module_handler
-
 from hestia_tune import methods
-from hestia_tune.methods.straight_through import StraightThroughMethod
-from hestia_tune.qat import QATConfigBase, QATQuantizerBase, transform
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodConfig(QATConfigBase):
-    """QAT by any method for ``torchao.quantization.quantize_``.
-
-    Args:
-        of: the method, such as ``LSQMethod(group_size=64)``.
-        step, tau, pressure, target: see `QATConfigBase`; a method without a temperature ignores
-            ``tau``.
-    """
-
-    of: methods.Method
-
-    def method(self) -> methods.Method:
-        return self.of
-
-
-register_quantize_module_handler(MethodConfig)(transform)
+from hestia_tune.qat import MethodConfig, QATQuantizerBase
 
 
 class StraightThroughComponent(QATQuantizerBase):
@@ -43,18 +20,14 @@ class StraightThroughComponent(QATQuantizerBase):
     ``sensitivity: auto`` computes nothing.
 
     Args:
-        scale_lr: learning rate of the method's own parameters; None takes the optimizer's.
-        include: shell patterns of the linears to quantize; None takes every linear of the
-            transformer blocks.
-        exclude: shell patterns of linears to leave out.
-        skip_incompatible: leave out the linears whose in_features the groups do not divide.
+        scale_lr, include, exclude, skip_incompatible: see `QATQuantizerBase`.
         options: of the method, such as ``group_size`` (128).
 
     Raises:
         TypeError, ValueError: on an option that the method does not have, or a wrong value.
     """
 
-    method_type: ClassVar[type[StraightThroughMethod]]
+    method_type: ClassVar[type[methods.GroupMethod]]
     has_temperature = False
 
     def __init__(
@@ -66,14 +39,8 @@ class StraightThroughComponent(QATQuantizerBase):
         skip_incompatible: bool = False,
         **options: Any,
     ):
-        method = self.method_type(**options)
-        if scale_lr is not None and not method.trained_parameters:
-            raise ValueError(
-                f"scale_lr is read by methods that learn a scale; {method.name} learns none; "
-                "leave it out"
-            )
-        config = MethodConfig(of=method)
-        super().__init__(config, include, exclude, skip_incompatible, parameter_lr=scale_lr)
+        config = MethodConfig(of=self.method_type(**options))
+        super().__init__(config, include, exclude, skip_incompatible, scale_lr)
 
 
 class AbsMean(StraightThroughComponent):

@@ -1,8 +1,16 @@
 """The methods as plain functions on tensors, for use without modules, steps or configs.
 
 All take a latent weight (out_features, in_features) in float64, float32, bfloat16 or float16, on
-any device, and `group_size` as in `hestia_tune.methods.granularity`. Float64 is computed in
-float64, everything else in float32; results have the dtype of the weight.
+any device, and
+
+    group_size    weights that share a scale: a positive int that divides in_features, "channel" or
+                  "tensor" (`hestia_tune.methods.granularity`)
+    num_stages    residual stages of a complex weight, 1 to 4; both of its dimensions are even
+    granularity   "tensor", or the complex columns that share scales
+
+Float64 is computed in float64, everything else in float32; weights that are returned have the shape
+and dtype of the latent one. All raise TypeError on a weight that is not floating point, or options
+of another type, and ValueError on values out of range or that do not fit the weight.
 """
 
 from collections.abc import Iterable
@@ -30,22 +38,13 @@ def relaxed_ternary(
 ) -> torch.Tensor:
     """Effective weight (1 - p)·W + p·H(W; tau) (Eqs. 5-7), differentiable in ``weight``.
 
+    Its gradient is the closed form of Lemma 1 (scale detached) and saves only ``weight``. Under
+    ``torch.compile``, pass ``tau`` and ``pressure`` as 0-D tensors: a float would be compiled in.
+
     Args:
-        weight: (out_features, in_features).
         tau: temperature in units of normalised weight squared, >= 0; 0 is the hard method
             with a straight-through gradient.
         pressure: in [0, 1]; 0 gives ``weight`` itself, 1 the relaxed ternary weight.
-        group_size: weights that share a scale: a positive int that divides in_features,
-            "channel" or "tensor".
-
-    Returns:
-        A tensor of the shape and dtype of ``weight``. Its gradient is the closed form of Lemma 1
-        (scale detached) and saves only ``weight``. Under ``torch.compile``, pass ``tau`` and
-        ``pressure`` as 0-D tensors: a float would be compiled in.
-
-    Raises:
-        TypeError: on a weight that is not floating point, or scalars of another type.
-        ValueError: on values out of range, or a group size that does not divide in_features.
     """
     return effective_weight(weight, tau, pressure, TernaryMethod(group_size=group_size))
 
@@ -53,9 +52,7 @@ def relaxed_ternary(
 def hard_ternary(weight: torch.Tensor, *, group_size: GroupSize = 128) -> torch.Tensor:
     """Dequantized weight gamma·clip(round(W/gamma), -1, 1) (Eq. 2); no gradient flows.
 
-    Returns:
-        A tensor of the shape and dtype of ``weight``, each entry -gamma, 0 or gamma with gamma
-        exactly representable in bfloat16.
+    Each entry is -gamma, 0 or gamma, with gamma exactly representable in bfloat16.
     """
     require_float(weight)
     return TernaryMethod(group_size=group_size).hard(weight)
@@ -83,23 +80,7 @@ def relaxed_fairy2i(
     num_stages: int = 2,
     granularity: Granularity = "tensor",
 ) -> torch.Tensor:
-    """Effective weight (1 - p)·W + p·H(W; tau) of Fairy2i-H, differentiable in ``weight``.
-
-    Args:
-        weight: (out_features, in_features), both even.
-        tau: temperature in squared radians, >= 0; 0 is the hard method with a straight-through
-            gradient.
-        pressure: in [0, 1].
-        num_stages: residual stages, 1 to 4.
-        granularity: "tensor", or the complex columns that share scales.
-
-    Returns:
-        A tensor of the shape and dtype of ``weight``. Its gradient is a closed form (scales
-        detached) that saves only ``weight``.
-
-    Raises:
-        TypeError, ValueError: as `relaxed_ternary`; on an odd dimension.
-    """
+    """Effective weight of Fairy2i-H; as `relaxed_ternary`, but tau in squared radians."""
     method = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
     return effective_weight(weight, tau, pressure, method)
 
@@ -107,8 +88,7 @@ def relaxed_fairy2i(
 def hard_fairy2i(
     weight: torch.Tensor, *, num_stages: int = 2, granularity: Granularity = "tensor"
 ) -> torch.Tensor:
-    """The sum of the hard stages as a real weight, of the shape and dtype of ``weight``; no
-    gradient flows."""
+    """The sum of the hard stages as a real weight; no gradient flows."""
     require_float(weight)
     return Fairy2iMethod(num_stages=num_stages, granularity=granularity).hard(weight)
 
@@ -132,8 +112,7 @@ def optimal_temperature(
     """tau that minimises the mean squared relaxation error over all ``weights`` together.
 
     Args:
-        weights: one (out_features, in_features) tensor, or several; read one at a time.
-        group_size: as `relaxed_ternary`'s.
+        weights: one latent weight, or several; read one at a time.
 
     Returns:
         tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights (Sec. 4.1).

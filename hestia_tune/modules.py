@@ -20,18 +20,17 @@ def local_rows(value: torch.Tensor) -> torch.Tensor:
     return (local.latent if isinstance(local, LatentShard) else local).detach()
 
 
+def shard_like(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``local`` as what this rank holds of a tensor that is sharded as ``value`` is, or not."""
+    if not isinstance(value, DTensor):
+        return local
+    sizes = {"shape": value.shape, "stride": value.stride()}
+    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, **sizes)
+
+
 def plain_shard(value: torch.Tensor) -> torch.Tensor:
     """The same shard or tensor, its local rows plain; shares memory."""
-    if not isinstance(value, DTensor):
-        return local_rows(value)
-    return DTensor.from_local(
-        local_rows(value),
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )
+    return shard_like(local_rows(value), value)
 
 
 def full_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -65,25 +64,23 @@ class FakeQuantizer(nn.Module):
         self.method = method
         self.enabled = True
         self.is_hard = False
-        self._initial = (tau, pressure)
-        self.register_buffer("tau", torch.empty((), device=device), persistent=False)
-        self.register_buffer("pressure", torch.empty((), device=device), persistent=False)
+        self._initial = {"tau": tau, "pressure": pressure}
         self.reset_buffers(device)
 
     def reset_buffers(self, device=None) -> None:
         """(Re)creates the buffers on ``device``: what a model made on the meta device needs."""
-        for name, value in zip(("tau", "pressure"), self._initial, strict=True):
-            setattr(self, name, torch.tensor(value, dtype=torch.float32, device=device))
+        for name, value in self._initial.items():
+            buffer = torch.tensor(value, dtype=torch.float32, device=device)
+            self.register_buffer(name, buffer, persistent=False)
 
     def _apply(self, fn, recurse=True):
         """Follows the model to another device, but not to another dtype."""
-        values = {"tau": self.tau, "pressure": self.pressure}
-        super()._apply(fn, recurse)
-        for name, value in values.items():
-            moved = getattr(self, name)
-            if moved.dtype != torch.float32:
-                setattr(self, name, value.to(moved.device))
-        return self
+
+        def follow(value):
+            moved = fn(value)
+            return moved if moved.dtype == value.dtype else value.to(moved.device)
+
+        return super()._apply(follow, recurse)
 
     def forward(self, weight: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         """The effective weight; ``parameters`` are the method's."""
@@ -148,8 +145,8 @@ class QuantizedLinear(FakeQuantizedLinear):
     def whole_latents(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The latent weight and the method's parameters, whole and detached. Collective if FSDP
         has sharded them."""
-        parameters = tuple(full_tensor(value) for value in self.method_parameters())
-        return full_tensor(self.weight), parameters
+        weight, *parameters = (full_tensor(value) for value in self.latents())
+        return weight, tuple(parameters)
 
     def hard_bias(self, latent: torch.Tensor) -> torch.Tensor | None:
         """The bias of the hard linear, given the whole latent weight; detached."""
@@ -174,12 +171,6 @@ class QuantizedLinear(FakeQuantizedLinear):
         self._latent_dtype = self.weight.dtype
         return self
 
-    def to_linear(self) -> nn.Linear:
-        """A plain linear with the same latent parameters."""
-        new = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        new.weight, new.bias = self.weight, self.bias
-        return new.train(self.training)
-
     def to_hard_linear(
         self,
         pack: Callable[..., torch.Tensor] = lambda method, *latents: method.hard(*latents),
@@ -190,19 +181,21 @@ class QuantizedLinear(FakeQuantizedLinear):
             pack: method, latent weight and the method's parameters -> what stands for the weight,
                 dense or packed.
         """
-        new = self.to_linear()
-        latent = self.weight.detach()
-        whole, parameters = self.whole_latents()
-        hard, bias = pack(self.method, whole, parameters), self.hard_bias(whole)
-        if isinstance(latent, DTensor):
-            hard = distribute_tensor(hard, latent.device_mesh, latent.placements)
+        latent, (whole, parameters) = self.weight.detach(), self.whole_latents()
+
+        def sharded(value: torch.Tensor) -> torch.Tensor:
+            if not isinstance(latent, DTensor):
+                return value
+            return distribute_tensor(value, latent.device_mesh, latent.placements)
+
+        new = nn.Linear(self.in_features, self.out_features, device="meta")
+        hard, new.bias = sharded(pack(self.method, whole, parameters)), self.bias
         if self.method.adds_bias:
-            if isinstance(latent, DTensor):
-                bias = distribute_tensor(bias, latent.device_mesh, latent.placements)
-            new.bias = nn.Parameter(bias.to(latent.dtype), self.weight.requires_grad)
+            bias = sharded(self.hard_bias(whole)).to(latent.dtype)
+            new.bias = nn.Parameter(bias, self.weight.requires_grad)
         dense = type(hard) in (torch.Tensor, DTensor)
         new.weight = nn.Parameter(hard, requires_grad=dense and self.weight.requires_grad)
-        return new
+        return new.train(self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         fake, bias = self.weight_fake_quantizer, self._forward_bias()

@@ -7,6 +7,7 @@ and name them in their errors. Nothing here copies a weight: prepare shares the 
 the meta device), convert replaces it by the hard weight.
 """
 
+import abc
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class QATConfigBase(AOBaseConfig):
-    """What the configs of all methods share. The other fields of a subclass are its method's.
+    """What the configs of all methods share.
 
     Args:
         step: "prepare" swaps quantized linears in, "convert" swaps plain linears with hard
@@ -43,7 +44,6 @@ class QATConfigBase(AOBaseConfig):
             packed format of the method.
     """
 
-    method_type: ClassVar[type[Method]]
     step: Literal["prepare", "convert"] = "prepare"
     tau: float = 0.3
     pressure: float = 1.0
@@ -59,10 +59,9 @@ class QATConfigBase(AOBaseConfig):
             words = ", ".join(f'"{word}"' for word in allowed)
             raise ValueError(f"target must be one of {words}; got {self.target!r}")
 
+    @abc.abstractmethod
     def method(self) -> Method:
-        """The method, made from the fields of the same names."""
-        names = [field.name for field in dataclasses.fields(self.method_type)]
-        return self.method_type(**{name: getattr(self, name) for name in names})
+        """The method."""
 
     def pack(
         self, method: Method, latent: torch.Tensor, parameters: Sequence[torch.Tensor] = ()
@@ -82,6 +81,22 @@ def transform(module: nn.Module, config: QATConfigBase) -> nn.Module:
     method = config.method()
     method.check_layer(module.in_features, module.out_features, str(module))
     return QuantizedLinear.from_linear(module, method, tau=config.tau, pressure=config.pressure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig(QATConfigBase):
+    """QAT by any method for ``torchao.quantization.quantize_``.
+
+    Args:
+        of: the method, such as ``LSQMethod(group_size=64)``.
+        step, tau, pressure, target: see `QATConfigBase`; a method without a temperature ignores
+            ``tau``.
+    """
+
+    of: Method
+
+    def method(self) -> Method:
+        return self.of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +125,6 @@ class HestiaConfig(QATConfigBase):
         ``filter_fn=hestia_tune.is_transformer_linear`` or use `HestiaQATQuantizer`.
     """
 
-    method_type: ClassVar[type[Method]] = TernaryMethod
     group_size: GroupSize = 128
     scale: Literal["absmean", "learned"] = "absmean"
     threshold: Literal["half", "learned"] = "half"
@@ -119,15 +133,17 @@ class HestiaConfig(QATConfigBase):
     codebook: Literal["ternary", "binary", "int2"] = "ternary"
 
     def method(self) -> Method:
-        ternary = super().method()
+        group = {"group_size": self.group_size}
+        learned = {name: getattr(self, name) for name in ("scale", "threshold", "offset", "start")}
+        ternary = TernaryMethod(**group, **learned)
         if self.codebook == "ternary":
             return ternary
-        if ternary != TernaryMethod(group_size=self.group_size):
+        if ternary != TernaryMethod(**group):
             raise ValueError(
                 "scale, threshold, offset and start are options of the codebook ternary; got "
                 f"{ternary.key()} with the codebook {self.codebook}; leave them out"
             )
-        return EvenMethod(group_size=self.group_size, codebook=self.codebook)
+        return EvenMethod(**group, codebook=self.codebook)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,31 +161,34 @@ class Fairy2iConfig(QATConfigBase):
         TypeError, ValueError: on values that are out of range.
     """
 
-    method_type: ClassVar[type[Method]] = Fairy2iMethod
     num_stages: int = 2
     granularity: Granularity = "tensor"
 
+    def method(self) -> Method:
+        return Fairy2iMethod(num_stages=self.num_stages, granularity=self.granularity)
 
-for _config in (HestiaConfig, Fairy2iConfig):
+
+for _config in (MethodConfig, HestiaConfig, Fairy2iConfig):
     register_quantize_module_handler(_config)(transform)
 
 
 class QATQuantizerBase:
     """Two-step quantizer component: ``prepare(model)`` before training, ``convert(model)`` after.
 
-    ``has_temperature`` says whether its method reads a temperature, and so a schedule of it.
-
     Args:
         config: the method and its options.
-        include, exclude: which linears; see `select_linears`.
+        include: shell patterns of the linears to quantize; None takes every linear of the
+            transformer blocks (attention q, k, v, output; MLP gate, up, down).
+        exclude: shell patterns of linears to leave out.
         skip_incompatible: leave out the linears whose shape the method cannot take, instead of
             raising an error.
-        parameter_lr: learning rate of the method's own parameters; None takes the optimizer's.
+        scale_lr: learning rate of the method's own parameters; None takes the optimizer's.
 
     Attributes:
         skipped: names of the linears that `prepare` left out for their shape.
     """
 
+    # Whether the method reads a temperature, and so a schedule of it.
     has_temperature: ClassVar[bool] = True
 
     def __init__(
@@ -178,23 +197,24 @@ class QATQuantizerBase:
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         skip_incompatible: bool = False,
-        parameter_lr: float | None = None,
+        scale_lr: float | None = None,
     ):
-        if parameter_lr is not None:
-            require_number("the method's learning rate", parameter_lr, 0, 1)
+        self.config, self.method = config, config.method()
+        if scale_lr is not None:
+            require_number("the method's learning rate", scale_lr, 0, 1)
+            if not self.method.trained_parameters:
+                raise ValueError(
+                    "scale_lr is read by methods that learn a scale, threshold or offset; "
+                    f"{self.method.key()} learns none; leave it out"
+                )
         for option, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
                 raise TypeError(f"{option} must be a list of patterns; got the string {patterns!r}")
-        self.config = config
-        self.method = config.method()
-        self.parameter_lr = parameter_lr
+        self.parameter_lr = scale_lr
         self._include = None if include is None else list(include)
         self._exclude = list(exclude or ())
         self._skip_incompatible = skip_incompatible
         self.skipped: list[str] = []
-
-    def _step(self, step: str) -> QATConfigBase:
-        return dataclasses.replace(self.config, step=step)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Swaps the selected linears for quantized ones, in place; returns ``model``.
@@ -205,7 +225,7 @@ class QATQuantizerBase:
         """
         chosen = select_linears(model, self._include, self._exclude)
         self.skipped = []
-        for fqn, linear in chosen.items():
+        for fqn, linear in list(chosen.items()):
             try:
                 self.method.check_layer(linear.in_features, linear.out_features, fqn)
             except ValueError as error:
@@ -213,15 +233,14 @@ class QATQuantizerBase:
                     raise
                 log.warning("not quantized: %s", error)
                 self.skipped.append(fqn)
-        chosen = {fqn: linear for fqn, linear in chosen.items() if fqn not in self.skipped}
+                del chosen[fqn]
         if not chosen:
             raise ValueError(
                 f"none of the {len(self.skipped)} selected linears can be quantized by "
                 f"{self.method.key()}"
             )
-        quantize_(
-            model, self._step("prepare"), filter_fn=lambda module, fqn: clean_fqn(fqn) in chosen
-        )
+        config = dataclasses.replace(self.config, step="prepare")
+        quantize_(model, config, filter_fn=lambda module, fqn: clean_fqn(fqn) in chosen)
         # A module that stands in one parent under two names has been swapped under the first only.
         by_weight = {id(layer.weight): layer for layer in quantized_linears(model).values()}
         for fqn, module in list(model.named_modules(remove_duplicate=False)):
@@ -243,7 +262,8 @@ class QATQuantizerBase:
         }
         if not latents:
             raise ValueError("nothing in the model is prepared; call prepare(model) before convert")
-        quantize_(model, self._step("convert"), filter_fn=lambda module, fqn: fqn in latents)
+        config = dataclasses.replace(self.config, step="convert")
+        quantize_(model, config, filter_fn=lambda module, fqn: fqn in latents)
         hard: dict[int, nn.Parameter] = {}
         for fqn, latent in latents.items():
             linear = model.get_submodule(fqn)
@@ -258,11 +278,7 @@ class HestiaQATQuantizer(QATQuantizerBase):
         group_size: weights that share a scale: an int that divides in_features (128 in the
             paper), "channel" or "tensor".
         scale, threshold, offset, start, codebook: see `HestiaConfig`; the defaults are the paper's.
-        scale_lr: learning rate of what is learned of these; None takes the optimizer's.
-        include: shell patterns of the linears to quantize; None takes every linear of the
-            transformer blocks (attention q, k, v, output; MLP gate, up, down).
-        exclude: shell patterns of linears to leave out.
-        skip_incompatible: leave out the linears whose in_features the groups do not divide.
+        scale_lr, include, exclude, skip_incompatible: see `QATQuantizerBase`.
 
     Example:
         >>> component = HestiaQATQuantizer(group_size=128)
@@ -291,12 +307,7 @@ class HestiaQATQuantizer(QATQuantizerBase):
             start=start,
             codebook=codebook,
         )
-        if scale_lr is not None and not config.method().trained_parameters:
-            raise ValueError(
-                "quantizer.scale_lr is read with a learned scale, threshold or offset only; got "
-                f"{scale_lr} and nothing learned; leave it out"
-            )
-        super().__init__(config, include, exclude, skip_incompatible, parameter_lr=scale_lr)
+        super().__init__(config, include, exclude, skip_incompatible, scale_lr)
 
 
 class Fairy2iQATQuantizer(QATQuantizerBase):
@@ -307,10 +318,7 @@ class Fairy2iQATQuantizer(QATQuantizerBase):
 
     Args:
         num_stages, granularity: see `Fairy2iConfig`.
-        include: shell patterns of the linears to quantize; None takes every linear of the
-            transformer blocks.
-        exclude: shell patterns of linears to leave out.
-        skip_incompatible: leave out the linears with an odd number of rows or columns.
+        include, exclude, skip_incompatible: see `QATQuantizerBase`.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ step, so a resumed run needs no state of its own.
 """
 
 import contextlib
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,36 +20,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hestia_tune.config import ScheduleConfig, require_number
+from hestia_tune.config import ScheduleConfig, Section, require_number
 
 if TYPE_CHECKING:
     from hestia_tune.modules import QuantizedLinear
-
-
-def pressure_at(step: int, total_steps: int, rho: float) -> float:
-    """p_t = min(1, t / (rho·T)), or 1 if rho is 0 (Eq. 8)."""
-    if rho == 0 or step >= total_steps:
-        return 1.0
-    return min(1.0, step / (rho * total_steps))
-
-
-def base_temperature_at(
-    step: int, total_steps: int, rho: float, tau_init: float, hard_fraction: float = 0.0
-) -> float:
-    """tau_init until T_comp, then (tau_init/2)·(1 + cos(pi·(t - T_comp)/(T_hard - T_comp))) until
-    T_hard = (1 - hard_fraction)·T (Eq. 12, where it is T), then 0."""
-    compress_steps, hard_from = rho * total_steps, (1.0 - hard_fraction) * total_steps
-    if step >= hard_from:
-        return 0.0
-    if step <= compress_steps:
-        return tau_init
-    progress = (step - compress_steps) / (hard_from - compress_steps)
-    return 0.5 * tau_init * (1.0 + math.cos(math.pi * progress))
-
-
-def tau_scale(alpha: float, score: float) -> float:
-    """e^{alpha·s} (Eq. 13): how much hotter a more sensitive tensor is, at every step."""
-    return math.exp(alpha * score)
 
 
 class AnnealingSchedule:
@@ -56,49 +31,57 @@ class AnnealingSchedule:
 
     Args:
         total_steps: T, at least 1.
-        rho, tau_init, alpha, hard_fraction: as in `hestia_tune.config.ScheduleConfig`, tau_init a
-            number.
+        options: those of `hestia_tune.config.ScheduleConfig` (rho, tau_init, alpha, hard_fraction)
+            with their defaults, tau_init a number.
 
     Raises:
         TypeError, ValueError: on options out of range.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        rho: float = 0.2,
-        tau_init: float = 0.3,
-        alpha: float = 0.4,
-        hard_fraction: float = 0.0,
-    ):
+    def __init__(self, total_steps: int, **options: float):
         if isinstance(total_steps, bool) or not isinstance(total_steps, int):
             raise TypeError(f"total_steps must be an int; got {total_steps!r}")
         if total_steps < 1:
             raise ValueError(f"total_steps must be at least 1; got {total_steps}")
-        ScheduleConfig(rho=rho, tau_init=tau_init, alpha=alpha, hard_fraction=hard_fraction)
-        if isinstance(tau_init, str):
+        config = ScheduleConfig(**options)
+        if isinstance(config.tau_init, str):
             raise TypeError('tau_init must be a number here; resolve "auto" by optimal_temperature')
-        if rho == 1:
+        if config.rho == 1:
             warnings.warn(
                 "schedule.rho 1 leaves no step to anneal: the pressure rises over the whole run, "
                 "straight into the hard model; the paper uses 0.2",
                 stacklevel=2,
             )
-        self.total_steps = total_steps
-        self.rho, self.tau_init, self.alpha = float(rho), float(tau_init), float(alpha)
-        self.hard_fraction = float(hard_fraction)
+        self.total_steps, self.tau_init = total_steps, float(config.tau_init)
+        self.rho, self.alpha = config.rho, config.alpha
+        self.hard_fraction = config.hard_fraction
+
+    @classmethod
+    def of(cls, total_steps: int, section: Section, **changes: float) -> "AnnealingSchedule":
+        """With the options that a section has under the names of `ScheduleConfig`, or others."""
+        names = [field.name for field in dataclasses.fields(ScheduleConfig)]
+        return cls(total_steps, **{name: getattr(section, name) for name in names} | changes)
 
     def pressure(self, step: int) -> float:
-        """Pressure of training step ``step``, in [0, 1]."""
-        return pressure_at(step, self.total_steps, self.rho)
+        """p_t = min(1, t / (rho·T)), or 1 if rho is 0 (Eq. 8)."""
+        if self.rho == 0 or step >= self.total_steps:
+            return 1.0
+        return min(1.0, step / (self.rho * self.total_steps))
 
     def temperature(self, step: int, score: float = 0.0) -> float:
-        """Temperature of training step ``step`` for a tensor with sensitivity ``score``."""
-        base = base_temperature_at(
-            step, self.total_steps, self.rho, self.tau_init, self.hard_fraction
-        )
-        return base * tau_scale(self.alpha, score)
+        """That of a tensor with sensitivity ``score``: e^{alpha·s} (Eq. 13: a more sensitive one is
+        hotter at every step) times tau_init until T_comp, then (tau_init/2)·(1 +
+        cos(pi·(t - T_comp)/(T_hard - T_comp))) until T_hard = (1 - hard_fraction)·T (Eq. 12, where
+        it is T), then 0."""
+        compress_steps = self.rho * self.total_steps
+        hard_from = (1.0 - self.hard_fraction) * self.total_steps
+        if step >= hard_from:
+            return 0.0
+        base = self.tau_init
+        if step > compress_steps:
+            progress = (step - compress_steps) / (hard_from - compress_steps)
+            base = 0.5 * base * (1.0 + math.cos(math.pi * progress))
+        return base * math.exp(self.alpha * score)
 
 
 class ScheduleDriver:
@@ -185,29 +168,6 @@ class ScheduleDriver:
         return self._temporarily(0.0, is_hard=False)
 
 
-def wsd_factor(
-    step: int,
-    num_training_steps: int,
-    warmup_ratio: float,
-    decay_ratio: float,
-    min_lr_ratio: float = 0.0,
-) -> float:
-    """Factor of the peak learning rate at training step ``step`` (0-based).
-
-    Rises linearly over the first ceil(warmup_ratio·T) steps (the first step already learns), stays
-    at 1, and falls linearly over the last ceil(decay_ratio·T) steps; the value ``min_lr_ratio``
-    would be reached at step T, one after the last.
-    """
-    warmup_steps = math.ceil(warmup_ratio * num_training_steps)
-    decay_steps = math.ceil(decay_ratio * num_training_steps)
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    remaining = num_training_steps - step
-    if remaining >= decay_steps:
-        return 1.0
-    return min_lr_ratio + (1.0 - min_lr_ratio) * max(0, remaining) / decay_steps
-
-
 def get_wsd_schedule(
     optimizer: Optimizer,
     num_training_steps: int,
@@ -216,7 +176,11 @@ def get_wsd_schedule(
     min_lr_ratio: float = 0.0,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """Warmup-stable-decay schedule (``lr_scheduler._component_``); see `wsd_factor`.
+    """Warmup-stable-decay schedule (``lr_scheduler._component_``).
+
+    The factor of the peak rises linearly over the first ceil(warmup_ratio·T) steps (the first step
+    already learns), stays at 1, and falls linearly over the last ceil(decay_ratio·T) steps; the
+    value ``min_lr_ratio`` would be reached at step T, one after the last.
 
     Args:
         optimizer: the optimizer whose learning rate is the peak.
@@ -229,19 +193,26 @@ def get_wsd_schedule(
     Raises:
         TypeError, ValueError: on ratios out of range.
     """
-    ratios = {
-        "warmup_ratio": warmup_ratio,
-        "decay_ratio": decay_ratio,
-        "min_lr_ratio": min_lr_ratio,
-    }
-    for name, value in ratios.items():
+    for name, value in (
+        ("warmup_ratio", warmup_ratio),
+        ("decay_ratio", decay_ratio),
+        ("min_lr_ratio", min_lr_ratio),
+    ):
         require_number(f"lr_scheduler.{name}", value, 0, 1, "it is a fraction")
     if warmup_ratio + decay_ratio > 1:
         raise ValueError(
             f"warmup_ratio + decay_ratio must be at most 1; got {warmup_ratio} + {decay_ratio}"
         )
 
+    warmup_steps = math.ceil(warmup_ratio * num_training_steps)
+    decay_steps = math.ceil(decay_ratio * num_training_steps)
+
     def factor(step: int) -> float:
-        return wsd_factor(step, num_training_steps, warmup_ratio, decay_ratio, min_lr_ratio)
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        remaining = num_training_steps - step
+        if remaining >= decay_steps:
+            return 1.0
+        return min_lr_ratio + (1.0 - min_lr_ratio) * max(0, remaining) / decay_steps
 
     return LambdaLR(optimizer, factor, last_epoch)

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -35,13 +35,12 @@ def select_linears(
     model: nn.Module,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
-    default: Callable[[nn.Module, str], bool] = is_transformer_linear,
 ) -> dict[str, nn.Linear]:
     """The linears to quantize, by fully qualified name.
 
     Args:
         include: shell patterns over fully qualified names (``layers.*.mlp.*``), or None for
-            ``default``.
+            `is_transformer_linear`.
         exclude: patterns of linears to leave out again.
 
     Raises:
@@ -69,7 +68,7 @@ def select_linears(
         return found
 
     if include is None:
-        chosen = {fqn for fqn, module in linears.items() if default(module, fqn)}
+        chosen = {fqn for fqn, module in linears.items() if is_transformer_linear(module, fqn)}
     else:
         chosen = matching(include, "include")
     chosen -= matching(exclude, "exclude")

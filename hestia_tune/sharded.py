@@ -23,7 +23,8 @@ pull-back, divided by the ranks; nothing on one rank.
 With FSDP2's CPU offloading, rows wait on the CPU and are worked on where tau is.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hestia_tune.methods.base import Total, fused
-from hestia_tune.modules import QuantizedLinear, local_rows
+from hestia_tune.modules import QuantizedLinear, local_rows, quantized_linears, shard_like
 from hestia_tune.tensors.latent_shard import LatentShard
 
 
@@ -44,12 +45,11 @@ def quantize_shards(model: nn.Module) -> None:
         ValueError: if a latent weight is shared with a module that is not quantized: one gathered
             weight cannot be the effective and the latent one.
     """
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    shards: dict[int, nn.Parameter] = {}
-    for layer in layers:
-        weight = layer.weight
-        if id(weight) not in shards:
-            shards[id(weight)] = nn.Parameter(LatentShard(weight.detach()), weight.requires_grad)
+    layers = quantized_linears(model).values()
+    shards = {
+        id(weight): nn.Parameter(LatentShard(weight.detach()), weight.requires_grad)
+        for weight in {layer.weight for layer in layers}
+    }
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) in shards and not isinstance(module, QuantizedLinear):
@@ -67,75 +67,76 @@ def quantize_shards(model: nn.Module) -> None:
 
 
 class _Rows:
-    """The rows of a weight that this rank holds, and those that it works on."""
+    """The rows of a layer that this rank holds, and those that it works on.
+
+    Attributes:
+        total: sums over the ranks; None if no scale of the method needs them.
+    """
 
     def __init__(self, layer: QuantizedLinear):
-        weight = layer.weight
-        self.group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
-        self.size = 1 if self.group is None else dist.get_world_size(self.group)
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        self.num_rows = weight.shape[0]
-        self.exchanged = layer.method.pairs_rows and self.size > 1
-        self.spans_rows = layer.method.scales_span_rows
+        self._layer, weight = layer, layer.weight
+        self._group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
+        self._size = 1 if self._group is None else dist.get_world_size(self._group)
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
+        self._exchanges = layer.method.pairs_rows and self._size > 1
+        spans_ranks = layer.method.scales_span_rows and self._size > 1
+        self.total: Total | None = self._sum if spans_ranks else None
 
-    def total(self) -> Total | None:
-        """Sums over the ranks; None if no scale of the method needs them."""
-        if self.size == 1 or not self.spans_rows:
-            return None
+    @functools.cached_property
+    def latents(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """The rows held of the latent weight, and of the method's parameters, where tau is."""
+        device = self._layer.weight_fake_quantizer.tau.device
+        latent, *parameters = (local_rows(v).to(device) for v in self._layer.latents())
+        return latent, parameters
 
-        def total(value: torch.Tensor) -> torch.Tensor:
-            value = value.contiguous()
-            dist.all_reduce(value, group=self.group)
-            return value
+    def formula(self, name: str, compiled: bool = False) -> Callable:
+        """One of the method, as fused kernels unless its scales span ranks."""
+        if compiled and self.total is None:
+            return fused(self._layer.method.key(), name)
+        return functools.partial(getattr(self._layer.method, name), total=self.total)
 
-        return total
+    def _sum(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.contiguous()
+        dist.all_reduce(value, group=self._group)
+        return value
 
     def _bounds(self, num_rows: int, rank: int) -> tuple[int, int]:
         """Rows [begin, end) of a rank among ``num_rows``, as FSDP2 deals them."""
-        each = -(-num_rows // self.size)
+        each = -(-num_rows // self._size)
         return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
 
     def _overlaps(self, rank: int, other: int) -> list[int]:
         """How many rows of the upper and of the lower half ``rank`` holds and ``other`` pairs."""
-        half = self.num_rows // 2
-        begin, end = self._bounds(self.num_rows, rank)
-        first, last = self._bounds(half, other)
-        return [
-            max(0, min(end, last + offset) - max(begin, first + offset)) for offset in (0, half)
-        ]
+        num_rows = self._layer.out_features
+        begin, end = self._bounds(num_rows, rank)
+        first, last = self._bounds(num_rows // 2, other)
+        offsets = 0, num_rows // 2
+        return [len(range(max(begin, first + o), min(end, last + o))) for o in offsets]
 
     def to_pairs(self, rows: torch.Tensor) -> torch.Tensor:
         """(rows held, m) -> (2k, m): the upper rows of k pairs, then their lower rows."""
-        if not self.exchanged:
+        if not self._exchanges:
             return rows
-        sent = [self._overlaps(self.rank, other) for other in range(self.size)]
-        got = [self._overlaps(other, self.rank) for other in range(self.size)]
-        halves = []
-        begin, _ = self._bounds(self.num_rows, self.rank)
-        upper = max(0, min(rows.shape[0], self.num_rows // 2 - begin))  # rows of the upper half
-        for half, part in enumerate((rows[:upper], rows[upper:])):
-            sizes = [counts[half] for counts in got]
-            halves.append(self._all_to_all(part, [counts[half] for counts in sent], sizes))
-        return torch.cat(halves)
+        begin, _ = self._bounds(self._layer.out_features, self._rank)
+        upper = max(0, self._layer.out_features // 2 - begin)
+        return self._exchange(rows.tensor_split([upper]), to_pairs=True)
 
     def from_pairs(self, pairs: torch.Tensor) -> torch.Tensor:
         """The way back of `to_pairs`."""
-        if not self.exchanged:
-            return pairs
-        sent = [self._overlaps(other, self.rank) for other in range(self.size)]
-        got = [self._overlaps(self.rank, other) for other in range(self.size)]
-        halves = [
-            self._all_to_all(
-                part, [counts[half] for counts in sent], [counts[half] for counts in got]
-            )
-            for half, part in enumerate(pairs.chunk(2) if len(pairs) else (pairs, pairs))
-        ]
-        return torch.cat(halves)
+        return self._exchange(pairs.tensor_split(2), to_pairs=False) if self._exchanges else pairs
 
-    def _all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        out = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
-        return out
+    def _exchange(self, halves: Sequence[torch.Tensor], *, to_pairs: bool) -> torch.Tensor:
+        """All-to-all of both halves, one below the other."""
+        sent = [self._overlaps(self._rank, other) for other in range(self._size)]
+        received = [self._overlaps(other, self._rank) for other in range(self._size)]
+        if not to_pairs:
+            sent, received = received, sent
+        parts = []
+        for half, rows in enumerate(halves):
+            sizes = [[counts[half] for counts in each] for each in (received, sent)]
+            parts.append(rows.new_empty((sum(sizes[0]), *rows.shape[1:])))
+            dist.all_to_all_single(parts[-1], rows.contiguous(), *sizes, group=self._group)
+        return torch.cat(parts)
 
 
 @torch.no_grad()
@@ -154,23 +155,21 @@ def refresh(
     """
     made: dict[int, torch.Tensor] = {}  # by weight: linears that share one have one method
     for layer in layers:
-        if layer.added_bias is not None:
-            _refresh_bias(layer)
-        if (shared := made.get(id(layer.weight))) is not None:
-            layer.effective_rows = shared
-            continue
         fake, rows = layer.weight_fake_quantizer, _Rows(layer)
-        latent, *parameters = (local_rows(v).to(fake.tau.device) for v in layer.latents())
-        latent, inputs, total = rows.to_pairs(latent), (fake.tau, fake.pressure), rows.total()
-        if fake.is_hard:
-            effective = layer.method.hard(latent, parameters, total)
-        elif compiled and total is None:
-            kernel = fused(layer.method.key(), "effective_weight")
-            effective = kernel(latent, *inputs, parameters)
-        else:
-            effective = layer.method.effective_weight(latent, *inputs, parameters, total)
-        effective = rows.from_pairs(effective.to(dtype))
-        made[id(layer.weight)] = effective.to(local_rows(layer.weight).device)
+        if layer.added_bias is not None:
+            pressure = torch.ones_like(fake.pressure) if fake.is_hard else fake.pressure
+            bias = layer.method.bias(rows.latents[0], pressure, rows.total)
+            local_rows(layer.added_bias).copy_(bias)
+        if id(layer.weight) not in made:
+            latent, parameters = rows.latents
+            latent = rows.to_pairs(latent)
+            if fake.is_hard:
+                effective = rows.formula("hard")(latent, parameters)
+            else:
+                kernel = rows.formula("effective_weight", compiled)
+                effective = kernel(latent, fake.tau, fake.pressure, parameters)
+            effective = rows.from_pairs(effective.to(dtype))
+            made[id(layer.weight)] = effective.to(local_rows(layer.weight).device)
         layer.effective_rows = made[id(layer.weight)]
 
 
@@ -192,18 +191,10 @@ def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], stren
     for layer in layers:
         rate = rates.pop(id(layer.weight), None)  # once, if linears share the weight
         if rate is not None:
-            rows, device = _Rows(layer), layer.weight_fake_quantizer.tau.device
-            latent, *parameters = (local_rows(value).to(device) for value in layer.latents())
-            hard = layer.method.hard(rows.to_pairs(latent), parameters, rows.total())
-            own = local_rows(layer.weight)
+            rows, own = _Rows(layer), local_rows(layer.weight)
+            latent, parameters = rows.latents
+            hard = rows.formula("hard")(rows.to_pairs(latent), parameters)
             own.lerp_(rows.from_pairs(hard).to(own.device), float(rate))
-
-
-def _refresh_bias(layer: QuantizedLinear) -> None:
-    fake, total = layer.weight_fake_quantizer, _Rows(layer).total()
-    pressure = torch.ones_like(fake.pressure) if fake.is_hard else fake.pressure
-    latent = local_rows(layer.weight).to(fake.tau.device)
-    local_rows(layer.added_bias).copy_(layer.method.bias(latent, pressure, total))
 
 
 def reshard(model: nn.Module) -> None:
@@ -228,30 +219,15 @@ def pull_back(layers: Iterable[QuantizedLinear], *, compiled: bool = False) -> N
             continue
         seen.add(id(layer.weight))
         fake, rows = layer.weight_fake_quantizer, _Rows(layer)
-        grad = local_rows(layer.weight.grad)
-        latent, *parameters = (local_rows(v).to(fake.tau.device) for v in layer.latents())
-        total = rows.total()
-        fuses = compiled and total is None
-        vjp = fused(layer.method.key(), "vjp") if fuses else layer.method.vjp
-        inputs = rows.to_pairs(grad.to(fake.tau.device)), rows.to_pairs(latent)
-        others = () if fuses else (total,)
-        pulled, *others = vjp(*inputs, fake.tau, fake.pressure, parameters, *others)
+        grad, (latent, parameters) = local_rows(layer.weight.grad), rows.latents
+        inputs = rows.to_pairs(grad.to(latent.device)), rows.to_pairs(latent)
+        vjp = rows.formula("vjp", compiled)
+        pulled, *others = vjp(*inputs, fake.tau, fake.pressure, parameters)
         if layer.added_bias is not None and layer.added_bias.grad is not None:
-            grad_bias = local_rows(layer.added_bias.grad).to(fake.tau.device)
-            pulled = pulled + layer.method.bias_vjp(grad_bias, latent, fake.pressure, total)
+            grad_bias = local_rows(layer.added_bias.grad).to(latent.device)
+            pulled = pulled + layer.method.bias_vjp(grad_bias, latent, fake.pressure, rows.total)
             layer.added_bias.grad = None  # it follows from the latent weight
         grad.copy_(rows.from_pairs(pulled))
-        _set_gradients(layer.method_parameters(), others)
-
-
-def _set_gradients(parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
-    for parameter, grad in zip(parameters, grads, strict=True):
-        if not parameter.requires_grad:
-            continue
-        grad = grad.to(parameter.device)
-        if isinstance(parameter, DTensor):
-            spec = parameter.device_mesh, parameter.placements
-            grad = DTensor.from_local(
-                grad, *spec, run_check=False, shape=parameter.shape, stride=parameter.stride()
-            )
-        parameter.grad = grad
+        for parameter, own in zip(layer.method_parameters(), others, strict=True):
+            if parameter.requires_grad:
+                parameter.grad = shard_like(own.to(parameter.device), parameter)

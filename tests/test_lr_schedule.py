@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from hestia_tune.schedule import get_wsd_schedule, wsd_factor
+from hestia_tune.schedule import get_wsd_schedule
+
+
+def wsd_factor(step, total, warmup_ratio, decay_ratio, **options):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_wsd_schedule(optimizer, total, warmup_ratio, decay_ratio, **options)
+    return schedule.lr_lambdas[0](step)
 
 
 def test_table():

@@ -118,8 +118,7 @@ class SensitivityRecipe:
         """The artifact, and beside it the pictures."""
         artifact.save(self.path)
         plot_sensitivity(artifact.traces, self.path.with_suffix(".png"), self.settings.curvature)
-        options = dataclasses.asdict(self.options.schedule) | {"tau_init": 1.0}
-        schedule = AnnealingSchedule(100, **options)
+        schedule = AnnealingSchedule.of(100, self.options.schedule, tau_init=1.0)
         fan = f"{self.path.stem}_temperatures.png".removeprefix("sensitivity_")
         plot_temperatures(schedule, artifact.scores, self.path.with_name(fan))
         worst = max(artifact.score_standard_errors.values())

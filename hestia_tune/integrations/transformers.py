@@ -74,8 +74,7 @@ class HestiaCallback(TrainerCallback):
             self.tau_init = method.fit_temperature(weights.values())
 
     def on_train_begin(self, args, state, control, **kwargs):
-        options = {name: getattr(self.schedule, name) for name in ("rho", "alpha", "hard_fraction")}
-        schedule = AnnealingSchedule(state.max_steps, tau_init=self.tau_init, **options)
+        schedule = AnnealingSchedule.of(state.max_steps, self.schedule, tau_init=self.tau_init)
         self.driver = ScheduleDriver(schedule, self.layers, self.scores)
 
     def on_step_begin(self, args, state, control, **kwargs):

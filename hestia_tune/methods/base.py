@@ -9,11 +9,12 @@ save about ten tensors of the weight's size, `effective_weight` saves the weight
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -28,11 +29,13 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 class Method(ABC):
     """A map from latent weights to low-bit weights, with a relaxation that has a temperature.
 
-    Subclasses are frozen keyword-only dataclasses and implement the methods below on 2-D weights
-    (out_features, in_features). ``tau`` and ``pressure`` arrive as 0-D tensors.
+    Subclasses are frozen keyword-only dataclasses, which raise TypeError or ValueError on a wrong
+    option, and implement the methods below on 2-D weights (out_features, in_features). ``tau`` and
+    ``pressure`` arrive as 0-D tensors.
     """
 
     name: ClassVar[str]
+    # Facts. Those without ClassVar may depend on the options: a subclass may make them properties.
     # Whether `effective_weight` is one operator to torch.compile. A compiler that sees inside may
     # save what is meant to be recomputed: cheap for formulas whose intermediates are few.
     is_one_operator: ClassVar[bool] = False
@@ -44,12 +47,30 @@ class Method(ABC):
     adds_bias: ClassVar[bool] = False
     # Whether it has a temperature; without one it is hard at every pressure above 0.
     has_temperature: ClassVar[bool] = True
+    # Packed tensors that hold the codes (`hestia_tune.tensors.pack`), the first by default.
+    packed_formats: tuple[str, ...] = ()
+    # What hestia_convert can write, the first by default.
+    file_formats: tuple[str, ...] = ("torchao",)
+    # Whether a scale covers several rows, so that parts of a weight need `Total`.
+    scales_span_rows: bool = False
+    # Those of `parameter_names` that are trained.
+    trained_parameters: tuple[str, ...] = ()
     _by_name: ClassVar[dict[str, type["Method"]]] = {}
+    _words: ClassVar[dict[str, tuple]] = {}  # of every field that is a Literal
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "name" in vars(cls):
             Method._by_name[cls.name] = cls
+        hints = get_type_hints(cls).items()
+        cls._words = {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
+
+    def __post_init__(self):
+        """Raises ValueError if a field whose type is some words has another value."""
+        for name, words in self._words.items():
+            if (value := getattr(self, name)) not in words:
+                rule = " or ".join(map(json.dumps, words))
+                raise ValueError(f"{name} must be {rule}; got {value!r}")
 
     def key(self) -> str:
         """The method and its fields, as in "ternary, group_size=128"; `from_key` reads it.
@@ -73,17 +94,7 @@ class Method(ABC):
     @property
     def has_zero(self) -> bool:
         """Whether code 0 is the weight 0 (and not, as for powers of i, the weight 1)."""
-        return False
-
-    @property
-    def packed_formats(self) -> tuple[str, ...]:
-        """Packed tensors that hold the codes (`hestia_tune.tensors.pack`), the first by default."""
-        return ()
-
-    @property
-    def file_formats(self) -> tuple[str, ...]:
-        """What hestia_convert can write, the first by default."""
-        return ("torchao",)
+        return "ternary" in self.packed_formats
 
     def check_file_formats(self, names: Iterable[str]) -> None:
         """Raises ValueError if a model of this method cannot be written in one of these formats."""
@@ -96,19 +107,9 @@ class Method(ABC):
                 )
 
     @property
-    def scales_span_rows(self) -> bool:
-        """Whether a scale covers several rows, so that parts of a weight need `Total`."""
-        return False
-
-    @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the parameters that a layer holds beside its weight, in order."""
-        return ()
-
-    @property
-    def trained_parameters(self) -> tuple[str, ...]:
-        """Those of `parameter_names` that are trained."""
-        return ()
+        return self.trained_parameters
 
     def initial_parameters(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Their values for a pretrained weight, float32, rows along the first axis like its own."""

@@ -20,22 +20,9 @@ class DLTMethod(LearnedStepMethod):
     ``step``); arguments as `LearnedStepMethod`'s."""
 
     name: ClassVar[str] = "dlt"
-
-    @property
-    def has_zero(self) -> bool:
-        return False
-
-    @property
-    def packed_formats(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def file_formats(self) -> tuple[str, ...]:
-        return ("huggingface",)
-
-    @property
-    def trained_parameters(self) -> tuple[str, ...]:
-        return "step", "offset"
+    packed_formats: ClassVar[tuple[str, ...]] = ()
+    file_formats = ("huggingface",)
+    trained_parameters = "step", "offset"
 
     def initial_parameters(self, weight):
         (step,) = super().initial_parameters(weight)
@@ -45,5 +32,5 @@ class DLTMethod(LearnedStepMethod):
         levels = parameters[1].unsqueeze(-1) + scale * code
         return round_to_bfloat16(levels.to(torch.float32)).to(scale.dtype)
 
-    def slopes(self, w, scale, code):
-        return *super().slopes(w, scale, code), torch.ones_like(w)
+    def slopes(self, w, tau, parameters, total):
+        return *super().slopes(w, tau, parameters, total), torch.ones_like(w)

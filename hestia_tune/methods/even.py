@@ -13,7 +13,7 @@ so that it keeps its digits where one level is certain (`hestia_tune.methods.ter
 from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -30,18 +30,13 @@ class EvenMethod(GroupMethod):
     Args:
         group_size: as in `GroupMethod`; not "tensor" with "int2".
         codebook: "binary" or "int2".
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "even"
-    codebook: str = "binary"
+    codebook: Literal["binary", "int2"] = "binary"
 
     def __post_init__(self):
         super().__post_init__()
-        if self.codebook not in _CODES:
-            raise ValueError(f'codebook must be "binary" or "int2"; got {self.codebook!r}')
         if self.codebook == "int2":
             self.require_rows("the codebook int2")
 
@@ -67,22 +62,16 @@ class EvenMethod(GroupMethod):
         total = sum(terms)
         return levels, [term / total for term in terms], unit * scale
 
-    def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
-        w, scale, code = self.quantized(weight, parameters, total)
-        tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
+    def relaxed(self, w, tau, parameters, total):
+        scale, code = self.scale_and_code(w, parameters, total, False)
         levels, pi, unit = self._softmax(w, scale, tau.clamp(min=MIN_TAU))
         soft = unit * sum(q * p for q, p in zip(levels, pi, strict=True))
-        quantized = torch.where(tau > 0, soft, scale * code)
-        effective = (1.0 - pressure) * w + pressure * quantized
-        return effective.to(weight.dtype).view_as(weight)
+        return torch.where(tau > 0, soft, scale * code)
 
-    def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
-        w, scale, _ = self.quantized(weight, parameters, total)
-        tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
+    def slopes(self, w, tau, parameters, total):
+        scale, _ = self.scale_and_code(w, parameters, total, False)
         safe_tau = tau.clamp(min=MIN_TAU)
         levels, pi, _ = self._softmax(w, scale, safe_tau)
         pairs = combinations(zip(levels, pi, strict=True), 2)
         variance = sum((q - r) ** 2 * p * s for (q, p), (r, s) in pairs)
-        slope = torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w))
-        jacobian = (1.0 - pressure) + pressure * slope
-        return ((self.blocks(grad).to(w.dtype) * jacobian).to(weight.dtype).view_as(weight),)
+        return (torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w)),)

@@ -219,15 +219,13 @@ class Fairy2iMethod(Method):
         num_stages: residual stages, 1 to 4, each one bit per real weight; the paper uses 2.
         granularity: "tensor" for one pair of scales for U and one for W (the paper's), or the
             number of complex columns, a divisor of in_features / 2, that share a pair per row.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "fairy2i"
     is_one_operator: ClassVar[bool] = True
     codes_follow_from_hard: ClassVar[bool] = False
     pairs_rows: ClassVar[bool] = True
+    packed_formats = ("fairy2i",)
     num_stages: int = 2
     granularity: Granularity = "tensor"
 
@@ -236,10 +234,6 @@ class Fairy2iMethod(Method):
         check_count(rule, self.num_stages, most=MAX_STAGES)
         rule = 'granularity must be "tensor" or a positive int, the complex columns of a scale'
         check_count(rule, self.granularity, ("tensor",))
-
-    @property
-    def packed_formats(self) -> tuple[str, ...]:
-        return ("fairy2i",)
 
     @property
     def scales_span_rows(self) -> bool:

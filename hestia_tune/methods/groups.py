@@ -17,6 +17,7 @@ comparisons, which are exact, and not by a division, which a compiler may approx
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -125,34 +126,26 @@ def nearest_code(w: torch.Tensor, scale: torch.Tensor, levels: int = 3) -> torch
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMethod(Method):
-    """A method whose hard weights are scale times code, with a scale per group.
+    """A method whose hard weights are scale times code, with a scale per group. It has a scale and
+    a code of every weight, and what it relaxes them to (`relaxed`) with its `slopes`.
 
     Args:
         group_size: weights along in_features that share a scale (128 in the paper), or "channel",
             or "tensor".
     """
 
+    # How many codes there are: 2, 3 or 4, as in the module docstring.
+    levels: ClassVar[int] = 3
+    file_formats = "torchao", "huggingface", "compressed_tensors", "gguf"
     group_size: GroupSize = 128
 
     def __post_init__(self):
+        super().__post_init__()
         validate_group_size(self.group_size)
-
-    @property
-    def levels(self) -> int:
-        """How many codes there are: 2, 3 or 4, as in the module docstring."""
-        return 3
-
-    @property
-    def has_zero(self) -> bool:
-        return self.levels == 3
 
     @property
     def packed_formats(self) -> tuple[str, ...]:
         return _PACKED_FORMATS[self.levels]
-
-    @property
-    def file_formats(self) -> tuple[str, ...]:
-        return "torchao", "huggingface", "compressed_tensors", "gguf"
 
     @property
     def scales_span_rows(self) -> bool:
@@ -184,7 +177,7 @@ class GroupMethod(Method):
         """The scale, (rows, groups, 1) or (1, 1, 1), and all codes, in the dtype of ``w``.
 
         Args:
-            w: (rows, groups, group), detached.
+            w: (rows, groups, group).
             parameters: of the method, (rows, groups) each.
             total: sums over the ranks that share the weight, for the group size "tensor"; or None.
             is_final: whether this is for the deployable weight, which may be hard already.
@@ -196,22 +189,64 @@ class GroupMethod(Method):
         """The hard weights of codes."""
         return scale * code
 
+    def relaxed(
+        self,
+        w: torch.Tensor,
+        tau: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        total: Total | None,
+    ) -> torch.Tensor:
+        """H(w; tau), shaped like ``w``; without a temperature the hard weights, as here.
+        Arguments as `scale_and_code`'s, tau in the dtype of ``w``."""
+        return self.values(*self.scale_and_code(w, parameters, total, False), parameters)
+
+    def slopes(
+        self,
+        w: torch.Tensor,
+        tau: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        total: Total | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """dH/dw and what `parameter_grads` needs, at every weight; arguments as `relaxed`'s."""
+        raise NotImplementedError
+
+    def parameter_grads(
+        self, sums: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Gradients of all parameters, given those by the further `slopes`, summed by group."""
+        return [each.to(p.dtype) for each, p in zip(sums, parameters, strict=True)]
+
+    def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
+        w, total = self.blocks(weight), total if self.scales_span_rows else None
+        tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
+        quantized = self.relaxed(w, tau, parameters, total)
+        effective = (1.0 - pressure) * w + pressure * quantized
+        return effective.to(weight.dtype).view_as(weight)
+
+    def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
+        w, total = self.blocks(weight), total if self.scales_span_rows else None
+        tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
+        slope, *others = self.slopes(w, tau, parameters, total)
+        g = self.blocks(grad).to(w.dtype)
+        grad_w = (g * ((1.0 - pressure) + pressure * slope)).to(weight.dtype).view_as(weight)
+        sums = [pressure * (g * other).sum(-1) for other in others]  # (rows, groups)
+        return grad_w, *self.parameter_grads(sums, parameters)
+
     def quantized(
         self,
         weight: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor] = (),
         total: Total | None = None,
-        is_final: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(`blocks` of the weight, scale, code); arguments as `scale_and_code`'s."""
+        """(`blocks` of the weight, scale, code) of the deployable weight."""
         w = self.blocks(weight.detach())
         total = total if self.scales_span_rows else None
-        return w, *self.scale_and_code(w, parameters, total, is_final)
+        return w, *self.scale_and_code(w, parameters, total, True)
 
     def hard(self, weight, parameters=(), total=None):
-        _, scale, code = self.quantized(weight, parameters, total, True)
+        _, scale, code = self.quantized(weight, parameters, total)
         return self.values(scale, code, parameters).to(weight.dtype).view_as(weight)
 
     def codes(self, weight, parameters=()):
-        _, scale, code = self.quantized(weight, parameters, None, True)
+        _, scale, code = self.quantized(weight, parameters)
         return code.to(torch.int8).view_as(weight), scale.squeeze(-1).to(torch.bfloat16)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hestia_tune.methods.groups import SCALE_EPS, least_squares_scale, nearest_code, round_scale
-from hestia_tune.methods.straight_through import Start, StraightThroughMethod, check_start
+from hestia_tune.methods.straight_through import Start, StraightThroughMethod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,6 @@ class INT2Method(StraightThroughMethod):
     Args:
         group_size: as in `GroupMethod`, but not "tensor".
         start: "absmax" or "least_squares", the rule of the scale, at every step.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "int2"
@@ -32,7 +29,6 @@ class INT2Method(StraightThroughMethod):
 
     def __post_init__(self):
         super().__post_init__()
-        check_start(self.start)
         self.require_rows("int2")
 
     @property

@@ -11,7 +11,7 @@ bits. The forward of the ternary one is that of LSQ with the step 2a/3; its grad
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from hestia_tune.methods.straight_through import LearnedStepMethod
 
@@ -23,18 +23,10 @@ class SEQMethod(LearnedStepMethod):
     Args:
         bits: "ternary" or 2.
         group_size, start: as `LearnedStepMethod`'s.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "seq"
-    bits: int | str = "ternary"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.bits not in ("ternary", 2):
-            raise ValueError(f'bits must be "ternary" or 2; got {self.bits!r}')
+    bits: Literal["ternary", 2] = "ternary"
 
     @property
     def levels(self) -> int:

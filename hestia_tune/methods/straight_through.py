@@ -1,9 +1,8 @@
 """Methods that round and pass the gradient on by a rule of their own: no temperature.
 
 The effective weight is (1 - p)·W + p·Q(W), with p the pressure; what a temperature would be is not
-read. A subclass gives a scale and a code for every weight, and, unless its gradient is that of the
-identity, the slopes of its rule. Scales are rounded before anything is computed from them, codes
-included, and the rounding passes gradients as they are.
+read. A subclass gives a scale and a code for every weight. Scales are rounded before anything is
+computed from them, codes included, and the rounding passes gradients as they are.
 """
 
 from dataclasses import dataclass
@@ -23,43 +22,18 @@ from hestia_tune.methods.groups import (
 Start = Literal["absmax", "least_squares"]
 
 
-def check_start(value: str) -> None:
-    """Raises ValueError unless ``value`` is a `Start`."""
-    if value not in ("absmax", "least_squares"):
-        raise ValueError(f'start must be "absmax" or "least_squares"; got {value!r}')
-
-
 @dataclass(frozen=True, kw_only=True)
 class StraightThroughMethod(GroupMethod):
-    """What these methods share; the shapes below are those of `GroupMethod.blocks`."""
+    """A scale and a code of every weight, and dQ/dw = 1 for every w."""
 
     has_temperature: ClassVar[bool] = False
 
-    def slopes(
-        self, w: torch.Tensor, scale: torch.Tensor, code: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """dQ/dw, and dQ/d(parameter) of each parameter, at every weight; nothing for identity."""
-        return ()
-
-    def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
-        w, scale, code = self.quantized(weight, parameters, total)
-        pressure = pressure.to(w.dtype)
-        effective = (1.0 - pressure) * w + pressure * self.values(scale, code, parameters)
-        return effective.to(weight.dtype).view_as(weight)
-
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
-        if type(self).slopes is StraightThroughMethod.slopes:
-            return (grad.to(weight.dtype),)
-        w, scale, code = self.quantized(weight, parameters, total)
-        slope, *others = self.slopes(w, scale, code)
-        g, pressure = self.blocks(grad).to(w.dtype), pressure.to(w.dtype)
-        grad_w = (g * ((1.0 - pressure) + pressure * slope)).to(weight.dtype).view_as(weight)
-        grads = [pressure * (g * other).sum(-1) for other in others]  # (rows, groups)
-        return grad_w, *(v.to(p.dtype) for v, p in zip(grads, parameters, strict=True))
+        return (grad.to(weight.dtype),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnedStepMethod(StraightThroughMethod):
+class LearnedStepMethod(GroupMethod):
     """A step a per group that is learned, and Q/a a function of z = w/a: LSQ and its relatives.
 
         dQ/dw = 1[|z| <= reach]
@@ -78,25 +52,15 @@ class LearnedStepMethod(StraightThroughMethod):
         TypeError, ValueError: on a wrong option.
     """
 
+    has_temperature: ClassVar[bool] = False
+    trained_parameters = ("step",)
+    # scale/a, reach, outside.
+    facts: ClassVar[tuple[float, float, float]] = (1.0, 1.0, 1.0)
     start: Start = "absmax"
 
     def __post_init__(self):
         super().__post_init__()
-        check_start(self.start)
         self.require_rows("a learned step")
-
-    @property
-    def facts(self) -> tuple[float, float, float]:
-        """scale/a, reach, outside."""
-        return 1.0, 1.0, 1.0
-
-    @property
-    def trained_parameters(self) -> tuple[str, ...]:
-        return ("step",)
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        return self.trained_parameters
 
     def initial_parameters(self, weight):
         w, ratio = self.blocks(weight.detach()), self.facts[0]
@@ -111,7 +75,8 @@ class LearnedStepMethod(StraightThroughMethod):
         scale = round_scale(scale, self.levels).to(w.dtype)
         return scale, nearest_code(w, scale, self.levels)
 
-    def slopes(self, w, scale, code):
+    def slopes(self, w, tau, parameters, total):
+        scale, code = self.scale_and_code(w, parameters, total, False)
         ratio, reach, outside = self.facts
         z = w * (ratio / scale)
         inside = z.abs() <= reach

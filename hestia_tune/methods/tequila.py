@@ -27,9 +27,6 @@ class TequilaMethod(AbsMeanMethod):
     Args:
         group_size: as in `GroupMethod`.
         epsilon: of the bias, in [0, 1]; 1e-3 as published.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "tequila"
@@ -41,13 +38,13 @@ class TequilaMethod(AbsMeanMethod):
         require_number("epsilon", self.epsilon, 0, 1, "1e-3 as published")
 
     def bias(self, weight, pressure, total=None):
-        w, _, code = self.quantized(weight, (), total, True)
+        w, _, code = self.quantized(weight, (), total)
         dead = torch.where(code == 0, w, 0.0).view_as(weight)  # (rows, in_features)
         bias = pressure * self.epsilon * dead.sum(-1, dtype=torch.float64)
         return round_to_bfloat16(bias.to(torch.float32)).to(w.dtype)
 
     def bias_vjp(self, grad, weight, pressure, total=None):
-        w, _, code = self.quantized(weight, (), total, True)
+        w, _, code = self.quantized(weight, (), total)
         dead = (code == 0).to(w.dtype).view_as(weight)
         slope = (pressure * self.epsilon).to(w.dtype)
         return (slope * grad.to(w.dtype).unsqueeze(-1) * dead).to(weight.dtype)

@@ -35,7 +35,7 @@ rounding of gamma to bfloat16 passes gradients as they are.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 
@@ -65,20 +65,10 @@ def _softmax_terms(w: torch.Tensor, step: torch.Tensor, tau: torch.Tensor):
     return log_e1, e1, e2, 1.0 / (1.0 + e1 + e2)
 
 
-class _Groups(NamedTuple):
-    """A weight by groups, in the dtype of the formulas.
-
-    Attributes:
-        w: (rows, groups, group).
-        scale: gamma, (rows, groups, 1), like the next.
-        step: delta; gamma itself if it is not learned.
-        shifted: w - b, what codes are chosen by; w itself without an offset.
-    """
-
-    w: torch.Tensor
-    scale: torch.Tensor
-    step: torch.Tensor
-    shifted: torch.Tensor
+def _mean(shifted: torch.Tensor, step: torch.Tensor, tau: torch.Tensor, log_e1, inv_d):
+    """mu of the module docstring, given two of `_softmax_terms`; at tau 0 the hard code."""
+    soft = torch.sign(shifted) * (-torch.expm1(log_e1)) * inv_d
+    return torch.where(tau > 0, soft, nearest_code(shifted, step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +89,6 @@ class TernaryMethod(GroupMethod):
 
     Parameters of a layer, all (out_features, groups): ``scale_logit`` (t), ``threshold_logit``
     (s) and ``offset`` (o), those that are learned; and then ``scale_start`` (g), not trained.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "ternary"
@@ -114,17 +101,9 @@ class TernaryMethod(GroupMethod):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, words in (
-            ("scale", ("absmean", "learned")),
-            ("threshold", ("half", "learned")),
-            ("offset", ("none", "learned")),
-            ("start", ("absmean", "least_squares")),
-        ):
-            if (value := getattr(self, name)) not in words:
-                raise ValueError(f'{name} must be "{words[0]}" or "{words[1]}"; got {value!r}')
         if self.trained_parameters:
             self.require_rows("a learned scale, threshold or offset")
-        if self.start != "absmean" and not self.trained_parameters:
+        elif self.start != "absmean":
             raise ValueError(
                 f'start "{self.start}" is where a learned scale, threshold or offset starts; '
                 "nothing is learned; set scale: learned"
@@ -146,14 +125,15 @@ class TernaryMethod(GroupMethod):
         start = scale(self.blocks(weight.detach())).squeeze(-1).to(torch.float32)
         return *(torch.zeros_like(start) for _ in self.trained_parameters), start
 
-    def _groups(self, w, parameters=(), total=None, keep_ternary=False) -> _Groups:
+    def _groups(self, w, parameters, total=None, keep_ternary=False):
+        """(gamma, delta, w - b): of (rows, groups, 1) the first two; delta is gamma and b nothing
+        if they are not learned."""
         values = dict(zip(self.parameter_names, parameters, strict=True))
         start = values.get("scale_start", torch.empty(0))
         if self.scale == "learned":
             scale = (2.0 * torch.sigmoid(values["scale_logit"]) * start).to(torch.float32)
             scale = round_to_bfloat16(scale).to(w.dtype).unsqueeze(-1)
         else:
-            total = total if self.group_size == "tensor" else None
             scale = mean_scale(w, total, keep_ternary=keep_ternary)
         step, shifted = scale, w
         if self.threshold == "learned":
@@ -161,67 +141,60 @@ class TernaryMethod(GroupMethod):
             step = step.unsqueeze(-1)
         if self.offset == "learned":
             shifted = w - (values["offset"] * start).to(w.dtype).unsqueeze(-1)
-        return _Groups(w, scale, step, shifted)
+        return scale, step, shifted
 
-    def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
-        w, scale, step, shifted = self._groups(self.blocks(weight), parameters, total)
-        tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
+    def scale_and_code(self, w, parameters, total, is_final):
+        scale, step, shifted = self._groups(w, parameters, total, is_final)
+        return scale, nearest_code(shifted, step)
+
+    def relaxed(self, w, tau, parameters, total):
+        scale, step, shifted = self._groups(w, parameters, total)
         log_e1, _, _, inv_d = _softmax_terms(shifted, step, tau.clamp(min=MIN_TAU))
-        soft_mean = torch.sign(shifted) * (-torch.expm1(log_e1)) * inv_d
-        mean = torch.where(tau > 0, soft_mean, nearest_code(shifted, step))
-        effective = (1.0 - pressure) * w + pressure * (scale * mean)
-        return effective.to(weight.dtype).view_as(weight)
+        return scale * _mean(shifted, step, tau, log_e1, inv_d)
 
-    def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
-        w, scale, step, shifted = self._groups(self.blocks(weight), parameters, total)
-        tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
+    def slopes(self, w, tau, parameters, total):
+        scale, step, shifted = self._groups(w, parameters, total)
         safe_tau = tau.clamp(min=MIN_TAU)
         log_e1, e1, e2, inv_d = _softmax_terms(shifted, step, safe_tau)
         variance = (4.0 * e1 * inv_d + (e2 * inv_d) * (1.0 + e1)) * inv_d
         slope = torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w))
         ratio = scale / step if self.threshold == "learned" else 1.0  # gamma/delta
-        jacobian = (1.0 - pressure) + pressure * (ratio * slope)
-        g = self.blocks(grad).to(w.dtype)
-        grad_w = (g * jacobian).to(weight.dtype).view_as(weight)
+        by_weight = ratio * slope
         if not self.trained_parameters:
-            return (grad_w,)
-        u = shifted / step
-        soft_mean = torch.sign(shifted) * (-torch.expm1(log_e1)) * inv_d
-        mean = torch.where(tau > 0, soft_mean, nearest_code(shifted, step))
+            return (by_weight,)
+        u, mean = shifted / step, _mean(shifted, step, tau, log_e1, inv_d)
         slope = torch.where(tau > 0, slope, (u.abs() < _ROUNDED_WITHIN).to(w.dtype))
-        by_scale = mean if self.threshold == "learned" else mean - u * slope  # dH/dgamma
         by_parameter = {
-            "scale_logit": by_scale,
+            "scale_logit": mean if self.threshold == "learned" else mean - u * slope,  # dH/dgamma
             "threshold_logit": -ratio * u * slope,
             "offset": -ratio * slope,
         }
+        return by_weight, *(by_parameter[name] for name in self.trained_parameters)
+
+    def parameter_grads(self, sums, parameters):
+        if not parameters:
+            return []
         *trained, start = parameters
         grads = []
-        for name, parameter in zip(self.trained_parameters, trained, strict=True):
-            inner = (g * by_parameter[name]).sum(-1) * pressure * start  # (rows, groups)
+        for name, by_group, parameter in zip(self.trained_parameters, sums, trained, strict=True):
+            inner = by_group * start
             if name != "offset":  # 2·sigmoid
                 sigmoid = torch.sigmoid(parameter)
                 inner = inner * 2.0 * sigmoid * (1.0 - sigmoid)
             grads.append(inner.to(parameter.dtype))
-        return grad_w, *grads, torch.zeros_like(start)
-
-    def scale_and_code(self, w, parameters, total, is_final):
-        groups = self._groups(w, parameters, total, is_final)
-        return groups.scale, nearest_code(groups.shifted, groups.step)
+        return [*grads, torch.zeros_like(start)]
 
     def fit_temperature(self, weights):
-        """As `Method.fit_temperature`, reading every weight once, one at a time.
-
-        Returns:
-            tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights.
-        """
+        """As `Method.fit_temperature`, but reads every weight once, one at a time: tau within
+        [0.001, 4], to about 1e-4; 0.351 for Gaussian weights."""
         histogram = None
         for weight in weights:
             if not torch.isfinite(weight).all():
                 raise ValueError("tau_init auto needs finite weights; got NaN or infinity")
             blocks = self.blocks(weight.detach())
-            w, scale, *_ = self._groups(blocks, self.initial_parameters(weight))
-            part = relaxation_histogram((w.abs() / scale).flatten(), scale.expand_as(w).flatten())
+            scale, *_ = self._groups(blocks, self.initial_parameters(weight))
+            z, scale = blocks.abs() / scale, scale.expand_as(blocks)
+            part = relaxation_histogram(z.flatten(), scale.flatten())
             histogram = part if histogram is None else histogram + part
         if histogram is None:
             raise ValueError("tau_init auto needs at least one weight; got none")

@@ -22,9 +22,6 @@ class TWNMethod(StraightThroughMethod):
     Args:
         group_size: as in `GroupMethod`.
         delta: the threshold in units of mean|w|, in [0, 1]; 0.7 in its paper, 0.75 in later code.
-
-    Raises:
-        TypeError, ValueError: on a wrong option.
     """
 
     name: ClassVar[str] = "twn"

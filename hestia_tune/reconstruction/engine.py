@@ -263,8 +263,7 @@ class Reconstruction:
         layers = self._layers(blocks, settings.rank, self.seed + index)
         norms = self._norms()
         names = {layer.name: layer.layer for layer in layers}
-        shape = ("rho", "tau_init", "alpha", "hard_fraction")
-        schedule = AnnealingSchedule(self.steps, **{key: getattr(settings, key) for key in shape})
+        schedule = AnnealingSchedule.of(self.steps, settings)
         scores = self._scores and {name: self._scores[name] for name in names}
         driver = ScheduleDriver(schedule, names, scores)
         naive = self._error(blocks, layers, norms)

@@ -67,12 +67,8 @@ class Fairy2iTensor(PackedTensor):
         Args:
             codes: (num_stages, 2, n, m), int8 in {0, 1, 2, 3}: powers of i of U and W.
             scales: (num_stages, 2, 2, 1, 1), or (num_stages, 2, 2, n, groups) with groups that
-                divide m; bfloat16, or a float dtype whose values bfloat16 holds exactly.
+                divide m; their dtype, and errors, as of `GroupTensor.from_codes`.
             dtype: the dtype to present.
-
-        Raises:
-            TypeError: on another dtype of codes, scales or ``dtype``.
-            ValueError: on other shapes or codes, or scales that bfloat16 would round.
         """
         check_codes(codes, 0, 3)
         if codes.dim() != 4:

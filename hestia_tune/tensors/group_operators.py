@@ -124,10 +124,10 @@ def cat(tensors, dim=0):
         return cat([t.t() for t in tensors], 1 - dim).t()
     kinds = {(type(t), t.dtype, getattr(t, "block_size", [0])[-1]) for t in tensors}
     if len(kinds) > 1 or any(t.is_transposed for t in tensors):
+        name = type(first).__name__
         raise ValueError(
-            f"{type(first).__name__}s can be joined with {type(first).__name__}s of equal groups "
-            f"and dtypes; got "
-            f"{kinds}; join what dequantize() gives"
+            f"{name}s can be joined with {name}s of equal groups and dtypes; got {kinds}; join "
+            "what dequantize() gives"
         )
     is_packed = dim == first.dim() - 1
     if is_packed:

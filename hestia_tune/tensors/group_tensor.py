@@ -19,8 +19,9 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from hestia_tune.methods.base import require_float
+from hestia_tune.methods.base import compute_dtype, require_float
 from hestia_tune.methods.granularity import GroupSize, block_view
+from hestia_tune.methods.groups import nearest_code
 from hestia_tune.tensors.bitpack import pack_codes, packed_width, unpack_codes
 from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_bfloat16
 
@@ -123,26 +124,21 @@ class GroupTensor(PackedTensor):
                 no bfloat16 value; or on a group size that does not divide in_features.
         """
         require_float(weight)
-        blocks = block_view(weight.detach(), group_size)
-        magnitude = blocks.abs()
-        low, high = magnitude.aminmax(dim=-1, keepdim=True)
+        blocks = block_view(weight.detach(), group_size).to(compute_dtype(weight))
+        low, high = blocks.abs().aminmax(dim=-1, keepdim=True)
         unit = low if cls.levels == 4 else high
-        rounded = unit.to(torch.bfloat16)
-        code = torch.where(magnitude == unit, 1.0, 3.0 if cls.levels == 4 else 2.0)
-        if cls.levels == 3:
-            code = torch.where(magnitude == 0, 0.0, code)
-        exact = (rounded.to(weight.dtype) == unit) & unit.isfinite()
-        exact &= ((code * unit == magnitude) & (code != 2)).all(-1, keepdim=True)
+        code, scale = nearest_code(blocks, unit, cls.levels), unit.to(torch.bfloat16)
+        exact = (code * scale == blocks).all(-1, keepdim=True) & unit.isfinite()
         if not weight.is_meta and not exact.all():
             row, group = (~exact).squeeze(-1).nonzero()[0].tolist()
-            shown = magnitude[row, group].unique()[-3:].tolist()
+            shown = blocks[row, group].abs().unique()[-3:].tolist()
             raise ValueError(
-                f"a hard weight has {cls.hard_rule} per group of "
-                f"{group_size}, a bfloat16 value; row {row}, group {group} has "
-                f"{shown}; convert the model first, or use the group_size it was trained with"
+                f"a hard weight has {cls.hard_rule} per group of {group_size}, a bfloat16 value; "
+                f"row {row}, group {group} has {shown}; convert the model first, or use the "
+                "group_size it was trained with"
             )
-        codes = torch.where(blocks < 0, -code, code).to(torch.int8).view_as(weight)
-        return cls.from_codes(codes, rounded.squeeze(-1), dtype=weight.dtype)
+        codes = code.to(torch.int8).view_as(weight)
+        return cls.from_codes(codes, scale.squeeze(-1), dtype=weight.dtype)
 
     def codes(self) -> torch.Tensor:
         """int8, of this tensor's shape."""

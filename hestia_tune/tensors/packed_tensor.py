@@ -178,15 +178,9 @@ def packed_linear(
 ) -> torch.Tensor:
     """``F.linear(x, weight.dequantize(), bias)``: every product with a packed weight comes here.
 
-    Exactly so, unless the weight has a kernel, whose error its module states.
-
-    Args:
-        x: (..., in_features), in the presented dtype of ``weight`` (autocast aside).
-        weight: (out_features, in_features), itself a transpose (`is_transposed`) or not.
-        bias: (out_features,) or None.
-
-    Returns:
-        (..., out_features).
+    Exactly so, unless the weight has a kernel, whose error its module states. ``weight`` is
+    (out_features, in_features), itself a transpose or not; ``x`` (..., in_features) has its
+    presented dtype (autocast aside).
     """
     if not torch.compiler.is_compiling():
         kernel = weight.kernel

@@ -69,8 +69,9 @@ class Kernel(abc.ABC):
         self._dtype, self._device = weight.dtype, weight.device
 
     @abc.abstractmethod
-    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """(rows, in_features) -> (rows, out_features), both contiguous in the weight's dtype."""
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, in_features) in the weight's dtype -> (rows, out_features), in it or in float32,
+        both contiguous."""
 
     @property
     def num_bytes(self) -> int:
@@ -97,8 +98,9 @@ class Kernel(abc.ABC):
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``F.linear(x, weight, bias)`` for an ``x`` (..., in_features) that it takes."""
-        y = self.product(x.reshape(-1, x.shape[-1]).contiguous(), bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        y = self.product(x.reshape(-1, x.shape[-1]).contiguous())
+        y = y if bias is None else y + bias.to(y.dtype)
+        return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
 
 
 def _versions(weight: Any) -> list[int]:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,11 +79,7 @@ def use_kernel(model: nn.Module, name: str = "auto") -> KernelUse:
         raise ValueError(f"kernel must be one of {known}; got {name!r}")
     if name in KERNELS:
         KERNELS[name].require()
-    kinds = (
-        list(KERNELS.values())
-        if name == "auto"
-        else [k for k in KERNELS.values() if k.name == name]
-    )
+    kinds = [kind for kind in KERNELS.values() if name in ("auto", kind.name)]
     layers, num_bytes, notes = {}, 0, {}
     for layer, weight in model.named_parameters():
         if not isinstance(weight, TernaryTensor | Fairy2iTensor) or weight.is_meta:
@@ -100,10 +97,18 @@ def _fastest(
     """The fastest of the kernels, ready; None if none of them can, or dequantizing is faster."""
     made: dict[type[Kernel], Kernel] = {}
     times: dict[type[Kernel], float] = {}
+
+    def seconds_of_a_row(kind: type[Kernel]) -> float | str:
+        try:
+            made[kind] = make(weight, kind)
+            return _seconds(made[kind], _rows(weight, 1), None)
+        except Exception as error:  # of any library: it is not taken, and a note says why
+            return one_line(error)
+
     for kind in kinds:
         if weight.device.type not in kind.devices and not is_named:
             continue
-        found = _seconds_of_a_row(weight, kind, made)
+        found = _once(weight, kind.name, partial(seconds_of_a_row, kind))
         if isinstance(found, str):
             notes[f"not {kind.name} for {tuple(weight.shape)}: {found}"] = None
         else:
@@ -111,13 +116,17 @@ def _fastest(
     if not times:
         return None
     best = min(times, key=lambda kind: times[kind])
-    key = _key(weight, DEQUANTIZE)
-    if key not in _measured:
-        _measured[key] = _seconds(weight.dequantize)
-    if times[best] > _measured[key] and not is_named:
+    dequantizing = _once(weight, DEQUANTIZE, lambda: _seconds(weight.dequantize))
+    if times[best] > dequantizing and not is_named:
         return None
     kernel = made.get(best) or make(weight, best)
-    kernel.max_rows = _max_rows(weight, kernel, _measured[key])
+
+    def max_rows() -> float:  # see the module
+        x = _rows(weight, _ROWS)
+        gain = _seconds(kernel, x, None) - _seconds(F.linear, x, weight.dequantize())
+        return max(1.0, _ROWS * dequantizing / gain) if gain > 0 else float("inf")
+
+    kernel.max_rows = _once(weight, f"rows of {kernel.name}", max_rows)
     return kernel
 
 
@@ -131,33 +140,12 @@ def make(weight: PackedTensor, kind: type[Kernel]) -> Kernel:
     return kind(weight)
 
 
-def _key(weight: PackedTensor, what: str) -> tuple:
+def _once(weight: PackedTensor, what: str, measure: Callable[[], Any]) -> Any:
+    """What is found for the first weight of a kind holds for all others of the process."""
     form = (type(weight), tuple(weight.shape), tuple(weight.scale.shape), weight.dtype)
-    return what, *form, str(weight.device), torch.get_num_threads()
-
-
-def _seconds_of_a_row(
-    weight: PackedTensor, kind: type[Kernel], made: dict[type[Kernel], Kernel]
-) -> float | str:
-    """Seconds of a product with one row, or why there is none; a kernel goes into ``made``."""
-    key = _key(weight, kind.name)
+    key = what, *form, str(weight.device), torch.get_num_threads()
     if key not in _measured:
-        try:
-            kernel = make(weight, kind)
-            _measured[key] = _seconds(kernel, _rows(weight, 1), None)
-            made[kind] = kernel
-        except Exception as error:  # of any library: it is not taken, and a note says why
-            _measured[key] = one_line(error)
-    return _measured[key]
-
-
-def _max_rows(weight: PackedTensor, kernel: Kernel, dequantizing: float) -> float:
-    """Rows up to which the kernel is the faster one; see the module."""
-    key = _key(weight, f"rows of {kernel.name}")
-    if key not in _measured:
-        x = _rows(weight, _ROWS)
-        gain = _seconds(kernel, x, None) - _seconds(F.linear, x, weight.dequantize())
-        _measured[key] = max(1.0, _ROWS * dequantizing / gain) if gain > 0 else float("inf")
+        _measured[key] = measure()
     return _measured[key]
 
 

@@ -48,12 +48,11 @@ class ComplexStack(Kernel):
     def num_bytes(self):
         return self._inner.num_bytes
 
-    def product(self, x, bias):
+    def product(self, x):
         rows = len(x)
         halves = x.view(2 * rows, -1).repeat(1, self._stages)  # (2·rows, T·m)
-        product = self._inner.product(halves, None).view(rows, 2, 4, -1)
+        product = self._inner.product(halves).to(x.dtype).view(rows, 2, 4, -1)
         (re_u1, im_u1, re_w1, im_w1), (re_u2, im_u2, re_w2, im_w2) = product.permute(1, 2, 0, 3)
         top = (re_u1 - im_u2) + (re_w1 + im_w2)
         bottom = (im_u1 + re_u2) + (im_w1 - re_w2)
-        y = torch.cat([top, bottom], 1)  # (rows, 2n)
-        return y if bias is None else y + bias
+        return torch.cat([top, bottom], 1)  # (rows, 2n)

@@ -49,8 +49,7 @@ class Int4Pack(Kernel):
         scale = scale.expand(rows, -1).t().to(weight.dtype)
         self.parts = packed, torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
 
-    def product(self, x, bias):
+    def product(self, x):
         ops = torch.ops.aten
         multiply = ops._weight_int4pack_mm if x.is_cuda else ops._weight_int4pack_mm_for_cpu
-        y = multiply(x, self.parts[0], self._group_size, self.parts[1])
-        return y if bias is None else y + bias
+        return multiply(x, self.parts[0], self._group_size, self.parts[1])
