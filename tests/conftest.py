@@ -13,6 +13,22 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def quick_pictures():
+    """Drawing would be a quarter of a small run."""
+    from matplotlib.figure import Figure
+
+    save = Figure.savefig
+
+    def savefig(self, *args, **options):
+        self.set_layout_engine("none")
+        save(self, *args, **options | {"dpi": 20})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        yield
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     """The folder of a small random Llama."""

@@ -220,7 +220,7 @@ def run(
     """Runs the recipe in this process and returns it, process group closed."""
     try:
         recipe = HestiaQATRecipe(cfg)
-        recipe.setup(cfg)
+        recipe.setup(recipe.run.cfg)
         recipe.train()
         before_cleanup(recipe)
     finally:

@@ -85,6 +85,7 @@ runpy.run_path({str(RECIPES / recipe)!r} + ".py", run_name="__main__")"""
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.slow
 def test_sigterm_to_every_process_under_torchrun(model_dir, tmp_path):
     output, two = tmp_path / "run", ("batch_size=2", *STEPS, *WORKERS)
     cfg = make_config(model_dir, output, *two, *signal_at(4, "SIGTERM", to="job"))
@@ -137,6 +138,7 @@ def test_two_runs_in_one_folder(model_dir, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_ranks_notice_that_their_torchrun_is_gone(model_dir, uninterrupted, tmp_path):
     output = tmp_path / "run"
     options = (*STEPS, "batch_size=2", *signal_at(4, "SIGKILL", to="parent"))

@@ -156,6 +156,7 @@ def test_it_draws_latents_nearer_to_their_codes(model_dir, tmp_path):
     assert all(map(float.__lt__, distances["with"], distances["without"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "quantizer",
     [

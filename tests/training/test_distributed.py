@@ -66,6 +66,7 @@ def test_two_ranks_equal_one_process(tmp_path, group_size, shape):
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_after_a_kill(tmp_path):
     model_dir = make_model_dir(tmp_path / "model")
     options = (*STEPS, "batch_size=2", "save_every_n_steps=2", "keep_last_checkpoints=9")

@@ -70,7 +70,7 @@ def test_resuming_changes_nothing(model_dir, tmp_path):
         run(other)
 
 
-@pytest.mark.parametrize("num_kv_heads", [2, 1])
+@pytest.mark.parametrize("num_kv_heads", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(tmp_path, num_kv_heads):
     """Rows i and n + i of a weight lie on different ranks; scales see the whole of it."""
     folder = make_model_dir(tmp_path / "model", num_kv_heads=num_kv_heads)

@@ -156,6 +156,7 @@ def test_seeds_and_batches_differ_and_more_sequences_begin_with_the_same(
     assert np.array_equal(found["more"][:26], tokens) and len(found["more"]) == 40
 
 
+@pytest.mark.slow
 def test_two_ranks_write_the_same_set_and_train_the_same(model_dir, tmp_path, generated):
     run(config(model_dir, tmp_path / "one", generated))
     two = config(model_dir, tmp_path / "two", tmp_path / "set", "batch_size=2")
@@ -300,6 +301,7 @@ def test_without_a_run_a_missing_set_is_an_error(model_dir, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_the_block_of_the_documentation_on_the_demo(tmp_path):
     """LLM-QAT as docs/small_budgets.md tells it, with fewer sequences."""
     page = (Path(__file__).parents[2] / "docs" / "small_budgets.md").read_text(encoding="utf-8")

@@ -48,7 +48,12 @@ def config(model_dir, output_dir, name, *overrides):
     return OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
 
 
-@pytest.mark.parametrize("name", METHODS)
+QUICK = ("absmean-tensor", "lsq", "seq-2", "tequila")  # of every kind one
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in METHODS]
+)
 def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
     """Stopped and resumed is not stopped; every format reads back as the hard model, which is that
     of the checkpoint's latents, and the packed model computes the same."""
@@ -144,6 +149,7 @@ def test_a_schedule_without_a_temperature_is_the_pressure_alone(model_dir, tmp_p
             Run.of(OmegaConf.merge(plain, changes))
 
 
+@pytest.mark.slow
 def test_one_override_of_a_packaged_config(tmp_path):
     """`sensitivity: auto` computes nothing, the packaged schedule is deleted."""
     arguments = ("quantizer._component_=hestia_tune.LSQ", f"output_dir={tmp_path}", "max_steps=1")

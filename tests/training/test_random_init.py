@@ -126,6 +126,7 @@ def test_a_pretrained_start_still_needs_weights(bare_dir, tmp_path):
         run(bare_config(bare_dir, tmp_path, "init=pretrained"))
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process(bare_dir, tmp_path):
     run(bare_config(bare_dir, tmp_path / "one"))
     two = write_config(bare_config(bare_dir, tmp_path / "two", "batch_size=2"), tmp_path / "t.yaml")

@@ -106,6 +106,7 @@ def test_stopped_it_goes_on_after_the_last_window(model_dir, finished, tmp_path,
     assert all(torch.equal(own[name], other[name]) for name in other)
 
 
+@pytest.mark.slow
 def test_two_ranks_and_the_command(model_dir, finished, tmp_path):
     path = write_config(config(model_dir, tmp_path), tmp_path / "config.yaml")
     ranks = ("--nproc_per_node", "2")

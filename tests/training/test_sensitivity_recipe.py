@@ -176,6 +176,7 @@ def test_errors_come_before_any_work(model_dir, tmp_path, override, message):
     assert not list(tmp_path.glob("sensitivity*"))
 
 
+@pytest.mark.slow
 def test_two_ranks_and_the_command(model_dir, tmp_path):
     expected = estimate(model_dir, tmp_path / "one")
     cfg = make_config(model_dir, tmp_path / "two", *FEW)
