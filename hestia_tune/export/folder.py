@@ -241,10 +241,8 @@ def sizes(
     """What the files of a model weigh.
 
     Args:
-        shapes: of every weight of the model, by name.
-        quantized: names of those that are quantized.
         num_bytes: of all files with weights, their headers included.
-        quantized_bytes: of the codes and scales.
+        quantized_bytes: of the codes and scales of those in ``quantized``.
 
     Returns:
         bytes, parameters, quantized_parameters, quantized_bits_per_weight (None without any), and

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,7 @@ def packed_entries(
     Args:
         weights: (torchtune's name, weight) of the hard model. Without ``latents``, of a method
             whose codes do not follow from hard weights, of the latent model.
-        quantized: torchtune's parameter names of the quantized weights.
-        method: what they were, or are to be, quantized by.
+        quantized: torchtune's names of the weights that ``method`` quantizes.
         packed_format: one of the method's; None takes its first.
         latents: name -> latent weight, of a method whose codes do not follow from hard weights.
 
@@ -151,6 +151,7 @@ def _generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str,
     }
 
 
+@dataclass(eq=False)
 class PackedWeights:
     """torchtune's ``quantizer`` for its own recipes on packed checkpoints, such as generate.
 
@@ -163,23 +164,20 @@ class PackedWeights:
             nothing but "dequantize" has a use, since compiled products dequantize.
     """
 
-    def __init__(
-        self,
-        method: str,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-        kernel: str = "auto",
-    ):
-        self._kernel = kernel
-        self._method = Method.from_key(method)
-        self._include, self._exclude = include, exclude or ()
+    method: str
+    include: Sequence[str] | None = None
+    exclude: Sequence[str] | None = None
+    kernel: str = "auto"
+
+    def __post_init__(self):
+        self._method = Method.from_key(self.method)
 
     def quantize(self, model: nn.Module) -> nn.Module:
         """Puts empty packed weights, to be loaded, in place of the dense ones; returns ``model``.
 
         Linears of a shape that the method cannot take stay dense, as in training.
         """
-        for name, linear in select_linears(model, self._include, self._exclude).items():
+        for name, linear in select_linears(model, self.include, self.exclude or ()).items():
             try:
                 self._method.check_layer(linear.in_features, linear.out_features, name)
             except ValueError:
@@ -195,7 +193,7 @@ class PackedWeights:
         """Of a model on a CPU: chooses the kernels, and switches the compiler off."""
         if next(model.parameters()).device.type == "cpu":
             torch.compiler.set_stance("force_eager")
-            log.info(use_kernel(model, self._kernel))
+            log.info(use_kernel(model, self.kernel))
 
 
 quantization._quantizer_to_mode[PackedWeights] = "hestia"
