@@ -148,13 +148,11 @@ class QuantizedLinear(FakeQuantizedLinear):
         weight, *parameters = (full_tensor(value) for value in self.latents())
         return weight, tuple(parameters)
 
-    def hard_bias(self, latent: torch.Tensor) -> torch.Tensor | None:
-        """The bias of the hard linear, given the whole latent weight; detached."""
-        own = None if self.bias is None else full_tensor(self.bias)
-        if not self.method.adds_bias:
-            return own
+    def hard_bias(self, latent: torch.Tensor) -> torch.Tensor:
+        """The bias of the hard linear, given the whole latent weight, of a method that adds one;
+        detached."""
         added = self.method.bias(latent, torch.ones((), device=latent.device))
-        return added if own is None else own + added
+        return added if self.bias is None else full_tensor(self.bias) + added
 
     def _forward_bias(self) -> torch.Tensor | None:
         fake = self.weight_fake_quantizer

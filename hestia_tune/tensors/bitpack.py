@@ -41,14 +41,9 @@ def unpack_codes(packed: torch.Tensor, width: int, bits: int) -> torch.Tensor:
     return codes.flatten(-2)[..., :width]
 
 
-def pack2(codes: torch.Tensor) -> torch.Tensor:
-    """`pack_codes` of 2 bits."""
-    return pack_codes(codes, 2)
-
-
-def unpack2(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """`unpack_codes` of 2 bits."""
-    return unpack_codes(packed, width, 2)
+# Of 2 bits.
+pack2 = functools.partial(pack_codes, bits=2)
+unpack2 = functools.partial(unpack_codes, bits=2)
 
 
 def unpack2_centred(packed: torch.Tensor, width: int) -> torch.Tensor:
