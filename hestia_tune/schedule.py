@@ -31,19 +31,29 @@ class AnnealingSchedule:
 
     Args:
         total_steps: T, at least 1.
-        options: those of `hestia_tune.config.ScheduleConfig` (rho, tau_init, alpha, hard_fraction)
-            with their defaults, tau_init a number.
+        rho, tau_init, alpha, hard_fraction: see `hestia_tune.config.ScheduleConfig`; tau_init a
+            number.
 
     Raises:
         TypeError, ValueError: on options out of range.
     """
 
-    def __init__(self, total_steps: int, **options: float):
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        rho: float = 0.2,
+        tau_init: float = 0.3,
+        alpha: float = 0.4,
+        hard_fraction: float = 0.0,
+    ):
         if isinstance(total_steps, bool) or not isinstance(total_steps, int):
             raise TypeError(f"total_steps must be an int; got {total_steps!r}")
         if total_steps < 1:
             raise ValueError(f"total_steps must be at least 1; got {total_steps}")
-        config = ScheduleConfig(**options)
+        config = ScheduleConfig(
+            rho=rho, tau_init=tau_init, alpha=alpha, hard_fraction=hard_fraction
+        )
         if isinstance(config.tau_init, str):
             raise TypeError('tau_init must be a number here; resolve "auto" by optimal_temperature')
         if config.rho == 1:
