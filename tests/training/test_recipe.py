@@ -193,8 +193,14 @@ class ShadowedRecipe(HestiaQATRecipe):
     "quantizer",
     [
         {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 32},
-        {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 32, "scale": "learned"},
-        {"_component_": "hestia_tune.Fairy2iQATQuantizer"},
+        pytest.param(
+            {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 32, "scale": "learned"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"_component_": "hestia_tune.Fairy2iQATQuantizer"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["ternary", "learned", "fairy2i"],
 )
