@@ -105,13 +105,19 @@ class SensitivityRecipe:
         meta = build.plain_on_meta(self.cfg.model)
         build.build_buffers(meta, "cpu")  # some refuse to be made on the meta device
         largest = max(batches, key=lambda batch: batch.tokens.numel())
-        need = sum(estimation_memory(meta.to("meta"), names, largest, self.settings).values())
+        try:
+            need = sum(estimation_memory(meta.to("meta"), names, largest, self.settings).values())
+            told = (
+                f"about {need / 2**30:.2f} GiB per rank (less by batch_size or curvature: fisher)"
+            )
+        except RuntimeError:  # not all operators exist there: products by groups, of experts
+            told = "not known, for the model does not run on the meta device"
         free = psutil.virtual_memory().available
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
         log.info(
-            f"sensitivity of {len(names)} layers; memory needed: about {need / 2**30:.2f} GiB "
-            f"per rank (less by batch_size or curvature: fisher); free: {free / 2**30:.2f} GiB"
+            f"sensitivity of {len(names)} layers; memory needed: {told}; "
+            f"free: {free / 2**30:.2f} GiB"
         )
 
     def _write(self, artifact: SensitivityArtifact) -> None:
