@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map
 
 
 class BlockCall(NamedTuple):
@@ -87,16 +87,15 @@ def as_one(logits: Any) -> torch.Tensor:
 def share_equal(calls: list[BlockCall], others: list[BlockCall]) -> list[BlockCall]:
     """``calls`` with the tensors of ``others`` in place of their equals: rotary angles and masks
     are mostly those of every batch, and large."""
-    values, spec = tree_flatten(calls)
-    known, other_spec = tree_flatten(others)
-    if spec != other_spec:
-        return calls
 
     def shared(value: Any, other: Any) -> Any:
         same = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
         return other if same and torch.equal(value, other) else value
 
-    return tree_unflatten(map(shared, values, known), spec)
+    try:
+        return tree_map(shared, calls, others)
+    except ValueError:  # of another structure
+        return calls
 
 
 class _AllSeen(Exception):

@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from hestia_tune.distributed import gathered
 from hestia_tune.modules import quantized_linears
 from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
 from hestia_tune.reconstruction.streams import Stream, prefetched
-from hestia_tune.reconstruction.windows import WindowResult, windows
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sections import ReconstructionConfig
 
@@ -47,6 +47,31 @@ _NORM_CAP = 4.0
 _LOGIT_POSITIONS = 512
 # Batches on which the errors that are told are measured.
 _ERROR_BATCHES = 8
+
+
+def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int, int]]:
+    """(begin, end, blocks that are final afterwards) of every window, in order.
+
+    Windows grow from ``stride`` blocks to ``window`` and shrink again at the end, so that every
+    block is trained as often as any other, about window/stride times.
+    """
+    ends = range(stride, num_blocks + window, stride)
+    spans = [(max(0, end - window), min(end, num_blocks)) for end in ends]
+    spans = [span for span in spans if span[0] < num_blocks]
+    finals = [begin for begin, _ in spans[1:]] + [num_blocks]
+    return [(*span, final) for span, final in zip(spans, finals, strict=True)]
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """What a trained window says of itself."""
+
+    index: int
+    begin: int  # of its blocks
+    end: int
+    naive_error: float  # relative squared error at its end before training, with hard weights
+    error: float  # the same after it
+    seconds: float  # that it took
 
 
 class Reconstruction:

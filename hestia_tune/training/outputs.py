@@ -62,8 +62,8 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             hard = latent if layer is None else layer.method.hard(latent, parameters)
             state[name] = hard.to(torch.bfloat16).cpu()
             if layer is not None and layer.method.adds_bias:  # such linears have none of their own
-                bias = layer.method.bias(latent, torch.ones((), device=latent.device))
-                state[f"{name.removesuffix('weight')}bias"] = bias.to(torch.bfloat16).cpu()
+                bias = layer.hard_bias(latent).to(torch.bfloat16)
+                state[f"{name.removesuffix('weight')}bias"] = bias.cpu()
     if layers:
         raise RuntimeError(f"quantized weights are missing from the state dict: {[*layers]}")
     return state

@@ -239,19 +239,17 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         activation checkpointing and FSDP see them. FSDP is applied on one process too: it does the
         mixed precision, and one code path is easier to keep exact than two.
         """
-        cfg, options = self.run.cfg, self.options
-        model = build.build_on_meta(cfg.model, self.component)
-        if cfg.compile:
+        options = self.options
+        model = build.build_on_meta(self.run.cfg.model, self.component)
+        if options.compile:
             sharding.compile_blocks(model)
-        sharding.apply_activation_checkpointing(
-            model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option
-        )
+        sharding.apply_activation_checkpointing(model, options)
         sharded.quantize_shards(model)
         self._mesh = init_device_mesh(self._device.type, (self.world_size,), mesh_dim_names=("dp",))
         sharding.shard(model, self._mesh, self._dtype, options)
-        sharding.materialize(model, state, self._device, cfg.fsdp_cpu_offload)
+        sharding.materialize(model, state, self._device, options.fsdp_cpu_offload)
         self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
-            model, cfg.enable_activation_offloading
+            model, options.enable_activation_offloading
         )
         return model
 

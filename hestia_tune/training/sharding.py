@@ -24,15 +24,13 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
 
 
-def apply_activation_checkpointing(
-    model: nn.Module, enabled: bool, ac_mode: str | None, ac_option: int | None
-) -> None:
-    """Full (``enabled``) or selective (``ac_mode``), as in torchtune."""
-    if enabled and ac_mode is None:
+def apply_activation_checkpointing(model: nn.Module, run: RunOptions) -> None:
+    """Full (enabled) or selective (ac_mode), as in torchtune."""
+    if run.enable_activation_checkpointing and run.ac_mode is None:
         classes = {type(block) for block in find_blocks(model).values()}
         training.set_activation_checkpointing(model, auto_wrap_policy=classes)
-    elif not enabled and ac_mode is not None:
-        apply_selective_activation_checkpointing(model, ac_mode, ac_option)
+    elif not run.enable_activation_checkpointing and run.ac_mode is not None:
+        apply_selective_activation_checkpointing(model, run.ac_mode, run.ac_option)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, run: RunOptions) -> None:
@@ -44,10 +42,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, run: R
     Raises:
         ValueError: if the model has no blocks.
     """
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": run.fsdp_reshard_after_forward,
-    }
+    options: Any = {"mesh": mesh, "reshard_after_forward": run.fsdp_reshard_after_forward}
     if compute_dtype != torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32
