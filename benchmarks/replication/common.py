@@ -69,8 +69,9 @@ def slug(name: str) -> str:
 
 
 def settings_of(config: str, overrides: list[str]) -> DictConfig:
-    """A packaged config with a command line's overrides; ``~key`` takes a key away."""
-    cfg = OmegaConf.load(config_path(config))
+    """A packaged config, without distillation as in the paper, with a command line's overrides;
+    ``~key`` takes a key away."""
+    cfg = OmegaConf.merge(OmegaConf.load(config_path(config)), {"distillation": {"weight": 0.0}})
     for key in (entry[1:] for entry in overrides if entry.startswith("~")):
         *parents, last = key.split(".")
         section = OmegaConf.select(cfg, ".".join(parents)) if parents else cfg

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedTokenizerFast
 
-from hestia_tune.distributed import progress_bar, raise_together
+from hestia_tune.distributed import gathered, progress_bar, raise_together
 
 _TOKENS = 2048  # per forward; with a vocabulary of 128k their logits are 1 GB, held three times
 
@@ -144,8 +144,7 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         while self._any_works(False):
             self._decoder(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         raise_together(error)
-        parts: list = [None] * ranks
-        dist.all_gather_object(parts, found)
+        parts = gathered(found)
         return [parts[index % ranks][index // ranks] for index in range(len(requests))]
 
     @torch.no_grad()

@@ -5,7 +5,6 @@ latent weights, resume with nothing added. `QuantizedLinear` pulls its gradient 
 FSDP that is `hestia_tune.sharded`'s work, which Trainer does not call, so that is refused.
 """
 
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ import hestia_tune
 from hestia_tune.config import ScheduleConfig
 from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE
-from hestia_tune.files import staged, write_atomically
+from hestia_tune.files import staged, write_json
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import HestiaConfig, QATConfigBase, QATQuantizerBase
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
@@ -94,5 +93,5 @@ class HestiaCallback(TrainerCallback):
                 about["base_model"] = hub_name(model.name_or_path)
                 for part in filter(None, (model, processing_class)):
                     part.save_pretrained(folder)
-                write_atomically(folder / DESCRIPTION_FILE, json.dumps(about, indent=1) + "\n")
+                write_json(folder / DESCRIPTION_FILE, about)
                 write_card(folder, about)
