@@ -21,21 +21,25 @@ class SequenceDataset(Dataset):
 
     Args:
         tokens: ids, in order; the last that fill no sequence of ``seq_len`` are dropped.
+        eos_id, document_masks: see `training_sample`.
 
     Attributes:
         sequences: int64 (num_sequences, seq_len).
     """
 
-    def __init__(self, tokens: Iterable[int], seq_len: int):
+    def __init__(
+        self, tokens: Iterable[int], seq_len: int, eos_id: int = -1, document_masks: bool = False
+    ):
         flat = np.fromiter(tokens, np.int64)
         number = len(flat) // seq_len
         self.sequences = torch.from_numpy(flat[: number * seq_len].reshape(number, seq_len))
+        self._form = eos_id, document_masks
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return training_sample(self.sequences[index].tolist(), -1, False)
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return training_sample(self.sequences[index].tolist(), *self._form)
 
 
 def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:

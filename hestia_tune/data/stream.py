@@ -15,6 +15,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -200,7 +201,7 @@ def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
         ValueError, DataStreamError: as the stream does.
     """
     config = StreamConfig.parse({"shuffle_buffer": 0, "epochs": 1} | options)
-    stream = StreamingTextDataset(tokenizer, config)
+    stream = StreamingTextDataset(tokenizer, replace(config, document_masks=False))
     stream.rank, stream.world_size = 0, 1
     tokens = (token for sample in stream for token in sample["tokens"])
-    return SequenceDataset(tokens, config.seq_len)
+    return SequenceDataset(tokens, config.seq_len, tokenizer.eos_id, config.document_masks)

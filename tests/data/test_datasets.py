@@ -29,6 +29,14 @@ def write_jsonl(path, texts, column="text"):
     return str(path)
 
 
+def test_document_masks(tmp_path):
+    arguments = {"source": "json", "data_files": write_jsonl(tmp_path / "a.jsonl", ["ab", "cdefg"])}
+    (sample,) = text_dataset(Letters(), **arguments, seq_len=6, document_masks=True)
+    assert sample["tokens"].tolist() == sample["labels"].tolist() == [97, 98, 0, 99, 100, 101]
+    assert sample["input_pos"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert sample["seq_lens"].tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("seq_len", [1, 2, 5, 7, 100])
 def test_sequences_hold_every_token_in_order(tmp_path, seq_len):
     file = write_jsonl(tmp_path / "a.jsonl", ["ab", "", "cdefg", "h"])
