@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -69,6 +70,8 @@ class NoTokenizer:
 
 class NoDriver:
     """Takes the place of the schedule's driver where nothing is quantized."""
+
+    layers: Mapping[str, torch.nn.Module] = {}
 
     def set_step(self, step: int) -> None:
         pass
