@@ -108,6 +108,9 @@ class Decoder(nn.Module):
         """torchtune's generate asks; it then computes without caches."""
         return False
 
+    def reset_caches(self) -> None:
+        """Of which there are none."""
+
     @property
     def max_seq_len(self) -> int:
         return self.config.max_position_embeddings
