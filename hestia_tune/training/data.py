@@ -181,7 +181,8 @@ class TrainingData:
             timeout=cfg.dataloader_timeout if cfg.num_workers else 0,
             worker_init_fn=_outlive_signals,
         )
-        atexit.register(_end_workers)  # before Python's own, being registered later
+        if cfg.num_workers:
+            atexit.register(_end_workers)  # before Python's own, being registered later
         self.val_loader = None
         self._val_samples = None  # of this rank that count, None being all
         if cfg.dataset_val is None:

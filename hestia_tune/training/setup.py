@@ -5,7 +5,6 @@ the meta device, then the checkpoint, the data, and only then sharding and optim
 rank alone reads the checkpoint; its errors are raised on every rank.
 """
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,15 +191,14 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
     def _make_schedule(
         self, state: dict[str, torch.Tensor], names: list[str], resume_meta: dict[str, Any] | None
     ) -> AnnealingSchedule:
-        options = dataclasses.asdict(self.options.schedule)
-        if options["tau_init"] == "auto" and resume_meta is not None:
-            options["tau_init"] = resume_meta["identity"]["schedule.tau_init"]
-        elif options["tau_init"] == "auto":
+        tau_init: Any = self.options.schedule.tau_init
+        if tau_init == "auto" and resume_meta is not None:
+            tau_init = resume_meta["identity"]["schedule.tau_init"]
+        elif tau_init == "auto":
             weights = (state[f"{name}.weight"].float() for name in names)
-            fit = partial(self.component.method.fit_temperature, weights)
-            options["tau_init"] = on_first_rank(fit)
-            utils.log_rank_zero(log, f"tau_init auto: {options['tau_init']:.4f}")
-        return AnnealingSchedule(self.total_steps, **options)
+            tau_init = on_first_rank(partial(self.component.method.fit_temperature, weights))
+            utils.log_rank_zero(log, f"tau_init auto: {tau_init:.4f}")
+        return AnnealingSchedule.of(self.total_steps, self.options.schedule, tau_init=tau_init)
 
     def _identify(
         self,
