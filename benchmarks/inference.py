@@ -167,8 +167,11 @@ def run_torch(name: str, work: Path, kernel: str, threads: int, prompt: int, clo
         at = [prompt, 1]
 
         def one():
+            if at[0] == length:  # a fast model fills it: the same work, from the start
+                model.reset_caches()
+                at[0] = 0
             at[1] = step([at[1]], at[0])
-            at[0] = min(at[0] + 1, length - 1)
+            at[0] += 1
 
         row["decode"] = 1 / best(one, clock)
     return row | {"memory": resident() - start}

@@ -25,6 +25,7 @@ from hestia_tune.config import nearest, one_line
 from hestia_tune.files import read_json
 from hestia_tune.models.builders import llama
 from hestia_tune.models.checkpoints import MODEL_TYPES, require_biases
+from hestia_tune.models.decoding import group_heads
 from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.modules import quantized_linears
 from hestia_tune.qat import QATQuantizerBase
@@ -279,4 +280,5 @@ def ready_for_inference(
         kept = parameter.dtype if id(parameter) in latents else dtype
         parameter.data = parameter.data.to(device=device, dtype=kept)
     build_buffers(model, device)
+    group_heads(model)
     return model.requires_grad_(False).eval()

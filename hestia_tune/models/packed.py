@@ -36,6 +36,7 @@ from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
 from hestia_tune.models.checkpoints import add_biases
+from hestia_tune.models.decoding import group_heads
 from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.selection import select_linears
 from hestia_tune.tensors import pack, use_kernel
@@ -190,9 +191,10 @@ class PackedWeights:
         return model
 
     def _loaded(self, model: nn.Module, _: Any) -> None:
-        """Of a model on a CPU: chooses the kernels, and switches the compiler off."""
+        """Of a model on a CPU: chooses the kernels, groups heads, and switches the compiler off."""
         if next(model.parameters()).device.type == "cpu":
             torch.compiler.set_stance("force_eager")
+            group_heads(model)
             log.info(use_kernel(model, self.kernel))
 
 

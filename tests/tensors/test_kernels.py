@@ -270,6 +270,18 @@ def test_auto_dequantizes_what_no_kernel_makes_faster(timed):
     assert use_kernel(linear, "broken").layers == {"weight": "dequantize"}
 
 
+def test_auto_leaves_kernels_whose_threads_would_meet_torchs(timed, monkeypatch):
+    monkeypatch.setattr(Fast, "has_threads", True)
+    linear = layer(ternary(8, 64, 32))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    use = use_kernel(linear)
+    assert use.layers == {"weight": "slow"}
+    assert "not fast: beside torch's 2 threads" in str(use)
+    assert use_kernel(linear, "fast").layers == {"weight": "fast"}  # as it was told
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert use_kernel(linear).layers == {"weight": "fast"}
+
+
 def test_auto_measures_real_kernels_on_this_machine():
     model = nn.ModuleList([layer(ternary(32, 128, 64)), layer(ternary(7, 12, 4))])
     model.append(nn.Linear(4, 4))
@@ -288,6 +300,7 @@ def test_names(monkeypatch):
     with pytest.raises(ValueError, match="kernel must be one of auto, dequantize, .*got 'int3'"):
         use_kernel(nn.Linear(2, 2), "int3")
     monkeypatch.setattr(OnnxRuntime, "packages", ("no_such_package",))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     linear = layer(ternary(8, 64, 32))
     with pytest.raises(ImportError, match=r"pip install 'hestia-tune\[cpu\]'"):
         use_kernel(linear, "onnxruntime")

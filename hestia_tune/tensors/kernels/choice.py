@@ -1,7 +1,8 @@
 """Which kernel multiplies by which weight: `use_kernel`.
 
 `auto` measures, once a process for each kind of weight (shape, groups, dtype, device, number of
-threads), a product of one row by every kernel that can take it, and takes the fastest. Whatever the
+threads), a product of one row by every kernel that can take it, and takes the fastest; of those
+with threads of their own only if torch has one. Whatever the
 kernel, a dense product is at first slower, for it has to dequantize, and may gain with every row.
 With d the time of dequantizing and c, b those that a row takes by the kernel and densely, measured
 with `_ROWS` of them, the kernel is given up to d / (c - b) rows. The measurement repeats one
@@ -106,7 +107,10 @@ def _fastest(
             return one_line(error)
 
     for kind in kinds:
-        if weight.device.type not in kind.devices and not is_named:
+        if not is_named and weight.device.type not in kind.devices:
+            continue
+        if not is_named and kind.has_threads and (threads := torch.get_num_threads()) > 1:
+            notes[f"not {kind.name}: beside torch's {threads} threads its own are slow"] = None
             continue
         found = _once(weight, kind.name, partial(seconds_of_a_row, kind))
         if isinstance(found, str):

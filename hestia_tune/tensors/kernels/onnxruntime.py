@@ -9,7 +9,8 @@ of other sizes, it dequantizes by scalar code, which `auto` finds slow and leave
 Threads. One thread needs no pool. The first kernel that is made for several makes ONNX Runtime's
 global pool, of torch's number of threads at that time, which all others share; a process can have
 only one, of one size. From then on other sessions of the process must use it too
-(``SessionOptions.use_per_session_threads = False``).
+(``SessionOptions.use_per_session_threads = False``). Its threads and torch's are in each other's
+way: on two cores a model is slower with it than on one, so `auto` takes it for one thread only.
 """
 
 import logging
@@ -34,6 +35,7 @@ class OnnxRuntime(Kernel):
     packages, extra = ("onnx", "onnxruntime"), "cpu"
     devices = ("cpu",)
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    has_threads = True
 
     @classmethod
     def _block(cls, weight) -> int | None:
