@@ -1,6 +1,6 @@
 """Speed and memory of packed models, beside dense ones and llama.cpp.
 
-    python benchmarks/inference.py [--models smollm2_135m llama3_2_1b] [--threads 1 2]
+    python benchmarks/inference.py [--models smollm2_135m llama3_2_1b] [--threads 1 2] [--rows ...]
     python benchmarks/inference.py --products [--threads 1]
 
 Random codes and scales in the shape of a config, so nothing is downloaded: groups of 64 for
@@ -34,9 +34,11 @@ from safetensors.torch import save_file
 
 GROUPS = {"smollm2_135m": 64, "llama3_2_1b": 256}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+DENSE = ("bfloat16", "float32")
 KERNELS = ("auto", "onnxruntime", "int4pack", "dequantize")
 BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0")
-ROUND, SECONDS = 8, 15
+ROWS = (*DENSE, *KERNELS, *BLOCK_TYPES)
+ROUND, SECONDS = 8, 8
 
 
 def resident() -> int:
@@ -53,7 +55,7 @@ def build(name: str):
     return builders.plain_on_meta(OmegaConf.load(config_path(name)).model)
 
 
-def write(name: str, work: Path) -> dict[str, int]:
+def write(name: str, work: Path, block_types: list[str]) -> dict[str, int]:
     """Random weights, packed (model.pt) and as GGUF files; bytes of the latter."""
     from convert import llama_config
     from torchtune.models.convert_weights import tune_to_hf
@@ -96,7 +98,7 @@ def write(name: str, work: Path) -> dict[str, int]:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(demo / file, folder / file)
     found, source = {}, ModelFolder(folder, in_files)
-    for block_type in BLOCK_TYPES:
+    for block_type in block_types:
         path = work / f"{block_type}.gguf"
         try:
             write_gguf(source, path, block_type=block_type)
@@ -132,7 +134,7 @@ def run_torch(name: str, work: Path, kernel: str, threads: int, prompt: int, clo
     dense_bytes = sum(2 * value.numel() for value in packed.values())
     row = {"quantized": 1.0}
     dtype = torch.float32 if kernel == "float32" else torch.bfloat16
-    if kernel in ("bfloat16", "float32"):
+    if kernel in DENSE:
         row["quantized"] = dtype.itemsize / 2
         for key in packed:
             state[key] = state[key].to(dtype).dequantize()
@@ -141,7 +143,7 @@ def run_torch(name: str, work: Path, kernel: str, threads: int, prompt: int, clo
     model.load_state_dict(state, assign=True)
     del state, packed
     builders.ready_for_inference(model, "cpu", dtype)
-    if kernel not in ("bfloat16", "float32"):
+    if kernel not in DENSE:
         begin, use = time.perf_counter(), use_kernel(model, kernel)
         print(f"{use}; {time.perf_counter() - begin:.1f} s", file=sys.stderr)
         parts = (p.parts for p in model.parameters() if isinstance(p, TernaryTensor))
@@ -232,10 +234,12 @@ def products(clock) -> None:
             print(f"| {shape[0]} x {shape[1]}, {rows} | {cells} |", flush=True)
 
 
-def report(name: str, work: Path, files: dict[str, int], threads: int, *rest: str) -> None:
+def report(
+    name: str, work: Path, kernels: list[str], files: dict[str, int], threads: int, *rest: str
+) -> None:
     """The table of one model and number of threads, and its ratios."""
     shared = [name, str(work), str(threads), *rest]
-    rows = {what: child(["torch", what, *shared]) for what in ("bfloat16", "float32", *KERNELS)}
+    rows = {what: child(["torch", what, *shared]) for what in kernels}
     rows |= {block_type: child(["llama.cpp", block_type, *shared]) for block_type in files}
     dense = rows["bfloat16"]
     print(f"\n{name}, {threads} thread(s), prompt of {rest[0]}, {rest[1]} clock\n")
@@ -245,7 +249,7 @@ def report(name: str, work: Path, files: dict[str, int], threads: int, *rest: st
         if not row:
             print(f"{key} failed", file=sys.stderr)
             continue
-        label = f"dense {key}" if key in ("bfloat16", "float32") else key
+        label = f"dense {key}" if key in DENSE else key
         share = "" if row["quantized"] is None else f"{row['quantized']:.1%}"
         both = [f"{row[what]:.2f} | {row[what] / dense[what]:.2f}" for what in ("prompt", "decode")]
         print(f"| {label} | {' | '.join(both)} | {row['memory'] / 1e6:.0f} | {share} |", flush=True)
@@ -264,6 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, help="beside bfloat16")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--products", action="store_true", help="single products only")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
@@ -274,13 +279,16 @@ def main() -> None:
         with torch.inference_mode():
             products(CLOCKS[options.clock])
         return
+    chosen = [row for row in ROWS if row in ("bfloat16", *options.rows)]
+    kernels = [row for row in chosen if row not in BLOCK_TYPES]
+    block_types = [row for row in chosen if row in BLOCK_TYPES]
     for name in options.models:
         with tempfile.TemporaryDirectory() as temporary:
-            files = write(name, Path(temporary))
+            files = write(name, Path(temporary), block_types)
             print(name, {key: f"{size / 1e6:.0f} MB" for key, size in files.items()}, flush=True)
             for threads in options.threads:
                 rest = str(options.prompt), options.clock
-                report(name, Path(temporary), files, threads, *rest)
+                report(name, Path(temporary), kernels, files, threads, *rest)
 
 
 if __name__ == "__main__":
