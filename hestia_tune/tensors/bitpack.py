@@ -7,6 +7,7 @@ under ``torch.compile``.
 """
 
 import functools
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -46,12 +47,33 @@ pack2 = functools.partial(pack_codes, bits=2)
 unpack2 = functools.partial(unpack_codes, bits=2)
 
 
-def unpack2_centred(packed: torch.Tensor, width: int) -> torch.Tensor:
+class Scratch(threading.local):
+    """Memory of a thread for one weight at a time, as large as the largest so far.
+
+    A fresh dense weight costs several times as much as its numbers do: the system hands its pages
+    out, zeroed, one by one, and has them back a moment later.
+    """
+
+    _memory = torch.empty(0, dtype=torch.int64)
+
+    def take(self, size: int) -> torch.Tensor:
+        """int64 (size,), overwritten by whoever takes it next."""
+        if size > self._memory.numel():
+            with torch.inference_mode(False):
+                self._memory = torch.empty(size, dtype=torch.int64)
+        return self._memory[:size]
+
+
+def unpack2_centred(
+    packed: torch.Tensor, width: int, scratch: Scratch | None = None
+) -> torch.Tensor:
     """`unpack2` minus one, in bfloat16. On the CPU by a table of four values a byte, which takes a
     quarter of the time of elementwise operations; a compiler fuses those."""
     if packed.device.type != "cpu" or torch.compiler.is_compiling():
         return unpack2(packed, width).to(torch.bfloat16) - 1
-    quads = _centred_quads().index_select(0, packed.int().flatten())
+    index = packed.int().flatten()
+    out = scratch and scratch.take(index.numel())
+    quads = torch.index_select(_centred_quads(), 0, index, out=out)
     shape = (*packed.shape[:-1], CODES_PER_BYTE * packed.shape[-1])
     return quads.view(torch.bfloat16).view(shape)[..., :width]
 

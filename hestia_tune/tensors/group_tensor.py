@@ -153,11 +153,13 @@ class GroupTensor(PackedTensor):
 
     def dequantize_weight(self) -> torch.Tensor:
         """(out_features, in_features), scale times code, in the presented dtype."""
-        blocks = self._unpacked(self.scale.dtype).unflatten(
-            -1, (self.scale.shape[-1], self.block_size[-1])
-        )
+        return self._scaled(self._unpacked(self.scale.dtype))
+
+    def _scaled(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes in bfloat16, which are overwritten, times their scales."""
+        blocks = codes.unflatten(-1, (self.scale.shape[-1], self.block_size[-1]))
         # A code times a bfloat16 scale is exact; only then comes the presented dtype.
-        return (blocks * self.scale.unsqueeze(-1)).flatten(-2).to(self.dtype)
+        return blocks.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(self.dtype)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """What FSDP2 gathers: the packed codes, and the scales unless one covers all rows.

@@ -3,8 +3,8 @@
 Operators that are registered on `PackedTensor` are inherited by every kind of it (torchao copies a
 parent's table). Products all come to `packed_linear`: of a weight that has a kernel
 (`hestia_tune.tensors.kernels`), and that this one takes, they read the packed codes; others
-dequantize and call the dense operator, at the cost in time and, for that moment, in memory of a
-dense weight. What cannot be kept packed exactly is an error and never a silent dense copy.
+dequantize and call the dense operator, at the cost in time and in memory of one dense weight. What
+cannot be kept packed exactly is an error and never a silent dense copy.
 """
 
 import contextlib
@@ -167,6 +167,10 @@ class PackedTensor(TorchAOBaseTensor):
         dense = self.dequantize_weight()
         return dense.t() if self.is_transposed else dense
 
+    def dequantize_for_now(self) -> torch.Tensor:
+        """`dequantize`, perhaps in memory that the thread's next call overwrites."""
+        return self.dequantize()
+
     def rebuilt(self: T, qdata: torch.Tensor, scale: torch.Tensor, **changes: Any) -> T:
         """A tensor of other parts; its attributes are those of this one but for ``changes``."""
         attributes = {name: getattr(self, name) for name in self.tensor_attribute_names}
@@ -186,6 +190,8 @@ def packed_linear(
         kernel = weight.kernel
         if kernel is not None and kernel.takes(x, weight):
             return kernel(x, bias)
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return F.linear(_dense(x), weight.dequantize_for_now(), bias)
     return F.linear(_dense(x), _dense(weight), bias)
 
 

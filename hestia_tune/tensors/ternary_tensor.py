@@ -4,8 +4,10 @@ import torch
 
 from hestia_tune.methods import TernaryMethod
 from hestia_tune.tensors import group_operators  # noqa: F401  (which the kinds inherit)
-from hestia_tune.tensors.bitpack import unpack2_centred
+from hestia_tune.tensors.bitpack import Scratch, unpack2_centred
 from hestia_tune.tensors.group_tensor import GroupTensor
+
+_scratch = Scratch()
 
 
 class TernaryTensor(GroupTensor):
@@ -19,6 +21,10 @@ class TernaryTensor(GroupTensor):
         if dtype != torch.bfloat16:
             return super()._unpacked(dtype)
         return unpack2_centred(self.qdata, self.weight_shape[-1])
+
+    def dequantize_for_now(self):
+        dense = self._scaled(unpack2_centred(self.qdata, self.weight_shape[-1], _scratch))
+        return dense.t() if self.is_transposed else dense
 
 
 class INT2Tensor(GroupTensor):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from references import eq2_hard
 
 from hestia_tune.functional import hard_ternary, ternary_codes
@@ -177,3 +178,25 @@ def test_quantizing_constructors_refuse(make):
         make(latent(), group_size=64)
     with pytest.raises(TypeError, match="floating-point"):
         make(torch.ones(4, 8, dtype=torch.int32), group_size=8)
+
+
+@pytest.mark.parametrize("width", [24, 25], ids=["whole bytes", "padded"])
+def test_products_share_memory_without_meeting(width):
+    """What is dequantized for one product is overwritten by the next, in any order and mode."""
+    generator = torch.Generator().manual_seed(0)
+    dense = [torch.randn(rows, width, generator=generator) for rows in (4, 16, 8)]
+    packed = [TernaryTensor.from_hp(w, group_size="channel").to(torch.bfloat16) for w in dense]
+    hard = [weight.dequantize() for weight in packed]
+    x = torch.randn(3, width, generator=generator).bfloat16().requires_grad_()
+    with torch.inference_mode():
+        found = [F.linear(x, weight) for weight in packed]
+    with torch.no_grad():
+        found += [F.linear(x, weight) for weight in packed[::-1]]
+    for y, weight in zip(found, hard + hard[::-1], strict=True):
+        assert torch.equal(y, F.linear(x.detach(), weight))
+    y = F.linear(x, packed[0])
+    with torch.no_grad():
+        F.linear(x, packed[1])  # before what the first saved is used
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(y) @ hard[0])
+    assert all(torch.equal(w.dequantize(), h) for w, h in zip(packed, hard, strict=True))

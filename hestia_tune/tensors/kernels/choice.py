@@ -1,12 +1,12 @@
 """Which kernel multiplies by which weight: `use_kernel`.
 
 `auto` measures, once a process for each kind of weight (shape, groups, dtype, device, number of
-threads), a product of one row by every kernel that can take it, and takes the fastest; of those
-with threads of their own only if torch has one. Whatever the
-kernel, a dense product is at first slower, for it has to dequantize, and may gain with every row.
-With d the time of dequantizing and c, b those that a row takes by the kernel and densely, measured
-with `_ROWS` of them, the kernel is given up to d / (c - b) rows. The measurement repeats one
-product, whose weight may stay in the cache: it compares, and does not foretell a model's speed.
+threads), a product of one row by every kernel that can take it, and takes the fastest; those with
+threads of their own only if torch has one. Whatever the kernel, a dense product is at first slower,
+for it has to dequantize, and may gain with every row. With d the time of dequantizing and c, b
+those that a row takes by the kernel and densely, measured with `_ROWS` of them, the kernel is given
+up to d / (c - b) rows. The measurement repeats one product, whose weight may stay in the cache: it
+compares, and does not foretell a model's speed.
 """
 
 import time
@@ -120,7 +120,7 @@ def _fastest(
     if not times:
         return None
     best = min(times, key=lambda kind: times[kind])
-    dequantizing = _once(weight, DEQUANTIZE, lambda: _seconds(weight.dequantize))
+    dequantizing = _once(weight, DEQUANTIZE, lambda: _seconds(weight.dequantize_for_now))
     if times[best] > dequantizing and not is_named:
         return None
     kernel = made.get(best) or make(weight, best)
