@@ -1,4 +1,4 @@
-"""Speed and memory of packed models, beside dense ones and llama.cpp.
+"""Speed and memory of packed models, beside dense ones, ONNX Runtime's own loop and llama.cpp.
 
     python benchmarks/inference.py [--models smollm2_135m llama3_2_1b] [--threads 1 2] [--rows ...]
     python benchmarks/inference.py --products [--threads 1]
@@ -37,7 +37,8 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 DENSE = ("bfloat16", "float32")
 KERNELS = ("auto", "onnxruntime", "int4pack", "dequantize")
 BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0")
-ROWS = (*DENSE, *KERNELS, *BLOCK_TYPES)
+ONNX = {"ONNX": "float32", "ONNX, int8 head": "int8"}
+ROWS = (*DENSE, *KERNELS, *ONNX, *BLOCK_TYPES)
 ROUND, SECONDS = 8, 8
 
 
@@ -55,13 +56,14 @@ def build(name: str):
     return builders.plain_on_meta(OmegaConf.load(config_path(name)).model)
 
 
-def write(name: str, work: Path, block_types: list[str]) -> dict[str, int]:
-    """Random weights, packed (model.pt) and as GGUF files; bytes of the latter."""
+def write(name: str, work: Path, rows: list[str]) -> dict[str, int]:
+    """Random weights, packed (model.pt) and as GGUF and ONNX files; bytes of the latter."""
     from convert import llama_config
     from torchtune.models.convert_weights import tune_to_hf
 
     from hestia_tune.export.folder import ModelFolder
     from hestia_tune.export.gguf import write_gguf
+    from hestia_tune.export.onnx import write_onnx
     from hestia_tune.selection import select_linears
     from hestia_tune.tensors import TernaryTensor
 
@@ -98,14 +100,16 @@ def write(name: str, work: Path, block_types: list[str]) -> dict[str, int]:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(demo / file, folder / file)
     found, source = {}, ModelFolder(folder, in_files)
-    for block_type in block_types:
-        path = work / f"{block_type}.gguf"
+    for row in rows:
+        path = work / f"{row}.gguf"
         try:
-            write_gguf(source, path, block_type=block_type)
+            if row in ONNX:
+                found[row] = write_onnx(source, work / row, head=ONNX[row])["bytes"]
+            elif row in BLOCK_TYPES:
+                write_gguf(source, path, block_type=row)
+                found[row] = path.stat().st_size
         except ValueError as error:
-            print(f"{name}: no {block_type}: {str(error).splitlines()[0]}", file=sys.stderr)
-        else:
-            found[block_type] = path.stat().st_size
+            print(f"{name}: no {row}: {str(error).splitlines()[0]}", file=sys.stderr)
     del source
     shutil.rmtree(folder)
     return found
@@ -202,6 +206,32 @@ def run_llama_cpp(path: Path, threads: int, prompt: int, clock) -> dict:
     return row | {"memory": resident() - start, "quantized": None}
 
 
+def run_onnx(folder: Path, threads: int, prompt: int, clock) -> dict:
+    """One row of onnxruntime-genai, with its own KV cache and greedy choice."""
+    import onnxruntime_genai as og
+
+    file, start = folder / "genai_config.json", resident()
+    config = json.loads(file.read_text())
+    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
+    file.write_text(json.dumps(config))
+    model, times = og.Model(str(folder)), {"prompt": [], "decode": []}
+    started = time.perf_counter()
+    while not times["prompt"] or time.perf_counter() - started < SECONDS:
+        options = og.GeneratorParams(model)
+        options.set_search_options(max_length=prompt + ROUND + 1, do_sample=False)
+        generator, begin = og.Generator(model, options), clock()
+        generator.append_tokens([1 + i % 50 for i in range(prompt)])
+        generator.get_logits()
+        times["prompt"].append(clock() - begin)
+        generator.generate_next_token()  # chooses from these
+        for _ in range(ROUND):
+            begin = clock()
+            generator.generate_next_token()
+            times["decode"].append(clock() - begin)
+    row = {"prompt": prompt / min(times["prompt"]), "decode": 1 / min(times["decode"])}
+    return row | {"memory": resident() - start, "quantized": None}
+
+
 def child(arguments: list[str]) -> dict:
     """Runs one row in a process of its own."""
     command = [sys.executable, __file__, "--child", *arguments]
@@ -240,7 +270,7 @@ def report(
     """The table of one model and number of threads, and its ratios."""
     shared = [name, str(work), str(threads), *rest]
     rows = {what: child(["torch", what, *shared]) for what in kernels}
-    rows |= {block_type: child(["llama.cpp", block_type, *shared]) for block_type in files}
+    rows |= {row: child(["onnx" if row in ONNX else "llama.cpp", row, *shared]) for row in files}
     dense = rows["bfloat16"]
     print(f"\n{name}, {threads} thread(s), prompt of {rest[0]}, {rest[1]} clock\n")
     print("| | prompt, tokens/s | of bf16 | decode, tokens/s | of bf16 | MB | quantized, of bf16 |")
@@ -261,6 +291,8 @@ def main() -> None:
         rest = int(threads), int(prompt), CLOCKS[clock]
         if kind == "torch":
             row = run_torch(name, Path(work), what, *rest)
+        elif kind == "onnx":
+            row = run_onnx(Path(work) / what, *rest)
         else:
             row = run_llama_cpp(Path(work) / f"{what}.gguf", *rest)
         print("\nRESULT" + json.dumps(row), flush=True)
@@ -280,11 +312,10 @@ def main() -> None:
             products(CLOCKS[options.clock])
         return
     chosen = [row for row in ROWS if row in ("bfloat16", *options.rows)]
-    kernels = [row for row in chosen if row not in BLOCK_TYPES]
-    block_types = [row for row in chosen if row in BLOCK_TYPES]
+    kernels = [row for row in chosen if row in (*DENSE, *KERNELS)]
     for name in options.models:
         with tempfile.TemporaryDirectory() as temporary:
-            files = write(name, Path(temporary), block_types)
+            files = write(name, Path(temporary), chosen)
             print(name, {key: f"{size / 1e6:.0f} MB" for key, size in files.items()}, flush=True)
             for threads in options.threads:
                 rest = str(options.prompt), options.clock

@@ -137,7 +137,7 @@ class ConvertConfig(Section):
     section: ClassVar[str] = "convert"
     # What to write; null is the first that the method has, torchao of all that have codes.
     formats: list[str] | None = option(
-        None, choices=("torchao", "huggingface", "compressed_tensors", "gguf")
+        None, choices=("torchao", "huggingface", "compressed_tensors", "gguf", "onnx")
     )
     # "trained", the hard model in output_dir; "pretrained", the checkpoint that training would
     # start from, quantized as it is (naive); or a Hugging Face folder, hard if hestia_qat wrote it,
@@ -149,6 +149,8 @@ class ConvertConfig(Section):
     # that needs nothing of this package.
     target: str | None = option(None, choices=("ternary", "intx", "int2", "binary", "fairy2i"))
     block_type: str | list[str] = "auto"  # of "gguf": see `hestia_tune.export.write_gguf`
+    # Of "onnx": the output head, exact or, faster, rounded to 8 bits by blocks of 32.
+    onnx_head: str = option("float32", choices=("float32", "int8"))
     overwrite: bool = False  # replace what is there
 
     def __post_init__(self):

@@ -125,7 +125,7 @@ def trained(tmp_path_factory):
     """A folder with runs/demo, trained for a moment and packed."""
     folder = tmp_path_factory.mktemp("trained")
     run("tune run hestia_qat --config demo", folder)
-    formats = "torchao,huggingface,compressed_tensors,gguf"
+    formats = "torchao,huggingface,compressed_tensors,gguf,onnx"
     run(f"tune run hestia_convert --config demo convert.formats=[{formats}]", folder)
     shutil.copytree(folder / "runs" / "demo", folder / "runs" / "demo_straight_through")
     return folder

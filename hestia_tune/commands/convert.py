@@ -16,7 +16,12 @@ from torchtune import utils
 
 import hestia_tune
 from hestia_tune.data.demo import demo_documents
-from hestia_tune.export import write_compressed_tensors, write_gguf, write_huggingface
+from hestia_tune.export import (
+    write_compressed_tensors,
+    write_gguf,
+    write_huggingface,
+    write_onnx,
+)
 from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder
 from hestia_tune.export.gguf import BLOCK_TYPES, activation_rounding
@@ -143,6 +148,8 @@ class ConvertRecipe:
             return write_huggingface(source, target, description=self.description, **options)
         if name == "compressed_tensors":
             return write_compressed_tensors(source, target, **options)
+        if name == "onnx":
+            return write_onnx(source, target, head=self.options.onnx_head, **options)
         if name == "gguf":
             options |= {"block_type": self.options.block_type, "rounding": self._rounding()}
             return write_gguf(source, target, **options)

@@ -20,7 +20,8 @@ CARD_FILE = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _KEPT = ("license", "license_name", "license_link", "language")
-_LIBRARIES = {"gguf": "gguf", "torchao": "hestia_tune"}  # the others: transformers
+# The others: transformers.
+_LIBRARIES = {"gguf": "gguf", "torchao": "hestia_tune", "onnx": "onnxruntime-genai"}
 
 
 def hub_name(path: str | Path) -> str:
@@ -46,7 +47,7 @@ def write_card(
         folder: of the model.
         description: content of hestia.json. Read of it: hestia_tune, quantizer, layers, base_model
             (by `hub_name`), step, data, tokens, validation_loss.
-        form: "huggingface", "compressed_tensors", "torchao" or "gguf".
+        form: "huggingface", "compressed_tensors", "torchao", "gguf" or "onnx".
         sizes: what the export returned.
         evaluation: path of an evaluation.json; left out unless it measured ``origin``.
         origin: the folder of these weights whose README.md has the licence; None is ``folder``.

@@ -43,7 +43,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
 # Tokenizer, chat template, generation settings, code of the model, licences.
 _SETTINGS = ("*token*.json", "merges.txt", "*chat_template*", "generation_config.json")
 _SIDE_FILES = (*_SETTINGS, *_TOKENIZER_FILES[1:], "LICENSE*", "NOTICE*", "USE_POLICY*")
-_TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
+_TYPES = {
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
 
 
 def import_optional(package: str, extra: str | None = None) -> Any:
@@ -277,12 +282,7 @@ def write_folder(
         texts: name -> content of the other files, config.json among them.
         file: name of the one file that torch.save writes; None writes safetensors.
     """
-    is_model = (target / "config.json").is_file() and not target.is_symlink()
-    holds_source = source.resolve().is_relative_to(target.resolve())
-    if os.path.lexists(target) and not (overwrite and is_model and not holds_source):
-        raise FileExistsError(
-            f"{target} exists; choose another name (overwrite=True replaces other models only)"
-        )
+    check_target(source, target, overwrite)
     state = dict(progress_bar(entries, desc=f"reading {source.name}", unit="tensor"))
     with staged(target) as staging:
         staging.mkdir()
@@ -307,6 +307,17 @@ def write_folder(
             if not same or found.dtype != expected.dtype:
                 raise RuntimeError(f"{name} read back differs from its source; check the disk")
         return state, num_bytes
+
+
+def check_target(source: Path, target: Path, overwrite: bool) -> None:
+    """Raises FileExistsError if ``target`` exists, unless it may be overwritten and is a model's
+    folder, which neither is nor holds ``source``."""
+    is_model = (target / "config.json").is_file() and not target.is_symlink()
+    holds_source = source.resolve().is_relative_to(target.resolve())
+    if os.path.lexists(target) and not (overwrite and is_model and not holds_source):
+        raise FileExistsError(
+            f"{target} exists; choose another name (overwrite=True replaces other models only)"
+        )
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:

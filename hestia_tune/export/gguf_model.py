@@ -26,6 +26,7 @@ _ARCHITECTURES = {
 _PAIRED = ("llama", "smollm3")
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+LINEARS = (*_PROJECTIONS, *_MLP)  # of a block
 _LAYER = ("input_layernorm", *_PROJECTIONS, "post_attention_layernorm", *_MLP)
 _HEAD_NORMS = {"qwen3": ("self_attn.q_norm", "self_attn.k_norm")}
 ROPE_FACTORS = "rope_freqs.weight"

@@ -136,12 +136,16 @@ class GroupMethod(Method):
 
     # How many codes there are: 2, 3 or 4, as in the module docstring.
     levels: ClassVar[int] = 3
-    file_formats = "torchao", "huggingface", "compressed_tensors", "gguf"
     group_size: GroupSize = 128
 
     def __post_init__(self):
         super().__post_init__()
         validate_group_size(self.group_size)
+
+    @property
+    def file_formats(self) -> tuple[str, ...]:
+        formats = "torchao", "huggingface", "compressed_tensors", "gguf"
+        return (*formats, "onnx") if self.levels < 4 else formats
 
     @property
     def packed_formats(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.training.outputs import provenance
 
 BASE_CARD = "---\nlicense: apache-2.0\nlanguage: [en]\nbase_model: other/base\n---\n# Its own\n"
-FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf")
+FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf", "onnx")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,8 @@ def test_of_every_format(trained, form):
     assert rows["bits"][0].startswith(f"{sizes['quantized_bits_per_weight']:.3f} per quantized")
     assert rows["a_task"] == ["acc", "0.2500"] and rows["b_task"][0] == "acc"
     assert "trained, hard" in rows
-    loads = {"gguf": "llama-cli", "torchao": "load_quantized"}.get(form, "pipeline(")
+    loads = {"gguf": "llama-cli", "torchao": "load_quantized", "onnx": "og.Model("}
+    loads = loads.get(form, "pipeline(")
     assert loads in card.text and ("vllm serve" in card.text) == (loads == "pipeline(")
 
 

@@ -170,7 +170,7 @@ def test_without_training_it_says_what_to_do(model_dir, tmp_path):
         convert(model_dir, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["torchao", "huggingface", "compressed_tensors", "gguf"])
+@pytest.mark.parametrize("name", ["torchao", "huggingface", "compressed_tensors", "gguf", "onnx"])
 def test_a_weight_that_is_not_ternary_stops_it(model_dir, output_dir, name):
     file = weights_file(output_dir / "hard_model")
     state = load_file(file)

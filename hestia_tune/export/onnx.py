@@ -1,0 +1,199 @@
+"""Writing a hard model as the ONNX model that onnxruntime-genai runs, decoding loop and all.
+
+That library's builder is the authority for the graph: attention with a KV cache, rotary embedding,
+settings of the tokenizer. It takes 2 bits in the layout of GPTQ, which it is given in a temporary
+folder, by blocks of 128, 64 or 32 columns (a scale that covers more is repeated):
+
+    NAME.qweight   int32 (in_features / 16, out_features): 2-bit fields of code + 1, the first
+                   weight in the lowest bits
+    NAME.qzeros    int32 (blocks, out_features / 16): fields of the zero point less one, 0
+    NAME.scales    float32 (blocks, out_features); 1 for the scale 0 of zeros
+    NAME.g_idx     int32 (in_features,): a column's block
+
+Each becomes a `MatMulNBits` of 2 bits, query, key and value together. What was built is read back
+and compared, code by code and scale by scale. Its products round activations to 8 bits, as those of
+`hestia_tune.tensors.kernels.onnxruntime`; everything else is float32.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hestia_tune.export.folder import (
+    DESCRIPTION_FILE,
+    ModelFolder,
+    check_target,
+    import_optional,
+    sizes,
+    write_safetensors,
+)
+from hestia_tune.export.gguf_model import LINEARS
+from hestia_tune.files import staged
+from hestia_tune.tensors.bitpack import pack2, unpack2
+from hestia_tune.tensors.group_tensor import GroupTensor
+
+MODEL_FILE = "model.onnx"
+_BLOCKS = (128, 64, 32)
+_FIELDS = 16  # of 2 bits in an int32
+_ACTIVATION_BITS = {8: 4, 32: 1}  # -> MatMulNBits' accuracy_level
+_EMBEDDING, _HEAD = "/model/embed_tokens/Gather", "/lm_head/MatMul"
+_NODE = re.compile(r"/model/(layers\.\d+)/(attn|mlp)/(\w+)_proj/MatMulNBits")
+
+
+def write_onnx(
+    source: ModelFolder,
+    target: Path,
+    *,
+    overwrite: bool = False,
+    head: str = "float32",
+    activation_bits: int = 8,
+) -> dict[str, Any]:
+    """Writes a hard model as a folder for ``onnxruntime_genai.Model`` on the CPU.
+
+    As `hestia_tune.export.write_huggingface`, but for
+
+    Args:
+        source: of an architecture that the builder has, with the seven linears of every block
+            quantized to ternary or binary codes.
+        head: "float32", exact; or "int8", the output head rounded to 8 bits by blocks of 32, a
+            quarter of the memory that every token reads.
+        activation_bits: 8; or 32, exact and slow, for comparisons.
+
+    Returns:
+        What `sizes` lists.
+
+    Raises:
+        ImportError: without onnxruntime-genai and what its builder needs.
+        ValueError: on other linears, codes of four levels, or groups that no block divides.
+        RuntimeError: if the builder fails, or what it wrote is not the model.
+    """
+    for package in ("onnx", "onnx_ir", "onnxruntime_genai", "transformers"):
+        import_optional(package, "onnx")
+    check_target(source.folder, target, overwrite)
+    block = _block(source)
+
+    def stored(name: str) -> dict[str, torch.Tensor]:
+        weight = source.read_hard(name)
+        if name not in source.quantized:
+            return {name: weight}
+        parts = _gptq(source.pack(name, weight), block)
+        return {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+
+    layout = {"quant_method": "gptq", "bits": 2, "group_size": block, "desc_act": False}
+    config = source.config | {"quantization_config": layout}
+    with staged(target) as staging, tempfile.TemporaryDirectory(dir=target.parent) as work:
+        write_safetensors(source, Path(work, "gptq"), stored, config, None, False)
+        _build(Path(work), staging, head, _ACTIVATION_BITS[activation_bits])
+        quantized_bytes = _check(source, staging)
+        texts = {"config.json": source.config, DESCRIPTION_FILE: source.description}
+        for name, text in texts.items():
+            if text:
+                (staging / name).write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
+        files = [*staging.glob(f"{MODEL_FILE}*")]
+        num_bytes = sum(file.stat().st_size for file in files)
+    return sizes(source.shapes, source.quantized, num_bytes, quantized_bytes)
+
+
+def _block(source: ModelFolder) -> int:
+    """Columns that share a scale in the file; ValueError if the model is none for the builder."""
+    if source.method.levels > 3:
+        raise ValueError("ONNX export holds ternary and binary codes; export to another format")
+    layers = range(source.config["num_hidden_layers"])
+    wanted = {f"model.layers.{layer}.{part}.weight" for layer in layers for part in LINEARS}
+    if odd := wanted ^ source.quantized.keys():
+        raise ValueError(
+            f"ONNX export wants the seven linears of every block quantized, and no others; "
+            f"{min(odd)} is another case; export to another format"
+        )
+    widths = set()
+    for name, group in source.quantized.items():
+        rows, columns = source.shapes[name]
+        widths |= {group if isinstance(group, int) else columns}
+        if rows % _FIELDS:
+            raise ValueError(
+                f"ONNX export wants out_features that are a multiple of {_FIELDS}; {name} has "
+                f"{rows}; export to another format"
+            )
+    fitting = [block for block in _BLOCKS if all(width % block == 0 for width in widths)]
+    if not fitting:
+        raise ValueError(
+            f"ONNX export wants groups, or whole rows, of a multiple of {_BLOCKS[-1]} weights; got "
+            f"{sorted(widths)}; export to another format"
+        )
+    return fitting[0]
+
+
+def _gptq(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:
+    """See the module."""
+    codes, (rows, columns) = hard.codes(), hard.shape
+    scale = hard.scale.float().repeat_interleave(hard.block_size[-1] // block, 1)
+    scale = scale.masked_fill(scale == 0, 1.0).expand(rows, -1)
+    return {
+        "qweight": pack2(codes + 1).view(torch.int32).t().contiguous(),
+        "qzeros": torch.zeros(columns // block, rows // _FIELDS, dtype=torch.int32),
+        "scales": scale.t().contiguous(),
+        "g_idx": torch.arange(columns, dtype=torch.int32) // block,
+    }
+
+
+def _build(work: Path, target: Path, head: str, accuracy_level: int) -> None:
+    """Runs the builder, in a process of its own, on the folder gptq in ``work``."""
+    kept = (_EMBEDDING, _HEAD) if head == "float32" else (_EMBEDDING,)
+    options = ["hf_token=false", f"accuracy_level={accuracy_level}"]
+    options += [f"nodes_to_exclude={','.join(kept)}"]
+    if head != "float32":
+        options += [f"matmul_mixed_precision=last_matmul:{head}"]
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu", "-p", "int4"]
+    command += ["-i", str(work / "gptq"), "-o", str(target), "-c", str(work / "cache")]
+    done = subprocess.run(
+        [*command, "--extra_options", *options],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise RuntimeError(
+            f"onnxruntime-genai could not build the model: {' '.join(reason)}; export to another "
+            "format"
+        )
+
+
+def _check(source: ModelFolder, folder: Path) -> int:
+    """Compares codes times scales of every product with the hard model; returns their bytes."""
+    import onnx
+
+    model = onnx.load(str(folder / MODEL_FILE), load_external_data=False)
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    num_bytes, seen = 0, set()
+    for node in model.graph.node:
+        if not (found := _NODE.fullmatch(node.name)):
+            continue
+        layer, room, part = found.groups()
+        parts = [*part] if part == "qkv" else [part]
+        room = "self_attn" if room == "attn" else room
+        names = [f"model.{layer}.{room}.{part}_proj.weight" for part in parts]
+        weight = torch.cat([source.read_hard(name) for name in names]).float()
+        arrays = [
+            torch.from_numpy(onnx.numpy_helper.to_array(tensors[name], str(folder)).copy())
+            for name in node.input[1:4]
+        ]
+        codes, scales, zeros = arrays
+        blocks = scales.reshape(len(weight), -1, 1)
+        fields = unpack2(codes.flatten(1), weight.shape[1]).float()
+        zeros = unpack2(zeros.reshape(len(weight), -1), blocks.shape[1]).unsqueeze(-1)
+        dense = ((fields.unflatten(1, (blocks.shape[1], -1)) - zeros) * blocks).flatten(1)
+        if not torch.equal(dense, weight):
+            raise RuntimeError(f"{names[0]} read back differs from its source; check the disk")
+        num_bytes += sum(array.nbytes for array in arrays)
+        seen |= set(names)
+    if missing := source.quantized.keys() - seen:
+        raise RuntimeError(f"onnxruntime-genai built no 2-bit product of {min(missing)}")
+    return num_bytes

@@ -1,0 +1,136 @@
+"""ONNX folders: the hard model as onnxruntime-genai runs it, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
+from safetensors.torch import load_file, save_file
+
+from hestia_tune.export import onnx as onnx_export
+from hestia_tune.export.folder import ModelFolder
+from hestia_tune.export.onnx import write_onnx
+from hestia_tune.methods import Method
+
+transformers = pytest.importorskip("transformers")
+og = pytest.importorskip("onnxruntime_genai")
+TOKENS = [*range(2, 42)]
+
+
+def logits(folder) -> torch.Tensor:
+    """After a prompt, then after each of three more tokens, with its KV cache: (4, vocab)."""
+    model = og.Model(str(folder))
+    options = og.GeneratorParams(model)
+    options.set_search_options(max_length=len(TOKENS) + 4)
+    generator, found = og.Generator(model, options), []
+    for tokens in (TOKENS[:-3], *([token] for token in TOKENS[-3:])):
+        generator.append_tokens(tokens)
+        found.append(torch.from_numpy(np.array(generator.get_logits())[0, -1]).float())
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def expected_logits(folder) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model(torch.tensor([TOKENS])).logits[0, -4:]
+
+
+def make(folder, kind, group_size):
+    if kind == "qwen2":
+        return random_qwen2(folder, group_size)
+    quantized = ternarize(DEMO, folder, group_size)
+    if kind == "biases":  # of every linear, as Tequila leaves them
+        file, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
+        state = load_file(file)
+        for name in quantized:
+            bias = 0.3 * torch.randn(len(state[name]), generator=generator)
+            state[name.replace("weight", "bias")] = bias.bfloat16()
+        save_file(state, file, metadata={"format": "pt"})
+        edit_json(folder / "config.json", attention_bias=True, mlp_bias=True)
+    return quantized
+
+
+@pytest.mark.parametrize(
+    ("kind", "group_size", "bits", "head", "tolerance"),
+    [
+        ("demo", 128, 32, "float32", 1e-5),
+        ("demo", 128, 8, "int8", 0.03),
+        ("biases", 32, 32, "float32", 1e-5),
+        ("qwen2", 64, 32, "float32", 1e-5),
+        ("qwen2", "channel", 8, "float32", 0.03),
+    ],
+)
+def test_logits_are_the_hard_models(tmp_path, kind, group_size, bits, head, tolerance):
+    folder, target = tmp_path / "model", tmp_path / "out"
+    source = ModelFolder(folder, make(folder, kind, group_size))
+    summary = write_onnx(source, target, head=head, activation_bits=bits)
+    found, expected = logits(target), expected_logits(folder)
+    assert (found - expected).norm() < tolerance * expected.norm()
+    assert list(tmp_path.iterdir()) in ([folder, target], [target, folder])
+    assert json.loads((target / "config.json").read_text())["architectures"]
+    block = 128 if group_size == "channel" else group_size
+    assert summary["quantized_bits_per_weight"] == pytest.approx(2 + 32 / block, abs=0.2)
+    held = sum(file.stat().st_size for file in target.glob("model.onnx*"))
+    assert summary["bytes"] == held > 0
+    if kind == "demo" and bits == 32:
+        with pytest.raises(FileExistsError, match="overwrite=True replaces"):
+            write_onnx(source, target)
+
+
+def refused(source, tmp_path, error, match):
+    target = tmp_path / "out" / "model"
+    target.parent.mkdir(exist_ok=True)
+    with pytest.raises(error, match=match):
+        write_onnx(source, target)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_what_the_builder_could_not_take(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    quantized = ternarize(DEMO, folder, 128)
+    some = {name: size for name, size in quantized.items() if "up_proj" not in name}
+    refused(
+        ModelFolder(folder, some), tmp_path, ValueError, r"layers\.0\.mlp\.up_proj.* is another"
+    )
+    four = Method.from_key("int2, group_size=128, start=least_squares")
+    model = ModelFolder(folder, quantized, quantize=True, method=four)
+    refused(model, tmp_path, ValueError, "ternary and binary codes")
+    small = ModelFolder(folder, dict.fromkeys(quantized, 16))
+    refused(small, tmp_path, ValueError, r"a multiple of 32 weights; got \[16\]")
+    narrow = tmp_path / "narrow"
+    layers = random_qwen2(narrow, "channel", intermediate_size=200)
+    wrong = ModelFolder(narrow, dict.fromkeys(layers, "channel"))
+    refused(wrong, tmp_path, ValueError, r"multiple of 16; .*gate_proj\.weight has 200")
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime_genai", None)
+    refused(ModelFolder(folder, quantized), tmp_path, ImportError, r"hestia-tune\[onnx\]")
+
+
+def test_a_weight_that_is_not_hard_is_named(tmp_path):
+    folder = tmp_path / "model"
+    quantized = ternarize(DEMO, folder, 128)
+    file, name = folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    state = load_file(file)
+    state[name][3, 40] = 0.123
+    save_file(state, file, metadata={"format": "pt"})
+    refused(ModelFolder(folder, quantized), tmp_path, ValueError, f"{name} is not a hard weight")
+
+
+def test_what_is_built_wrong_or_not_at_all_is_not_kept(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    quantized = ternarize(DEMO, folder, 128)
+    assert all(is_linear(name) for name in quantized)
+    honest = onnx_export._gptq
+
+    def damaged(hard, block):
+        parts = honest(hard, block)
+        parts["qweight"][0, 0] ^= 1
+        return parts
+
+    with monkeypatch.context() as patch:
+        patch.setattr(onnx_export, "_gptq", damaged)
+        source = ModelFolder(folder, quantized)
+        refused(source, tmp_path, RuntimeError, r"self_attn\.q_proj\.weight read back differs")
+    edit_json(folder / "config.json", architectures=["NoSuchForCausalLM"])
+    source = ModelFolder(folder, quantized)
+    refused(source, tmp_path, RuntimeError, "could not build the model: .*; export to another")
