@@ -242,24 +242,32 @@ def child(arguments: list[str]) -> dict:
 
 
 def products(clock) -> None:
-    """Milliseconds of single products, in bfloat16, groups of 128, on torch's threads."""
+    """Milliseconds of single products, in bfloat16, groups of 128, on torch's threads; of Fairy2i
+    two stages, one scale for each part of the matrix."""
     import torch.nn.functional as F
 
-    from hestia_tune.tensors import TernaryTensor
+    from hestia_tune.tensors import Fairy2iTensor, TernaryTensor
     from hestia_tune.tensors.kernels import choice
 
-    print("| out x in, rows | dense bf16 | dense f32 | int4pack | onnxruntime | dequantizing |")
-    print("|---|---:|---:|---:|---:|---:|")
+    titles = ["dense bf16", "dense f32", "int4pack", "onnxruntime", "dequantizing"]
+    titles += ["Fairy2i, int4pack", "Fairy2i, onnxruntime"]
+    print(f"| out x in, rows | {' | '.join(titles)} |\n|---|{'---:|' * len(titles)}")
     for shape in [(2048, 2048), (8192, 2048), (2048, 8192)]:
         weight = TernaryTensor.from_hp(torch.randn(shape), group_size=128)
         dense = {dtype: weight.to(dtype).dequantize() for dtype in (torch.bfloat16, torch.float32)}
         weight = weight.to(torch.bfloat16)
-        kernels = [choice.make(weight, choice.KERNELS[k]) for k in ("int4pack", "onnxruntime")]
+        complex_weight = Fairy2iTensor.from_hp(torch.randn(shape)).to(torch.bfloat16)
+        kernels = [
+            choice.make(one, choice.KERNELS[k])
+            for one in (weight, complex_weight)
+            for k in ("int4pack", "onnxruntime")
+        ]
         for rows in (1, 32):
             x = torch.randn(rows, shape[1])
             calls = [partial(F.linear, x.to(dtype), w) for dtype, w in dense.items()]
             calls += [partial(kernel, x.bfloat16(), None) for kernel in kernels]
-            times = [best(call, clock, 2) for call in [*calls, weight.dequantize]]
+            calls.insert(4, weight.dequantize_for_now)
+            times = [best(call, clock, 2) for call in calls]
             cells = " | ".join(f"{1e3 * seconds:.2f}" for seconds in times)
             print(f"| {shape[0]} x {shape[1]}, {rows} | {cells} |", flush=True)
 
