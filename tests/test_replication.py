@@ -107,6 +107,29 @@ def test_every_row_has_a_config_of_its_own_and_the_same_steps(methods, tmp_path)
     assert not methods.is_there(methods.row("x", "HestiaQATQuantizer", codebook="no such option"))
 
 
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [(2e-3, {1e-3, 2e-3, 4e-3}), (5e-4, {5e-4, 1e-3, 2e-3}), (8e-3, {1e-3, 2e-3, 4e-3, 8e-3})],
+)
+def test_the_search_stops_where_it_gets_worse(methods, best, tried):
+    import math
+
+    class Search(methods.Comparison):
+        def loss(self, row, lr, seed, steps):
+            assert seed == 7
+            return math.nan if lr == 1e-3 and best == 8e-3 else abs(math.log(lr / best))
+
+    found = Search(None, list(methods.LRS), [7, 8]).search(None, 250)
+    assert found.keys() == tried and min(found, key=found.__getitem__) == best
+
+
+def test_rows_are_chosen_by_name_or_by_a_word(methods, tmp_path):
+    rows = methods.rows_of(tmp_path, 500)
+    for words, expected in {("AbsMean",): 1, ("LSQ", "twn"): 4, ("Hestia", "TWN, 0.7"): 2}.items():
+        assert len(methods.chosen(rows, list(words))) == expected
+    assert len(methods.chosen(rows, [""])) == len(rows)
+
+
 def test_gradients_and_codes_in_and_out_of_the_zones(scripts, monkeypatch):
     import dead_zones
 

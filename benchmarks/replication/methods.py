@@ -12,8 +12,9 @@ The table has mean and deviation of the hard validation loss over all seeds, and
 AbsMean and to Hestia, paired by seed. Then come the ``--best`` rows at ``--longer`` times the steps
 and the same learning rates, and the pictures, ``methods.png`` and ``methods_longer.png``.
 
-What is done is kept: a study that was stopped goes on, and ``--rows`` takes only those whose names
-hold one of the words. A row whose component this version lacks is left out, and said so.
+What is done is kept: a study that was stopped goes on, and ``--rows`` takes only those of these
+names, or whose names hold one of these words. A row whose component this version lacks is left out,
+and said so.
 """
 
 import argparse
@@ -104,6 +105,15 @@ def rows_of(out: Path, steps: int) -> list[Row]:
     ]
 
 
+def chosen(rows: list[Row], words: list[str]) -> list[Row]:
+    """The rows of these names, and those whose names hold one of the other words."""
+    names = {row.name for row in rows}
+    parts = [word.lower() for word in words if word not in names]
+    return [
+        row for row in rows if row.name in words or any(part in row.name.lower() for part in parts)
+    ]
+
+
 def is_there(row: Row) -> bool:
     """Whether this version has the component, and it takes the row's options."""
     options = dict(row.method.quantizer)
@@ -189,11 +199,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="the names of the rows, and no run")
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
-    rows = [
-        row
-        for row in rows_of(options.out, options.longer * options.steps)
-        if any(word.lower() in row.name.lower() for word in options.rows)
-    ]
+    rows = chosen(rows_of(options.out, options.longer * options.steps), options.rows)
     if not rows:
         parser.error(f"--rows {options.rows}: no row has such a name; --list shows them")
     if options.list:
