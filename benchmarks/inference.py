@@ -108,7 +108,7 @@ def write(name: str, work: Path, rows: list[str]) -> dict[str, int]:
             elif row in BLOCK_TYPES:
                 write_gguf(source, path, block_type=row)
                 found[row] = path.stat().st_size
-        except ValueError as error:
+        except (ImportError, ValueError) as error:
             print(f"{name}: no {row}: {str(error).splitlines()[0]}", file=sys.stderr)
     del source
     shutil.rmtree(folder)

@@ -117,7 +117,7 @@ def test_the_search_stops_where_it_gets_worse(methods, best, tried):
     class Search(methods.Comparison):
         def loss(self, row, lr, seed, steps):
             assert seed == 7
-            return math.nan if lr == 1e-3 and best == 8e-3 else abs(math.log(lr / best))
+            return math.inf if lr < best == 8e-3 and lr < 4e-3 else abs(math.log(lr / best))
 
     found = Search(None, list(methods.LRS), [7, 8]).search(None, 250)
     assert found.keys() == tried and min(found, key=found.__getitem__) == best

@@ -25,6 +25,7 @@ from hestia_tune.export import (
 from hestia_tune.export.card import hub_name, write_card
 from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder
 from hestia_tune.export.gguf import BLOCK_TYPES, activation_rounding
+from hestia_tune.export.onnx import block_of
 from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.methods import GroupMethod
 from hestia_tune.models import build, checkpoints
@@ -85,6 +86,8 @@ class ConvertRecipe:
         self.method.check_file_formats(self.formats)
         if "torchao" in self.formats:
             check_format(self.method, self.options.target)
+        if "onnx" in self.formats:
+            block_of(self.source)
         for name in self.formats:
             if self.target(name).exists() and not self.options.overwrite:
                 raise FileExistsError(

@@ -16,6 +16,7 @@ and compared, code by code and scale by scale. Its products round activations to
 """
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -30,6 +31,7 @@ from hestia_tune.export.folder import (
     DESCRIPTION_FILE,
     ModelFolder,
     check_target,
+    copy_side_files,
     import_optional,
     sizes,
     write_safetensors,
@@ -43,7 +45,16 @@ MODEL_FILE = "model.onnx"
 _BLOCKS = (128, 64, 32)
 _FIELDS = 16  # of 2 bits in an int32
 _ACTIVATION_BITS = {8: 4, 32: 1}  # -> MatMulNBits' accuracy_level
+_HEADS = ("float32", "int8")
 _EMBEDDING, _HEAD = "/model/embed_tokens/Gather", "/lm_head/MatMul"
+# Of those that the builder has, those that the tests run.
+_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+log = logging.getLogger(__name__)
 _NODE = re.compile(r"/model/(layers\.\d+)/(attn|mlp)/(\w+)_proj/MatMulNBits")
 
 
@@ -60,8 +71,7 @@ def write_onnx(
     As `hestia_tune.export.write_huggingface`, but for
 
     Args:
-        source: of an architecture that the builder has, with the seven linears of every block
-            quantized to ternary or binary codes.
+        source: as `block_of` wants it.
         head: "float32", exact; or "int8", the output head rounded to 8 bits by blocks of 32, a
             quarter of the memory that every token reads.
         activation_bits: 8; or 32, exact and slow, for comparisons.
@@ -70,14 +80,17 @@ def write_onnx(
         What `sizes` lists.
 
     Raises:
-        ImportError: without onnxruntime-genai and what its builder needs.
-        ValueError: on other linears, codes of four levels, or groups that no block divides.
-        RuntimeError: if the builder fails, or what it wrote is not the model.
+        ValueError: on another head or number of bits, too.
+        RuntimeError: if the builder fails, or the products that it wrote are not the model's.
+        ImportError, ValueError: as `block_of`.
     """
-    for package in ("onnx", "onnx_ir", "onnxruntime_genai", "transformers"):
-        import_optional(package, "onnx")
+    if head not in _HEADS or activation_bits not in _ACTIVATION_BITS:
+        raise ValueError(
+            f"head must be one of {', '.join(_HEADS)}, activation_bits one of "
+            f"{[*_ACTIVATION_BITS]}; got {head!r} and {activation_bits!r}"
+        )
+    block = block_of(source)
     check_target(source.folder, target, overwrite)
-    block = _block(source)
 
     def stored(name: str) -> dict[str, torch.Tensor]:
         weight = source.read_hard(name)
@@ -88,8 +101,13 @@ def write_onnx(
 
     layout = {"quant_method": "gptq", "bits": 2, "group_size": block, "desc_act": False}
     config = source.config | {"quantization_config": layout}
-    with staged(target) as staging, tempfile.TemporaryDirectory(dir=target.parent) as work:
+    with (
+        staged(target.resolve()) as staging,
+        tempfile.TemporaryDirectory(dir=staging.parent) as work,
+    ):
         write_safetensors(source, Path(work, "gptq"), stored, config, None, False)
+        staging.mkdir()
+        copy_side_files(source.folder, staging)  # licences; the tokenizer is the builder's
         _build(Path(work), staging, head, _ACTIVATION_BITS[activation_bits])
         quantized_bytes = _check(source, staging)
         texts = {"config.json": source.config, DESCRIPTION_FILE: source.description}
@@ -101,8 +119,22 @@ def write_onnx(
     return sizes(source.shapes, source.quantized, num_bytes, quantized_bytes)
 
 
-def _block(source: ModelFolder) -> int:
-    """Columns that share a scale in the file; ValueError if the model is none for the builder."""
+def block_of(source: ModelFolder) -> int:
+    """Columns that share a scale in the file of a model.
+
+    Raises:
+        ImportError: without onnxruntime-genai and what its builder needs.
+        ValueError: on another architecture, if other linears than the seven of every block are
+            quantized, codes are of four levels, or no block divides the groups.
+    """
+    for package in ("onnx", "onnx_ir", "onnxruntime_genai", "transformers"):
+        import_optional(package, "onnx")
+    architecture = next(iter(source.config.get("architectures") or []), None)
+    if architecture not in _ARCHITECTURES:
+        raise ValueError(
+            f"ONNX export knows the architectures {', '.join(_ARCHITECTURES)}; got {architecture}; "
+            "export to another format"
+        )
     if source.method.levels > 3:
         raise ValueError("ONNX export holds ternary and binary codes; export to another format")
     layers = range(source.config["num_hidden_layers"])
@@ -150,10 +182,12 @@ def _build(work: Path, target: Path, head: str, accuracy_level: int) -> None:
     options += [f"nodes_to_exclude={','.join(kept)}"]
     if head != "float32":
         options += [f"matmul_mixed_precision=last_matmul:{head}"]
+    log.info("building the ONNX model")
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu", "-p", "int4"]
     command += ["-i", str(work / "gptq"), "-o", str(target), "-c", str(work / "cache")]
     done = subprocess.run(
         [*command, "--extra_options", *options],
+        cwd=work,  # where no module of the builder's names can be
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -161,8 +195,8 @@ def _build(work: Path, target: Path, head: str, accuracy_level: int) -> None:
     if done.returncode:
         reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         raise RuntimeError(
-            f"onnxruntime-genai could not build the model: {' '.join(reason)}; export to another "
-            "format"
+            f"onnxruntime-genai could not build the model (exit status {done.returncode}): "
+            f"{' '.join(reason)}; see that there is memory and disk, or export to another format"
         )
 
 

@@ -37,7 +37,7 @@ def _attend(
     """q (batch, heads, 1, head_dim), k and v (batch, heads, keys, head_dim), equal for ``share``
     heads each; mask (batch, 1, keys), True where a key counts; returns what q is shaped like."""
     is_one = q.shape[2] == 1 and q.device.type == "cpu" and not torch.is_grad_enabled()
-    if not (is_one and isinstance(mask, torch.Tensor)):
+    if not is_one or not isinstance(mask, torch.Tensor) or options.get("dropout_p"):
         return usual(q, k, v, mask=mask, **options)
     rows = q.reshape(q.shape[0], -1, share, q.shape[-1])
     mask = mask[:, None].expand(-1, -1, share, -1)

@@ -48,19 +48,19 @@ unpack2 = functools.partial(unpack_codes, bits=2)
 
 
 class Scratch(threading.local):
-    """Memory of a thread for one weight at a time, as large as the largest so far.
+    """Memory of a thread on the CPU for one weight at a time; it stays, as large as the largest.
 
     A fresh dense weight costs several times as much as its numbers do: the system hands its pages
     out, zeroed, one by one, and has them back a moment later.
     """
 
-    _memory = torch.empty(0, dtype=torch.int64)
+    _memory = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def take(self, size: int) -> torch.Tensor:
         """int64 (size,), overwritten by whoever takes it next."""
         if size > self._memory.numel():
             with torch.inference_mode(False):
-                self._memory = torch.empty(size, dtype=torch.int64)
+                self._memory = torch.empty(size, dtype=torch.int64, device="cpu")
         return self._memory[:size]
 
 
@@ -68,8 +68,10 @@ def unpack2_centred(
     packed: torch.Tensor, width: int, scratch: Scratch | None = None
 ) -> torch.Tensor:
     """`unpack2` minus one, in bfloat16. On the CPU by a table of four values a byte, which takes a
-    quarter of the time of elementwise operations; a compiler fuses those."""
-    if packed.device.type != "cpu" or torch.compiler.is_compiling():
+    quarter of the time of elementwise operations; a compiler fuses those, and what stands for a
+    tensor, such as a fake one, takes them too."""
+    is_plain = type(packed) is torch.Tensor and packed.device.type == "cpu"
+    if not is_plain or torch.compiler.is_compiling():
         return unpack2(packed, width).to(torch.bfloat16) - 1
     index = packed.int().flatten()
     out = scratch and scratch.take(index.numel())
@@ -81,5 +83,5 @@ def unpack2_centred(
 @functools.cache
 def _centred_quads() -> torch.Tensor:
     """The four bfloat16 values of every byte, 256 times, as one int64 each."""
-    every = torch.arange(256, dtype=torch.uint8)[:, None]
+    every = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None]
     return (unpack2(every, CODES_PER_BYTE).to(torch.bfloat16) - 1).view(torch.int64).flatten()

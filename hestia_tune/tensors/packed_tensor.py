@@ -168,7 +168,8 @@ class PackedTensor(TorchAOBaseTensor):
         return dense.t() if self.is_transposed else dense
 
     def dequantize_for_now(self) -> torch.Tensor:
-        """`dequantize`, perhaps in memory that the thread's next call overwrites."""
+        """`dequantize` for use at once and not to be kept: the thread's next call, for whatever
+        weight, may overwrite it."""
         return self.dequantize()
 
     def rebuilt(self: T, qdata: torch.Tensor, scale: torch.Tensor, **changes: Any) -> T:

@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from families import make_family
 from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.export import onnx as onnx_export
-from hestia_tune.export.folder import ModelFolder
+from hestia_tune.export.folder import ModelFolder, SafetensorsFolder, write_huggingface
 from hestia_tune.export.onnx import write_onnx
 from hestia_tune.methods import Method
 
@@ -40,14 +41,20 @@ def make(folder, kind, group_size):
     if kind == "qwen2":
         return random_qwen2(folder, group_size)
     quantized = ternarize(DEMO, folder, group_size)
-    if kind == "biases":  # of every linear, as Tequila leaves them
-        file, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
-        state = load_file(file)
-        for name in quantized:
+    (folder / "LICENSE.txt").write_text("as you like")
+    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
+    state = load_file(file)
+    for name in quantized:
+        if kind == "biases":  # of every linear, as Tequila leaves them; and a group of zeros
             bias = 0.3 * torch.randn(len(state[name]), generator=generator)
             state[name.replace("weight", "bias")] = bias.bfloat16()
-        save_file(state, file, metadata={"format": "pt"})
-        edit_json(folder / "config.json", attention_bias=True, mlp_bias=True)
+            state[name][3, :group_size] = 0
+        elif kind == "binary":
+            unit = state[name].abs().amax(1, keepdim=True)
+            signs = 2 * torch.randint(2, state[name].shape, generator=generator) - 1
+            state[name] = (unit * signs).bfloat16()
+    save_file(state, file, metadata={"format": "pt"})
+    edit_json(folder / "config.json", attention_bias=kind == "biases", mlp_bias=kind == "biases")
     return quantized
 
 
@@ -55,27 +62,54 @@ def make(folder, kind, group_size):
     ("kind", "group_size", "bits", "head", "tolerance"),
     [
         ("demo", 128, 32, "float32", 1e-5),
-        ("demo", 128, 8, "int8", 0.03),
+        ("demo", "tensor", 8, "int8", 0.03),
         ("biases", 32, 32, "float32", 1e-5),
+        ("binary", "channel", 32, "float32", 1e-5),
         ("qwen2", 64, 32, "float32", 1e-5),
-        ("qwen2", "channel", 8, "float32", 0.03),
+        ("qwen2", "channel", 8, "int8", 0.03),
     ],
 )
-def test_logits_are_the_hard_models(tmp_path, kind, group_size, bits, head, tolerance):
+def test_logits_are_the_hard_models(tmp_path, monkeypatch, kind, group_size, bits, head, tolerance):
     folder, target = tmp_path / "model", tmp_path / "out"
-    source = ModelFolder(folder, make(folder, kind, group_size))
+    method = Method.from_key("ternary" if kind != "binary" else "even, codebook=binary")
+    source = ModelFolder(folder, make(folder, kind, group_size), method=method)
     summary = write_onnx(source, target, head=head, activation_bits=bits)
     found, expected = logits(target), expected_logits(folder)
     assert (found - expected).norm() < tolerance * expected.norm()
     assert list(tmp_path.iterdir()) in ([folder, target], [target, folder])
     assert json.loads((target / "config.json").read_text())["architectures"]
-    block = 128 if group_size == "channel" else group_size
+    block = group_size if isinstance(group_size, int) else 128
     assert summary["quantized_bits_per_weight"] == pytest.approx(2 + 32 / block, abs=0.2)
     held = sum(file.stat().st_size for file in target.glob("model.onnx*"))
     assert summary["bytes"] == held > 0
     if kind == "demo" and bits == 32:
+        assert (target / "LICENSE.txt").read_text() == "as you like"
         with pytest.raises(FileExistsError, match="overwrite=True replaces"):
             write_onnx(source, target)
+        monkeypatch.setattr(onnx_export, "_check", failing)
+        with pytest.raises(RuntimeError, match="as asked"):
+            write_onnx(source, target, overwrite=True)
+        assert torch.equal(logits(target), found)
+        monkeypatch.undo()
+        (target / "of_before").touch()
+        write_onnx(source, target, overwrite=True, activation_bits=bits)
+        assert torch.equal(logits(target), found) and not (target / "of_before").exists()
+
+
+def failing(source, folder):
+    raise RuntimeError("as asked")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama 3 (scaled rotary)", "Mistral", "Qwen3"])
+def test_families(tmp_path, family):
+    folder = make_family(tmp_path / "model", family)
+    names = [name for name in SafetensorsFolder(folder).shapes if is_linear(name)]
+    source = ModelFolder(folder, dict.fromkeys(names, 32), quantize=True)
+    write_onnx(source, tmp_path / "out", activation_bits=32)
+    write_huggingface(source, tmp_path / "hard")
+    found, expected = logits(tmp_path / "out"), expected_logits(tmp_path / "hard")
+    assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
 def refused(source, tmp_path, error, match):
@@ -133,4 +167,11 @@ def test_what_is_built_wrong_or_not_at_all_is_not_kept(tmp_path, monkeypatch):
         refused(source, tmp_path, RuntimeError, r"self_attn\.q_proj\.weight read back differs")
     edit_json(folder / "config.json", architectures=["NoSuchForCausalLM"])
     source = ModelFolder(folder, quantized)
-    refused(source, tmp_path, RuntimeError, "could not build the model: .*; export to another")
+    refused(source, tmp_path, ValueError, "knows the architectures Llama.*; got NoSuchForCausalLM")
+    edit_json(folder / "config.json", architectures=["Qwen3ForCausalLM"])  # which has more norms
+    source = ModelFolder(folder, quantized)
+    match = r"could not build the model \(exit status 1\): .*; see that there is memory"
+    refused(source, tmp_path, RuntimeError, match)
+    for wrong in ({"head": "fp32"}, {"activation_bits": 4}):
+        with pytest.raises(ValueError, match=r"head must be one of float32, int8, activation_bits"):
+            write_onnx(source, tmp_path / "out" / "model", **wrong)

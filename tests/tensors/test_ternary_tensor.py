@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from references import eq2_hard
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hestia_tune.functional import hard_ternary, ternary_codes
 from hestia_tune.tensors import TernaryTensor
@@ -194,6 +195,11 @@ def test_products_share_memory_without_meeting(width):
         found += [F.linear(x, weight) for weight in packed[::-1]]
     for y, weight in zip(found, hard + hard[::-1], strict=True):
         assert torch.equal(y, F.linear(x.detach(), weight))
+    with torch.no_grad():  # nor do fake ones stay in it, whatever the default device
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
+            packed[1].rebuilt(*(torch.empty_like(part) for part in packed[1].parts)).dequantize()
+        with torch.device("meta"):
+            assert torch.equal(F.linear(x, packed[1]), found[1])
     y = F.linear(x, packed[0])
     with torch.no_grad():
         F.linear(x, packed[1])  # before what the first saved is used
