@@ -111,9 +111,10 @@ WRONG = {
     ],
     ConvertConfig: [
         *of_type(("formats",), ("gguf",)),
-        *in_range("one of torchao, huggingface", ("formats",), (["onnx"], ["gguf", "ggml"])),
+        *in_range("one of torchao, huggingface", ("formats",), (["onyx"], ["gguf", "ggml"])),
+        *in_range("one of float32, int8", ("onnx_head",), ("int4",)),
         *of_type(("source",), STRINGS),
-        *of_type(("target",), ([1],)),
+        *of_type(("target", "onnx_head"), ([1],)),
         *in_range("one of ternary, intx, int2, binary, fairy2i", ("target",), ("int4",)),
         *of_type(("block_type",), (3, None)),
         *of_type(("output",), ([1],)),
