@@ -101,12 +101,11 @@ def write(name: str, work: Path, rows: list[str]) -> dict[str, int]:
         shutil.copyfile(demo / file, folder / file)
     found, source = {}, ModelFolder(folder, in_files)
     for row in rows:
-        path = work / f"{row}.gguf"
         try:
             if row in ONNX:
                 found[row] = write_onnx(source, work / row, head=ONNX[row])["bytes"]
             elif row in BLOCK_TYPES:
-                write_gguf(source, path, block_type=row)
+                write_gguf(source, path := work / f"{row}.gguf", block_type=row)
                 found[row] = path.stat().st_size
         except (ImportError, ValueError) as error:
             print(f"{name}: no {row}: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -43,7 +43,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
 # Tokenizer, chat template, generation settings, code of the model, licences.
 _SETTINGS = ("*token*.json", "merges.txt", "*chat_template*", "generation_config.json")
 _SIDE_FILES = (*_SETTINGS, *_TOKENIZER_FILES[1:], "LICENSE*", "NOTICE*", "USE_POLICY*")
-_TYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
+_TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
 
 
 def import_optional(package: str, extra: str | None = None) -> Any:

@@ -34,15 +34,15 @@ from hestia_tune.export.folder import (
     copy_side_files,
     import_optional,
     sizes,
-    write_safetensors,
+    write_folder,
 )
 from hestia_tune.export.gguf_model import LINEARS
 from hestia_tune.files import staged
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.group_tensor import GroupTensor
+from hestia_tune.tensors.kernels.onnxruntime import BLOCKS
 
 MODEL_FILE = "model.onnx"
-_BLOCKS = (128, 64, 32)
 _FIELDS = 16  # of 2 bits in an int32
 _ACTIVATION_BITS = {8: 4, 32: 1}  # -> MatMulNBits' accuracy_level
 _HEADS = ("float32", "int8")
@@ -105,7 +105,9 @@ def write_onnx(
         staged(target.resolve()) as staging,
         tempfile.TemporaryDirectory(dir=staging.parent) as work,
     ):
-        write_safetensors(source, Path(work, "gptq"), stored, config, None, False)
+        entries = (entry for name in source.shapes for entry in stored(name).items())
+        texts = {"config.json": json.dumps(config)}
+        write_folder(source.folder, Path(work, "gptq"), entries, texts, overwrite=False)
         staging.mkdir()
         copy_side_files(source.folder, staging)  # licences; the tokenizer is the builder's
         _build(Path(work), staging, head, _ACTIVATION_BITS[activation_bits])
@@ -153,10 +155,10 @@ def block_of(source: ModelFolder) -> int:
                 f"ONNX export wants out_features that are a multiple of {_FIELDS}; {name} has "
                 f"{rows}; export to another format"
             )
-    fitting = [block for block in _BLOCKS if all(width % block == 0 for width in widths)]
+    fitting = [block for block in BLOCKS if all(width % block == 0 for width in widths)]
     if not fitting:
         raise ValueError(
-            f"ONNX export wants groups, or whole rows, of a multiple of {_BLOCKS[-1]} weights; got "
+            f"ONNX export wants groups, or whole rows, of a multiple of {BLOCKS[-1]} weights; got "
             f"{sorted(widths)}; export to another format"
         )
     return fitting[0]

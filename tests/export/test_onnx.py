@@ -1,6 +1,7 @@
 """ONNX folders: the hard model as onnxruntime-genai runs it, and what is refused."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ def test_what_the_builder_could_not_take(tmp_path, monkeypatch):
     layers = random_qwen2(narrow, "channel", intermediate_size=200)
     wrong = ModelFolder(narrow, dict.fromkeys(layers, "channel"))
     refused(wrong, tmp_path, ValueError, r"multiple of 16; .*gate_proj\.weight has 200")
-    monkeypatch.setitem(__import__("sys").modules, "onnxruntime_genai", None)
+    monkeypatch.setitem(sys.modules, "onnxruntime_genai", None)
     refused(ModelFolder(folder, quantized), tmp_path, ImportError, r"hestia-tune\[onnx\]")
 
 

@@ -22,7 +22,7 @@ from hestia_tune.tensors.bitpack import CODES_PER_BYTE
 from hestia_tune.tensors.kernels import Kernel
 
 log = logging.getLogger(__name__)
-_BLOCKS = (128, 64, 32)
+BLOCKS = (128, 64, 32)
 # Four codes 0, as the operator reads them: that of code 0 is the zero point 1.
 _ONES = 0b01010101
 _pool_size = 0
@@ -40,13 +40,13 @@ class OnnxRuntime(Kernel):
     @classmethod
     def _block(cls, weight) -> int | None:
         group, width = weight.block_size[-1], weight.shape[1]
-        fits = (block for block in _BLOCKS if group % block == 0)
-        return next(fits, _BLOCKS[-1] if group == width else None)  # the last block is filled up
+        fits = (block for block in BLOCKS if group % block == 0)
+        return next(fits, BLOCKS[-1] if group == width else None)  # the last block is filled up
 
     @classmethod
     def limit(cls, weight):
         if cls._block(weight) is None:
-            return f"needs groups of a multiple of {_BLOCKS[-1]}, or of whole rows"
+            return f"needs groups of a multiple of {BLOCKS[-1]}, or of whole rows"
         return super().limit(weight)
 
     def __init__(self, weight):
