@@ -195,6 +195,24 @@ def test_options_change_what_is_learned_and_still_mend(options):
         assert all(torch.equal(block.norm.weight, torch.ones(DIM)) for block in other)
 
 
+def test_divergence_and_its_gradient(monkeypatch):
+    """In parts that do not divide the positions; against autograd through all logits at once."""
+    monkeypatch.setattr("hestia_tune.reconstruction.engine._LOGIT_POSITIONS", 5)
+    work = reconstruct(make_model())
+    head = torch.randn(DIM, 11, generator=torch.Generator().manual_seed(2))
+    work.head = lambda h: h @ head
+    target, out = states()[0], states()[1].requires_grad_()
+    counted = torch.ones(BATCH, SEQ, dtype=torch.bool)
+    counted[1, 4:] = False
+    p, q = ((h[counted] @ head).double().softmax(-1) for h in (target, out))
+    expected = (p * (p.log() - q.log())).sum() / counted.sum()
+    (wanted,) = torch.autograd.grad(expected, out)
+    found = work._divergence(out, target, 0)
+    (grad,) = torch.autograd.grad(3.0 * found, out)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(grad, 3.0 * wanted, rtol=1e-4, atol=1e-7)
+
+
 def test_an_update_of_low_rank_has_that_rank():
     before, after = make_model(), make_model()
     results(reconstruct(after, rank=2))
