@@ -227,6 +227,10 @@ class ReconstructionRecipe:
             compiled=self.options.compile,
             folder=self.output,
         )
+        if self.settings.kl_weight:  # predictions are made where the windows are
+            model.to(self.device)
+            for block in work.blocks:
+                block.to("cpu")
         results = self._resume(work, model)
         blocks, total = [*find_blocks(model)], len(work.windows) * work.steps
 
