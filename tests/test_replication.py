@@ -95,6 +95,7 @@ def test_every_row_has_a_config_of_its_own_and_the_same_steps(methods, tmp_path)
         assert told == (250, None, 1) and options.optimizer["lr"] == 2e-3
         generated = "self_generated" in cfg.dataset["_component_"]
         assert generated == ("LLM-QAT" in row.name) == (options.distillation.weight == 1)
+        assert cfg.dataset.get("seed", 0) == generated  # the run's, which is 1
         assert (options.cage.strength > 0) == ("CAGE" in row.name)
         assert (options.init == "random") == ("scratch" in row.name)
         if generated:  # nothing is left of the dataset that it replaces

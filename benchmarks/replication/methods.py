@@ -127,7 +127,11 @@ def is_there(row: Row) -> bool:
 def changes_of(row: Row, lr: float, seed: int, steps: int) -> dict[str, Any]:
     """What a run of the row changes in the config, as `Study.run` takes it."""
     common = {"optimizer__lr": lr, "seed": seed, "max_steps": steps, "epochs": steps}
-    return common | {"max_steps_per_epoch": None} | row.changes
+    changes = common | {"max_steps_per_epoch": None} | row.changes
+    if dataset := row.changes.get("dataset"):  # which has a seed of its own, of text and order
+        folder = f"{dataset['cache_dir']}_{seed}"
+        changes["dataset"] = dataset | {"seed": seed, "cache_dir": folder}
+    return changes
 
 
 @dataclass
