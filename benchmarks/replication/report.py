@@ -94,7 +94,7 @@ def search(losses: Losses, steps: int, first: int) -> Iterator[str]:
 
 
 def draw(found: dict[str, tuple[float, dict[int, float]]], path: Path) -> None:
-    """Every seed's hard validation loss, by method."""
+    """Every seed's hard validation loss, by method; bars are means."""
     from matplotlib.figure import Figure
 
     names = sorted(found, key=lambda name: -statistics.mean(found[name][1].values()))
@@ -105,7 +105,7 @@ def draw(found: dict[str, tuple[float, dict[int, float]]], path: Path) -> None:
         axis.plot(values, [row] * len(values), "o", alpha=0.6, color="tab:blue")
         axis.plot([statistics.mean(values)], [row], "|", markersize=16, color="black")
     axis.set_yticks(range(len(names)), names)
-    axis.set_xlabel("hard validation loss (nats per token); dots are seeds, bars their mean")
+    axis.set_xlabel("hard validation loss, nats per token")
     axis.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)
 

@@ -7,6 +7,7 @@ with its traceback. Set HESTIA_TRACEBACK=1 to see where any error came from.
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 
@@ -20,6 +21,8 @@ from hestia_tune.config import one_line
 from hestia_tune.training.options import Run
 
 INTERRUPTED = 130
+# That the first rank has to tell an error of all; torchrun ends it when another rank exits.
+_SECONDS_TO_TELL = 10.0
 # What checks of the user's input, files and data raise.
 _ABOUT_INPUT = (
     *(ValueError, TypeError, OSError, ImportError, FloatingPointError),
@@ -53,6 +56,8 @@ def main(command: Callable[[Run], int], name: str) -> int:
         if rank == "0" or not shared:
             where = "" if rank == "0" else f"[rank {rank}] "
             print(f"{name}: error: {where}{one_line(error, limit=2000)}", file=sys.stderr)
+        else:
+            time.sleep(_SECONDS_TO_TELL)
         # Several ranks are ended by torchrun; to wait for each other here could hang.
         if dist.is_initialized() and dist.get_world_size() == 1:
             dist.destroy_process_group()

@@ -144,6 +144,16 @@ def test_from_the_command_line(model_dir, tmp_path):
     assert len(lines) == 1 and "has num_hidden_layers 2" in lines[0]
 
 
+def test_other_ranks_leave_the_first_the_time_to_tell(monkeypatch, capsys):
+    """torchrun ends rank 0 as soon as another rank exits."""
+    waited = []
+    monkeypatch.setattr("hestia_tune.commands.launch.time.sleep", waited.append)
+    monkeypatch.setattr(sys, "argv", ["hestia_qat", "--config", "llama3_2_1bb"])
+    monkeypatch.setenv("RANK", "1")
+    assert main(run_qat, "hestia_qat") == 1
+    assert "error" not in capsys.readouterr().err and waited == [10.0]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
