@@ -94,9 +94,13 @@ class ReconstructionConfig(Section):
     loss: str = option("squared", choices=("squared", "huber"))
     # In root mean squares of the token's hidden state.
     huber_delta: float = option(1.0, low=1e-6, high=1e6)
-    # Of the Kullback-Leibler divergence from the pretrained model's predictions, added to the loss
-    # of the last window.
-    kl_weight: float = option(0.0, low=0, high=1e6)
+    # Blocks at the end of the model that are trained once more after the last window, together,
+    # towards the pretrained model's predictions (Kullback-Leibler divergence); 0 leaves them. With
+    # their optimizer they must fit on the device. All of them: any number that is not below.
+    kl_blocks: int = option(0, low=0)
+    kl_epochs: int = option(1, low=1)  # passes over the samples in it
+    kl_rate: float = option(0.3, low=0, high=10)  # its rates, in units of lr and those below
+    kl_tau_init: float = option(0.05, low=0, high=100)  # tau_init of it, where rho is 0
     # Of the latent weights; falls linearly to 0; up to twice as much below 100 steps a window.
     lr: float = option(1e-2, low=0, high=1)
     parameter_lr: float = option(2e-2, low=0, high=1)  # of the method's own parameters

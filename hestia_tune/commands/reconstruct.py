@@ -133,7 +133,8 @@ class ReconstructionRecipe:
             _save_blocks(model, find_blocks(model), self.output / LATENTS_FILE)
             folder = self.output / "hard_model"
             outputs.write_hard_model(state, checkpointer, folder, description)
-            plot_errors(self.results, self.output / "errors.png")
+            windows = [one for one in self.results if one.measure == "error"]
+            plot_errors(windows, self.output / "errors.png")
             rows = [dataclasses.asdict(result) for result in self.results]
             write_json(self.output / RESULTS_FILE, description | {"windows": rows})
             remove(self._windows)
@@ -227,19 +228,18 @@ class ReconstructionRecipe:
             compiled=self.options.compile,
             folder=self.output,
         )
-        if self.settings.kl_weight:  # predictions are made where the windows are
+        if self.settings.kl_blocks:  # predictions are made where the windows are
             model.to(self.device)
             for block in work.blocks:
                 block.to("cpu")
-        results = self._resume(work, model)
-        blocks, total = [*find_blocks(model)], len(work.windows) * work.steps
+        results, blocks = self._resume(work, model), [*find_blocks(model)]
 
         def save(last: WindowResult) -> None:
             path = self._windows / f"window_{last.index:04}.safetensors"
             write_json(path.with_suffix(".json"), dataclasses.asdict(last))
             _save_blocks(model, blocks[last.begin : last.end], path)
 
-        progress = progress_bar(total=total, initial=len(results) * work.steps)
+        progress = progress_bar(total=sum(work.steps), initial=sum(work.steps[: len(results)]))
         stop = StopRequest()
         with progress, stop.installed():
             for result in work.run(len(results)):
@@ -247,8 +247,8 @@ class ReconstructionRecipe:
                     results.append(result)
                     on_first_rank(lambda: save(results[-1]), share=False)
                     progress.set_postfix_str(
-                        f"blocks {result.begin} to {result.end - 1}: error {result.error:.4f}, "
-                        f"naive {result.naive_error:.4f}",
+                        f"blocks {result.begin} to {result.end - 1}: {result.measure} "
+                        f"{result.error:.4f}, before {result.naive_error:.4f}",
                         refresh=False,
                     )
                     continue

@@ -4,7 +4,9 @@ A window takes the hidden states that the hard blocks before it put out, so that
 they lost, and is trained towards the pretrained stream's hidden states at its end. The error of a
 token is relative to its norm, which is capped at four times the median: some blocks give a few
 tokens norms thousands of times those of the others. The method, its temperature and its own
-parameters are those of training; a window anneals from start to end, then it is hard.
+parameters are those of training; a window anneals from start to end, then it is hard. After the
+windows the last blocks may be trained once more, together and towards the pretrained predictions,
+which no window but the last sees.
 
 Legend: W latent weights, E effective weights, h hidden states (batch, seq_len, dim), h* their
 target. A step makes E of every linear from W (one fused kernel), computes with E as plain linears,
@@ -15,17 +17,18 @@ its optimizer, and two hidden states a token (`hestia_tune.reconstruction.stream
 samples and sum their gradients, so the result is that of one process.
 """
 
+import copy
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -33,6 +36,7 @@ from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
 from hestia_tune.distributed import gathered
 from hestia_tune.modules import quantized_linears
 from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
+from hestia_tune.reconstruction.losses import divergence, huber_error, squared_error
 from hestia_tune.reconstruction.streams import Stream, prefetched
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sections import ReconstructionConfig
@@ -42,23 +46,22 @@ log = logging.getLogger(__name__)
 _WARMUP_STEPS = 10
 # Norms of tokens are capped at as many times their median.
 _NORM_CAP = 4.0
-# Positions whose predictions are compared at once: what bounds the memory of logits.
-_LOGIT_POSITIONS = 128
 # Batches on which the errors that are told are measured.
 _ERROR_BATCHES = 8
 
+# (h, h*, number of the batch) -> a scalar.
+_Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
-def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int, int]]:
-    """(begin, end, blocks that are final afterwards) of every window, in order.
+
+def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int]]:
+    """(begin, end) of every window, in order; blocks before its begin are final.
 
     Windows grow from ``stride`` blocks to ``window`` and shrink again at the end, so that every
     block is trained as often as any other, about window/stride times.
     """
     ends = range(stride, num_blocks + window, stride)
     spans = [(max(0, end - window), min(end, num_blocks)) for end in ends]
-    spans = [span for span in spans if span[0] < num_blocks]
-    finals = [begin for begin, _ in spans[1:]] + [num_blocks]
-    return [(*span, final) for span, final in zip(spans, finals, strict=True)]
+    return [span for span in spans if span[0] < num_blocks]
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,12 @@ class WindowResult:
     index: int
     begin: int  # of its blocks
     end: int
-    naive_error: float  # relative squared error at its end before training, with hard weights
+    naive_error: float  # what is measured, before training, with hard weights
     error: float  # the same after it
     seconds: float  # that it took
+    # "error", relative and squared, of the hidden states at its end; or "divergence" of the
+    # predictions, in nats a token.
+    measure: str = "error"
 
 
 class Reconstruction:
@@ -79,7 +85,7 @@ class Reconstruction:
     Args:
         model: prepared, float32, on the CPU; its latent weights and the parameters of its method
             are what is trained, in place.
-        head: hidden states (n, dim) after the last block to logits (float32); for ``kl_weight``.
+        head: hidden states (n, dim) after the last block to logits (float32); for ``kl_blocks``.
         settings: see `ReconstructionConfig`.
         chains: the model on each batch of this rank's sequences, one after the other and as many
             on every rank: hidden states (batch_size / ranks, seq_len, dim).
@@ -109,30 +115,35 @@ class Reconstruction:
         self.device, self.dtype, self._scores = torch.device(device), dtype, scores
         self.seed, self._compiled = settings.seed or 0, compiled
         self._names = {id(layer): name for name, layer in quantized_linears(model).items()}
-        self.windows = windows(len(self.blocks), settings.window, settings.stride)
-        self.num_batches = len(counted)
-        self.steps = settings.epochs * self.num_batches  # of a window
+        count, self.num_batches = len(self.blocks), len(counted)
+        self.windows = windows(count, settings.window, settings.stride)
+        self.steps = [settings.epochs * self.num_batches] * len(self.windows)  # of each window
+        if settings.kl_blocks:
+            self.windows.append((max(0, count - settings.kl_blocks), count))
+            self.steps.append(settings.kl_epochs * self.num_batches)
         self._calls: list[list[BlockCall]] = []
         for batch, chain in enumerate(chains):
             state, first = chain.hidden, self._calls[0] if batch else chain.calls
             self._calls.append(share_equal(chain.calls, first))
             if batch == 0:
-                need = 2 * 2 * self.num_batches * state.numel() / 2**30
+                streams = 3 if settings.kl_blocks else 2
+                need = streams * 2 * self.num_batches * state.numel() / 2**30
                 folder = folder if need > settings.memory else None
                 log.info(f"hidden states: {need:.2f} GiB, in {'files' if folder else 'memory'}")
                 shape = (self.num_batches * state.shape[0], *state.shape[1:])
-                self.full, self.hard = (
-                    Stream(shape, state.shape[0], self.device, folder) for _ in range(2)
-                )
-            self.full.write(batch, state)
-            self.hard.write(batch, state)
+                self._streams = [
+                    Stream(shape, state.shape[0], self.device, folder) for _ in range(streams)
+                ]
+                self.full, self.hard = self._streams[:2]
+            for stream in self._streams:
+                stream.write(batch, state)
         self._counted = torch.stack(list(counted)).to(self.device)  # (batches, batch, seq_len)
         self._tokens = self._sum(self._counted.sum((1, 2)).double()).clamp(min=1)
-        # One graph is compiled for all blocks that are alike.
+        # One graph is compiled for all blocks that are alike: of a copy with no tensors of its own.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
-        self._templates = [
-            next(other for other in self.blocks if alike(other, block)) for block in self.blocks
-        ]
+        kinds = [next(o for o in self.blocks if alike(o, block)) for block in self.blocks]
+        copies = {kind: copy.deepcopy(kind).to("meta") for kind in dict.fromkeys(kinds)}
+        self._templates = [copies[kind] for kind in kinds]
 
     def run(self, done: int = 0) -> Iterator[WindowResult | None]:
         """Trains the windows from number ``done`` on; yields None after every step, and at the end
@@ -146,10 +157,8 @@ class Reconstruction:
         ``load`` puts what they learned into the model, once the pretrained stream has gone through
         the pretrained weights.
         """
-        *_, end, final = self.windows[done - 1]
-        self._advance(self.full, end, hard=False)
+        self._advance(self.full, self.windows[done - 1][1], hard=False)
         load()
-        self._advance(self.hard, final, hard=True)
 
     @torch.no_grad()
     def _advance(self, stream: Stream, end: int, *, hard: bool) -> None:
@@ -193,46 +202,33 @@ class Reconstruction:
                 block, template = self.blocks[index], self._templates[index]
                 tensors = dict(block.named_parameters()) | dict(block.named_buffers())
                 for name, module in quantized_linears(block).items():
-                    tensors[f"{name}.weight"] = effective.get(id(module), module.weight)
+                    tensors[f"{name}.weight"] = effective.get(id(module), module.weight.detach())
                 inputs = tree_map(moved, self._calls[batch][index])
                 with plain_linears(template):
                     states = self._call(template, tensors, states, inputs)
         return states.float()
 
-    def _loss(
-        self, out: torch.Tensor, target: torch.Tensor, norms: torch.Tensor, batch: int
-    ) -> torch.Tensor:
-        """Relative error, a mean over the counted tokens of the batch, of this rank's part.
+    def _mean(self, errors: torch.Tensor, batch: int) -> torch.Tensor:
+        """Over the counted tokens of the batch, of all ranks: this rank's part."""
+        return errors.sum() / self._tokens[batch].float()
 
-        sum (h - h*)^2 / N per token, N = min(|h*|^2, cap); for "huber", with r = (h - h*) in units
-        of sqrt(N/dim), the mean of r^2 up to delta and of delta·(2|r| - delta) beyond.
-        """
-        if self.settings.loss == "squared":
-            error = (out - target).square().sum(-1) / norms
-        else:
-            r = (out - target) / (norms / out.shape[-1]).sqrt().unsqueeze(-1)
-            delta = self.settings.huber_delta
-            error = 2.0 * F.huber_loss(r, torch.zeros_like(r), reduction="none", delta=delta)
-            error = error.mean(-1)
-        return (error * self._counted[batch]).sum() / self._tokens[batch].float()
+    def _difference(
+        self,
+        error_of: Callable[..., torch.Tensor],
+        norms: torch.Tensor,
+        out: torch.Tensor,
+        target: torch.Tensor,
+        batch: int,
+    ) -> torch.Tensor:
+        return self._mean(error_of(out, target, norms[batch]) * self._counted[batch], batch)
 
     def _divergence(self, out: torch.Tensor, target: torch.Tensor, batch: int) -> torch.Tensor:
-        """KL(pretrained || hard) of the predictions, as `_loss` in its mean; nats per token.
-
-        Its gradient is taken at once, part by part, so that the logits of one part stand at a time
-        and none are computed twice.
-        """
-        total, counted = out.new_zeros(()), self._counted[batch]
-        parts = (h[counted].split(_LOGIT_POSITIONS) for h in (out, target))
-        for h, h_full in zip(*parts, strict=True):
-            leaf = h.detach().requires_grad_()
+        def head(hidden: torch.Tensor) -> torch.Tensor:
             with self._autocast():
-                wanted, logits = self.head(h_full).float(), self.head(leaf).float()
-            wanted, found = wanted.log_softmax(-1), logits.log_softmax(-1)
-            value = F.kl_div(found, wanted, reduction="sum", log_target=True)
-            (grad,) = torch.autograd.grad(value, leaf)
-            total = total + value.detach() + ((h - h.detach()) * grad).sum()
-        return total / self._tokens[batch].float()
+                return self.head(hidden)
+
+        counted = self._counted[batch]
+        return self._mean(divergence(out[counted], target[counted], head), batch)
 
     @torch.no_grad()
     def _norms(self) -> torch.Tensor:
@@ -242,19 +238,18 @@ class Reconstruction:
         everyone = torch.cat(gathered(norms[self._counted].cpu()))
         return norms.clamp(max=_NORM_CAP * everyone.median().item())
 
-    @torch.no_grad()
     def _error(
-        self, blocks: Iterable[int], layers: Sequence[TrainedLayer], norms: torch.Tensor
+        self, blocks: Iterable[int], layers: Sequence[TrainedLayer], source: Stream, measure: _Loss
     ) -> float:
-        """Relative squared error with hard weights, a mean over the tokens of a few batches."""
+        """A measure with hard weights, a mean over the tokens of a few batches."""
         for layer in layers:
             layer.refresh(self.dtype, hard=True)
         order = [*range(0, self.num_batches, -(-self.num_batches // _ERROR_BATCHES))]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch, (states, target) in prefetched(order, self.hard, self.full):
-            out = self._forward(blocks, layers, states, batch)
-            error = (out - target).square().sum(-1) / norms[batch]
-            total += error[self._counted[batch]].sum()
+        for batch, (states, target) in prefetched(order, source, self.full):
+            with torch.no_grad():
+                out = self._forward(blocks, layers, states, batch)
+            total += measure(out, target, batch).detach() * self._tokens[batch]
         return float(self._sum(total) / self._tokens[order].sum())
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -263,12 +258,19 @@ class Reconstruction:
             dist.all_reduce(value)
         return value
 
+    def _towards_predictions(self) -> ReconstructionConfig:
+        """Rates and schedule of the last blocks' training towards predictions."""
+        settings, names = self.settings, ("lr", "parameter_lr", "norm_lr")
+        rates = {name: min(1.0, settings.kl_rate * getattr(settings, name)) for name in names}
+        return replace(settings, **rates, tau_init=settings.kl_tau_init, rho=0.0)
+
+    @staticmethod
     def _optimizer(
-        self, blocks: Iterable[int], layers: Sequence[TrainedLayer]
+        blocks: Iterable[nn.Module], layers: Sequence[TrainedLayer], settings: ReconstructionConfig
     ) -> torch.optim.Optimizer:
         """AdamW without decay: latent weights, the method's parameters, norms and biases."""
-        settings, own = self.settings, {id(value) for x in layers for value in x.layer.latents()}
-        parameters = (p for index in blocks for p in self.blocks[index].parameters())
+        own = {id(value) for x in layers for value in x.layer.latents()}
+        parameters = (p for block in blocks for p in block.parameters())
         others = [p.requires_grad_(settings.norm_lr > 0) for p in parameters if id(p) not in own]
         rates = (
             (settings.lr, [p for x in layers for p in x.trained]),
@@ -280,41 +282,49 @@ class Reconstruction:
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def _train(self, index: int) -> Iterator[WindowResult | None]:
-        started, settings = time.perf_counter(), self.settings
-        begin, end, final = self.windows[index]
+        started, settings, source = time.perf_counter(), self.settings, self.hard
+        begin, end = self.windows[index]
         self._advance(self.full, end, hard=False)  # whose latents are the pretrained ones still
+        measure: _Loss
+        if settings.kl_blocks and index == len(self.windows) - 1:
+            name, source, settings = "divergence", self._streams[-1], self._towards_predictions()
+            loss_of = measure = self._divergence
+        else:
+            name, norms = "error", self._norms()
+            loss_of = measure = partial(self._difference, squared_error, norms)
+            if settings.loss == "huber":
+                huber = partial(huber_error, delta=settings.huber_delta)
+                loss_of = partial(self._difference, huber, norms)
+        self._advance(source, begin, hard=True)
         blocks = range(begin, end)
         for block in blocks:
             self.blocks[block].to(self.device)
         layers = self._layers(blocks, settings.rank, self.seed + index)
-        norms = self._norms()
         names = {layer.name: layer.layer for layer in layers}
-        schedule = AnnealingSchedule.of(self.steps, settings)
+        steps = self.steps[index]
+        schedule = AnnealingSchedule.of(steps, settings)
         scores = self._scores and {name: self._scores[name] for name in names}
         driver = ScheduleDriver(schedule, names, scores)
-        naive = self._error(blocks, layers, norms)
-        optimizer = self._optimizer(blocks, layers)
+        naive = self._error(blocks, layers, source, measure)
+        optimizer = self._optimizer(self.blocks[begin:end], layers, settings)
         peaks = [group["lr"] for group in optimizer.param_groups]
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         generator = torch.Generator().manual_seed(self.seed + index)
         step = 0
-        for _ in range(settings.epochs):
+        for _ in range(steps // self.num_batches):
             order = torch.randperm(self.num_batches, generator=generator).tolist()
-            for batch, (states, target) in prefetched(order, self.hard, self.full):
+            for batch, (states, target) in prefetched(order, source, self.full):
                 driver.set_step(step)
                 for layer in layers:
                     layer.refresh(self.dtype)
                 out = self._forward(blocks, layers, states, batch)
-                loss = self._loss(out, target, norms[batch], batch)
-                if final == len(self.blocks) and settings.kl_weight:
-                    loss = loss + settings.kl_weight * self._divergence(out, target, batch)
-                loss.backward()
+                loss_of(out, target, batch).backward()
                 for layer in layers:
                     layer.pull_back()
                 for parameter in trained:
                     self._sum(parameter.grad)
                 nn.utils.clip_grad_norm_(trained, 1.0)
-                rate = min(1.0, (step + 1) / _WARMUP_STEPS) * (1.0 - step / self.steps)
+                rate = min(1.0, (step + 1) / _WARMUP_STEPS) * (1.0 - step / steps)
                 for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                     group["lr"] = peak * rate
                 optimizer.step()
@@ -323,7 +333,7 @@ class Reconstruction:
                 yield None
         for layer in layers:
             layer.finish()
-        error = self._error(blocks, layers, norms)
+        error = self._error(blocks, layers, source, measure)
         if not math.isfinite(error):
             raise FloatingPointError(
                 f"blocks {begin} to {end - 1}: the error is not finite after training; lower "
@@ -331,6 +341,5 @@ class Reconstruction:
             )
         for block in blocks:
             self.blocks[block].to("cpu").requires_grad_(False)
-        self._advance(self.hard, final, hard=True)
         seconds = time.perf_counter() - started
-        yield WindowResult(index, begin, end, naive, error, seconds)
+        yield WindowResult(index, begin, end, naive, error, seconds, name)

@@ -2,7 +2,6 @@
 
 import math
 import socket
-from itertools import pairwise
 
 import pytest
 import torch
@@ -18,6 +17,8 @@ from hestia_tune.reconstruction.streams import Stream, prefetched
 from hestia_tune.sections import ReconstructionConfig
 
 SEQ, DIM, BATCHES, BATCH = 6, 8, 5, 4
+COUNTED = torch.ones(BATCH, SEQ)
+COUNTED[1, 4:] = 0
 
 
 class Block(nn.Module):
@@ -46,8 +47,7 @@ def states() -> list[torch.Tensor]:
 def reconstruct(model, first=states, ranks=slice(None), **options) -> Reconstruction:
     settings = {"seed": 3, "epochs": 2, "batch_size": BATCH, "num_samples": 20, "lr": 1e-2}
     settings |= {"parameter_lr": 5e-3, "norm_lr": 1e-3, "hard_fraction": 0.2}
-    counted = torch.ones(BATCH, SEQ, dtype=torch.bool)
-    counted[1, 4:] = False
+    counted = COUNTED.bool()
     engine = {k: options.pop(k) for k in ("compiled", "scores") if k in options}
     inputs = options.pop("inputs", [{}] * BATCHES)
     calls = ([BlockCall((), one)] * len(model) for one in inputs)
@@ -72,96 +72,138 @@ def results(work: Reconstruction, done: int = 0) -> list[WindowResult]:
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((3, 1, 1), [(0, 1, 1), (1, 2, 2), (2, 3, 3)]),
-        ((4, 2, 1), [(0, 1, 0), (0, 2, 1), (1, 3, 2), (2, 4, 3), (3, 4, 4)]),
-        ((6, 4, 2), [(0, 2, 0), (0, 4, 2), (2, 6, 4), (4, 6, 6)]),
-        ((5, 2, 2), [(0, 2, 2), (2, 4, 4), (4, 5, 5)]),
-        ((2, 8, 8), [(0, 2, 2)]),
+        ((3, 1, 1), [(0, 1), (1, 2), (2, 3)]),
+        ((4, 2, 1), [(0, 1), (0, 2), (1, 3), (2, 4), (3, 4)]),
+        ((6, 4, 2), [(0, 2), (0, 4), (2, 6), (4, 6)]),
+        ((5, 2, 2), [(0, 2), (2, 4), (4, 5)]),
+        ((2, 8, 8), [(0, 2)]),
     ],
 )
 def test_windows(shape, expected):
-    found = windows(*shape)
-    assert found == expected
-    assert all(
-        begin <= later and final == later for (begin, _, final), (later, *_) in pairwise(found)
-    )
+    assert windows(*shape) == expected
+
+
+def train_by_hand(blocks, source, loss_of, index, *, epochs, tau_init, last, peaks):
+    """A window by autograd and torch's own AdamW; straight-through from the step ``last`` on."""
+    layers = [layer for block in blocks for layer in quantized_linears(block).values()]
+    weights, own = [x.weight for x in layers], [x.scale_logit for x in layers]
+    known = {id(p) for p in (*weights, *own, *(x.scale_start for x in layers))}
+    others = [p for block in blocks for p in block.parameters() if id(p) not in known]
+    groups = [{"params": some} for some in (weights, own, others)]
+    for p in (*weights, *own, *others):
+        p.requires_grad_()
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+    generator = torch.Generator().manual_seed(3 + index)
+    steps = epochs * BATCHES
+    for step in range(steps):
+        if step % BATCHES == 0:
+            order = torch.randperm(BATCHES, generator=generator).tolist()
+        batch = order[step % BATCHES]
+        tau = tau_init / 2 * (1 + math.cos(math.pi * step / last)) if step < last else 0.0
+
+        def linear(layer, x, tau=tau):
+            own = (layer.scale_logit, layer.scale_start)
+            w = effective_weight(layer.weight, tau, 1.0, layer.method, own)
+            return torch.nn.functional.linear(x, w, layer.bias)
+
+        out = source[batch].float()
+        for block in blocks:
+            out = out + linear(block.down, torch.tanh(linear(block.up, block.norm(out))))
+        ((loss_of(out, batch) * COUNTED).sum() / COUNTED.sum()).backward()
+        nn.utils.clip_grad_norm_([*weights, *own, *others], 1.0)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * min(1, (step + 1) / 10) * (1 - step / steps)
+        optimizer.step()
+        optimizer.zero_grad()
+    for block in blocks:
+        block.requires_grad_(False)
+    for layer in layers:
+        layer.weight_fake_quantizer.is_hard = True
+
+
+def through(block, source):
+    return [block(h.float()).to(torch.bfloat16) for h in source]
+
+
+def pretrained(index):
+    block = make_model()[index]
+    for layer in quantized_linears(block).values():
+        layer.weight_fake_quantizer.enabled = False
+    return block
+
+
+def measured(blocks, source, loss_of):
+    total = 0.0
+    for batch, h in enumerate(source):
+        out = h.float()
+        for block in blocks:
+            out = block(out)
+        total += (loss_of(out, batch) * COUNTED).sum().item()
+    return total / (COUNTED.sum().item() * BATCHES)
+
+
+def assert_same(model, other):
+    for (name, own), value in zip(
+        model.state_dict().items(), other.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(own, value, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_a_window_equals_a_loop_by_hand():
-    """Everything of a step, by autograd and torch's own AdamW; two blocks, one after the other."""
+    """Everything of a step; two blocks, one after the other."""
     model, by_hand = make_model(), make_model()
     work = reconstruct(model, tau_init=0.4, hard_fraction=0.25, norm_lr=1e-3)
     found = results(work)
     full = [h.to(torch.bfloat16) for h in states()]
     hard = list(full)
-    counted = torch.ones(BATCH, SEQ)
-    counted[1, 4:] = 0
     for index, block in enumerate(by_hand):
-        plain = make_model()[index]
-        for layer in quantized_linears(plain).values():
-            layer.weight_fake_quantizer.enabled = False
-        full = [plain(h.float()).to(torch.bfloat16) for h in full]
-        target = [h.float() for h in full]
-        norms = torch.stack([t.square().sum(-1) for t in target])
-        median = norms[torch.stack([counted.bool()] * BATCHES)].median()
-        norms = norms.clamp(max=4 * median)
-        layers = quantized_linears(block)
-        own = [layer.scale_logit for layer in layers.values()]
-        fixed = [layer.scale_start for layer in layers.values()]
-        weights = [layer.weight for layer in layers.values()]
-        others = [
-            p for p in block.parameters() if all(p is not q for q in (*own, *fixed, *weights))
-        ]
-        for p in (*own, *weights, *others):
-            p.requires_grad_()
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": weights, "lr": 1e-2},
-                {"params": own, "lr": 5e-3},
-                {"params": others, "lr": 1e-3},
-            ],
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-        )
-        peaks = [1e-2, 5e-3, 1e-3]
-        generator = torch.Generator().manual_seed(3 + index)
-        steps = 2 * BATCHES
-        for step in range(steps):
-            if step % BATCHES == 0:
-                order = torch.randperm(BATCHES, generator=generator).tolist()
-            batch = order[step % BATCHES]
-            last = 0.75 * steps
-            tau = 0.2 * (1 + math.cos(math.pi * step / last)) if step < last else 0.0
-            x = block.norm(hard[batch].float())
+        full = through(pretrained(index), full)
+        norms = torch.stack([t.float().square().sum(-1) for t in full])
+        norms = norms.clamp(max=4 * norms[torch.stack([COUNTED.bool()] * BATCHES)].median())
 
-            def linear(layer, x, tau=tau):
-                w = effective_weight(
-                    layer.weight, tau, 1.0, layer.method, (layer.scale_logit, layer.scale_start)
-                )
-                return torch.nn.functional.linear(x, w, layer.bias)
+        def error(out, batch, full=full, norms=norms):
+            return (out - full[batch].float()).square().sum(-1) / norms[batch]
 
-            out = hard[batch].float() + linear(block.down, torch.tanh(linear(block.up, x)))
-            error = (out - target[batch]).square().sum(-1) / norms[batch]
-            ((error * counted).sum() / counted.sum()).backward()
-            nn.utils.clip_grad_norm_([*weights, *own, *others], 1.0)
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * min(1, (step + 1) / 10) * (1 - step / steps)
-            optimizer.step()
-            optimizer.zero_grad()
-        block.requires_grad_(False)
-        for layer in layers.values():
-            layer.weight_fake_quantizer.is_hard = True
-        hard_out = [block(h.float()) for h in hard]
-        error = torch.stack(
-            [(o - t).square().sum(-1) for o, t in zip(hard_out, target, strict=True)]
-        )
-        error = ((error / norms) * counted).sum() / (counted.sum() * BATCHES)
-        assert found[index].error == pytest.approx(error.item(), rel=1e-3)
-        hard = [h.to(torch.bfloat16) for h in hard_out]
-    for (name, own), other in zip(
-        model.state_dict().items(), by_hand.state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5, msg=name)
+        peaks, last = (1e-2, 5e-3, 1e-3), 0.75 * 2 * BATCHES
+        options = {"epochs": 2, "tau_init": 0.4, "last": last, "peaks": peaks}
+        train_by_hand([block], hard, error, index, **options)
+        assert found[index].measure == "error"
+        assert found[index].error == pytest.approx(measured([block], hard, error), rel=1e-3)
+        hard = through(block, hard)
+    assert_same(model, by_hand)
+
+
+def test_the_last_blocks_towards_predictions_equal_a_loop_by_hand():
+    model, by_hand = make_model(), make_model()
+    options = {"kl_epochs": 3, "kl_rate": 0.5, "kl_tau_init": 0.2, "rho": 0.4}
+    work = reconstruct(model, kl_blocks=2, hard_fraction=0.25, **options)
+    assert work.windows[-1] == (2, 4)
+    head = torch.randn(DIM, 11, generator=torch.Generator().manual_seed(2))
+    work.head = lambda h: h @ head
+    run = work.run()
+    assert next(result for result in run if result and result.index == 3).measure == "error"
+    by_hand.load_state_dict(model.state_dict())
+    *_, found = run
+    full = hard = [h.to(torch.bfloat16) for h in states()]
+    for index in range(4):
+        full = through(pretrained(index), full)
+    for layer in quantized_linears(by_hand).values():
+        layer.weight_fake_quantizer.is_hard = True
+    for block in by_hand[:2]:
+        hard = through(block, hard)
+
+    def loss_of(out, batch):
+        p, q = ((h.float() @ head).softmax(-1) for h in (full[batch], out))
+        return (p * (p.log() - q.log())).sum(-1)
+
+    before = measured(by_hand[2:], hard, loss_of)
+    peaks, last = (5e-3, 2.5e-3, 5e-4), 0.75 * 3 * BATCHES
+    schedule = {"epochs": 3, "tau_init": 0.2, "last": last, "peaks": peaks}
+    train_by_hand(by_hand[2:], hard, loss_of, 4, **schedule)
+    assert (found.index, found.measure) == (4, "divergence")
+    assert found.naive_error == pytest.approx(before, rel=1e-3)
+    assert found.error == pytest.approx(measured(by_hand[2:], hard, loss_of), rel=1e-3)
+    assert_same(model, by_hand)
 
 
 def test_it_mends_what_rounding_lost():
@@ -176,7 +218,8 @@ def test_it_mends_what_rounding_lost():
         {"window": 2, "stride": 1},
         {"window": 4, "stride": 2, "epochs": 20},
         {"loss": "huber", "huber_delta": 0.1},
-        {"kl_weight": 0.5},
+        {"kl_blocks": 1, "kl_epochs": 40},
+        {"kl_blocks": 9, "kl_epochs": 40, "kl_rate": 1.0},
         {"rank": 4},
         {"tau_init": 0.0},
         {"norm_lr": 0.0},
@@ -197,13 +240,12 @@ def test_options_change_what_is_learned_and_still_mend(options):
 
 def test_divergence_and_its_gradient(monkeypatch):
     """In parts that do not divide the positions; against autograd through all logits at once."""
-    monkeypatch.setattr("hestia_tune.reconstruction.engine._LOGIT_POSITIONS", 5)
+    monkeypatch.setattr("hestia_tune.reconstruction.losses._LOGIT_POSITIONS", 5)
     work = reconstruct(make_model())
     head = torch.randn(DIM, 11, generator=torch.Generator().manual_seed(2))
     work.head = lambda h: h @ head
     target, out = states()[0], states()[1].requires_grad_()
-    counted = torch.ones(BATCH, SEQ, dtype=torch.bool)
-    counted[1, 4:] = False
+    counted = COUNTED.bool()
     p, q = ((h[counted] @ head).double().softmax(-1) for h in (target, out))
     expected = (p * (p.log() - q.log())).sum() / counted.sum()
     (wanted,) = torch.autograd.grad(expected, out)
@@ -255,7 +297,7 @@ def test_compiled_equals_eager():
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 2}])
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"kl_blocks": 3}])
 def test_it_goes_on_after_a_window_with_no_weight_different(options):
     whole, resumed = make_model(), make_model()
     kept, found = [], []
@@ -282,7 +324,7 @@ def as_rank(rank: int, port: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     model = make_model()
-    found = results(reconstruct(model, ranks=slice(rank, None, 2), kl_weight=0.1))
+    found = results(reconstruct(model, ranks=slice(rank, None, 2), kl_blocks=2))
     if rank == 0:
         torch.save((model.state_dict(), [one.error for one in found]), path)
     dist.destroy_process_group()
@@ -292,7 +334,7 @@ def test_two_ranks_equal_one(tmp_path):
     mp.spawn(as_rank, (free_port(), str(tmp_path / "two.pt")), nprocs=2)
     state, errors = torch.load(tmp_path / "two.pt")
     model = make_model()
-    found = results(reconstruct(model, kl_weight=0.1))
+    found = results(reconstruct(model, kl_blocks=2))
     assert [one.error for one in found] == pytest.approx(errors, rel=1e-3)
     for own, other in zip(model.state_dict().values(), state.values(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)

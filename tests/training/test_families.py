@@ -152,7 +152,7 @@ def test_two_ranks_go_on(trained):
 def test_reconstruction(trained):
     family, folder = trained
     overrides = ("reconstruct.num_samples=8", "reconstruct.batch_size=4", "reconstruct.epochs=8")
-    cfg = config_of(trained, *overrides, "reconstruct.kl_weight=0.1")
+    cfg = config_of(trained, *overrides, "reconstruct.kl_blocks=2")
     recipe = ReconstructionRecipe(cfg)
     recipe.run()
     torch.distributed.destroy_process_group()

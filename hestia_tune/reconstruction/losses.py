@@ -1,0 +1,46 @@
+"""What windows are trained for: hidden states h like the pretrained h*, or such predictions."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+# Positions whose predictions are compared at once: what bounds the memory of logits.
+_LOGIT_POSITIONS = 128
+
+
+def squared_error(out: torch.Tensor, target: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """sum (h - h*)^2 / N of every token, N being the norms, |h*|^2 or less."""
+    return (out - target).square().sum(-1) / norms
+
+
+def huber_error(
+    out: torch.Tensor, target: torch.Tensor, norms: torch.Tensor, delta: float
+) -> torch.Tensor:
+    """With r = (h - h*) in units of sqrt(N/dim), the mean over dim of r^2 up to delta and of
+    delta·(2|r| - delta) beyond."""
+    r = (out - target) / (norms / out.shape[-1]).sqrt().unsqueeze(-1)
+    error = 2.0 * F.huber_loss(r, torch.zeros_like(r), reduction="none", delta=delta)
+    return error.mean(-1)
+
+
+def divergence(
+    out: torch.Tensor, target: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """KL(pretrained || own) of the predictions from hidden states (n, dim), a sum in nats.
+
+    Its gradient is taken at once, part by part, so that the logits of one part stand at a time and
+    none are computed twice.
+
+    Args:
+        head: hidden states (n, dim) to logits.
+    """
+    total = out.new_zeros(())
+    for h, h_full in zip(out.split(_LOGIT_POSITIONS), target.split(_LOGIT_POSITIONS), strict=True):
+        with torch.enable_grad():
+            leaf = h.detach().requires_grad_()
+            wanted, found = (head(x).float().log_softmax(-1) for x in (h_full, leaf))
+            value = F.kl_div(found, wanted, reduction="sum", log_target=True)
+            (grad,) = torch.autograd.grad(value, leaf)
+        total = total + value.detach() + ((h - h.detach()) * grad).sum()
+    return total
