@@ -65,12 +65,14 @@ real() {
     gradient_accumulation_steps=4 | tee "$out/real.txt"
 }
 
-# A small budget: 2M tokens of reconstruction, then 300 distilled steps, and the five tasks.
+# A small budget: 2M tokens of reconstruction, then twice as many of the whole model towards the
+# pretrained predictions; 300 distilled steps; and the five tasks.
 budget() {
   local common=(--config smollm2_135m output_dir="$out/budget" "${text[@]}" "${held_out[@]}"
     quantizer.scale=learned quantizer.start=least_squares sensitivity=null)
   tune run hestia_qat "${common[@]}" reconstruction=auto reconstruct.num_samples=2048 \
-    reconstruct.batch_size=16 distillation.weight=1 schedule.rho=0 schedule.tau_init=0.1 \
+    reconstruct.batch_size=16 reconstruct.kl_blocks=30 reconstruct.kl_epochs=2 \
+    reconstruct.kl_rate=0.2 distillation.weight=1 schedule.rho=0 schedule.tau_init=0.1 \
     schedule.hard_fraction=0.2 optimizer.lr=3e-4 gradient_accumulation_steps=4 max_steps=300 \
     2>&1 | tee "$out/budget.txt" &&
     tune run hestia_eval "${common[@]}" eval.limit=300 eval.include_path="$tasks" \

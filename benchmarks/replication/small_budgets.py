@@ -5,9 +5,9 @@ r"""What each part of a small budget is worth: alone, together, over seeds; and 
 Stage ``parts``: straight-through and Hestia; then Hestia with distillation, a learned scale, a hard
 tail, a reconstruction before. All train on the same tokens; the table has the seconds of each (with
 those of its reconstruction and its sensitivity), and ``--steps`` sets a budget. Stage
-``reconstruction``: with and without temperature, windows, numbers of sequences. Both are told as
-hard validation losses, mean and deviation over ``--seeds``. What is done is kept: a stopped
-study goes on.
+``reconstruction``: with and without temperature, windows, numbers of sequences, and what follows
+the windows. Both are told as hard validation losses, mean and deviation over ``--seeds``. What is
+done is kept: a stopped study goes on.
 """
 
 import argparse
@@ -59,6 +59,16 @@ RECONSTRUCTIONS = {
     "learned scale, windows of 2": [*LEARNED, "reconstruct.window=2"],
     "learned scale, windows of 4": [*LEARNED, "reconstruct.window=4", "reconstruct.stride=2"],
     "learned scale, huber": [*LEARNED, "reconstruct.loss=huber"],
+    "learned scale, tau_init 0.15": [*LEARNED, "reconstruct.tau_init=0.15"],
+    "learned scale, batches of 4": [*LEARNED, "reconstruct.batch_size=4"],
+    **{
+        f"learned scale, then {n} blocks towards predictions": [
+            *LEARNED,
+            f"reconstruct.kl_blocks={n}",
+            "reconstruct.kl_epochs=4",
+        ]
+        for n in (1, 2, 4)
+    },
     **{
         f"learned scale, {n} sequences": [*LEARNED, f"reconstruct.num_samples={n}"]
         for n in (16, 64, 256, 1024)
