@@ -62,7 +62,8 @@ tune("hestia_reconstruct", *METHOD)
 FOLDER = OUTPUT / "reconstruction"
 for window in json.loads((FOLDER / "reconstruction.json").read_text())["windows"]:
     print(
-        f"block {window['begin']}: error {window['error']:.4f}, naive {window['naive_error']:.4f}"
+        f"block {window['begin']}: {window['measure']} {window['error']:.4f}, "
+        f"before {window['naive_error']:.4f}"
     )
 
 # %% [markdown]

@@ -99,7 +99,7 @@ class ReconstructionConfig(Section):
     # their optimizer they must fit on the device. All of them: any number that is not below.
     kl_blocks: int = option(0, low=0)
     kl_epochs: int = option(1, low=1)  # passes over the samples in it
-    kl_rate: float = option(0.3, low=0, high=10)  # its rates, in units of lr and those below
+    kl_rate: float = option(0.3, low=1e-6, high=10)  # its rates, in units of lr and those below
     kl_tau_init: float = option(0.05, low=0, high=100)  # tau_init of it, where rho is 0
     # Of the latent weights; falls linearly to 0; up to twice as much below 100 steps a window.
     lr: float = option(1e-2, low=0, high=1)

@@ -80,7 +80,7 @@ WRONG = {
         *of_type(("kl_blocks", "kl_epochs"), COUNTS),
         *in_range("at least 0", ("kl_blocks",), (-1,)),
         *in_range("at least 1", ("kl_epochs",), (0,)),
-        *in_range(r"in \[0, 10\]", ("kl_rate",), (-0.1, 11)),
+        *in_range(r"in \[1e-06, 10\]", ("kl_rate",), (0, 11)),
         *in_range(r"in \[0, 100\]", ("kl_tau_init",), (-0.3, 101)),
         *of_type(
             ("huber_delta", "rho", "tau_init", "kl_tau_init", "alpha", "hard_fraction"),

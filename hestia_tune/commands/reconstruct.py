@@ -218,7 +218,7 @@ class ReconstructionRecipe:
         first.check(as_one(model(batches[0].tokens[:1])))
         work = Reconstruction(
             model,
-            lambda hidden: first.logits(hidden[None])[0],
+            lambda hidden: first.logits(hidden[:, None])[:, 0],  # sequences of one token
             self.settings,
             map(chain, batches),
             [padded(batch.labels != IGNORE_INDEX) for batch in batches],
@@ -229,9 +229,10 @@ class ReconstructionRecipe:
             folder=self.output,
         )
         if self.settings.kl_blocks:  # predictions are made where the windows are
-            model.to(self.device)
-            for block in work.blocks:
-                block.to("cpu")
+            held = {id(v) for b in work.blocks for v in (*b.parameters(), *b.buffers())}
+            for value in (*model.parameters(), *model.buffers()):
+                if id(value) not in held:
+                    value.data = value.data.to(self.device)
         results, blocks = self._resume(work, model), [*find_blocks(model)]
 
         def save(last: WindowResult) -> None:

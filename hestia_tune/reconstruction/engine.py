@@ -13,8 +13,9 @@ target. A step makes E of every linear from W (one fused kernel), computes with 
 and pulls the gradient of E back to W, as `hestia_tune.sharded` does; W = W0 + B·A with a rank.
 
 Cost: a window costs as many forwards and backwards as it has steps; in memory stand one window with
-its optimizer, and two hidden states a token (`hestia_tune.reconstruction.streams`). Ranks share the
-samples and sum their gradients, so the result is that of one process.
+its optimizer, and two hidden states a token, a third with ``kl_blocks``
+(`hestia_tune.reconstruction.streams`). Ranks share the samples and sum their gradients, so the
+result is that of one process.
 """
 
 import copy
@@ -116,17 +117,19 @@ class Reconstruction:
         self.seed, self._compiled = settings.seed or 0, compiled
         self._names = {id(layer): name for name, layer in quantized_linears(model).items()}
         count, self.num_batches = len(self.blocks), len(counted)
-        self.windows = windows(count, settings.window, settings.stride)
+        plan = windows(count, settings.window, settings.stride)
+        self.windows = [span for span in plan if self._layers(range(*span))]  # others stay
         self.steps = [settings.epochs * self.num_batches] * len(self.windows)  # of each window
-        if settings.kl_blocks:
-            self.windows.append((max(0, count - settings.kl_blocks), count))
+        last = max(0, count - settings.kl_blocks), count
+        if has_kl := bool(self._layers(range(*last))):
+            self.windows.append(last)
             self.steps.append(settings.kl_epochs * self.num_batches)
         self._calls: list[list[BlockCall]] = []
         for batch, chain in enumerate(chains):
             state, first = chain.hidden, self._calls[0] if batch else chain.calls
             self._calls.append(share_equal(chain.calls, first))
             if batch == 0:
-                streams = 3 if settings.kl_blocks else 2
+                streams = 2 + has_kl
                 need = streams * 2 * self.num_batches * state.numel() / 2**30
                 folder = folder if need > settings.memory else None
                 log.info(f"hidden states: {need:.2f} GiB, in {'files' if folder else 'memory'}")
@@ -142,7 +145,7 @@ class Reconstruction:
         # One graph is compiled for all blocks that are alike: of a copy with no tensors of its own.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
         kinds = [next(o for o in self.blocks if alike(o, block)) for block in self.blocks]
-        copies = {kind: copy.deepcopy(kind).to("meta") for kind in dict.fromkeys(kinds)}
+        copies = {kind: copy.deepcopy(kind).to("meta") for kind in set(kinds)}
         self._templates = [copies[kind] for kind in kinds]
 
     def run(self, done: int = 0) -> Iterator[WindowResult | None]:
@@ -200,7 +203,8 @@ class Reconstruction:
         with self._autocast():
             for index in blocks:
                 block, template = self.blocks[index], self._templates[index]
-                tensors = dict(block.named_parameters()) | dict(block.named_buffers())
+                tensors = dict(block.named_parameters(remove_duplicate=False))
+                tensors |= dict(block.named_buffers(remove_duplicate=False))
                 for name, module in quantized_linears(block).items():
                     tensors[f"{name}.weight"] = effective.get(id(module), module.weight.detach())
                 inputs = tree_map(moved, self._calls[batch][index])
@@ -238,6 +242,7 @@ class Reconstruction:
         everyone = torch.cat(gathered(norms[self._counted].cpu()))
         return norms.clamp(max=_NORM_CAP * everyone.median().item())
 
+    @torch.no_grad()
     def _error(
         self, blocks: Iterable[int], layers: Sequence[TrainedLayer], source: Stream, measure: _Loss
     ) -> float:
@@ -247,13 +252,11 @@ class Reconstruction:
         order = [*range(0, self.num_batches, -(-self.num_batches // _ERROR_BATCHES))]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch, (states, target) in prefetched(order, source, self.full):
-            with torch.no_grad():
-                out = self._forward(blocks, layers, states, batch)
-            total += measure(out, target, batch).detach() * self._tokens[batch]
+            out = self._forward(blocks, layers, states, batch)
+            total += measure(out, target, batch) * self._tokens[batch]
         return float(self._sum(total) / self._tokens[order].sum())
 
-    def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Over ranks, in place."""
+    def _sum(self, value: torch.Tensor) -> torch.Tensor:  # over ranks, in place
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(value)
         return value
@@ -285,8 +288,7 @@ class Reconstruction:
         started, settings, source = time.perf_counter(), self.settings, self.hard
         begin, end = self.windows[index]
         self._advance(self.full, end, hard=False)  # whose latents are the pretrained ones still
-        measure: _Loss
-        if settings.kl_blocks and index == len(self.windows) - 1:
+        if len(self._streams) == 3 and index == len(self.windows) - 1:
             name, source, settings = "divergence", self._streams[-1], self._towards_predictions()
             loss_of = measure = self._divergence
         else:
@@ -333,13 +335,16 @@ class Reconstruction:
                 yield None
         for layer in layers:
             layer.finish()
+        for block in blocks:
+            self.blocks[block].requires_grad_(False)
         error = self._error(blocks, layers, source, measure)
         if not math.isfinite(error):
+            key = "lr" if name == "error" else "kl_rate"
             raise FloatingPointError(
-                f"blocks {begin} to {end - 1}: the error is not finite after training; lower "
-                f"reconstruct.lr, now {settings.lr}"
+                f"blocks {begin} to {end - 1}: the {name} is not finite after training; lower "
+                f"reconstruct.{key}, now {getattr(self.settings, key)}"
             )
         for block in blocks:
-            self.blocks[block].to("cpu").requires_grad_(False)
+            self.blocks[block].to("cpu")
         seconds = time.perf_counter() - started
         yield WindowResult(index, begin, end, naive, error, seconds, name)

@@ -137,3 +137,4 @@ class TrainedLayer:
     def finish(self) -> None:
         """Puts what was learned into the module."""
         self.layer.weight.copy_(self.latent())
+        self.factors = []  # it is part of W now

@@ -2,7 +2,7 @@
 
 Two streams go through the model: that of the pretrained blocks, and that of the blocks which are
 hard already. A stream is kept at one place only and overwritten as it moves on, batch by batch, so
-what is needed is two hidden states a token, 4·dim bytes.
+what each needs is a hidden state a token, 2·dim bytes.
 """
 
 import math

@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.blocks import BlockCall, BlockChain
 from hestia_tune.methods.base import effective_weight
 from hestia_tune.reconstruction import Reconstruction, WindowResult, windows
+from hestia_tune.reconstruction.layers import call_block
 from hestia_tune.reconstruction.streams import Stream, prefetched
 from hestia_tune.sections import ReconstructionConfig
 
@@ -24,12 +26,12 @@ COUNTED[1, 4:] = 0
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(DIM)
+        self.kind, self.norm = 0, nn.LayerNorm(DIM)
         self.up, self.down = nn.Linear(DIM, 16, bias=False), nn.Linear(16, DIM)
 
     def forward(self, x, shift=None):
         x = x if shift is None else x + shift
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        return x + (1 + self.kind) * self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def make_model(learned: bool = True) -> nn.ModuleList:
@@ -257,11 +259,18 @@ def test_divergence_and_its_gradient(monkeypatch):
 
 def test_an_update_of_low_rank_has_that_rank():
     before, after = make_model(), make_model()
-    results(reconstruct(after, rank=2))
+    found = results(reconstruct(after, rank=2))
     for old, new in zip(
         quantized_linears(before).values(), quantized_linears(after).values(), strict=True
     ):
         assert torch.linalg.matrix_rank(new.weight - old.weight, rtol=1e-4) == 2
+        new.weight_fake_quantizer.is_hard = True
+    first = [h.to(torch.bfloat16) for h in states()]
+    target = [h.float() for h in through(pretrained(0), first)]
+    norms = torch.stack([h.square().sum(-1) for h in target])
+    norms = norms.clamp(max=4 * norms[COUNTED.bool().expand_as(norms)].median())
+    told = measured([after[0]], first, lambda out, b: (out - target[b]).square().sum(-1) / norms[b])
+    assert found[0].error == pytest.approx(told, rel=1e-3)
 
 
 def test_huber_is_the_squared_error_below_delta():
@@ -295,6 +304,33 @@ def test_compiled_equals_eager():
     results(reconstruct(models[1], compiled=True))
     for a, b in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+
+
+def test_compiled_blocks_share_few_graphs(monkeypatch):
+    """Two kinds of block: no gradient; in a window; in a window whose states have gradients."""
+    counter, compile_ = CompileCounter(), torch.compile
+
+    def compiled(function, **options):
+        own = {"backend": counter} if function is call_block else {"disable": True}
+        return compile_(function, **options | own)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    model = make_model()
+    for index, block in enumerate(model):
+        block.kind = index % 2
+    results(reconstruct(model, compiled=True, kl_blocks=3))
+    assert counter.frame_count == 2 * 3
+
+
+def test_blocks_with_no_quantized_linear_stay():
+    torch.manual_seed(0)
+    model = nn.ModuleList(Block() for _ in range(4)).requires_grad_(False)
+    HestiaQATQuantizer(group_size=8, include=["2.*"]).prepare(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    found = results(reconstruct(model, kl_blocks=1))  # of which none is quantized
+    assert [(one.begin, one.end) for one in found] == [(2, 3)]
+    for name, value in model.state_dict().items():
+        assert name.startswith("2.") or torch.equal(value, before[name]), name
 
 
 @pytest.mark.parametrize(
@@ -344,6 +380,11 @@ def test_two_ranks_equal_one(tmp_path):
 
 
 def test_what_is_not_finite_is_an_error():
+    work = reconstruct(make_model(), kl_blocks=2)
+    work.head = lambda h: h * math.nan
+    match = "blocks 2 to 3: the divergence is not finite .* lower reconstruct.kl_rate, now 0.3"
+    with pytest.raises(FloatingPointError, match=match):
+        results(work)
     with pytest.raises(FloatingPointError, match="blocks 0 to 0.* lower reconstruct.lr"):
         results(
             reconstruct(

@@ -24,6 +24,8 @@ FEW = (
     "reconstruct.num_samples=12",
     "reconstruct.batch_size=4",
     "reconstruct.epochs=3",
+    "reconstruct.kl_blocks=2",
+    "reconstruct.kl_epochs=3",
 )
 
 
@@ -44,7 +46,8 @@ def test_what_it_writes(finished):
     folder, found = finished
     expected = ["errors.png", "hard_model", "latents.safetensors", "reconstruction.json"]
     assert sorted(path.name for path in folder.glob("[!.]*")) == expected
-    assert [window["end"] for window in found["windows"]] == [1, 2]
+    assert [window["end"] for window in found["windows"]] == [1, 2, 2]
+    assert [window["measure"] for window in found["windows"]] == ["error", "error", "divergence"]
     assert all(window["error"] < window["naive_error"] for window in found["windows"])
     losses = found["validation_loss"]
     assert [*losses] == ["pretrained", "naive ternary", "reconstructed, hard"]
@@ -89,12 +92,15 @@ class StopsAfter:
         return contextlib.nullcontext()
 
 
-def test_stopped_it_goes_on_after_the_last_window(model_dir, finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(11))
+@pytest.mark.parametrize(("steps", "windows"), [(11, 1), (20, 2)])
+def test_stopped_it_goes_on_after_the_last_window(
+    model_dir, finished, tmp_path, monkeypatch, steps, windows
+):
+    monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(steps))
     assert run_reconstruct(config(model_dir, tmp_path)) == 130
     output = tmp_path / "reconstruction"
     assert not (output / "reconstruction.json").exists()
-    assert len(list((output / "windows").glob("window_*.safetensors"))) == 1
+    assert len(list((output / "windows").glob("window_*.safetensors"))) == windows
     monkeypatch.undo()
     assert run_reconstruct(config(model_dir, tmp_path)) == 0
     folder, whole = finished
@@ -124,7 +130,7 @@ def test_two_ranks_and_the_command(model_dir, finished, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a window on a device of its own")
 def test_on_a_gpu(model_dir, tmp_path):
-    options = ("device=cuda", "dtype=bf16", "compile=True", "reconstruct.kl_blocks=2")
+    options = ("device=cuda", "dtype=bf16", "compile=True")
     assert run_reconstruct(config(model_dir, tmp_path, *options)) == 0
     found = json.loads((tmp_path / "reconstruction" / "reconstruction.json").read_text())
     assert all(window["error"] < window["naive_error"] for window in found["windows"])
