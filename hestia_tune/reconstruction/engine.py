@@ -50,8 +50,7 @@ _NORM_CAP = 4.0
 # Batches on which the errors that are told are measured.
 _ERROR_BATCHES = 8
 
-# (h, h*, number of the batch) -> a scalar.
-_Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+_Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # of h, h*, number of the batch
 
 
 def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int]]:
@@ -118,18 +117,21 @@ class Reconstruction:
         self._names = {id(layer): name for name, layer in quantized_linears(model).items()}
         count, self.num_batches = len(self.blocks), len(counted)
         plan = windows(count, settings.window, settings.stride)
-        self.windows = [span for span in plan if self._layers(range(*span))]  # others stay
+        has_any = [bool(quantized_linears(block)) for block in self.blocks]
+        self.windows = [(begin, end) for begin, end in plan if any(has_any[begin:end])]
         self.steps = [settings.epochs * self.num_batches] * len(self.windows)  # of each window
-        last = max(0, count - settings.kl_blocks), count
-        if has_kl := bool(self._layers(range(*last))):
-            self.windows.append(last)
+        self._towards_predictions: int | None = None  # number of the window that is trained so
+        begin = max(0, count - settings.kl_blocks)
+        if any(has_any[begin:]):
+            self._towards_predictions = len(self.windows)
+            self.windows.append((begin, count))
             self.steps.append(settings.kl_epochs * self.num_batches)
         self._calls: list[list[BlockCall]] = []
         for batch, chain in enumerate(chains):
             state, first = chain.hidden, self._calls[0] if batch else chain.calls
             self._calls.append(share_equal(chain.calls, first))
             if batch == 0:
-                streams = 2 + has_kl
+                streams = 2 if self._towards_predictions is None else 3
                 need = streams * 2 * self.num_batches * state.numel() / 2**30
                 folder = folder if need > settings.memory else None
                 log.info(f"hidden states: {need:.2f} GiB, in {'files' if folder else 'memory'}")
@@ -261,8 +263,7 @@ class Reconstruction:
             dist.all_reduce(value)
         return value
 
-    def _towards_predictions(self) -> ReconstructionConfig:
-        """Rates and schedule of the last blocks' training towards predictions."""
+    def _kl_settings(self) -> ReconstructionConfig:
         settings, names = self.settings, ("lr", "parameter_lr", "norm_lr")
         rates = {name: min(1.0, settings.kl_rate * getattr(settings, name)) for name in names}
         return replace(settings, **rates, tau_init=settings.kl_tau_init, rho=0.0)
@@ -288,8 +289,8 @@ class Reconstruction:
         started, settings, source = time.perf_counter(), self.settings, self.hard
         begin, end = self.windows[index]
         self._advance(self.full, end, hard=False)  # whose latents are the pretrained ones still
-        if len(self._streams) == 3 and index == len(self.windows) - 1:
-            name, source, settings = "divergence", self._streams[-1], self._towards_predictions()
+        if index == self._towards_predictions:
+            name, source, settings = "divergence", self._streams[-1], self._kl_settings()
             loss_of = measure = self._divergence
         else:
             name, norms = "error", self._norms()
@@ -346,5 +347,4 @@ class Reconstruction:
             )
         for block in blocks:
             self.blocks[block].to("cpu")
-        seconds = time.perf_counter() - started
-        yield WindowResult(index, begin, end, naive, error, seconds, name)
+        yield WindowResult(index, begin, end, naive, error, time.perf_counter() - started, name)

@@ -29,18 +29,19 @@ def divergence(
 ) -> torch.Tensor:
     """KL(pretrained || own) of the predictions from hidden states (n, dim), a sum in nats.
 
-    Its gradient is taken at once, part by part, so that the logits of one part stand at a time and
-    none are computed twice.
+    Its gradient, where one is asked for, is taken at once, part by part, so that the logits of one
+    part stand at a time and none are computed twice.
 
     Args:
         head: hidden states (n, dim) to logits.
     """
     total = out.new_zeros(())
     for h, h_full in zip(out.split(_LOGIT_POSITIONS), target.split(_LOGIT_POSITIONS), strict=True):
-        with torch.enable_grad():
-            leaf = h.detach().requires_grad_()
-            wanted, found = (head(x).float().log_softmax(-1) for x in (h_full, leaf))
-            value = F.kl_div(found, wanted, reduction="sum", log_target=True)
+        leaf = h.detach().requires_grad_(h.requires_grad)
+        wanted, found = (head(x).float().log_softmax(-1) for x in (h_full, leaf))
+        value = F.kl_div(found, wanted, reduction="sum", log_target=True)
+        total = total + value.detach()
+        if h.requires_grad:
             (grad,) = torch.autograd.grad(value, leaf)
-        total = total + value.detach() + ((h - h.detach()) * grad).sum()
+            total = total + ((h - h.detach()) * grad).sum()
     return total

@@ -134,6 +134,11 @@ def pretrained(index):
     return block
 
 
+def capped_norms(full):
+    norms = torch.stack([h.float().square().sum(-1) for h in full])
+    return norms.clamp(max=4 * norms[COUNTED.bool().expand_as(norms)].median())
+
+
 def measured(blocks, source, loss_of):
     total = 0.0
     for batch, h in enumerate(source):
@@ -160,8 +165,7 @@ def test_a_window_equals_a_loop_by_hand():
     hard = list(full)
     for index, block in enumerate(by_hand):
         full = through(pretrained(index), full)
-        norms = torch.stack([t.float().square().sum(-1) for t in full])
-        norms = norms.clamp(max=4 * norms[torch.stack([COUNTED.bool()] * BATCHES)].median())
+        norms = capped_norms(full)
 
         def error(out, batch, full=full, norms=norms):
             return (out - full[batch].float()).square().sum(-1) / norms[batch]
@@ -267,8 +271,7 @@ def test_an_update_of_low_rank_has_that_rank():
         new.weight_fake_quantizer.is_hard = True
     first = [h.to(torch.bfloat16) for h in states()]
     target = [h.float() for h in through(pretrained(0), first)]
-    norms = torch.stack([h.square().sum(-1) for h in target])
-    norms = norms.clamp(max=4 * norms[COUNTED.bool().expand_as(norms)].median())
+    norms = capped_norms(target)
     told = measured([after[0]], first, lambda out, b: (out - target[b]).square().sum(-1) / norms[b])
     assert found[0].error == pytest.approx(told, rel=1e-3)
 
