@@ -7,10 +7,12 @@ blocks at a time is on the device. In ``reconstruct.output``:
     latents.safetensors     float32 latents, the method's parameters and norms, torchtune's names
     hard_model/             as that of hestia_qat
     errors.png              the error at the end of every window, before and after
-    windows/                of a run that is not finished: it goes on after the last of them
+    windows/                of a run that is not finished: those that are done, and the one
+                            that was in training; the same command goes on from there
 """
 
 import dataclasses
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,9 @@ from hestia_tune.training.options import Run
 from hestia_tune.training.reconstructed import LATENTS_FILE, RESULTS_FILE
 
 log = utils.get_logger("DEBUG")
+
+# The most work that a kill may cost.
+_SECONDS_BETWEEN_SAVES = 600
 
 
 class ReconstructionRecipe:
@@ -234,19 +239,29 @@ class ReconstructionRecipe:
                 if id(value) not in held:
                     value.data = value.data.to(self.device)
         results, blocks = self._resume(work, model), [*find_blocks(model)]
+        in_training, state = self._windows / "in_training.pt", None
+        if in_training.exists():
+            state = torch.load(in_training, map_location="cpu", mmap=True)
+            state = state if state["window"] == len(results) else None
+        done = sum(work.steps[: len(results)]) + (state["step"] if state else 0)
 
         def save(last: WindowResult) -> None:
             path = self._windows / f"window_{last.index:04}.safetensors"
             write_json(path.with_suffix(".json"), dataclasses.asdict(last))
             _save_blocks(model, blocks[last.begin : last.end], path)
 
-        progress = progress_bar(total=sum(work.steps), initial=sum(work.steps[: len(results)]))
-        stop = StopRequest()
+        def save_state() -> None:
+            with staged(in_training) as temporary:
+                torch.save(work.state_dict(), temporary)
+
+        progress, stop = progress_bar(total=sum(work.steps), initial=done), StopRequest()
+        saved = time.monotonic()
         with progress, stop.installed():
-            for result in work.run(len(results)):
+            for result in work.run(len(results), state):
                 if result is not None:
                     results.append(result)
                     on_first_rank(lambda: save(results[-1]), share=False)
+                    saved = time.monotonic()
                     progress.set_postfix_str(
                         f"blocks {result.begin} to {result.end - 1}: {result.measure} "
                         f"{result.error:.4f}, before {result.naive_error:.4f}",
@@ -254,7 +269,12 @@ class ReconstructionRecipe:
                     )
                     continue
                 progress.update(1)
-                if sum_over_ranks([float(stop.requested)], self.device)[0]:
+                due = float(time.monotonic() - saved > _SECONDS_BETWEEN_SAVES)
+                stops, dues = sum_over_ranks([float(stop.requested), due], self.device)
+                if stops or dues:
+                    on_first_rank(save_state, share=False)
+                    saved = time.monotonic()
+                if stops:
                     return
         self.results, self.finished = results, True
 
@@ -274,7 +294,7 @@ class ReconstructionRecipe:
     def summary(self) -> str:
         """What to print at the end."""
         if not self.finished:
-            return "stopped; finished windows are kept, and the same command goes on after them"
+            return "stopped; all that was trained is kept, and the same command goes on from it"
         losses = read_json(self.output / RESULTS_FILE)["validation_loss"]
         table = outputs.results_table(losses) + "\n\n" if losses else ""
         return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
@@ -292,7 +312,7 @@ def with_reconstruction(run: Run) -> tuple[Run, bool]:
     whether it was computed.
 
     Raises:
-        KeyboardInterrupt: if it was stopped; finished windows are kept.
+        KeyboardInterrupt: if it was stopped; what was trained is kept.
     """
     options = run.options
     if options.reconstruction != "auto":

@@ -38,13 +38,13 @@ from hestia_tune.distributed import gathered
 from hestia_tune.modules import quantized_linears
 from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
 from hestia_tune.reconstruction.losses import divergence, huber_error, squared_error
+from hestia_tune.reconstruction.optimizer import WindowOptimizer
 from hestia_tune.reconstruction.streams import Stream, prefetched
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sections import ReconstructionConfig
 
 log = logging.getLogger(__name__)
 
-_WARMUP_STEPS = 10
 # Norms of tokens are capped at as many times their median.
 _NORM_CAP = 4.0
 # Batches on which the errors that are told are measured.
@@ -150,11 +150,19 @@ class Reconstruction:
         copies = {kind: copy.deepcopy(kind).to("meta") for kind in set(kinds)}
         self._templates = [copies[kind] for kind in kinds]
 
-    def run(self, done: int = 0) -> Iterator[WindowResult | None]:
+    def run(
+        self, done: int = 0, state: Mapping[str, Any] | None = None
+    ) -> Iterator[WindowResult | None]:
         """Trains the windows from number ``done`` on; yields None after every step, and at the end
-        of a window its result."""
+        of a window its result. ``state``, a `state_dict`, goes on within the first of them."""
         for index in range(done, len(self.windows)):
-            yield from self._train(index)
+            yield from self._train(index, state)
+            state = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window that is being trained, after a step: what `run` goes on from."""
+        seconds = time.perf_counter() - self._started
+        return {"window": self._index, "seconds": seconds, **self._optimizer.state_dict()}
 
     def skip(self, done: int, load: Callable[[], None]) -> None:
         """Passes over ``done`` windows that were trained before.
@@ -268,25 +276,9 @@ class Reconstruction:
         rates = {name: min(1.0, settings.kl_rate * getattr(settings, name)) for name in names}
         return replace(settings, **rates, tau_init=settings.kl_tau_init, rho=0.0)
 
-    @staticmethod
-    def _optimizer(
-        blocks: Iterable[nn.Module], layers: Sequence[TrainedLayer], settings: ReconstructionConfig
-    ) -> torch.optim.Optimizer:
-        """AdamW without decay: latent weights, the method's parameters, norms and biases."""
-        own = {id(value) for x in layers for value in x.layer.latents()}
-        parameters = (p for block in blocks for p in block.parameters())
-        others = [p.requires_grad_(settings.norm_lr > 0) for p in parameters if id(p) not in own]
-        rates = (
-            (settings.lr, [p for x in layers for p in x.trained]),
-            (settings.parameter_lr, [p for x in layers for p in x.parameters]),
-            (settings.norm_lr, others),
-        )
-        trained = [(lr, [p for p in some if p.requires_grad]) for lr, some in rates]
-        groups = [{"params": some, "lr": lr} for lr, some in trained if some]
-        return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-
-    def _train(self, index: int) -> Iterator[WindowResult | None]:
-        started, settings, source = time.perf_counter(), self.settings, self.hard
+    def _train(self, index: int, state: Mapping[str, Any] | None) -> Iterator[WindowResult | None]:
+        self._index, self._started = index, time.perf_counter()
+        settings, source = self.settings, self.hard
         begin, end = self.windows[index]
         self._advance(self.full, end, hard=False)  # whose latents are the pretrained ones still
         if index == self._towards_predictions:
@@ -309,31 +301,27 @@ class Reconstruction:
         scores = self._scores and {name: self._scores[name] for name in names}
         driver = ScheduleDriver(schedule, names, scores)
         naive = self._error(blocks, layers, source, measure)
-        optimizer = self._optimizer(self.blocks[begin:end], layers, settings)
-        peaks = [group["lr"] for group in optimizer.param_groups]
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self._optimizer = WindowOptimizer(self.blocks[begin:end], layers, settings, steps)
+        if state is not None:
+            self._started -= state["seconds"]
+            self._optimizer.load_state_dict(state)
         generator = torch.Generator().manual_seed(self.seed + index)
-        step = 0
-        for _ in range(steps // self.num_batches):
-            order = torch.randperm(self.num_batches, generator=generator).tolist()
-            for batch, (states, target) in prefetched(order, source, self.full):
-                driver.set_step(step)
-                for layer in layers:
-                    layer.refresh(self.dtype)
-                out = self._forward(blocks, layers, states, batch)
-                loss_of(out, target, batch).backward()
-                for layer in layers:
-                    layer.pull_back()
-                for parameter in trained:
-                    self._sum(parameter.grad)
-                nn.utils.clip_grad_norm_(trained, 1.0)
-                rate = min(1.0, (step + 1) / _WARMUP_STEPS) * (1.0 - step / steps)
-                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                    group["lr"] = peak * rate
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                step += 1
-                yield None
+        passes = range(steps // self.num_batches)
+        orders = torch.cat([torch.randperm(self.num_batches, generator=generator) for _ in passes])
+        left = orders[self._optimizer.step :].tolist()
+        for batch, (states, target) in prefetched(left, source, self.full):
+            driver.set_step(self._optimizer.step)
+            for layer in layers:
+                layer.refresh(self.dtype)
+            out = self._forward(blocks, layers, states, batch)
+            loss_of(out, target, batch).backward()
+            for layer in layers:
+                layer.pull_back()
+            for parameter in self._optimizer.trained:
+                self._sum(parameter.grad)
+            self._optimizer.take_step()
+            yield None
+        del self._optimizer  # with its moments
         for layer in layers:
             layer.finish()
         for block in blocks:
@@ -347,4 +335,5 @@ class Reconstruction:
             )
         for block in blocks:
             self.blocks[block].to("cpu")
-        yield WindowResult(index, begin, end, naive, error, time.perf_counter() - started, name)
+        seconds = time.perf_counter() - self._started
+        yield WindowResult(index, begin, end, naive, error, seconds, name)

@@ -67,8 +67,8 @@ def reconstruct(model, first=states, ranks=slice(None), **options) -> Reconstruc
     )
 
 
-def results(work: Reconstruction, done: int = 0) -> list[WindowResult]:
-    return [result for result in work.run(done) if result is not None]
+def results(work: Reconstruction, done: int = 0, state=None) -> list[WindowResult]:
+    return [result for result in work.run(done, state) if result is not None]
 
 
 @pytest.mark.parametrize(
@@ -352,6 +352,35 @@ def test_it_goes_on_after_a_window_with_no_weight_different(options, done):
     work.skip(done, lambda: resumed.load_state_dict(kept[done - 1]))
     again = results(work, done)
     assert [one.error for one in again] == [one.error for one in found[done:]]
+    for own, other in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True):
+        assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [({}, 13), ({"kl_blocks": 3, "kl_epochs": 2}, 47), ({"rank": 2, "norm_lr": 0.0}, 20)],
+)
+def test_it_goes_on_within_a_window_with_no_weight_different(options, step, tmp_path):
+    whole, resumed = make_model(), make_model()
+    expected, kept = results(reconstruct(whole, **options)), []
+    stopped = make_model()
+    work, left = reconstruct(stopped, **options), step
+    for result in work.run():
+        if result is not None:
+            kept.append({k: v.clone() for k, v in stopped.state_dict().items()})
+            continue
+        left -= 1
+        if left == 0:
+            break
+    torch.save(work.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", mmap=True)
+    done = (step - 1) // (2 * BATCHES)
+    assert (state["window"], state["step"]) == (done, step - done * 2 * BATCHES)
+    work = reconstruct(resumed, **options)
+    work.skip(done, lambda: resumed.load_state_dict(kept[done - 1]))
+    again = results(work, done, state)
+    assert [one.error for one in again] == [one.error for one in expected[done:]]
+    assert [one.naive_error for one in again] == [one.naive_error for one in expected[done:]]
     for own, other in zip(resumed.state_dict().values(), whole.state_dict().values(), strict=True):
         assert torch.equal(own, other)
 

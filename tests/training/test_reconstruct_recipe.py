@@ -78,31 +78,44 @@ def test_once_it_is_there_nothing_is_done_again_and_nothing_else_replaced(model_
 
 
 class StopsAfter:
-    """A `StopRequest` that is made once so many steps have asked."""
+    """A `StopRequest` that is made, or is an interrupt, once so many steps have asked."""
 
-    def __init__(self, steps: int):
-        self._left = steps
+    def __init__(self, steps: int, *, at_once: bool = False):
+        self.left, self._at_once = steps, at_once
 
     @property
     def requested(self) -> bool:
-        self._left -= 1
-        return self._left < 0
+        self.left -= 1
+        if self.left < 0 and self._at_once:
+            raise KeyboardInterrupt
+        return self.left < 0
 
     def installed(self):
         return contextlib.nullcontext()
 
 
-@pytest.mark.parametrize(("steps", "windows"), [(11, 1), (20, 2)])
-def test_stopped_it_goes_on_after_the_last_window(
-    model_dir, finished, tmp_path, monkeypatch, steps, windows
+@pytest.mark.parametrize(
+    ("steps", "windows", "at_once"), [(11, 1, False), (20, 2, False), (12, 1, True)]
+)
+def test_stopped_it_goes_on_at_that_step(
+    model_dir, finished, tmp_path, monkeypatch, steps, windows, at_once
 ):
-    monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(steps))
-    assert run_reconstruct(config(model_dir, tmp_path)) == 130
+    """Stopped in a window's third step, or interrupted in its fourth, where the third was saved."""
+    monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(steps, at_once=at_once))
+    monkeypatch.setattr(reconstruct, "_SECONDS_BETWEEN_SAVES", 0.0)
+    if at_once:
+        with pytest.raises(KeyboardInterrupt):
+            run_reconstruct(config(model_dir, tmp_path))
+    else:
+        assert run_reconstruct(config(model_dir, tmp_path)) == 130
     output = tmp_path / "reconstruction"
     assert not (output / "reconstruction.json").exists()
     assert len(list((output / "windows").glob("window_*.safetensors"))) == windows
-    monkeypatch.undo()
+    assert torch.load(output / "windows" / "in_training.pt")["step"] == 3
+    rest = StopsAfter(100)
+    monkeypatch.setattr(reconstruct, "StopRequest", lambda: rest)
     assert run_reconstruct(config(model_dir, tmp_path)) == 0
+    assert 100 - rest.left == 27 - 9 * windows - 3  # of three windows of nine steps
     folder, whole = finished
     found = json.loads((output / "reconstruction.json").read_text())
     for window, other in zip(found["windows"], whole["windows"], strict=True):
