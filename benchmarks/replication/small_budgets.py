@@ -6,8 +6,10 @@ Stage ``parts``: straight-through and Hestia; then Hestia with distillation, a l
 tail, a reconstruction before. All train on the same tokens; the table has the seconds of each (with
 those of its reconstruction and its sensitivity), and ``--steps`` sets a budget. Stage
 ``reconstruction``: with and without temperature, windows, numbers of sequences, and what follows
-the windows. Both are told as hard validation losses, mean and deviation over ``--seeds``. What is
-done is kept: a stopped study goes on.
+the windows. Stage ``systems``: every method of the paper's tables that a reconstruction can train,
+in the windows and then all blocks together towards the pretrained predictions. All are told as hard
+validation losses, mean and deviation over ``--seeds``. What is done is kept: a stopped study goes
+on. ``--config`` and ``--overrides`` take another model than the demo's, and its data.
 """
 
 import argparse
@@ -74,6 +76,31 @@ RECONSTRUCTIONS = {
         for n in (16, 64, 256, 1024)
     },
 }
+WHOLE = ["reconstruct.kl_blocks=1000", "reconstruct.kl_rate=0.2"]
+
+
+def system(component: str, *options: str) -> list[str]:
+    """A straight-through method in Hestia's place."""
+    return [*STRAIGHT_THROUGH, f"quantizer._component_=hestia_tune.{component}", *WHOLE, *options]
+
+
+SYSTEMS = {
+    "AbsMean": system("AbsMean"),
+    "TWN": system("TWN"),
+    "LSQ, absmax": system("LSQ", "quantizer.start=absmax"),
+    "LSQ, least squares": system("LSQ", "quantizer.start=least_squares"),
+    "SEQ, ternary, absmax": system("SEQ", "quantizer.start=absmax"),
+    "SEQ, ternary, least squares": system("SEQ", "quantizer.start=least_squares"),
+    "DLT, absmax": system("DLT", "quantizer.start=absmax"),
+    "DLT, least squares": system("DLT", "quantizer.start=least_squares"),
+    "Hestia": [*UNIFORM, *WHOLE],
+    "Hestia, learned scale, straight-through": [
+        *(*UNIFORM, *LEARNED, *WHOLE),
+        *("reconstruct.tau_init=0", "reconstruct.kl_tau_init=0"),
+    ],
+    "Hestia, learned scale": [*UNIFORM, *LEARNED, *WHOLE],
+}
+STAGES = {"parts": PARTS, "reconstruction": RECONSTRUCTIONS, "systems": SYSTEMS}
 
 
 def one_run(folder: Path, config: str, overrides: list[str], *, trains: bool) -> dict[str, Any]:
@@ -121,7 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/replication/small_budgets"))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--stages", nargs="+", default=["parts", "reconstruction"])
+    parser.add_argument("--stages", nargs="+", default=[*STAGES], choices=STAGES)
     parser.add_argument("--rows", nargs="+", help="only these")
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
@@ -131,7 +158,7 @@ def main() -> None:
             trains = stage == "parts"
             rows: dict[str, list[dict[str, Any]]] = {}
             for seed in options.seeds:
-                for name, part in (PARTS if trains else RECONSTRUCTIONS).items():
+                for name, part in STAGES[stage].items():
                     if options.rows and name not in options.rows:
                         continue
                     folder = options.out / stage / slug(name) / f"seed{seed}"
