@@ -6,10 +6,11 @@ Stage ``parts``: straight-through and Hestia; then Hestia with distillation, a l
 tail, a reconstruction before. All train on the same tokens; the table has the seconds of each (with
 those of its reconstruction and its sensitivity), and ``--steps`` sets a budget. Stage
 ``reconstruction``: with and without temperature, windows, numbers of sequences, and what follows
-the windows. Stage ``systems``: every method of the paper's tables that a reconstruction can train,
-in the windows and then all blocks together towards the pretrained predictions. All are told as hard
+the windows. Stage ``systems``: the paper's ternary systems that a reconstruction can train, in the
+windows and then all blocks together towards the pretrained predictions. All are told as hard
 validation losses, mean and deviation over ``--seeds``. What is done is kept: a stopped study goes
-on. ``--config`` and ``--overrides`` take another model than the demo's, and its data.
+on (the seconds of a row that was stopped are those since then). ``--config`` and ``--overrides``
+take another model than the demo's, and its data.
 """
 
 import argparse
@@ -49,7 +50,7 @@ PARTS = {
     "reconstruction, then distillation, learned scale": [*AFTER, *DISTILLED, *LEARNED],
 }
 RECONSTRUCTIONS = {
-    "AbsMean": [],
+    "AbsMean scale": [],
     "learned scale": LEARNED,
     "learned scale, straight-through": [*LEARNED, "reconstruct.tau_init=0"],
     "learned scale and threshold": [*LEARNED, "quantizer.threshold=learned"],
@@ -79,20 +80,22 @@ RECONSTRUCTIONS = {
 WHOLE = ["reconstruct.kl_blocks=1000", "reconstruct.kl_rate=0.2"]
 
 
-def system(component: str, *options: str) -> list[str]:
-    """A straight-through method in Hestia's place."""
-    return [*STRAIGHT_THROUGH, f"quantizer._component_=hestia_tune.{component}", *WHOLE, *options]
+def system(component: str, start: str | None = None) -> list[str]:
+    """A straight-through method in Hestia's place. Its parameters, if it has a start, are steps of
+    the size of weights, where Hestia's are factors: 1e-3 moves both by about 1% a step."""
+    own = [] if start is None else [f"quantizer.start={start}", "reconstruct.parameter_lr=1e-3"]
+    return [*STRAIGHT_THROUGH, f"quantizer._component_=hestia_tune.{component}", *WHOLE, *own]
 
 
 SYSTEMS = {
     "AbsMean": system("AbsMean"),
     "TWN": system("TWN"),
-    "LSQ, absmax": system("LSQ", "quantizer.start=absmax"),
-    "LSQ, least squares": system("LSQ", "quantizer.start=least_squares"),
-    "SEQ, ternary, absmax": system("SEQ", "quantizer.start=absmax"),
-    "SEQ, ternary, least squares": system("SEQ", "quantizer.start=least_squares"),
-    "DLT, absmax": system("DLT", "quantizer.start=absmax"),
-    "DLT, least squares": system("DLT", "quantizer.start=least_squares"),
+    "LSQ, absmax": system("LSQ", "absmax"),
+    "LSQ, least squares": system("LSQ", "least_squares"),
+    "SEQ, ternary, absmax": system("SEQ", "absmax"),
+    "SEQ, ternary, least squares": system("SEQ", "least_squares"),
+    "DLT, absmax": system("DLT", "absmax"),
+    "DLT, least squares": system("DLT", "least_squares"),
     "Hestia": [*UNIFORM, *WHOLE],
     "Hestia, learned scale, straight-through": [
         *(*UNIFORM, *LEARNED, *WHOLE),
@@ -116,6 +119,8 @@ def one_run(folder: Path, config: str, overrides: list[str], *, trains: bool) ->
     if not trains or run.options.reconstruction == "auto":
         first = ReconstructionRecipe(run)
         first.run()
+        if not first.finished:
+            raise KeyboardInterrupt
         losses = first.losses
         run = run.changed({"reconstruction": str(first.output)})
     if trains:
@@ -123,6 +128,8 @@ def one_run(folder: Path, config: str, overrides: list[str], *, trains: bool) ->
         recipe = HestiaQATRecipe(run)
         recipe.setup(recipe.run.cfg)
         recipe.train()
+        if not recipe.finished:
+            raise KeyboardInterrupt
         losses = recipe.validation_losses
         recipe.release()
     seconds = round(time.perf_counter() - started, 1)
@@ -152,6 +159,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="only these")
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
+    if unknown := set(options.rows or ()) - {name for s in options.stages for name in STAGES[s]}:
+        parser.error(f"--rows {unknown}: no such rows in these stages")
+    if settings_of(options.config, options.overrides).get("dataset_val") is None:
+        parser.error(f"{options.config} has no dataset_val to measure on; give one in --overrides")
     common = [f"max_steps_per_epoch={options.steps}", "run_val_every_n_steps=null"]
     with many_runs():
         for stage in options.stages:

@@ -36,6 +36,7 @@ from hestia_tune.distributed import (
     progress_bar,
     sum_over_ranks,
 )
+from hestia_tune.export.folder import read_state
 from hestia_tune.files import locked, read_json, remove, require_writable_dir, staged, write_json
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import digest
@@ -51,7 +52,7 @@ from hestia_tune.training.reconstructed import LATENTS_FILE, RESULTS_FILE
 
 log = utils.get_logger("DEBUG")
 
-# The most work that a kill may cost.
+# The most training that a kill may cost.
 _SECONDS_BETWEEN_SAVES = 600
 
 
@@ -113,6 +114,7 @@ class ReconstructionRecipe:
         identity = on_first_rank(lambda: self._prepare_folder(state or {}, names, batches, scores))
         if identity is None:
             self.finished = True
+            self.losses = read_json(self.output / RESULTS_FILE)["validation_loss"]
             return
         self.computed = True
         model = build.load_on_all_ranks(self.cfg.model, state, "cpu").requires_grad_(False).eval()
@@ -241,9 +243,13 @@ class ReconstructionRecipe:
         results, blocks = self._resume(work, model), [*find_blocks(model)]
         in_training, state = self._windows / "in_training.pt", None
         if in_training.exists():
-            state = torch.load(in_training, map_location="cpu", mmap=True)
+            state = read_state(in_training)
             state = state if state["window"] == len(results) else None
-        done = sum(work.steps[: len(results)]) + (state["step"] if state else 0)
+        step = state["step"] if state else 0
+        done = sum(work.steps[: len(results)]) + step
+        if done:
+            of = f"{len(results)} of {len(work.windows)} windows"
+            utils.log_rank_zero(log, f"goes on after {of}, and {step} steps of the next")
 
         def save(last: WindowResult) -> None:
             path = self._windows / f"window_{last.index:04}.safetensors"
@@ -255,9 +261,10 @@ class ReconstructionRecipe:
                 torch.save(work.state_dict(), temporary)
 
         progress, stop = progress_bar(total=sum(work.steps), initial=done), StopRequest()
-        saved = time.monotonic()
+        saved, run = time.monotonic(), work.run(len(results), state)
+        del state  # twice the size of the window
         with progress, stop.installed():
-            for result in work.run(len(results), state):
+            for result in run:
                 if result is not None:
                     results.append(result)
                     on_first_rank(lambda: save(results[-1]), share=False)
@@ -272,7 +279,12 @@ class ReconstructionRecipe:
                 due = float(time.monotonic() - saved > _SECONDS_BETWEEN_SAVES)
                 stops, dues = sum_over_ranks([float(stop.requested), due], self.device)
                 if stops or dues:
-                    on_first_rank(save_state, share=False)
+                    try:
+                        on_first_rank(save_state, share=False)
+                    except (OSError, RuntimeError) as error:
+                        if stops:
+                            raise
+                        utils.log_rank_zero(log, f"{in_training} could not be written: {error}")
                     saved = time.monotonic()
                 if stops:
                     return
@@ -288,7 +300,6 @@ class ReconstructionRecipe:
 
         if found:
             work.skip(len(found), load)
-            utils.log_rank_zero(log, f"goes on after {len(found)} of {len(work.windows)} windows")
         return [WindowResult(**read_json(file.with_suffix(".json"))) for file in found]
 
     def summary(self) -> str:

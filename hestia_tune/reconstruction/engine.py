@@ -160,7 +160,7 @@ class Reconstruction:
             state = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The window that is being trained, after a step: what `run` goes on from."""
+        """What `run` goes on from within a window, after a step; of the tensors themselves."""
         seconds = time.perf_counter() - self._started
         return {"window": self._index, "seconds": seconds, **self._optimizer.state_dict()}
 

@@ -203,7 +203,7 @@ def _without_temperature(given: DictConfig, key: str) -> None:
     section = given.get(key) or {}
     if has_temperature or not isinstance(section, dict | DictConfig):
         return
-    for unread in ("tau_init", "alpha", "hard_fraction"):
+    for unread in ("tau_init", "alpha", "hard_fraction", "kl_tau_init"):
         if (value := section.get(unread, 0)) != 0:
             raise ValueError(
                 f"{key}.{unread}={value} is read by methods with a temperature, and {name} has "

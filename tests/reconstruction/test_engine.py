@@ -358,7 +358,12 @@ def test_it_goes_on_after_a_window_with_no_weight_different(options, done):
 
 @pytest.mark.parametrize(
     ("options", "step"),
-    [({}, 13), ({"kl_blocks": 3, "kl_epochs": 2}, 47), ({"rank": 2, "norm_lr": 0.0}, 20)],
+    [
+        ({}, 13),
+        ({"window": 2}, 24),
+        ({"kl_blocks": 3, "kl_epochs": 2}, 47),
+        ({"rank": 2, "norm_lr": 0.0}, 20),
+    ],
 )
 def test_it_goes_on_within_a_window_with_no_weight_different(options, step, tmp_path):
     whole, resumed = make_model(), make_model()

@@ -95,14 +95,17 @@ class StopsAfter:
 
 
 @pytest.mark.parametrize(
-    ("steps", "windows", "at_once"), [(11, 1, False), (20, 2, False), (12, 1, True)]
+    ("steps", "windows", "at_once"),
+    [(4, 0, False), (12, 1, False), (21, 2, False), (12, 1, True), (9, 1, True)],
 )
 def test_stopped_it_goes_on_at_that_step(
     model_dir, finished, tmp_path, monkeypatch, steps, windows, at_once
 ):
-    """Stopped in a window's third step, or interrupted in its fourth, where the third was saved."""
-    monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(steps, at_once=at_once))
-    monkeypatch.setattr(reconstruct, "_SECONDS_BETWEEN_SAVES", 0.0)
+    """After so many steps: stopped, which saves, or interrupted in the next, each being saved; of
+    three windows of nine steps. After nine the saved one is of a window that is done."""
+    stop = StopsAfter(steps if at_once else steps - 1, at_once=at_once)
+    monkeypatch.setattr(reconstruct, "StopRequest", lambda: stop)
+    monkeypatch.setattr(reconstruct, "_SECONDS_BETWEEN_SAVES", 0.0 if at_once else 1e9)
     if at_once:
         with pytest.raises(KeyboardInterrupt):
             run_reconstruct(config(model_dir, tmp_path))
@@ -111,11 +114,10 @@ def test_stopped_it_goes_on_at_that_step(
     output = tmp_path / "reconstruction"
     assert not (output / "reconstruction.json").exists()
     assert len(list((output / "windows").glob("window_*.safetensors"))) == windows
-    assert torch.load(output / "windows" / "in_training.pt")["step"] == 3
     rest = StopsAfter(100)
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: rest)
     assert run_reconstruct(config(model_dir, tmp_path)) == 0
-    assert 100 - rest.left == 27 - 9 * windows - 3  # of three windows of nine steps
+    assert 100 - rest.left == 27 - steps
     folder, whole = finished
     found = json.loads((output / "reconstruction.json").read_text())
     for window, other in zip(found["windows"], whole["windows"], strict=True):
@@ -123,6 +125,19 @@ def test_stopped_it_goes_on_at_that_step(
     assert found["validation_loss"] == whole["validation_loss"]
     own, other = (load_file(f / "latents.safetensors") for f in (output, folder))
     assert all(torch.equal(own[name], other[name]) for name in other)
+
+
+def test_a_save_that_fails_ends_only_a_run_that_is_stopped(model_dir, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(reconstruct, "_SECONDS_BETWEEN_SAVES", 0.0)
+    few = ("reconstruct.epochs=1", "reconstruct.kl_blocks=0", "dataset_val=null")
+    assert run_reconstruct(config(model_dir, tmp_path, *few)) == 0
+    monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(1))
+    with pytest.raises(OSError, match="no space left"):
+        run_reconstruct(config(model_dir, tmp_path / "stopped", *few))
 
 
 @pytest.mark.slow
