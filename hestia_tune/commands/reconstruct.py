@@ -44,7 +44,7 @@ from hestia_tune.modules import quantized_linears
 from hestia_tune.plots import plot_errors
 from hestia_tune.reconstruction import Reconstruction, WindowResult, require_weights_alone
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, model_fingerprint
-from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of, mean_loss
+from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of
 from hestia_tune.training import data, outputs
 from hestia_tune.training.base import join_ranks
 from hestia_tune.training.options import Run
@@ -196,7 +196,9 @@ class ReconstructionRecipe:
             batch = data.calibration_batch(tensors).to(self.device)
             with torch.autocast(self.device.type, self.dtype, enabled=is_low):
                 logits = logits_of(model, batch).float()
-            return mean_loss(logits, batch.labels) * batch.num_predicted, batch.num_predicted
+            labels = batch.labels.flatten()  # all of which may be ignored
+            loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+            return loss, batch.num_predicted
 
         model.to(self.device)
         loss = self.data.validation_loss(loss_sum, self.options.max_val_batches, self.device)
@@ -306,8 +308,7 @@ class ReconstructionRecipe:
         """What to print at the end."""
         if not self.finished:
             return "stopped; all that was trained is kept, and the same command goes on from it"
-        losses = read_json(self.output / RESULTS_FILE)["validation_loss"]
-        table = outputs.results_table(losses) + "\n\n" if losses else ""
+        table = outputs.results_table(self.losses) + "\n\n" if self.losses else ""
         return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
 
 
@@ -333,6 +334,7 @@ def with_reconstruction(run: Run) -> tuple[Run, bool]:
     recipe = ReconstructionRecipe(with_sensitivity(run, options.reconstruct.alpha)[0])
     recipe.run()
     if not recipe.finished:
+        utils.log_rank_zero(log, recipe.summary())
         raise KeyboardInterrupt
     return run.changed({"reconstruction": str(recipe.output)}), recipe.computed
 

@@ -159,6 +159,10 @@ class RunOptions(Section):
         for key in ("fsdp_cpu_offload", "enable_activation_offloading"):
             if getattr(self, key) and not self.device.startswith("cuda"):
                 raise ValueError(f"{key} needs device cuda; got {self.device}; leave it out")
+        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
+            raise ValueError(
+                "enable_activation_offloading needs enable_activation_checkpointing; set both"
+            )
         profiler = "torchtune.training.setup_torch_profiler"
         if self.profiler and self.profiler.get("_component_") not in (None, profiler):
             raise ValueError(f"profiler must be {profiler}; got {self.profiler['_component_']}")
@@ -195,6 +199,8 @@ def _without_temperature(given: DictConfig, key: str) -> None:
     Raises:
         ValueError: naming what the section gives to a temperature that nothing would read.
     """
+    if not isinstance(given.quantizer, DictConfig):
+        return  # which `RunOptions` refuses
     name = str(given.quantizer.get("_component_"))
     try:
         has_temperature = getattr(_get_component_from_path(name), "has_temperature", True)
@@ -203,7 +209,8 @@ def _without_temperature(given: DictConfig, key: str) -> None:
     section = given.get(key) or {}
     if has_temperature or not isinstance(section, dict | DictConfig):
         return
-    for unread in ("tau_init", "alpha", "hard_fraction", "kl_tau_init"):
+    names = ("tau_init", "alpha", "hard_fraction", *["kl_tau_init"] * (key == "reconstruct"))
+    for unread in names:
         if (value := section.get(unread, 0)) != 0:
             raise ValueError(
                 f"{key}.{unread}={value} is read by methods with a temperature, and {name} has "
@@ -214,8 +221,7 @@ def _without_temperature(given: DictConfig, key: str) -> None:
             f"sensitivity={given.sensitivity} sets temperatures, and {name} has none; set "
             "sensitivity=null"
         )
-    none = {"rho": 0.0, "tau_init": 0.0, "alpha": 0.0, "hard_fraction": 0.0}
-    given[key] = OmegaConf.merge(none, section)
+    given[key] = OmegaConf.merge(dict.fromkeys(("rho", *names), 0.0), section)
 
 
 @dataclass(frozen=True)
