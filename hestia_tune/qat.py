@@ -257,7 +257,7 @@ class QATQuantizerBase:
         """
         latents = {
             fqn: module.weight
-            for fqn, module in model.named_modules()
+            for fqn, module in model.named_modules(remove_duplicate=False)
             if isinstance(module, QuantizedLinear)
         }
         if not latents:
@@ -267,6 +267,10 @@ class QATQuantizerBase:
         hard: dict[int, nn.Parameter] = {}
         for fqn, latent in latents.items():
             linear = model.get_submodule(fqn)
+            if isinstance(linear, QuantizedLinear):  # under its second name in one parent
+                parent, _, name = fqn.rpartition(".")
+                linear = transform(linear, config)
+                setattr(model.get_submodule(parent), name, linear)
             linear.weight = hard.setdefault(id(latent), linear.weight)
         return model
 

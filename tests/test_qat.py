@@ -162,6 +162,18 @@ def test_a_linear_used_in_two_places_is_quantized_in_both():
     assert type(first) is type(second) and first.weight is second.weight
 
 
+def test_a_linear_of_two_names_in_one_place_is_quantized_and_converted_under_both():
+    block = nn.Module()
+    block.up = block.gate = nn.Linear(32, 32)
+    model = nn.ModuleDict({"layers": nn.ModuleList([block])})
+    quantizer = HestiaQATQuantizer(group_size=32, include=["*"])
+    quantizer.prepare(model)
+    assert isinstance(block.up, FakeQuantizedLinear) and block.up is block.gate
+    quantizer.convert(model)
+    assert type(block.up) is type(block.gate) is nn.Linear
+    assert block.up.weight is block.gate.weight
+
+
 def test_meta_device_then_materialised():
     """Swapped on meta without touching memory; the buffers are made anew after to_empty."""
     with torch.device("meta"):

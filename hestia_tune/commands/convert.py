@@ -30,6 +30,7 @@ from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.methods import GroupMethod
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.hugging_face_model import BUILDER
+from hestia_tune.models.load import load_plain
 from hestia_tune.models.packed import packed_entries, write_packed
 from hestia_tune.modules import quantized_linears
 from hestia_tune.tensors import check_format
@@ -185,8 +186,7 @@ class ConvertRecipe:
         }
         if self.options.block_type != "auto" or not layers:
             return {}
-        model = build.plain_on_meta(cfg.model)
-        model.load_state_dict(dict(checkpoints.read_weights(model_type, source)), assign=True)
+        model = load_plain(cfg, source)
         build.ready_for_inference(model, "cpu", torch.bfloat16)
         tokenizer = build.make_tokenizer(cfg.tokenizer, model)
         text = "\n\n".join(demo_documents("validation"))[:4000]

@@ -105,12 +105,8 @@ class ReconstructionRecipe:
             artifact = SensitivityArtifact.load(self.options.sensitivity)
             artifact.check_model(names)
             scores = artifact.scores
-        plain = build.plain_on_meta(self.cfg.model)
         checkpointer = build.instantiate(self.cfg.checkpointer, "checkpointer")
-        load = checkpointer.load_checkpoint
-        state = on_first_rank(
-            lambda: build.read_checkpoint(load, plain, self.cfg.checkpointer), share=False
-        )
+        state = build.pretrained_state(self.cfg, checkpointer.load_checkpoint)
         identity = on_first_rank(lambda: self._prepare_folder(state or {}, names, batches, scores))
         if identity is None:
             self.finished = True

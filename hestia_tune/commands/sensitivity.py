@@ -59,12 +59,8 @@ class SensitivityRecipe:
         names = list(quantized_linears(meta))
         tokenizer = build.make_tokenizer(self.cfg.tokenizer, meta)
         batches = data.calibration_batches(self.cfg, tokenizer, self.settings)
-        plain, section = build.plain_on_meta(self.cfg.model), self.cfg.checkpointer
-        state = on_first_rank(
-            lambda: build.read_checkpoint(
-                lambda: config.instantiate(section).load_checkpoint(), plain, section
-            ),
-            share=False,
+        state = build.pretrained_state(
+            self.cfg, lambda: config.instantiate(self.cfg.checkpointer).load_checkpoint()
         )
         identity, artifact = on_first_rank(lambda: self._find(names, state or {}, batches))
         folder = self.path.with_name(f"{self.path.name}.{digest(identity)}")  # of the journal

@@ -29,7 +29,7 @@ def hub_name(path: str | Path) -> str:
     hub; else the folder's own name."""
     if found := re.search(r"models--([^/]+)--([^/]+)/snapshots", str(Path(path).absolute())):
         return "/".join(found.groups())
-    return Path(path).resolve().name if Path(path).is_dir() else str(path)
+    return Path(path).resolve().name if str(path) and Path(path).is_dir() else str(path)
 
 
 def write_card(

@@ -40,7 +40,7 @@ from hestia_tune.tensors.group_tensor import GroupTensor
 DESCRIPTION_FILE = "hestia.json"
 INDEX_FILE = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
-# Tokenizer, chat template, generation settings, code of the model, licences.
+# Tokenizer, chat template, generation settings, licences.
 _SETTINGS = ("*token*.json", "merges.txt", "*chat_template*", "generation_config.json")
 _SIDE_FILES = (*_SETTINGS, *_TOKENIZER_FILES[1:], "LICENSE*", "NOTICE*", "USE_POLICY*")
 _TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
@@ -325,23 +325,26 @@ def as_dense(value: torch.Tensor) -> torch.Tensor:
     return value.dequantize() if isinstance(value, TorchAOBaseTensor) else value
 
 
-def copy_side_files(folder: Path, target: Path) -> None:
-    """Copies tokenizer, generation config, chat template and licences of a model folder.
+def side_files(folder: Path) -> list[Path]:
+    """Tokenizer, generation config, chat template and licences of a model folder.
 
     Raises:
         ValueError: if one of them is a link out of the folder, other than to the hub's cache.
     """
-    home = folder.resolve()
-    allowed = (home, home.parent.parent / "blobs")
-    for path in (path for pattern in _SIDE_FILES for path in folder.glob(pattern)):
-        for part in (path, *path.rglob("*")):
-            if not any(part.resolve().is_relative_to(place) for place in allowed):
-                raise ValueError(
-                    f"{part} is a link to {part.resolve()}, outside of the model's folder; put the "
-                    "file itself there"
-                )
+    allowed = folder.resolve(), folder.resolve().parents[1] / "blobs"
+    found = [path for pattern in _SIDE_FILES for path in folder.glob(pattern)]
+    for part in (part for path in found for part in (path, *path.rglob("*"))):
+        if not any(part.resolve().is_relative_to(place) for place in allowed):
+            raise ValueError(
+                f"{part} is a link to {part.resolve()}, outside of it; put the file itself there"
+            )
+    return found
+
+
+def copy_side_files(folder: Path, target: Path) -> None:
+    """Copies the `side_files` of a model folder; its errors."""
+    for path in side_files(folder):
         if path.is_dir():
-            code = shutil.ignore_patterns("*.py")
-            shutil.copytree(path, target / path.name, ignore=code)
+            shutil.copytree(path, target / path.name, ignore=shutil.ignore_patterns("*.py"))
         else:
             shutil.copyfile(path, target / path.name)

@@ -46,6 +46,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from torch import nn
 
 import hestia_tune
@@ -201,7 +202,11 @@ def write_gguf(
         log.info(f"GGUF for speed: {dict(fast)}; TQ2_0 if its rounding is at most {LIMIT:.0%}")
     writer = gguf.GGUFWriter(None, model.architecture)
     parameters = sum(shape.numel() for shape in source.shapes.values())
-    metadata = gguf.Metadata.load(None, source.folder.resolve(), None, parameters)  # of README.md
+    folder = source.folder.resolve()
+    try:
+        metadata = gguf.Metadata.load(None, folder, None, parameters)  # of README.md
+    except (ValueError, yaml.YAMLError):  # which may hold anything
+        metadata = gguf.Metadata(name=folder.name)
     metadata.quantized_by = f"hestia_tune {hestia_tune.__version__}"
     metadata.set_gguf_meta_model(writer)
     model.add_to(writer)

@@ -91,7 +91,7 @@ class LlamaModel:
         parts = (*_LAYER, *_HEAD_NORMS.get(self.architecture, ()))
         needed = [f"model.layers.{layer}.{part}" for layer in range(count) for part in parts]
         needed += ["model.embed_tokens", "model.norm"]
-        if config.get("tie_word_embeddings"):
+        if config.get("tie_word_embeddings", self.architecture == "smollm3"):
             names.pop("lm_head.weight", None)  # a copy
         else:
             needed.append("lm_head")

@@ -62,6 +62,7 @@ class HestiaCallback(TrainerCallback):
             (sharded, "no FSDP or DeepSpeed; train with hestia_qat"),
             (args.load_best_model_at_end, "only the last step is hard; no load_best_model_at_end"),
             (own, "learned parameters take no weight_decay and no rate of their own"),
+            (method.adds_bias, f"{method.name} leaves biases in the model; train with hestia_qat"),
         ):
             if wrong:
                 raise ValueError(f"HestiaCallback: {rule}")

@@ -22,6 +22,7 @@ from torchtune.training.checkpointing import ModelType
 
 from hestia_tune.blocks import find_blocks
 from hestia_tune.config import nearest, one_line
+from hestia_tune.distributed import on_first_rank
 from hestia_tune.files import read_json
 from hestia_tune.models.builders import llama
 from hestia_tune.models.checkpoints import MODEL_TYPES, require_biases
@@ -45,6 +46,8 @@ def instantiate(section: DictConfig | None, key: str, *args: Any) -> Any:
         raise ValueError(f"{key}: {one_line(error)}") from error
 
 
+# Of transformers: those that scale by 1 + weight.
+_NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")
 # Options of builders of Llamas -> their names in a Hugging Face config.json.
 _HF_NAMES = {
     "vocab_size": "vocab_size",
@@ -85,7 +88,8 @@ def check_model_section(cfg_model: DictConfig, cfg_checkpointer: DictConfig) -> 
         )
     if cfg_model["_component_"] != "hestia_tune.models.llama":
         return
-    stored |= stored.get("rope_parameters") or {}
+    rope = stored.get("rope_parameters") or {}  # transformers 5's
+    stored |= rope if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
     defaults = {k: p.default for k, p in inspect.signature(llama).parameters.items()}
     given = {"rope_scaling": None} | defaults | dict(cfg_model)
     for ours, theirs in _HF_NAMES.items():
@@ -225,22 +229,34 @@ def read_checkpoint(
     return loaded
 
 
+def pretrained_state(
+    cfg: DictConfig, load: Callable[[], dict[str, Any]]
+) -> dict[str, torch.Tensor] | None:
+    """`read_checkpoint` on the first rank, for the model of a config; None on the others.
+    Collective."""
+    plain = plain_on_meta(cfg.model)
+    return on_first_rank(lambda: read_checkpoint(load, plain, cfg.checkpointer), share=False)
+
+
 def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, torch.Tensor]:
     """A state dict to train from scratch: float32 on the CPU, the same for the same seed.
 
     Matrices, embeddings included, are normal with the standard deviation ``initializer_range`` of
     the folder's config.json (0.02 if it has none), as Hugging Face's own Llamas begin; biases are
-    0, norms 1.
+    0, norms 1, or 0 where 1 is added to them.
 
     Args:
         plain: not prepared, on the meta device; names and shapes.
         folder: of the config.
     """
+    modules = plain.named_modules()
+    zero = {f"{name}.weight" for name, m in modules if type(m).__name__ in _NORMS_AROUND_ZERO}
     std = read_json(Path(folder) / "config.json").get("initializer_range", 0.02)
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, value in plain.state_dict().items():
-        state[name] = torch.full(value.shape, 0.0 if name.endswith("bias") else 1.0)
+        is_zero = name.endswith("bias") or name in zero
+        state[name] = torch.full(value.shape, 0.0 if is_zero else 1.0)
         if value.dim() >= 2:
             state[name].normal_(std=std, generator=generator)
     return state

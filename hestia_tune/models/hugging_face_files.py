@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torchtune.training import MODEL_KEY
 
-from hestia_tune.export.folder import SafetensorsFolder, copy_side_files, import_optional
+from hestia_tune.export.folder import (
+    SafetensorsFolder,
+    copy_side_files,
+    import_optional,
+    side_files,
+)
 from hestia_tune.models.hugging_face_model import hugging_face, local_folder, read_config
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
@@ -39,9 +44,8 @@ def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]
     names, ignored = model.state_dict(), model._keys_to_ignore_on_load_unexpected or ()
     if names.keys() <= source.shapes.keys():
         for name in source.shapes:
-            if name in names or not (
-                name in model.tied or any(re.search(p, name) for p in ignored)
-            ):
+            dropped = name in model.tied or any(re.search(p, name) for p in ignored)
+            if name in names or not dropped:
                 yield name, source.read(name)
         return
     transformers = import_optional("transformers")
@@ -71,7 +75,7 @@ class HuggingFaceCheckpointer:
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: on a recipe state of torchtune's or another model type.
+        ValueError: on a recipe state of torchtune's or another model type, or as `side_files`.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class HuggingFaceCheckpointer:
         if should_load_recipe_state or model_type != MODEL_TYPE:
             raise ValueError(f"only weights of model_type {MODEL_TYPE} are read; got {model_type}")
         self.folder, self._output_dir = local_folder(checkpoint_dir), Path(output_dir)
+        side_files(self.folder)  # which `save_checkpoint` copies, after the training
 
     def load_checkpoint(self) -> dict[str, Any]:
         """All weights, in the dtype of the files."""
@@ -130,4 +135,7 @@ class AutoTokenizer(HuggingFaceTokenizer):
             raise ValueError(f"the {type(found).__name__} of {folder} is not of tokenizers (Rust)")
         with tempfile.TemporaryDirectory() as copy:
             found.save_pretrained(copy)
-            super().__init__(copy, eos_token, max_seq_len)
+            try:
+                super().__init__(copy, eos_token, max_seq_len)
+            except ValueError as error:
+                raise ValueError(str(error).replace(copy, str(folder))) from error

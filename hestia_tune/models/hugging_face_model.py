@@ -80,6 +80,8 @@ def read_config(path: str) -> Any:
         reason = "is of more than a text decoder, which is all that is trained here"
     elif type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         reason = "is no causal language model that the installed transformers knows"
+    elif not hasattr(config, "max_position_embeddings"):
+        reason = "has no longest sequence in its config, and is not supported"
     if reason is not None:
         raise ValueError(f"the {config.model_type} in {folder} {reason}")
     # A file may name kernels of the hub here, which are code.

@@ -59,6 +59,17 @@ def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
     return ("naive" if name == "naive" else "folder"), folder
 
 
+def load_plain(cfg: DictConfig, source: SafetensorsFolder) -> nn.Module:
+    """The model of a config with the weights of a folder as they are, and the biases that these
+    have and it has not; a ValueError if they are of another model."""
+    state = dict(checkpoints.read_weights(cfg.checkpointer.model_type, source))
+    model = build.plain_on_meta(cfg.model)
+    checkpoints.add_biases(model, state)
+    build.check_state_dict(model, state, str(source.folder))
+    model.load_state_dict(state, assign=True)
+    return model
+
+
 def load_model(
     name: str,
     cfg: DictConfig,
@@ -83,13 +94,7 @@ def load_model(
         return load_quantized(folder, device=device, dtype=dtype, kernel="dequantize"), facts
     component = build.make_component(cfg.quantizer)
     if kind in ("folder", "naive"):
-        state = dict(
-            checkpoints.read_weights(cfg.checkpointer.model_type, SafetensorsFolder(folder))
-        )
-        model = build.plain_on_meta(cfg.model)
-        checkpoints.add_biases(model, state)
-        build.check_state_dict(model, state, str(folder))
-        model.load_state_dict(state, assign=True)
+        model = load_plain(cfg, SafetensorsFolder(folder))
         if kind == "naive":
             facts["quantizer"] = component.method.key()
             model = component.convert(component.prepare(model.float()))

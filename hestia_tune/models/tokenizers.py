@@ -50,10 +50,14 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
             if self.eos_id is None:
                 raise ValueError(f"tokenizer.eos_token {eos_token!r} is not in {files[0]}")
         pad, turn_end = (self._special_token(f"{key}_token") for key in ("pad", "eos"))
-        self.pad_id = self.eos_id if pad is None else self.tokenizer.token_to_id(pad)
+        self.pad_id = None if pad is None else self.tokenizer.token_to_id(pad)
+        self.pad_id = self.eos_id if self.pad_id is None else self.pad_id
         self.stop_tokens = sorted({self.eos_id, self.tokenizer.token_to_id(turn_end)})
         template = folder / "chat_template.jinja"
         self.chat_template: str | None = self.config.get("chat_template")
+        if isinstance(self.chat_template, list):  # several by name, as older folders have them
+            named = {one["name"]: one["template"] for one in self.chat_template}
+            self.chat_template = named.get("default")
         if template.is_file():
             self.chat_template = template.read_text(encoding="utf-8")
 

@@ -20,7 +20,13 @@ from hestia_tune.distributed import StopRequest, on_first_rank
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
-from hestia_tune.models.checkpoints import complete_checkpoints, digest, find_damage, read_meta
+from hestia_tune.models.checkpoints import (
+    complete_checkpoints,
+    digest,
+    find_damage,
+    pretrained_folder,
+    read_meta,
+)
 from hestia_tune.modules import quantized_linears
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
@@ -118,7 +124,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             read = partial(self.read_pretrained, plain, artifact)
             state = pretrained = on_first_rank(read, share=False) or {}
         if options.init == "random":
-            make = partial(build.random_state, plain, cfg.checkpointer.checkpoint_dir, self.seed)
+            folder = pretrained_folder(cfg.checkpointer)
+            make = partial(build.random_state, plain, folder, self.seed)
             state = on_first_rank(make, share=False) or {}
         if start is not None:
             make = partial(reconstructed, state, options.reconstruction, start)

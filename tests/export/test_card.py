@@ -86,6 +86,15 @@ def test_what_gguf_takes_from_it(trained):
     assert general["languages"] == ["en"] and "ternary" in general["tags"]
 
 
+def test_gguf_beside_a_card_that_is_broken(tmp_path):
+    folder = make_model_dir(tmp_path / "model")
+    (folder / "README.md").write_text("---\n[: not yaml\n---\n")
+    options = ("convert.source=pretrained", "convert.formats=[gguf]")
+    ConvertRecipe(make_config(folder, tmp_path, *options)).run()
+    fields = gguf.GGUFReader(tmp_path / "converted" / "model.gguf").fields
+    assert fields["general.name"].contents() == "model"
+
+
 def test_of_what_was_not_trained_nothing_is_claimed(trained, tmp_path):
     folder, _ = trained
     cfg = make_config(
@@ -118,7 +127,7 @@ def test_odd_cards_of_the_pretrained_model(tmp_path, readme):
 
 def test_names_of_models_and_data(tmp_path):
     assert hub_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
-    assert hub_name(tmp_path) == tmp_path.name
+    assert hub_name(tmp_path) == tmp_path.name and hub_name("") == ""
     cfg = make_config(tmp_path, tmp_path)
     for section, names in (
         ({"source": "owner/data"}, ["owner/data"]),

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import ModelCard
 
 transformers = pytest.importorskip("transformers")
-from hestia_tune import HestiaConfig, HestiaQATQuantizer  # noqa: E402
+from hestia_tune import HestiaConfig, HestiaQATQuantizer, Tequila  # noqa: E402
 from hestia_tune.functional import hard_ternary  # noqa: E402
 from hestia_tune.integrations.transformers import HestiaCallback  # noqa: E402
 from hestia_tune.modules import QuantizedLinear  # noqa: E402
@@ -182,6 +182,7 @@ def test_bf16_compute_and_learned_scales_and_scores(tmp_path):
             {"weight_decay": 0.1},
             "take no weight_decay",
         ),
+        ({"quantizer": Tequila()}, {}, "tequila leaves biases"),
         ({"schedule": {"roh": 1}}, {}, "unknown key schedule.roh; did you mean rho"),
     ],
 )

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES, family_config, make_family
+from omegaconf import OmegaConf
 from tiny import make_config, make_model_dir
 
 from hestia_tune import HestiaQATQuantizer
@@ -26,6 +28,7 @@ from hestia_tune.sensitivity.segments import (
     logits_of,
     mean_loss,
 )
+from hestia_tune.training.generation import generate_missing
 from hestia_tune.training.options import Run
 
 transformers = pytest.importorskip("transformers")
@@ -169,6 +172,12 @@ def test_what_cannot_be_trained_is_refused(tmp_path, changes, message):
         hugging_face(edit_config(folder, **changes))
 
 
+def test_a_model_without_a_longest_sequence_is_refused(tmp_path):
+    transformers.BloomConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the bloom in .* no longest sequence"):
+        hugging_face(str(tmp_path))
+
+
 def test_a_folder_that_is_none(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="no config.json"):
         hugging_face(str(tmp_path))
@@ -220,9 +229,26 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert ours.encode(text, add_bos=False, add_eos=False) == theirs(text)["input_ids"]
     assert (ours.eos_id, ours.pad_id, ours.vocab_size) == (0, 0, plain.vocab_size)
+    with pytest.raises(ValueError, match=f"'<no>' is not in {folder}/tokenizer.json"):
+        AutoTokenizer(str(folder), "<no>")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="no tokenizer in"):
         AutoTokenizer(str(folder))
+
+
+def test_a_link_out_of_the_folder_is_refused_before_training(tmp_path):
+    folder = make_family(tmp_path / "model", "Qwen3")
+    shutil.move(folder / "tokenizer.json", tmp_path / "tokenizer.json")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="tokenizer.json is a link to"):
+        HuggingFaceCheckpointer(str(folder), str(tmp_path))
+
+
+def test_transformers_models_generate_no_text_of_their_own(tmp_path):
+    cfg = family_config(make_family(tmp_path / "model", "Qwen3"), tmp_path)
+    text = {"num_sequences": 2, "seq_len": 8, "cache_dir": str(tmp_path / "text")}
+    with pytest.raises(ValueError, match="by models that torchtune builds"):
+        generate_missing(Run.of(cfg).cfg, None, OmegaConf.create(text))
 
 
 def test_a_folder_without_some_weights(tmp_path):

@@ -262,6 +262,18 @@ def test_the_tokenizer_takes_messages(model_dir, tmp_path):
     tokens = chat({"messages": messages}, inference=True)["tokens"]
     assert chat.decode(tokens) == "<user>ab<assistant>"
 
+    (folder / "chat_template.jinja").unlink()  # as older folders have several
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "tools", "template": "no"},
+        {"name": "default", "template": template},
+    ]
+    config["pad_token"] = "<none>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    older = HuggingFaceTokenizer(str(folder))
+    assert older({"messages": messages}, inference=True)["tokens"] == tokens
+    assert older.pad_id == older.eos_id
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["ternary", "intx"])

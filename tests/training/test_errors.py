@@ -168,10 +168,11 @@ def test_a_model_section_that_contradicts_the_folder(model_dir, tmp_path, overri
         run(make_config(model_dir, tmp_path, override))
 
 
-def test_scaled_positions_are_not_what_the_plain_llama_computes(tmp_path):
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])  # transformers 4 and 5
+def test_scaled_positions_are_not_what_the_plain_llama_computes(tmp_path, key):
     folder = make_model_dir(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    config["rope_scaling"] = {"rope_type": "llama3", "factor": 32.0}
+    config[key] = {"rope_type": "llama3", "factor": 32.0}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="model.rope_scaling is None, .*'factor': 32.0"):
         run(make_config(folder, tmp_path))

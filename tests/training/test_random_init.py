@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from families import family_config, make_family
 from safetensors.torch import load_file
 from tiny import (
     SHAPE,
@@ -19,6 +20,7 @@ from tiny import (
 from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import read_weights
+from hestia_tune.models.hugging_face_model import hugging_face
 from hestia_tune.modules import full_tensor
 
 RANDOM = ("init=random",)
@@ -34,6 +36,23 @@ def bare_dir(tmp_path_factory):
 
 def bare_config(folder, output, *overrides):
     return make_config(folder, output, *RANDOM, "checkpointer.checkpoint_files=[]", *overrides)
+
+
+def test_norms_that_scale_by_one_more_begin_at_zero(tmp_path):
+    import transformers
+
+    plain = hugging_face(str(make_family(tmp_path, "Gemma 3")))
+    state = build.random_state(plain, tmp_path, seed=0)
+    fresh = transformers.AutoModelForCausalLM.from_config(plain.config).state_dict()
+    norms = [name for name, value in state.items() if value.dim() == 1]
+    assert norms and all(torch.equal(state[name], fresh[name]) for name in norms)
+
+
+def test_a_model_by_its_name_on_the_hub(tmp_path, monkeypatch):
+    folder = make_family(tmp_path / "model", "Qwen3")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder))
+    cfg = family_config(folder, tmp_path / "out", "model.path=someone/tiny-qwen3", *RANDOM)
+    assert run(cfg).finished
 
 
 def test_what_is_drawn(tmp_path):
