@@ -82,14 +82,12 @@ def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
 
     The other ranks get its result too (it must be picklable), or None without ``share``.
     """
-    result = None
+    outcome: list[Any] = [None]
     with together():
         if dist.get_rank() == 0:
-            result = function()
-    if not share:
-        return result
-    outcome = [result]
-    dist.broadcast_object_list(outcome, src=0)
+            outcome[0] = function()
+    if share:
+        dist.broadcast_object_list(outcome, src=0)
     return outcome[0]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+log = logging.getLogger(__name__)
 
 
 def remove(path: Path) -> None:
@@ -79,13 +82,15 @@ def locked(folder: str | Path) -> Iterator[None]:
     with (require_writable_dir(folder) / ".lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (BlockingIOError, PermissionError):
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise ValueError(
                 f"output_dir {folder} is being written by {holder}; wait for it or end it, or "
                 "choose another folder"
             ) from None
+        except OSError as error:  # a file system without locks
+            log.warning("%s cannot be locked (%s); let no other job write into it", folder, error)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

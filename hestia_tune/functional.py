@@ -13,7 +13,7 @@ and dtype of the latent one. All raise TypeError on a weight that is not floatin
 of another type, and ValueError on values out of range or that do not fit the weight.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -118,7 +118,13 @@ def optimal_temperature(
         tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights (Sec. 4.1).
 
     Raises:
+        TypeError: on a weight that is not floating point.
         ValueError: on no weights, all-zero weights, or NaN or infinity among them.
     """
-    tensors = [weights] if isinstance(weights, torch.Tensor) else weights
-    return TernaryMethod(group_size=group_size).fit_temperature(tensors)
+
+    def checked() -> Iterator[torch.Tensor]:
+        for weight in [weights] if isinstance(weights, torch.Tensor) else weights:
+            require_float(weight)
+            yield weight
+
+    return TernaryMethod(group_size=group_size).fit_temperature(checked())

@@ -103,10 +103,10 @@ def _picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
 
 
 def _draw_fan(axis: Any, label: str, temperatures: Mapping[str, Sequence[float]]) -> None:
-    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in temperatures))
+    last = {name.rpartition(".")[2]: name for name in temperatures}  # of each kind
     for name, curve in temperatures.items():
         kind = name.rpartition(".")[2]
-        color, last = f"C{kinds.index(kind)}", [n for n in temperatures if n.endswith(kind)][-1]
-        axis.plot(curve, linewidth=0.6, color=color, label=kind if name == last else None)
+        color, label_ = f"C{[*last].index(kind)}", kind if name == last[kind] else None
+        axis.plot(curve, linewidth=0.6, color=color, label=label_)
     axis.set(xlabel=label, ylabel="temperature", title=f"{len(temperatures)} layers by kind")
     axis.legend(fontsize="small", ncols=2)

@@ -227,6 +227,6 @@ class TokenizeConfig(Section):
 
     section: ClassVar[str] = "tokenize"
     output: str | None = None  # folder of the token file; null is tokens in output_dir
-    # Stops at the document that reaches so many; null takes dataset.max_tokens.
+    # Stops at so many; null takes dataset.max_tokens.
     max_tokens: int | None = option(None, low=1)
     verify: bool = True  # reads the file again at the end and compares its checksum

@@ -7,7 +7,12 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hestia_tune.functional import hard_ternary, relaxed_ternary, ternary_codes
+from hestia_tune.functional import (
+    hard_ternary,
+    optimal_temperature,
+    relaxed_ternary,
+    ternary_codes,
+)
 from hestia_tune.methods import TernaryMethod
 
 
@@ -74,6 +79,11 @@ WEIGHT_ERRORS = [
     (make_weight().cfloat(), 128, TypeError, "a floating-point tensor; got torch.complex64"),
     ([[0.1] * 128], 128, TypeError, "a floating-point tensor; got list"),
 ]
+
+
+def test_a_temperature_is_fitted_to_floats():
+    with pytest.raises(TypeError, match="a floating-point tensor; got torch.int32"):
+        optimal_temperature([make_weight(), make_weight().int()])
 
 
 @pytest.mark.parametrize("weight, group_size, error, message", WEIGHT_ERRORS)

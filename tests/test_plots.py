@@ -1,8 +1,9 @@
 """Pictures: PNG files that appear whole, whatever the numbers."""
 
 import pytest
+from matplotlib.figure import Figure
 
-from hestia_tune import AnnealingSchedule
+from hestia_tune import AnnealingSchedule, plots
 from hestia_tune.plots import plot_sensitivity, plot_temperatures
 
 
@@ -25,3 +26,11 @@ def test_a_heatmap_of_any_traces(tmp_path, traces):
 def test_the_fan_of_temperatures(tmp_path):
     plot_temperatures(AnnealingSchedule(100), {"a": 0.1, "b": 0.9}, tmp_path / "fan.png")
     assert (tmp_path / "fan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_kind_of_layer_is_in_the_legend():
+    figure = Figure()
+    names = ("0.gate", "0.shared_gate", "1.gate", "1.shared_gate")
+    plots._draw_fan(figure.subplots(), "step", {name: [0.3, 0.2] for name in names})
+    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert sorted(texts) == ["gate", "shared_gate"]

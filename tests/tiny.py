@@ -95,9 +95,24 @@ class _HalfIgnored(SequenceDataset):
         return sample
 
 
-def half_ignored_dataset(tokenizer, *, num: int) -> SequenceDataset:
+def half_ignored_dataset(tokenizer, *, num: int, seed: int = 0) -> SequenceDataset:
     """`random_dataset` of which half the batches of 4 are ignored."""
-    return _HalfIgnored(random_dataset(tokenizer, num=num).sequences.flatten().tolist(), 16)
+    return _HalfIgnored(
+        random_dataset(tokenizer, num=num, seed=seed).sequences.flatten().tolist(), 16
+    )
+
+
+class _AllIgnored(SequenceDataset):
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return sample | {"labels": [-100] * len(sample["labels"])}
+
+
+def all_ignored_dataset(tokenizer, *, num: int, seed: int = 0) -> SequenceDataset:
+    """`random_dataset` with no token to predict."""
+    return _AllIgnored(
+        random_dataset(tokenizer, num=num, seed=seed).sequences.flatten().tolist(), 16
+    )
 
 
 class SignallingLogger(DiskLogger):
@@ -146,6 +161,30 @@ def failing_dataset(tokenizer, *, num: int, how: str) -> SequenceDataset:
     dataset = FailingDataset(random_dataset(tokenizer, num=num).sequences.flatten().tolist(), 16)
     dataset.how = how
     return dataset
+
+
+class _OddRows(SequenceDataset):
+    """Its 13th sample is no conversation."""
+
+    def __getitem__(self, index):
+        if index == 12:
+            raise KeyError("messages")
+        return super().__getitem__(index)
+
+
+def odd_rows_dataset(tokenizer, *, num: int) -> SequenceDataset:
+    """`random_dataset` with a row that its component cannot read."""
+    return _OddRows(random_dataset(tokenizer, num=num).sequences.flatten().tolist(), 16)
+
+
+class InfiniteLaterLoss(torch.nn.CrossEntropyLoss):
+    """Infinite from the third gradient on."""
+
+    count = 0
+
+    def forward(self, logits, labels):
+        self.count += torch.is_grad_enabled()
+        return super().forward(logits, labels) * (float("inf") if self.count > 2 else 1.0)
 
 
 class InfiniteTrainingLoss(torch.nn.CrossEntropyLoss):

@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 from torchtune.config._errors import InstantiationError
+from yaml import YAMLError
 
 from hestia_tune.commands.configs import resolve_argv
 from hestia_tune.config import one_line
@@ -26,6 +28,7 @@ _SECONDS_TO_TELL = 10.0
 # What checks of the user's input, files and data raise.
 _ABOUT_INPUT = (
     *(ValueError, TypeError, OSError, ImportError, FloatingPointError),
+    *(YAMLError, OmegaConfBaseException),
     InstantiationError,  # a component that is not there
 )
 # Of other packages, about what their users cannot change.
@@ -42,8 +45,8 @@ def main(command: Callable[[Run], int], name: str) -> int:
         try:
             config.parse(parsed.append)()
         except SystemExit as stop:  # the parser exits when its callback returns
-            if stop.code:
-                return int(stop.code)
+            if stop.code or not parsed:  # an error, or --help
+                return int(stop.code or 0)
         return command(Run.of(parsed[0]))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -51,7 +54,7 @@ def main(command: Callable[[Run], int], name: str) -> int:
         if os.environ.get("HESTIA_TRACEBACK") or not isinstance(error, _ABOUT_INPUT):
             raise
         # What was checked before the ranks met, or raised on all of them, is told once.
-        shared = getattr(error, "on_every_rank", False) or not dist.is_initialized()
+        shared = getattr(error, "on_every_rank", not dist.is_initialized())
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not shared:
             where = "" if rank == "0" else f"[rank {rank}] "

@@ -22,11 +22,11 @@ def run_tokenize(cfg: DictConfig | Run) -> int:
     run = Run.of(cfg)
     cfg, options = run.cfg, run.options.tokenize
     section: Any = OmegaConf.to_container(cfg.dataset, resolve=True)
-    component = section.pop("_component_", None)
-    if component != _STREAM or section["source"] == "token_shards":
+    is_one = isinstance(section, dict) and section.pop("_component_", None) == _STREAM
+    if not is_one or section.get("source") in (None, "token_shards"):
         raise ValueError(
-            f"hestia_tokenize writes what {_STREAM} reads from text; the dataset is "
-            f"{component} with source {section.get('source')}"
+            f"hestia_tokenize writes what one {_STREAM} reads from the text of its source; got "
+            f"{OmegaConf.to_container(cfg.dataset)}"
         )
     require_writable_dir(Path(options.output).parent)
     section["max_tokens"] = options.max_tokens or section.get("max_tokens")

@@ -5,15 +5,18 @@ It reads the checkpoint and opens the data, as a run would. What a run would com
 (``sensitivity: auto``, ``reconstruction: auto``, the teacher of a distillation) is not.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import ListConfig
 from torch import nn
 from torchtune.config._utils import _get_component_from_path
 
+from hestia_tune.data.tokens import INDEX
 from hestia_tune.models import build
-from hestia_tune.modules import quantized_linears
+from hestia_tune.training.generation import SELF_GENERATED
 from hestia_tune.training.options import Run
 from hestia_tune.training.setup import RecipeSetup
 
@@ -35,13 +38,9 @@ class NoLogger:
 class Validation(RecipeSetup):
     """A set-up with the model on the meta device, which ends before anything is replaced."""
 
-    num_layers = 0
-
     def build_model(self, state: dict[str, torch.Tensor]) -> nn.Module:
         """Prepared, on the meta device."""
-        model = build.build_on_meta(self.run.cfg.model, self.component)
-        self.num_layers = len(quantized_linears(model))
-        return model
+        return build.build_on_meta(self.run.cfg.model, self.component)
 
     def _setup_profiler(self, cfg_profiler: Any = None) -> Any:
         raise _Valid
@@ -53,7 +52,14 @@ def run_validate(run: Run) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("device cuda: not here; all else is checked")
     cfg.device, cfg.compile, cfg.fsdp_cpu_offload, cfg.code_statistics = "cpu", False, False, False
-    cfg.distillation.weight = 0.0
+    cfg.enable_activation_offloading, cfg.distillation.weight = False, 0.0
+    for section in cfg.dataset if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]:
+        folder = section.get("cache_dir")
+        if section._component_ == SELF_GENERATED and not (Path(folder) / INDEX).is_file():
+            raise ValueError(
+                f"dataset.cache_dir {folder} is empty: its text is generated when the run begins, "
+                "and cannot be checked before"
+            )
     if "fused" in cfg.optimizer:
         cfg.optimizer.fused = False  # which the meta device has not
     for key in ("sensitivity", "reconstruction"):
@@ -66,7 +72,7 @@ def run_validate(run: Run) -> int:
     except _Valid:
         dist.destroy_process_group()
     print(
-        f"valid: {recipe.num_layers} linears by {recipe.component.method.key()}, "
+        f"valid: {len(recipe.driver.layers)} linears by {recipe.component.method.key()}, "
         f"{recipe.total_steps} steps of {recipe.data.sequences_per_step} sequences (of one "
         f"process), into {options.output_dir}"
     )

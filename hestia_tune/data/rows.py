@@ -65,7 +65,7 @@ def open_rows(config: StreamConfig) -> tuple[IterableDataset, str, list[str]]:
     """The rows of a hub dataset or of files, of which one column holds the text.
 
     Returns:
-        The rows; a digest of the files' names, their sizes (of local ones), split and column; and
+        The rows; a digest of local files' names and sizes or of other paths, split and column; and
         the files' paths.
 
     Raises:
@@ -95,7 +95,8 @@ def open_rows(config: StreamConfig) -> tuple[IterableDataset, str, list[str]]:
     if rows.column_names:
         rows = rows.select_columns([config.column])
     paths = (builder.config.data_files or {}).get(config.split, [])
-    files = [(PurePosixPath(p).name, os.path.isfile(p) and os.path.getsize(p)) for p in paths]
+    # A path on the hub has repository and commit in it.
+    files = [(PurePosixPath(p).name, os.path.getsize(p)) if os.path.isfile(p) else p for p in paths]
     described = repr((config.split, config.column, files))
     return rows, hashlib.sha256(described.encode()).hexdigest()[:16], paths
 

@@ -88,9 +88,7 @@ class StreamingTextDataset(IterableDataset):
                 count += parquet.read_metadata(path).num_rows
             elif suffix in (".txt", ".jsonl"):
                 with open(path, "rb") as file:
-                    count += sum(
-                        chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")
-                    )
+                    count += sum(1 for _ in file)
             else:
                 return None
         return count or None
@@ -201,6 +199,8 @@ def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
         ValueError, DataStreamError: as the stream does.
     """
     config = StreamConfig.parse({"shuffle_buffer": 0, "epochs": 1} | options)
+    if config.epochs is None and config.max_tokens is None:
+        raise ValueError("a text in memory must end; give epochs or max_tokens")
     stream = StreamingTextDataset(tokenizer, replace(config, document_masks=False))
     stream.rank, stream.world_size = 0, 1
     tokens = (token for sample in stream for token in sample["tokens"])

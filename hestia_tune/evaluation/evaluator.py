@@ -112,6 +112,7 @@ def load_tasks(names: Sequence[str], manager: Any) -> tuple[list[Any], Any]:
             found = manager.load([name])
             group = found["groups"].get(name)
             loaded += found["tasks"].values() if group is None else [group]
+        manager.load(loaded)  # refuses a task that is in two of them
     return loaded, manager
 
 

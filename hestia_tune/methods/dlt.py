@@ -21,11 +21,8 @@ class DLTMethod(LearnedStepMethod):
 
     name: ClassVar[str] = "dlt"
     packed_formats: ClassVar[tuple[str, ...]] = ()
+    file_formats: ClassVar[tuple[str, ...]] = ("huggingface",)
     trained_parameters = "step", "offset"
-
-    @property
-    def file_formats(self) -> tuple[str, ...]:
-        return ("huggingface",)
 
     def initial_parameters(self, weight):
         (step,) = super().initial_parameters(weight)

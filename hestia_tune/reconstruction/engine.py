@@ -132,10 +132,8 @@ class Reconstruction:
                 need = streams * 2 * self.num_batches * state.numel() / 2**30
                 folder = folder if need > settings.memory else None
                 log.info(f"hidden states: {need:.2f} GiB, in {'files' if folder else 'memory'}")
-                shape = (self.num_batches * state.shape[0], *state.shape[1:])
-                self._streams = [
-                    Stream(shape, state.shape[0], self.device, folder) for _ in range(streams)
-                ]
+                shape = (self.num_batches, *state.shape)
+                self._streams = [Stream(shape, self.device, folder) for _ in range(streams)]
                 self.full, self.hard = self._streams[:2]
             for stream in self._streams:
                 stream.write(batch, state)
@@ -279,9 +277,8 @@ class Reconstruction:
                 huber = partial(huber_error, delta=settings.huber_delta)
                 loss_of = partial(self._difference, huber)
         self._advance(source, begin, hard=True)
-        blocks = range(begin, end)
-        for block in blocks:
-            self.blocks[block].to(self.device)
+        blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
+        window.to(self.device)
         layers = self._layers(blocks, settings.rank, self.seed + index)
         names = {layer.name: layer.layer for layer in layers}
         steps = self.steps[index]
@@ -289,7 +286,7 @@ class Reconstruction:
         scores = self._scores and {name: self._scores[name] for name in names}
         driver = ScheduleDriver(schedule, names, scores)
         naive = self._error(blocks, layers, source, measure)
-        self._optimizer = WindowOptimizer(self.blocks[begin:end], layers, settings, steps)
+        self._optimizer = WindowOptimizer(window, layers, settings, steps)
         if state is not None:
             self._started -= state["seconds"]
             self._optimizer.load_state_dict(state)
@@ -312,8 +309,7 @@ class Reconstruction:
         del self._optimizer  # with its moments
         for layer in layers:
             layer.finish()
-        for block in blocks:
-            self.blocks[block].requires_grad_(False)
+        window.requires_grad_(False)
         error = self._error(blocks, layers, source, measure)
         if not math.isfinite(error):
             key = "lr" if name == "error" else "kl_rate"
@@ -321,7 +317,6 @@ class Reconstruction:
                 f"blocks {begin} to {end - 1}: the {name} is not finite after training; lower "
                 f"reconstruct.{key}, now {getattr(self.settings, key)}"
             )
-        for block in blocks:
-            self.blocks[block].to("cpu")
+        window.to("cpu")
         seconds = time.perf_counter() - self._started
         yield WindowResult(index, begin, end, naive, error, seconds, name)

@@ -8,17 +8,17 @@ what each needs is a hidden state a token, 2·dim bytes.
 import math
 import tempfile
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
 
 
 class Stream:
-    """Hidden states (num_sequences, seq_len, dim) of this rank, by batches of fixed sequences.
+    """Hidden states of this rank, by batches of fixed sequences.
 
     Args:
-        shape: of all.
-        batch_size: sequences of this rank in a batch; divides num_sequences.
+        shape: (batches, sequences, seq_len, dim).
         device: where batches are computed.
         folder: keeps them in a file there, which ends with the process; None is in memory.
 
@@ -30,12 +30,11 @@ class Stream:
 
     def __init__(
         self,
-        shape: tuple[int, int, int],
-        batch_size: int,
+        shape: tuple[int, ...],
         device: torch.device,
         folder: Path | None = None,
     ):
-        self.batch_size, self._device, dtype = batch_size, device, torch.bfloat16
+        self._device, dtype = device, torch.bfloat16
         if folder is None:
             self._states = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
             return
@@ -44,22 +43,15 @@ class Stream:
         self._states = mapped.view(shape)
 
     def write(self, batch: int, states: torch.Tensor) -> None:
-        """Keeps the states (batch_size, seq_len, dim) of a batch, rounded to bfloat16."""
-        self._states[batch * self.batch_size :][: self.batch_size].copy_(states)
+        """Keeps the states (sequences, seq_len, dim) of a batch, rounded to bfloat16."""
+        self._states[batch].copy_(states)
 
     def read(self, batch: int) -> torch.Tensor:
         """The states of a batch on the device, float32; the copy may still be under way."""
-        states = self._states[batch * self.batch_size :][: self.batch_size]
-        return states.to(self._device, non_blocking=True).float()
+        return self._states[batch].to(self._device, non_blocking=True).float()
 
 
 def prefetched(order: list[int], *streams: Stream) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """(batch, its states in each stream) in order; the next is fetched while one is computed."""
-    ready = None
-    for batch in [*order, None]:
-        fetched = None
-        if batch is not None:
-            fetched = batch, [stream.read(batch) for stream in streams]
-        if ready is not None:
-            yield ready
-        ready = fetched
+    fetched = ((batch, [stream.read(batch) for stream in streams]) for batch in order)
+    return (ready for ready, _ in pairwise(chain(fetched, [None])))

@@ -23,6 +23,7 @@ from torch import nn
 from hestia_tune.blocks import as_one, record_blocks
 
 log = logging.getLogger(__name__)
+_warn_once = functools.cache(log.warning)
 
 IGNORE_INDEX = -100
 
@@ -104,8 +105,3 @@ def cut(
         return batch.tokens, [Segment(whole, weights)]
     runs = [partial(chain.run, index) for index in range(len(used))]
     return chain.hidden.detach(), list(map(Segment, [*runs, head], parts))
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.warning(text)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 CODES_PER_BYTE = 4  # of 2 bits
+ZERO_CODES = 0b01010101  # four ternary codes 0, each as 1
 
 
 def packed_width(width: int, bits: int = 2) -> int:

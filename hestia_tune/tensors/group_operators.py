@@ -10,11 +10,10 @@ import torch
 import torch.distributed.tensor  # registers the functional collectives
 from torch.utils._pytree import tree_map_only
 
+from hestia_tune.tensors.bitpack import ZERO_CODES
 from hestia_tune.tensors.group_tensor import GroupTensor
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
-# A byte of four zero codes, of ternary ones; of others the scale 0 does.
-_ZERO_CODES = 0b01010101
 
 
 @GroupTensor.operator(aten.slice.Tensor)
@@ -92,7 +91,8 @@ def new_zeros(self, size, *, dtype=None, device=None, **unused):
         raise ValueError(
             f"new_zeros of {self!r} keeps every axis but the first; got {size}; use torch.zeros"
         )
-    qdata = self.qdata.new_full((size[0], *self.qdata.shape[1:]), _ZERO_CODES)
+    # Of ternary ones; of others the scale 0 does.
+    qdata = self.qdata.new_full((size[0], *self.qdata.shape[1:]), ZERO_CODES)
     scale = self.scale.clone()
     if self.has_scale_per_row:
         scale = scale.new_zeros((size[0], *scale.shape[1:]))

@@ -7,8 +7,6 @@ step.
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
@@ -77,14 +75,7 @@ class LatentShard(torch.Tensor):
         out = tree_map_only(torch.Tensor, cls, out)
         return return_and_correct_aliasing(func, args, kwargs or {}, out)
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ):
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """What FSDP2 gathers: the effective rows that `refresh` has made, padded as it needs."""
         effective = module.effective_rows.to(self.device)
         padded = -(-outer_size[0] // mesh.size())

@@ -69,7 +69,7 @@ class PackedTensor(TorchAOBaseTensor):
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale"]
     tensor_attribute_names: ClassVar[list[str]] = ["shape", "dtype", "is_transposed"]
     # What codes and scales come from.
-    method_type: ClassVar[type[Method]]
+    method_type: ClassVar[Callable[..., Method]]
     # What can be done with one, in the error of an operator that cannot.
     limits: ClassVar[str]
     is_transposed = False

@@ -1,8 +1,10 @@
 """The kinds of `GroupTensor`: which codes, in how many bits."""
 
+from functools import partial
+
 import torch
 
-from hestia_tune.methods import TernaryMethod
+from hestia_tune.methods import EvenMethod, TernaryMethod
 from hestia_tune.tensors import group_operators  # noqa: F401  (which the kinds inherit)
 from hestia_tune.tensors.bitpack import Scratch, unpack2_centred
 from hestia_tune.tensors.group_tensor import GroupTensor
@@ -31,6 +33,7 @@ class INT2Tensor(GroupTensor):
     """Codes -3, -1, 1, 3, four to a byte: (code + 3) / 2. The scale is half the distance of two
     levels."""
 
+    method_type = partial(EvenMethod, codebook="int2")
     levels, bits = 4, 2
     hard_rule = "one absolute value and three times it"
 
@@ -38,5 +41,6 @@ class INT2Tensor(GroupTensor):
 class BinaryTensor(GroupTensor):
     """Codes -1, 1, eight to a byte: (code + 1) / 2."""
 
+    method_type = partial(EvenMethod, codebook="binary")
     levels, bits = 2, 1
     hard_rule = "one absolute value"

@@ -23,7 +23,10 @@ def join_ranks(device_name: str) -> torch.device:
     try:
         device = utils.get_device(device_name)
     except RuntimeError as error:
-        raise ValueError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
+        failure = ValueError(f"device {device_name}: {one_line(error)}; use cuda or cpu")
+        # It may be one rank's alone, which has no group to tell the others by.
+        failure.on_every_rank = False  # pyright: ignore[reportAttributeAccessIssue]
+        raise failure from error
     ensure_process_group(device)
     return device
 

@@ -12,7 +12,6 @@ system.
 
 import json
 import random
-import shutil
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -33,7 +32,7 @@ from torch.optim import Optimizer
 
 from hestia_tune.config import one_line
 from hestia_tune.distributed import gathered, on_first_rank, together
-from hestia_tune.files import checksum, read_json, remove
+from hestia_tune.files import checksum, remove
 from hestia_tune.models import checkpoints
 from hestia_tune.modules import plain_shard
 
@@ -73,7 +72,8 @@ def save_checkpoint(
     meta: Mapping[str, Any],
     keep_last: int,
 ) -> None:
-    """Writes ``folder/step_{step}`` and then deletes all but the ``keep_last`` newest.
+    """Writes ``folder/step_{step}`` and then deletes those of later steps, and all but the
+    ``keep_last`` newest.
 
     Collective: every rank calls it. ``meta`` and ``rank_state`` are JSON.
 
@@ -87,7 +87,7 @@ def save_checkpoint(
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob("step_*.tmp"):
-            shutil.rmtree(leftover)
+            remove(leftover)
         temporary.mkdir()
 
     def finish() -> None:
@@ -100,8 +100,10 @@ def save_checkpoint(
         (temporary / checkpoints.META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         remove(final)
         temporary.rename(final)
-        for _, old in checkpoints.complete_checkpoints(folder)[:-keep_last]:
-            shutil.rmtree(old)
+        found = checkpoints.complete_checkpoints(folder)
+        damaged = [path for at, path in found if at > step]  # or this run would have begun there
+        for old in damaged + [path for at, path in found if at <= step][:-keep_last]:
+            remove(old)
 
     try:
         on_first_rank(prepare, share=False)
@@ -152,11 +154,6 @@ def _state(
         kind = tensors if isinstance(value, torch.Tensor) else settings
         kind[f"{_OPTIMIZER_PREFIX}{name}"] = value
     return tensors, settings
-
-
-def load_rank_state(path: Path, rank: int) -> dict[str, Any]:
-    """The ``rank_state`` that a rank saved."""
-    return read_json(path / f"rank_{rank}.json")
 
 
 def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:

@@ -104,7 +104,8 @@ def calibration_batches(
     cfg: DictConfig, tokenizer: Any, settings: EstimationConfig | ReconstructionConfig
 ) -> list[CalibrationBatch]:
     """The samples of the ``dataset`` section that the seed of ``settings`` draws, or all if those
-    are fewer, in batches, of which the last may be smaller; the same on every rank."""
+    are fewer, in batches, of which the last may be smaller and those with nothing to predict are
+    left out; the same on every rank."""
     seed, wanted, size = settings.seed, settings.num_samples, settings.batch_size
     dataset, collate = build_dataset(
         cfg, tokenizer, "dataset", CROSS_ENTROPY_IGNORE_IDX, calibration_seed=seed
@@ -117,7 +118,8 @@ def calibration_batches(
     if len(samples) < wanted:
         utils.log_rank_zero(log, f"all {len(samples)} samples are taken; num_samples is more")
     parts = (samples[k : k + size] for k in range(0, len(samples), size))
-    return [calibration_batch(collate(part)) for part in parts]
+    batches = [calibration_batch(collate(part)) for part in parts]
+    return [batch for batch in batches if batch.num_predicted]
 
 
 def _outlive_signals(worker: int) -> None:
@@ -195,6 +197,10 @@ class TrainingData:
             sampler.length = -(-whole // world_size) * world_size  # which fills up uneven shares
         elif dataset.num_sequences is None and cfg.max_val_batches is None:
             raise ValueError("dataset_val is a stream without end; give it max_tokens")
+        elif dataset.config.epochs and world_size > 1:
+            raise ValueError(
+                "dataset_val: the epochs of a stream differ between ranks; leave them out"
+            )
         size = cfg.batch_size_val or cfg.batch_size
         self.val_loader = StatefulDataLoader(dataset, size, sampler=sampler, collate_fn=collate)
 
@@ -298,6 +304,8 @@ class TrainingData:
             loss, tokens = loss_sum(found[0])
             total, count = total + loss.double(), count + tokens
         total, count = sum_over_ranks([total, count], device)
+        if not count:
+            raise ValueError("dataset_val has no token to predict; give it other data, or more")
         return total / count
 
 
@@ -308,13 +316,15 @@ def _take_together(batches: Iterator, wanted: int, least: int = 0) -> list[dict[
         found = list(islice(batches, wanted))
         if len(found) < least:
             raise DataStreamError("the stream ended before the last step; give dataset.max_tokens")
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # a sample of a component's own may raise any
         text = str(error).rsplit(f"{type(error).__name__}: ", 1)[-1]  # no traceback of a worker
         if isinstance(error, RuntimeError):
             if "DataLoader" not in text:
                 raise
             text += "; raise dataloader_timeout, or lower num_workers or prefetch_factor"
             _end_workers()
+        elif not isinstance(error, OSError | ValueError):
+            text = f"{type(error).__name__}: {text}"
         failure = DataStreamError(text.strip()).with_traceback(error.__traceback__)
     raise_together(failure)
     return found

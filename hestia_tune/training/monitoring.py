@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtune import training
 
 from hestia_tune.files import write_atomically
-from hestia_tune.modules import QuantizedLinear
+from hestia_tune.modules import QuantizedLinear, local_rows
 from hestia_tune.selection import clean_fqn
 
 
@@ -101,14 +100,11 @@ class CodeStatistics:
 @torch.no_grad()
 def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
     """Raises FloatingPointError that names the parameters with NaN or infinity. Collective."""
-    names, flags = [], []
-    for name, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        names.append(clean_fqn(name))
-        flags.append((~torch.isfinite(local)).any().to(device))
+    named = dict(model.named_parameters())
+    flags = [(~local_rows(value).isfinite()).any().to(device) for value in named.values()]
     bad = torch.stack(flags).to(torch.int32)
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-    found = [name for name, flag in zip(names, bad.tolist(), strict=True) if flag]
+    found = [clean_fqn(name) for name, flag in zip(named, bad.tolist(), strict=True) if flag]
     if found:
         raise FloatingPointError(
             f"NaN or infinity in the weights after step {step}: {', '.join(found[:3])}"

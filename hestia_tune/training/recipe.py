@@ -73,6 +73,8 @@ class HestiaQATRecipe(RecipeSetup):
                     self._validate_save_evaluate(at_end)
                 self.epochs_run += 1
         self._profiler.stop()
+        if self.data.val_loader is not None and outputs.HARD not in self.validation_losses:
+            self._validate()  # which failed when the last step was saved
         self._finish()
         if self.options.eval.at_end:
             self._evaluate_tasks()
@@ -93,7 +95,11 @@ class HestiaQATRecipe(RecipeSetup):
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
-        monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
+        try:
+            monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
+        except (ValueError, FloatingPointError):
+            self._save_if_new(self._position)
+            raise
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
@@ -140,6 +146,7 @@ class HestiaQATRecipe(RecipeSetup):
             try:
                 self._validate()
             except DataStreamError:
+                self.validation_losses.pop(outputs.HARD, None)
                 self._save()
                 raise
         every, eval_every = self.options.save_every_n_steps, self.options.eval.every_n_steps
@@ -151,14 +158,17 @@ class HestiaQATRecipe(RecipeSetup):
 
     def _fetch(self, batches: Iterator) -> list[dict[str, Any]]:
         """The batches of one step; if the data fail, what was trained is saved first."""
-        position = self.data.position() if self.data.is_stream else None
+        self._position = self.data.position()
         try:
             return self.data.fetch(batches)
         except DataStreamError:
-            path = self.checkpoint_folder / f"step_{self.global_step}"
-            if self.global_step and not path.exists():
-                self._save(position)
+            self._save_if_new(self._position)
             raise
+
+    def _save_if_new(self, position: Any) -> None:
+        path = self.checkpoint_folder / f"step_{self.global_step}"
+        if self.global_step and not path.exists():
+            self._save(position)
 
     def loss_sum(
         self, batch: dict[str, Any], teacher: torch.nn.Module | None = None

@@ -18,7 +18,7 @@ from torchtune import training, utils
 from hestia_tune import sharded
 from hestia_tune.distributed import StopRequest, on_first_rank
 from hestia_tune.evaluation import Evaluator
-from hestia_tune.files import remove, require_writable_dir
+from hestia_tune.files import read_json, remove, require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import (
     complete_checkpoints,
@@ -114,7 +114,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.total_steps = self.data.total_steps
         if resume_path is not None:  # at once: a stream cannot go on on other ranks
             same_ranks = resume_meta["world_size"] == self.world_size
-            rank_state = checkpoint.load_rank_state(resume_path, self.rank * same_ranks)
+            rank_state = read_json(resume_path / f"rank_{self.rank * same_ranks}.json")
             self.data.restore(rank_state["dataloader"])
 
         plain = build.plain_on_meta(cfg.model)

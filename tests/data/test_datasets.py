@@ -90,6 +90,7 @@ def test_max_tokens_stops_reading(tmp_path):
         ({"column": "body", "max_tokens": 5}, "'body' .* columns: text, n"),
         ({"sequence_length": 8}, "unknown key dataset.sequence_length"),
         ({"data_files": "/nowhere/x.jsonl"}, "could not be loaded"),
+        ({"epochs": None}, "must end; give epochs or max_tokens"),
     ],
 )
 def test_errors(tmp_path, options, message):

@@ -31,6 +31,8 @@ def test_preset_is_the_papers_five_tasks(tmp_path, monkeypatch):
     assert [task.task_name for task in group.get_all_tasks()] == FIVE
     with pytest.raises(ValueError, match="near|did you mean hestia_zeroshot"):
         load_tasks(["hestia_zero_shot"], manager)
+    with pytest.raises(ValueError, match="arc_easy"):  # before any model is loaded
+        load_tasks(["hestia_zeroshot", "arc_easy"], manager)
 
 
 @pytest.mark.slow

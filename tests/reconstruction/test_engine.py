@@ -441,9 +441,9 @@ def test_what_is_not_finite_is_an_error():
 
 
 def test_streams_in_files_and_in_memory_hold_the_same(tmp_path):
-    shape, device = (BATCHES * BATCH, SEQ, DIM), torch.device("cpu")
-    filed = [Stream(shape, BATCH, device, tmp_path) for _ in range(2)]
-    held = [Stream(shape, BATCH, device) for _ in range(2)]
+    shape, device = (BATCHES, BATCH, SEQ, DIM), torch.device("cpu")
+    filed = [Stream(shape, device, tmp_path) for _ in range(2)]
+    held = [Stream(shape, device) for _ in range(2)]
     for stream in (*filed, *held):
         for batch, state in enumerate(states()):
             stream.write(batch, state)
@@ -457,6 +457,6 @@ def test_streams_in_files_and_in_memory_hold_the_same(tmp_path):
 
 
 def test_a_stream_keeps_bfloat16():
-    stream = Stream((BATCH, SEQ, DIM), BATCH, torch.device("cpu"))
+    stream = Stream((1, BATCH, SEQ, DIM), torch.device("cpu"))
     stream.write(0, torch.full((BATCH, SEQ, DIM), 1.001))
     assert stream.read(0).dtype == torch.float32 and (stream.read(0) == 1.0).all()

@@ -132,7 +132,7 @@ CASES = {
     "eval eval.batch_size=big": "eval.batch_size must be a number or one of auto; got big",
     "eval eval.num_fewshot=-1": "eval.num_fewshot must be at least 0; got -1",
     "eval eval.models=[pretrained] eval.include_path=/nope": "include_path /nope is not a folder",
-    "tokenize tokenize.verify=True": "the dataset is tiny.random_dataset with source None",
+    "tokenize tokenize.verify=True": "got {'_component_': 'tiny.random_dataset'",
     f"tokenize {STREAM} tokenize.max_tokens=0": "tokenize.max_tokens must be at least 1; got 0",
     f"tokenize {STREAM} tokenize.output=/proc/x/y": "output_dir /proc/x cannot be written",
     f"tokenize {STREAM} dataset.data_files=/nope.txt": "/nope.txt could not be loaded",

@@ -50,6 +50,14 @@ def test_packed_is_hard_and_is_read_from_hard(method, dtype):
     assert torch.equal(torch.cat([packed[:2], packed[2:]]).dequantize(), hard)
 
 
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_from_a_latent_weight(kind):
+    codebook = {2: "binary", 4: "int2"}[kind.levels]
+    method = EvenMethod(group_size=16, codebook=codebook)
+    packed = kind.from_hp(latent(), group_size=16)
+    assert type(packed) is kind and torch.equal(packed.dequantize(), method.hard(latent()))
+
+
 def test_layout():
     ones = torch.ones(1, 1)
     binary = torch.tensor([[-1, 1, 1, -1, 1, 1, 1, 1, 1]], dtype=torch.int8)

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tiny import (
     NUM_QUANTIZED,
@@ -21,8 +22,12 @@ from tiny import (
 from torchtune.models.convert_weights import hf_to_tune
 
 from hestia_tune import AnnealingSchedule, HestiaQATQuantizer, ScheduleDriver, sharded
+from hestia_tune.commands.reconstruct import ReconstructionRecipe
+from hestia_tune.commands.sensitivity import SensitivityRecipe
+from hestia_tune.data import DataStreamError
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import llama
+from hestia_tune.models.checkpoints import complete_checkpoints
 from hestia_tune.modules import full_tensor, local_rows, quantized_linears
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 from hestia_tune.training.recipe import HestiaQATRecipe
@@ -267,6 +272,49 @@ def test_batches_without_a_token_to_predict_count_as_none(model_dir, tmp_path):
     run(make_config(model_dir, tmp_path, *options, "shuffle=False"))
     assert all(math.isfinite(loss) for loss in logged(tmp_path).values())
     assert set(logged(tmp_path, "tokens_seen").values()) == {60, 120, 180}
+
+
+def test_what_was_trained_is_saved_before_a_row_that_cannot_be_read(model_dir, tmp_path):
+    odd = ("dataset._component_=tiny.odd_rows_dataset", "shuffle=False")
+    with pytest.raises(DataStreamError, match="KeyError: 'messages'"):
+        run(make_config(model_dir, tmp_path, *odd))
+    assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == [3]
+    assert run(
+        make_config(model_dir, tmp_path, "shuffle=False", "resume_from_checkpoint=True")
+    ).finished
+
+
+def test_what_was_trained_is_saved_before_a_loss_that_is_not_finite(model_dir, tmp_path):
+    loss = "loss._component_=tiny.InfiniteLaterLoss"
+    with pytest.raises(FloatingPointError, match="loss"):
+        run(make_config(model_dir, tmp_path / "run", loss, "dataset_val=null"))
+    assert [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [2]
+    whole, plain = tmp_path / "whole", "loss._component_=torch.nn.CrossEntropyLoss"
+    run(make_config(model_dir, whole, plain, "dataset_val=null"))
+    resume = (plain, "dataset_val=null", "resume_from_checkpoint=True")
+    run(make_config(model_dir, tmp_path / "run", *resume))
+    assert logged(tmp_path / "run") == logged(whole)
+
+
+def test_validation_data_with_nothing_to_predict(model_dir, tmp_path):
+    odd = ("dataset_val._component_=tiny.half_ignored_dataset", "dataset_val.num=8")
+    cfg = make_config(model_dir, tmp_path, *odd, "batch_size_val=1")
+    recipe = run(cfg)
+    assert all(math.isfinite(loss) for loss in recipe.validation_losses.values())
+    recipe = ReconstructionRecipe(OmegaConf.merge(cfg, {"reconstruct": {"num_samples": 8}}))
+    recipe.run()
+    assert all(math.isfinite(loss) for loss in recipe.losses.values()) and recipe.losses
+    cfg.dataset_val.num = 4
+    cfg.overwrite_output = True
+    cfg.dataset_val._component_ = "tiny.all_ignored_dataset"
+    with pytest.raises(ValueError, match="dataset_val has no token to predict"):
+        run(cfg)
+
+
+def test_calibration_batches_with_nothing_to_predict_are_left_out(model_dir, tmp_path):
+    odd = ("dataset._component_=tiny.half_ignored_dataset", "sensitivity_estimation.num_samples=8")
+    artifact = SensitivityRecipe(make_config(model_dir, tmp_path, *odd)).run()
+    assert artifact.dataset["num_batches"] == artifact.dataset["num_samples"] < 8
 
 
 def test_learned_scales_have_their_own_rate_and_are_resumed_and_exported(model_dir, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 
-from hestia_tune.models.checkpoints import complete_checkpoints
+from hestia_tune.models.checkpoints import complete_checkpoints, find_damage
 
 # 2 epochs of 4 steps with accumulation, shuffling and a last epoch that ends in its middle.
 SETTINGS = (
@@ -90,6 +90,17 @@ def test_half_written_checkpoints_are_never_picked_up(model_dir, uninterrupted, 
 def test_only_the_newest_checkpoints_are_kept(model_dir, tmp_path):
     run(make_config(model_dir, tmp_path, "save_every_n_steps=1", "keep_last_checkpoints=3"))
     assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == [4, 5, 6]
+
+
+def test_a_damaged_checkpoint_is_not_kept_in_place_of_a_new_one(model_dir, tmp_path):
+    run(make_config(model_dir, tmp_path, "save_every_n_steps=3"))
+    folder = tmp_path / "checkpoints"
+    (folder / "step_6" / "rank_0.json").write_text("{}")
+    few = ("keep_last_checkpoints=1", "resume_from_checkpoint=True")
+    assert not run(make_config(model_dir, tmp_path, *few, *signal_at(4, "SIGINT"))).finished
+    ((step, path),) = complete_checkpoints(folder)
+    assert step < 6 and find_damage(path) is None
+    assert run(make_config(model_dir, tmp_path, *few)).finished
 
 
 def test_checkpoint_holds_float32_latents(uninterrupted):

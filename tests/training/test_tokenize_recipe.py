@@ -72,11 +72,15 @@ def test_errors(model_dir, tmp_path, files, overrides, message):  # noqa: F811
 
 
 def test_only_streams_of_text_are_tokenized(model_dir, tmp_path, files):  # noqa: F811
-    with pytest.raises(ValueError, match="the dataset is tiny.random_dataset"):
+    with pytest.raises(ValueError, match="got .*tiny.random_dataset"):
         run_tokenize(make_config(model_dir, tmp_path))
     shards = config(model_dir, tmp_path, files, "dataset.source=token_shards")
-    with pytest.raises(ValueError, match="with source token_shards"):
+    with pytest.raises(ValueError, match="got .*'source': 'token_shards'"):
         run_tokenize(shards)
+    several = config(model_dir, tmp_path, files)
+    several.dataset = [several.dataset, several.dataset]
+    with pytest.raises(ValueError, match="what one .* reads"):
+        run_tokenize(several)
 
 
 @pytest.mark.slow

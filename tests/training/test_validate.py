@@ -36,9 +36,18 @@ def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monk
     path = write_config(cfg, tmp_path / "config.yaml")
     code, _, line = validate(monkeypatch, capsys, path)
     assert code == 1 and "holds a run at step 2" in line
+    code, _, line = validate(
+        monkeypatch,
+        capsys,
+        path,
+        "dataset._component_=hestia_tune.data.self_generated_dataset",
+        f"dataset.cache_dir={tmp_path / 'text'}",
+    )
+    assert code == 1 and "text is empty: its text is generated when" in line
     # What needs a GPU, or would be computed or replaced first.
     more = ("overwrite_output=True", "device=cuda", "compile=True", "sensitivity=auto")
     more += ("optimizer.fused=True", "reconstruction=auto", "distillation.weight=1")
+    more += ("enable_activation_checkpointing=True", "enable_activation_offloading=True")
     code, out, line = validate(monkeypatch, capsys, path, *more)
     assert (code, line) == (0, "")
     assert f"valid: {NUM_QUANTIZED} linears by ternary, group_size=32, 2 steps of 4" in out

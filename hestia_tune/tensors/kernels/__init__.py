@@ -15,6 +15,7 @@ All hold codes and scales exactly. `hestia_tune.tensors.kernels.choice.use_kerne
 """
 
 import abc
+import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -80,7 +81,7 @@ class Kernel(abc.ABC):
         """(rows, in_features) in the weight's dtype -> (rows, out_features), in it or in float32,
         both contiguous."""
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Memory besides the packed weight's own."""
         return sum(part.nbytes for part in self.parts)

@@ -41,12 +41,8 @@ class ComplexStack(Kernel):
         super().__init__(weight)
         stack = stacked(weight)
         self._inner, self._stages = make(stack), weight.qdata.shape[0]
-        self.name = self._inner.name
+        self.name, self.num_bytes = self._inner.name, self._inner.num_bytes
         self._inner.watch(weight)  # and no longer keeps the stack, unless its library reads it
-
-    @property
-    def num_bytes(self):
-        return self._inner.num_bytes
 
     def product(self, x):
         rows = len(x)

@@ -18,13 +18,11 @@ import logging
 import numpy as np
 import torch
 
-from hestia_tune.tensors.bitpack import CODES_PER_BYTE
+from hestia_tune.tensors.bitpack import CODES_PER_BYTE, ZERO_CODES
 from hestia_tune.tensors.kernels import Kernel
 
 log = logging.getLogger(__name__)
 BLOCKS = (128, 64, 32)
-# Four codes 0, as the operator reads them: that of code 0 is the zero point 1.
-_ONES = 0b01010101
 _pool_size = 0
 
 
@@ -58,9 +56,9 @@ class OnnxRuntime(Kernel):
         blocks = -(-columns // block)
         missing = blocks * block // CODES_PER_BYTE - weight.qdata.shape[1]
         codes = weight.qdata.contiguous()
-        codes = torch.nn.functional.pad(codes, (0, missing), value=_ONES) if missing else codes
+        codes = torch.nn.functional.pad(codes, (0, missing), value=ZERO_CODES) if missing else codes
         scale = weight.scale.float().repeat_interleave(-(-weight.block_size[-1] // block), 1)
-        zeros = weight.qdata.new_full((rows, -(-blocks // CODES_PER_BYTE)), _ONES)
+        zeros = weight.qdata.new_full((rows, -(-blocks // CODES_PER_BYTE)), ZERO_CODES)
         arrays = {
             "codes": codes.view(rows, blocks, -1).numpy(),
             "scale": scale.expand(rows, -1).contiguous().numpy(),
@@ -96,13 +94,9 @@ class OnnxRuntime(Kernel):
         # The runtime's copy (codes, scales, sums of the blocks' zero points) and what it was given,
         # but for the weight's own codes.
         given = sum(array.nbytes for array in arrays.values())
-        self._num_bytes = codes.nbytes + 2 * arrays["scale"].nbytes + given
+        self.num_bytes = codes.nbytes + 2 * arrays["scale"].nbytes + given
         if codes.data_ptr() == weight.qdata.data_ptr():
-            self._num_bytes -= codes.nbytes
-
-    @property
-    def num_bytes(self):
-        return self._num_bytes
+            self.num_bytes -= codes.nbytes
 
     def product(self, x):
         feed = x.detach().float().numpy()  # shares the memory of a float32 x
