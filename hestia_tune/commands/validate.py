@@ -16,6 +16,7 @@ from torchtune.config._utils import _get_component_from_path
 
 from hestia_tune.data.tokens import INDEX
 from hestia_tune.models import build
+from hestia_tune.models.checkpoints import complete_checkpoints, read_meta
 from hestia_tune.training.generation import SELF_GENERATED
 from hestia_tune.training.options import Run
 from hestia_tune.training.setup import RecipeSetup
@@ -62,6 +63,12 @@ def run_validate(run: Run) -> int:
             )
     if "fused" in cfg.optimizer:
         cfg.optimizer.fused = False  # which the meta device has not
+    found = complete_checkpoints(Path(options.output_dir) / "checkpoints")
+    if options.resume_from_checkpoint and found:
+        ranks = read_meta(found[-1][1])["world_size"]
+        if ranks > 1:
+            print(f"resuming a run of {ranks} processes: not checked here; all else is")
+            cfg.resume_from_checkpoint, cfg.overwrite_output = False, True
     for key in ("sensitivity", "reconstruction"):
         cfg[key] = None if cfg[key] == "auto" else cfg[key]
     _get_component_from_path(cfg.metric_logger["_component_"])

@@ -32,8 +32,9 @@ _HEAD_NORMS = {"qwen3": ("self_attn.q_norm", "self_attn.k_norm")}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
-def check_architecture(config: Mapping[str, Any]) -> tuple[str, str]:
-    """(llama.cpp's name of the architecture, the type of its rotary embedding) of a config.json.
+def check_architecture(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(llama.cpp's name of the architecture, its rotary embedding by transformers' names) of a
+    config.json.
 
     Raises:
         ValueError: naming what llama.cpp does not have, or what is not translated here.
@@ -61,7 +62,8 @@ def check_architecture(config: Mapping[str, Any]) -> tuple[str, str]:
                 f"GGUF export knows the {key} {' or '.join(map(str, known))}; got {value!r}; "
                 "export to another format"
             )
-    return _ARCHITECTURES[str(architecture)], rope_type
+    base = {"rope_theta": config.get("rope_theta", 10000.0)}
+    return _ARCHITECTURES[str(architecture)], base | rope | {"rope_type": rope_type}
 
 
 class LlamaModel:
@@ -77,11 +79,8 @@ class LlamaModel:
     """
 
     def __init__(self, source: ModelFolder):
-        self._source, self._config = source, source.config
-        config = source.config
-        self.architecture, self._rope_type = check_architecture(config)
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        self._rope = {"rope_theta": config.get("rope_theta", 10000.0)} | rope
+        self._source, config = source, source.config
+        self.architecture, self._rope = check_architecture(config)
         query = config["num_attention_heads"]
         self._heads = {"q_proj": query, "k_proj": config.get("num_key_value_heads") or query}
         self._head_dim = config.get("head_dim") or config["hidden_size"] // query
@@ -102,7 +101,7 @@ class LlamaModel:
                 f"{wrong[0]} in the {self.architecture} of {count} layers that config.json "
                 "describes; take the config that belongs to the model"
             )
-        if self._rope_type == "llama3":
+        if self._rope["rope_type"] == "llama3":
             names[ROPE_FACTORS] = ROPE_FACTORS
         self.names = names
 
@@ -135,7 +134,7 @@ class LlamaModel:
 
     def add_to(self, writer: Any) -> None:
         """Adds the hyperparameters to a ``gguf.GGUFWriter``."""
-        config = self._config
+        config = self._source.config
         writer.add_block_count(config["num_hidden_layers"])
         writer.add_context_length(config["max_position_embeddings"])
         writer.add_embedding_length(config["hidden_size"])
@@ -148,6 +147,6 @@ class LlamaModel:
         writer.add_vocab_size(config["vocab_size"])
         writer.add_rope_dimension_count(self._head_dim)
         writer.add_rope_freq_base(self._rope["rope_theta"])
-        if self._rope_type == "linear":
+        if self._rope["rope_type"] == "linear":
             writer.add_rope_scaling_type(import_optional("gguf").RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(self._rope["factor"])

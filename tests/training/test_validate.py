@@ -54,6 +54,13 @@ def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monk
     assert ("device cuda: not here" in out) == (not torch.cuda.is_available())
     code, _, line = validate(monkeypatch, capsys, path, "resume_from_checkpoint=True", "seed=5")
     assert code == 1 and "the checkpoint to resume from has seed 3, this run 5" in line
+    meta = tmp_path / "run" / "checkpoints" / "step_2" / "meta.json"
+    text = meta.read_text()
+    meta.write_text(text.replace('"world_size": 1', '"world_size": 2'))
+    code, out, _ = validate(monkeypatch, capsys, path, "resume_from_checkpoint=True")
+    assert code == 0 and "resuming a run of 2 processes: not checked here" in out
+    meta.write_text(text)
+    kept[meta] = meta.stat().st_mtime_ns
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert kept == {path: path.stat().st_mtime_ns for path in files if path.name != ".lock"}
     assert len(logged(tmp_path / "run")) == 2
