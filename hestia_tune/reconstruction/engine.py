@@ -2,11 +2,11 @@
 
 A window takes the hidden states that the hard blocks before it put out, so that it may mend what
 they lost, and is trained towards the pretrained stream's hidden states at its end. The error of a
-token is relative to its norm, which the next block divides by: some blocks give a few tokens norms
-thousands of times those of the others, and those are not to count for more. The method, its
-temperature and its own parameters are those of training; a window anneals from start to end, then
-it is hard. After the windows the last blocks may be trained once more, together and towards the
-pretrained predictions, which no window but the last sees.
+token is relative to its norm, which is capped at four times the median: some blocks give a few
+tokens norms thousands of times those of the others. The method, its temperature and its own
+parameters are those of training; a window anneals from start to end, then it is hard. After the
+windows the last blocks may be trained once more, together and towards the pretrained predictions,
+which no window but the last sees.
 
 Legend: W latent weights, E effective weights, h hidden states (batch, seq_len, dim), h* their
 target. A step makes E of every linear from W (one fused kernel), computes with E as plain linears,
@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
+from hestia_tune.distributed import gathered
 from hestia_tune.modules import quantized_linears
 from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
 from hestia_tune.reconstruction.losses import divergence, huber_error, squared_error
@@ -44,6 +45,8 @@ from hestia_tune.sections import ReconstructionConfig
 
 log = logging.getLogger(__name__)
 
+# Norms of tokens are capped at as many times their median.
+_NORM_CAP = 4.0
 # Batches on which the errors that are told are measured.
 _ERROR_BATCHES = 8
 
@@ -223,12 +226,13 @@ class Reconstruction:
 
     def _difference(
         self,
-        error_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        error_of: Callable[..., torch.Tensor],
+        norms: torch.Tensor,
         out: torch.Tensor,
         target: torch.Tensor,
         batch: int,
     ) -> torch.Tensor:
-        return self._mean(error_of(out, target) * self._counted[batch], batch)
+        return self._mean(error_of(out, target, norms[batch]) * self._counted[batch], batch)
 
     def _divergence(self, out: torch.Tensor, target: torch.Tensor, batch: int) -> torch.Tensor:
         def head(hidden: torch.Tensor) -> torch.Tensor:
@@ -237,6 +241,14 @@ class Reconstruction:
 
         counted = self._counted[batch]
         return self._mean(divergence(out[counted], target[counted], head), batch)
+
+    @torch.no_grad()
+    def _norms(self) -> torch.Tensor:
+        """|h*|^2 of every token, (batches, batch, seq_len), capped."""
+        order = [*range(self.num_batches)]
+        norms = torch.stack([h.square().sum(-1) for _, (h,) in prefetched(order, self.full)])
+        everyone = torch.cat(gathered(norms[self._counted].cpu()))
+        return norms.clamp(max=_NORM_CAP * everyone.median().item())
 
     @torch.no_grad()
     def _error(
@@ -271,11 +283,11 @@ class Reconstruction:
             name, source, settings = "divergence", self._streams[-1], self._kl_settings()
             loss_of = measure = self._divergence
         else:
-            name, loss_of = "error", partial(self._difference, squared_error)
-            measure = loss_of
+            name, norms = "error", self._norms()
+            loss_of = measure = partial(self._difference, squared_error, norms)
             if settings.loss == "huber":
                 huber = partial(huber_error, delta=settings.huber_delta)
-                loss_of = partial(self._difference, huber)
+                loss_of = partial(self._difference, huber, norms)
         self._advance(source, begin, hard=True)
         blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
         window.to(self.device)

@@ -7,18 +7,19 @@ import torch.nn.functional as F
 
 # Positions whose predictions are compared at once: what bounds the memory of logits.
 _LOGIT_POSITIONS = 128
-_TINY = 1e-20
 
 
-def squared_error(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """|h - h*|^2 / |h*|^2 of every token."""
-    return (out - target).square().sum(-1) / (target.square().sum(-1) + _TINY)
+def squared_error(out: torch.Tensor, target: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """sum (h - h*)^2 / N of every token, N being the norms, |h*|^2 or less."""
+    return (out - target).square().sum(-1) / norms
 
 
-def huber_error(out: torch.Tensor, target: torch.Tensor, delta: float) -> torch.Tensor:
-    """With r = (h - h*) in root mean squares of h*, the mean over dim of r^2 up to delta and of
+def huber_error(
+    out: torch.Tensor, target: torch.Tensor, norms: torch.Tensor, delta: float
+) -> torch.Tensor:
+    """With r = (h - h*) in units of sqrt(N/dim), the mean over dim of r^2 up to delta and of
     delta·(2|r| - delta) beyond."""
-    r = (out - target) / (target.square().mean(-1, keepdim=True) + _TINY).sqrt()
+    r = (out - target) / (norms / out.shape[-1]).sqrt().unsqueeze(-1)
     error = 2.0 * F.huber_loss(r, torch.zeros_like(r), reduction="none", delta=delta)
     return error.mean(-1)
 
