@@ -8,7 +8,6 @@ what each needs is a hidden state a token, 2·dim bytes.
 import math
 import tempfile
 from collections.abc import Iterator
-from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -54,4 +53,7 @@ class Stream:
 def prefetched(order: list[int], *streams: Stream) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """(batch, its states in each stream) in order; the next is fetched while one is computed."""
     fetched = ((batch, [stream.read(batch) for stream in streams]) for batch in order)
-    return (ready for ready, _ in pairwise(chain(fetched, [None])))
+    ahead = next(fetched, None)
+    while (ready := ahead) is not None:
+        ahead = next(fetched, None)
+        yield ready
