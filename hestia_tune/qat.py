@@ -255,23 +255,17 @@ class QATQuantizerBase:
         Linears that shared a latent weight share the hard one; a weight shared with something that
         is not quantized, such as an embedding, is shared no longer.
         """
-        latents = {
-            fqn: module.weight
-            for fqn, module in model.named_modules(remove_duplicate=False)
-            if isinstance(module, QuantizedLinear)
-        }
-        if not latents:
+        named = model.named_modules(remove_duplicate=False)
+        layers = {fqn: module for fqn, module in named if isinstance(module, QuantizedLinear)}
+        if not layers:
             raise ValueError("nothing in the model is prepared; call prepare(model) before convert")
         config = dataclasses.replace(self.config, step="convert")
-        quantize_(model, config, filter_fn=lambda module, fqn: fqn in latents)
         hard: dict[int, nn.Parameter] = {}
-        for fqn, latent in latents.items():
-            linear = model.get_submodule(fqn)
-            if isinstance(linear, QuantizedLinear):  # under its second name in one parent
-                parent, _, name = fqn.rpartition(".")
-                linear = transform(linear, config)
-                setattr(model.get_submodule(parent), name, linear)
-            linear.weight = hard.setdefault(id(latent), linear.weight)
+        for fqn, layer in layers.items():
+            linear = transform(layer, config)
+            linear.weight = hard.setdefault(id(layer.weight), linear.weight)
+            parent, _, name = fqn.rpartition(".")
+            setattr(model.get_submodule(parent), name, linear)
         return model
 
 

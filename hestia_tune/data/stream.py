@@ -88,7 +88,9 @@ class StreamingTextDataset(IterableDataset):
                 count += parquet.read_metadata(path).num_rows
             elif suffix in (".txt", ".jsonl"):
                 with open(path, "rb") as file:
-                    count += sum(1 for _ in file)
+                    count += sum(
+                        chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")
+                    )
             else:
                 return None
         return count or None

@@ -50,8 +50,8 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
             if self.eos_id is None:
                 raise ValueError(f"tokenizer.eos_token {eos_token!r} is not in {files[0]}")
         pad, turn_end = (self._special_token(f"{key}_token") for key in ("pad", "eos"))
-        self.pad_id = None if pad is None else self.tokenizer.token_to_id(pad)
-        self.pad_id = self.eos_id if self.pad_id is None else self.pad_id
+        found = None if pad is None else self.tokenizer.token_to_id(pad)
+        self.pad_id = self.eos_id if found is None else found
         self.stop_tokens = sorted({self.eos_id, self.tokenizer.token_to_id(turn_end)})
         template = folder / "chat_template.jinja"
         self.chat_template: str | None = self.config.get("chat_template")
