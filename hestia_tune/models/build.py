@@ -18,6 +18,7 @@ from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torchtune import config, training, utils
 from torchtune.config._errors import InstantiationError
+from torchtune.modules import TiedLinear
 from torchtune.training.checkpointing import ModelType
 
 from hestia_tune.blocks import find_blocks
@@ -183,11 +184,15 @@ def check_model_options(cfg: DictConfig, model: nn.Module) -> None:
         )
         utils.log_rank_zero(log, text, level=logging.WARNING)
     names = dict(model.named_modules())
-    for name in cfg.custom_sharded_layers or []:
-        if name not in names:
-            raise ValueError(
-                f"custom_sharded_layers: the model has no module {name}{nearest(name, names)}"
-            )
+    for key in ("custom_sharded_layers", "frozen_modules"):
+        for name in cfg[key] or []:
+            if name not in names:
+                raise ValueError(f"{key}: the model has no module {name}{nearest(name, names)}")
+            if key == "frozen_modules" and quantized_linears(names[name]):
+                raise ValueError(
+                    f"{key}: {name} has quantized linears, which are what is trained; name modules "
+                    "without any, such as tok_embeddings"
+                )
 
 
 def make_tokenizer(cfg_tokenizer: DictConfig, model: nn.Module) -> Any:
@@ -281,6 +286,20 @@ def build_buffers(model: nn.Module, device: torch.device | str) -> None:
         for module in model.modules():
             if hasattr(module, "rope_init"):
                 module.rope_init()
+
+
+def make_head_contiguous(model: nn.Module) -> None:
+    """Has the head take every chunk of the sequence as contiguous rows.
+
+    Of others, without gradients, a CPU's product copies the weight for each sequence of the batch.
+    """
+    head = model.output
+    module = head.linear if isinstance(head, TiedLinear) else head
+    module.register_forward_pre_hook(_contiguous_input)
+
+
+def _contiguous_input(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (args[0].contiguous(), *args[1:])
 
 
 def ready_for_inference(

@@ -107,6 +107,9 @@ class RunOptions(Section):
     init: str = option("pretrained", choices=("pretrained", "random"))
     distillation: sections.DistillationConfig = sections.DistillationConfig()
     cage: sections.CageConfig = sections.CageConfig()
+    # Modules that hestia_qat leaves as they are, with all they hold: no gradients, no moments. With
+    # the embedding a head that is tied to it is frozen.
+    frozen_modules: list[str] | None = None
     # Folder that hestia_reconstruct wrote, to start from; "auto" to compute it if there is none;
     # null starts from the pretrained model.
     reconstruction: str | None = None

@@ -42,7 +42,7 @@ log = utils.get_logger("DEBUG")
 
 _SAME_TO_RESUME = (
     *("init", "optimizer", "lr_scheduler", "clip_grad_norm"),
-    *("shuffle", "dtype", "distillation", "cage"),
+    *("shuffle", "dtype", "distillation", "cage", "frozen_modules"),
 )
 
 
@@ -141,6 +141,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self._metric_logger.log_config(cfg)
         self._compile = cfg.compile
         self._model = self.build_model(state)
+        build.make_head_contiguous(self._model)  # it validates in chunks
         if cfg.compile:
             training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
@@ -150,6 +151,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             mesh, dtype, device = self._mesh, self._dtype, self._device
             self._teacher = make_teacher(self.run, pretrained, mesh, dtype, device)
             self._teacher.num_output_chunks = self._model.num_output_chunks
+            build.make_head_contiguous(self._teacher)
         self.driver = self.make_driver(scores)
         self._statistics = None
         if options.code_statistics:
@@ -246,6 +248,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         """
         options = self.options
         model = build.build_on_meta(self.run.cfg.model, self.component)
+        for name in options.frozen_modules or ():
+            model.get_submodule(name).requires_grad_(False)
         if options.compile:
             sharding.compile_blocks(model)
         sharding.apply_activation_checkpointing(model, options)

@@ -40,6 +40,8 @@ CASES = {
     "qat ac_mode=selective ac_option=foo": "ac_option: Value 'foo' of type 'str' could not be",
     "qat custom_sharded_layers=[nope]": "custom_sharded_layers: the model has no module nope",
     "qat custom_sharded_layers=[layers.0.mpl]": "did you mean layers.0.mlp?",
+    "qat frozen_modules=[tok_embedding]": "did you mean tok_embeddings?",
+    "qat frozen_modules=[layers.0]": "layers.0 has quantized linears, which are what is trained",
     "qat checkpointer.model_type=QWEN2": "model_type llama; use LLAMA2 or LLAMA3 or LLAMA3_2",
     "qat checkpointer.model_type=MISTRAL": "checkpointer.model_type is MISTRAL, ",
     "qat checkpointer.model_type=FOO": "checkpointer.model_type must be one of GEMMA, ",

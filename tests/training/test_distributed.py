@@ -50,13 +50,16 @@ def assert_same_run(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group_size", "shape"), [("32", {}), ("tensor", UNEVEN)], ids=["group", "tensor-uneven"]
+    ("group_size", "shape", "frozen"),
+    [("32", {}, "[]"), ("tensor", UNEVEN, "[]"), ("32", {}, "[tok_embeddings]")],
+    ids=["group", "tensor-uneven", "frozen"],
 )
-def test_two_ranks_equal_one_process(tmp_path, group_size, shape):
+def test_two_ranks_equal_one_process(tmp_path, group_size, shape, frozen):
     model_dir = make_model_dir(tmp_path / "model", **shape)
     options = (
         *STEPS,
         f"quantizer.group_size={group_size}",
+        f"frozen_modules={frozen}",
         *(f"model.{key}={value}" for key, value in shape.items()),
     )
     run(make_config(model_dir, tmp_path / "one", *options))

@@ -344,6 +344,45 @@ def test_learned_scales_have_their_own_rate_and_are_resumed_and_exported(model_d
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
 
 
+def test_frozen_modules_stay_as_they_are_and_the_run_resumes(model_dir, tmp_path):
+    options = ("frozen_modules=[tok_embeddings,layers.0.sa_norm]", "save_every_n_steps=3")
+    counts = []
+
+    def count(recipe):
+        counts.extend(len(group["params"]) for group in recipe._optimizer.param_groups)
+
+    run(make_config(model_dir, tmp_path / "whole", *options), before_cleanup=count)
+    assert counts == [NUM_QUANTIZED, 2 * SHAPE["num_layers"]]  # the last norm in place of the first
+    before = load_file(model_dir / "model.safetensors")
+    after = load_file(next((tmp_path / "whole" / "hard_model").glob("*.safetensors")))
+    for name, value in before.items():
+        frozen = name in ("model.embed_tokens.weight", "model.layers.0.input_layernorm.weight")
+        assert torch.equal(after[name].float(), value.bfloat16().float()) == frozen, name
+    stop = signal_at(3, "SIGINT")
+    assert not run(make_config(model_dir, tmp_path / "cut", *options, *stop)).finished
+    resume = "resume_from_checkpoint=True"
+    with pytest.raises(ValueError, match="the checkpoint to resume from has frozen_modules"):
+        run(make_config(model_dir, tmp_path / "cut", resume))
+    run(make_config(model_dir, tmp_path / "cut", *options, resume))
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
+
+
+def test_heads_without_gradients_see_contiguous_rows(model_dir, tmp_path):
+    """Validation and teachers: of other rows the weight is copied for each sequence."""
+    seen = []
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.nn.functional.linear and args[1].shape[0] == SHAPE["vocab_size"]:
+                seen.append((args[0].is_contiguous(), args[0].shape[1]))
+            return function(*args, **kwargs or {})
+
+    with Watching():
+        run(make_config(model_dir, tmp_path, "distillation.weight=0.5", "max_steps_per_epoch=1"))
+    assert seen and all(contiguous for contiguous, _ in seen)
+    assert {length for _, length in seen} == {2}  # eight chunks of 16 tokens
+
+
 def test_straight_through_is_the_schedule_without_temperature(model_dir, tmp_path):
     """tau_init 0 with rho 0 trains the hard model itself, so both validation losses agree."""
     schedule = ("schedule.rho=0", "schedule.tau_init=0", "run_val_every_n_steps=1")
