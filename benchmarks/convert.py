@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torchtune import config
 from torchtune.models.convert_weights import tune_to_hf
 
-from hestia_tune.commands.configs import config_path
+from hestia_tune.commands.configs import load_config
 
 FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf")
 
@@ -100,7 +100,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        cfg = OmegaConf.load(config_path(options.config))
+        cfg = load_config(options.config)
         cfg.output_dir, cfg.device = str(work), "cpu"
         source = options.source
         if source is None:

@@ -27,22 +27,22 @@ kernels() {
 
 recipes() {
   # 12 layers, each way: the authors', adaptive, Fisher.
-  python benchmarks/sensitivity.py --config smollm2_135m --layers 12 \
+  python benchmarks/sensitivity.py --config smollm2_135m+paper --layers 12 \
     --settings num_samples=16 batch_size=2 --output-dir "$out/sensitivity" \
     --overrides "${text[@]}" dataset.seq_len=512 | tee "$out/sensitivity.txt" || return
-  tune run hestia_qat --config smollm2_135m output_dir="$out/smollm2" "${text[@]}" "${held_out[@]}" \
+  tune run hestia_qat --config smollm2_135m+paper output_dir="$out/smollm2" "${text[@]}" "${held_out[@]}" \
     gradient_accumulation_steps=4 max_steps=30 sensitivity_estimation.curvature=fisher \
     2>&1 | tee "$out/smollm2.txt" &&
-    tune run hestia_qat --config smollm2_135m output_dir="$out/straight_through" "${text[@]}" \
+    tune run hestia_qat --config smollm2_135m+paper output_dir="$out/straight_through" "${text[@]}" \
       "${held_out[@]}" gradient_accumulation_steps=4 max_steps=30 schedule.rho=0 \
       schedule.tau_init=0 schedule.alpha=0 sensitivity=null 2>&1 | tee "$out/straight_through.txt" &&
     python -m hestia_tune compare "$out/smollm2" "$out/straight_through" | tee "$out/compare.txt" &&
-    tune run hestia_qat --config smollm2_135m output_dir="$out/fairy2i" "${text[@]}" \
+    tune run hestia_qat --config smollm2_135m+paper output_dir="$out/fairy2i" "${text[@]}" \
       "${held_out[@]}" quantizer._component_=hestia_tune.Fairy2iQATQuantizer ~quantizer.group_size \
       sensitivity=null gradient_accumulation_steps=4 max_steps=20 2>&1 | tee "$out/fairy2i.txt" &&
-    tune run hestia_convert --config smollm2_135m output_dir="$out/smollm2" "${text[@]}" \
+    tune run hestia_convert --config smollm2_135m+paper output_dir="$out/smollm2" "${text[@]}" \
       2>&1 | tee "$out/convert.txt" &&
-    tune run hestia_eval --config smollm2_135m output_dir="$out/smollm2" "${text[@]}" \
+    tune run hestia_eval --config smollm2_135m+paper output_dir="$out/smollm2" "${text[@]}" \
       eval.models=[pretrained,naive,trained,packed] eval.include_path="$tasks" \
       eval.tasks=[arc_easy_local] 2>&1 | tee "$out/eval.txt"
 }
@@ -65,15 +65,11 @@ real() {
     gradient_accumulation_steps=4 | tee "$out/real.txt"
 }
 
-# A small budget: 2M tokens of reconstruction, then twice as many of the whole model towards the
-# pretrained predictions; 300 distilled steps; and the five tasks.
+# A small budget: the config as it is (2.5M tokens of reconstruction, and as many of the whole model
+# towards the pretrained predictions), 300 distilled steps; and the five tasks.
 budget() {
-  local common=(--config smollm2_135m output_dir="$out/budget" "${text[@]}" "${held_out[@]}"
-    quantizer.scale=learned quantizer.start=least_squares sensitivity=null)
-  tune run hestia_qat "${common[@]}" reconstruction=auto reconstruct.num_samples=2048 \
-    reconstruct.batch_size=16 reconstruct.kl_blocks=30 reconstruct.kl_epochs=2 \
-    reconstruct.kl_rate=0.2 distillation.weight=1 schedule.rho=0 schedule.tau_init=0.1 \
-    schedule.hard_fraction=0.2 optimizer.lr=3e-4 gradient_accumulation_steps=4 max_steps=300 \
+  local common=(--config smollm2_135m output_dir="$out/budget" "${text[@]}" "${held_out[@]}")
+  tune run hestia_qat "${common[@]}" gradient_accumulation_steps=4 max_steps=300 \
     2>&1 | tee "$out/budget.txt" &&
     tune run hestia_eval "${common[@]}" eval.limit=300 eval.include_path="$tasks" \
       eval.models=[pretrained,"$out/budget/reconstruction/hard_model",trained] \

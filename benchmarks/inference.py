@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 GROUPS = {"smollm2_135m": 64, "llama3_2_1b": 256}
@@ -50,10 +49,10 @@ def resident() -> int:
 
 def build(name: str):
     """The model of a packaged config on the meta device, and its rotary tables' builder."""
-    from hestia_tune.commands.configs import config_path
+    from hestia_tune.commands.configs import load_config
     from hestia_tune.models import build as builders
 
-    return builders.plain_on_meta(OmegaConf.load(config_path(name)).model)
+    return builders.plain_on_meta(load_config(name).model)
 
 
 def write(name: str, work: Path, rows: list[str]) -> dict[str, int]:

@@ -10,10 +10,9 @@ import argparse
 import time
 
 import torch
-from omegaconf import OmegaConf
 from torch.nn.functional import cross_entropy
 
-from hestia_tune.commands.configs import config_path
+from hestia_tune.commands.configs import load_config
 from hestia_tune.data import text_dataset
 from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.models import build, checkpoints
@@ -29,9 +28,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=2)
     args = parser.parse_args()
-    plain = OmegaConf.load(config_path("smollm2_135m"))
+    plain = load_config("smollm2_135m+paper")
     plain.checkpointer.checkpoint_dir = args.folder
-    other = OmegaConf.load(config_path("smollm2_135m"))
+    other = load_config("smollm2_135m+paper")
     del other["checkpointer"]
     other.tokenizer = {"eos_token": "<|endoftext|>"}
     other.model = {"_component_": "hestia_tune.models.hugging_face", "path": args.folder}

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from hestia_tune.commands.configs import config_path
+from hestia_tune.commands.configs import load_config
 from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.models import build
 from hestia_tune.modules import quantized_linears
@@ -114,7 +114,7 @@ def main() -> None:
 
     settings = OmegaConf.to_container(OmegaConf.from_dotlist(options.settings))
     cfg = OmegaConf.merge(
-        OmegaConf.load(config_path(options.config)),
+        load_config(options.config),
         OmegaConf.from_dotlist([*options.overrides, f"output_dir={options.output_dir}"]),
         {"sensitivity_estimation": settings, "sensitivity": None},
     )

@@ -3,8 +3,8 @@
 #
 # A notebook in percent format: VS Code, Jupytext and Spyder open it cell by cell, and `python
 # examples/smollm2_to_chat.py` runs it as a whole. It reconstructs SmolLM2-135M-Instruct block by
-# block with ternary weights, in about an hour on two CPU cores, and then talks to the result, in
-# transformers and in llama.cpp.
+# block with ternary weights, then as a whole, in about two hours on two CPU cores, and talks to the
+# result, in transformers and in llama.cpp.
 #
 # Before it (this needs the hub):
 #
@@ -35,7 +35,8 @@ SETTINGS = shlex.split(
         "SETTINGS",
         # A CPU, and the first megabytes of the config's own stream.
         "device=cpu compile=False optimizer.fused=False num_workers=0 dataset.seq_len=256 "
-        "dataset.max_tokens=3000000 reconstruct.num_samples=1792",
+        "dataset.max_tokens=3000000 reconstruct.num_samples=1200 reconstruct.epochs=2 "
+        "reconstruct.batch_size=4",
     )
 )
 if MODEL:
@@ -53,8 +54,9 @@ def tune(recipe: str, *options: str) -> None:
 # ## Reconstruct
 #
 # Each block learns to put out what the pretrained block puts out, with weights γ·{−1, 0, 1}:
-# first softened, then hard. The scales are learned, from their least-squares start. Stopped with
-# Ctrl-C, the same command goes on after the last block that was done.
+# first softened, then hard. The scales are learned, from their least-squares start. Then all blocks
+# are trained together towards the pretrained predictions. Stopped with Ctrl-C, the same command
+# goes on from there.
 
 # %%
 METHOD = ("quantizer.scale=learned", "quantizer.start=least_squares")

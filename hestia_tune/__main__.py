@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from hestia_tune.commands.compare import compare_runs
-from hestia_tune.commands.configs import config_path, listing
+from hestia_tune.commands.configs import listing, text_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.name is None:
             print(listing())
         else:
-            print(config_path(arguments.name).read_text(encoding="utf-8"), end="")
+            print(text_of(arguments.name), end="")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

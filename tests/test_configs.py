@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from hestia_tune.commands.configs import config_path, packaged_configs, resolve_argv
+from hestia_tune.commands.configs import config_path, load_config, packaged_configs, resolved
 from hestia_tune.models.build import build_on_meta
 from hestia_tune.modules import quantized_linears
 from hestia_tune.training.options import Run
@@ -46,13 +46,14 @@ FOLDERS = {
 
 
 def test_every_packaged_config_is_expected():
-    assert set(packaged_configs()) == set(EXPECTED)
+    assert set(packaged_configs()) == {*EXPECTED, "paper"}
 
 
+@pytest.mark.parametrize("overlay", ["", "+paper"])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_config_builds_at_its_real_size(name, tmp_path):
+def test_config_builds_at_its_real_size(name, overlay, tmp_path):
     blocks, parameters, group_size = EXPECTED[name]
-    cfg = OmegaConf.load(config_path(name))
+    cfg = load_config(name + overlay)
     if name in FOLDERS:
         pytest.importorskip("transformers")
         (tmp_path / "config.json").write_text(json.dumps(FOLDERS[name]))
@@ -69,11 +70,23 @@ def test_config_builds_at_its_real_size(name, tmp_path):
     assert len(layers) == 7 * blocks
     assert all(re.match(r"(model\.)?layers\.", name) for name in layers)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    if parameters is not None:
-        assert sum(p.numel() for p in model.parameters()) == parameters
-        # The paper's Appendix B; one step is 256 sequences of 1024 on 8 GPUs.
+    for frozen in options.frozen_modules or ():
+        assert model.get_submodule(frozen) is model.tok_embeddings
+    reconstructs = parameters is not None and group_size is not None and not overlay
+    assert (options.reconstruction == "auto") == reconstructs
+    assert (options.distillation.weight == 1 and options.frozen_modules is not None) == reconstructs
+    if group_size is not None:
+        assert quantizer.method.key() == (
+            f"ternary, group_size={group_size}"
+            f"{', scale=learned, start=least_squares' if reconstructs else ''}"
+        )
+    if not reconstructs:  # the paper's Appendix B
         assert (options.schedule.rho, options.schedule.alpha) == (0.2, 0.4)
-        assert options.schedule.tau_init == 0.3
+        assert options.schedule.tau_init == 0.3 and options.sensitivity == "auto"
+    if parameters is not None:
+        scales = sum(p.numel() for layer in layers.values() for p in layer.method_parameters())
+        assert sum(p.numel() for p in model.parameters()) - scales == parameters
+        # The same; one step is 256 sequences of 1024 on 8 GPUs.
         assert cfg.optimizer.lr == 1.5e-3 and cfg.optimizer.weight_decay == 0.1
         assert cfg.batch_size * cfg.gradient_accumulation_steps * 8 == 256
         assert cfg.dataset.seq_len == 1024
@@ -85,20 +98,34 @@ def test_config_opens_with_its_commands(name):
     assert any(f"tune run hestia_qat --config {name}" in line for line in comment)
 
 
+def resolve(*argv):
+    with resolved(["x", *argv]) as found:
+        return found[1:]
+
+
 def test_names_and_paths_are_resolved(tmp_path):
-    copied = tmp_path / "mine.yaml"
+    copied = tmp_path / "mine+1.yaml"
     copied.write_text("a: 1")
-    assert resolve_argv(["x", "--config", str(copied), "a=2"]) == [
-        "x",
-        "--config",
-        str(copied),
-        "a=2",
-    ]
+    assert resolve("--config", str(copied), "a=2") == ["--config", str(copied), "a=2"]
     demo = str(packaged_configs()["demo"])
-    assert resolve_argv(["x", "--config", "demo"]) == ["x", "--config", demo]
-    assert resolve_argv(["x", "--config=demo"]) == ["x", f"--config={demo}"]
-    with pytest.raises(ValueError, match="packaged configs: demo, demo_fairy2i, gemma3_1b, llama"):
-        resolve_argv(["x", "--config", str(tmp_path / "none.yaml")])
+    assert resolve("--config", "demo") == ["--config", demo]
+    assert resolve("--config=demo") == [f"--config={demo}"]
+    for name in (str(tmp_path / "none.yaml"), "demo+none", "none+paper"):
+        with pytest.raises(ValueError, match="packaged configs: demo, demo_fairy2i, gemma3_1b, "):
+            resolve("--config", name)
+
+
+@pytest.mark.parametrize("argument", [("--config", "demo+{}"), ("--config=demo+{}",)])
+def test_one_config_is_laid_over_another(tmp_path, argument):
+    over = tmp_path / "over.yaml"
+    over.write_text("quantizer: {group_size: null, scale: learned}\nnew: {key: [1]}\nmodel: null")
+    with resolved(["x", *(part.format(over) for part in argument), "seed=1"]) as (_, *given, seed):
+        merged = OmegaConf.load(given[-1].removeprefix("--config="))
+    assert seed == "seed=1" and not Path(given[-1].removeprefix("--config=")).exists()
+    expected = OmegaConf.load(config_path("demo"))
+    del expected["model"]
+    expected.quantizer = {"_component_": "hestia_tune.HestiaQATQuantizer", "scale": "learned"}
+    assert merged == OmegaConf.merge(expected, {"new": {"key": [1]}})
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -108,11 +135,13 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 def test_listing_and_printing(tmp_path):
     listed = command(sys.executable, "-m", "hestia_tune", "configs", cwd=tmp_path)
     recipes, configs = listed.stdout.split("configs:\n")
-    assert [line.split()[0] for line in configs.splitlines()] == sorted(EXPECTED)
+    assert [line.split()[0] for line in configs.splitlines()] == sorted([*EXPECTED, "paper"])
     names = [line.split()[0] for line in recipes.splitlines()[1:]]
     assert names == sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
     assert all(len(line.split()) > 2 for line in listed.stdout.splitlines() if line[:1] == " ")
     printed = command(sys.executable, "-m", "hestia_tune", "configs", "llama3_2_1b", cwd=tmp_path)
     assert printed.stdout == config_path("llama3_2_1b").read_text()
+    printed = command(sys.executable, "-m", "hestia_tune", "configs", "demo+paper", cwd=tmp_path)
+    assert OmegaConf.create(printed.stdout) == load_config("demo+paper")
     unknown = command(sys.executable, "-m", "hestia_tune", "configs", "llama", cwd=tmp_path)
     assert unknown.returncode == 1 and "no config named 'llama'" in unknown.stderr

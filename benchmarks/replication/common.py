@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import distributed as dist
 
-from hestia_tune.commands.configs import config_path
+from hestia_tune.commands.configs import load_config
 from hestia_tune.commands.sensitivity import SensitivityRecipe
 from hestia_tune.evaluation import versions
 from hestia_tune.files import write_atomically
@@ -69,9 +69,9 @@ def slug(name: str) -> str:
 
 
 def settings_of(config: str, overrides: list[str]) -> DictConfig:
-    """A packaged config, without distillation as in the paper, with a command line's overrides;
-    ``~key`` takes a key away."""
-    cfg = OmegaConf.merge(OmegaConf.load(config_path(config)), {"distillation": {"weight": 0.0}})
+    """A packaged config with the paper's own recipe and a command line's overrides; ``~key`` takes
+    a key away."""
+    cfg = load_config(f"{config}+paper")
     for key in (entry[1:] for entry in overrides if entry.startswith("~")):
         *parents, last = key.split(".")
         section = OmegaConf.select(cfg, ".".join(parents)) if parents else cfg

@@ -1,17 +1,22 @@
 """Packaged configs: finding them by name, and letting torchtune's parser take a name for a path.
 
-torchtune's parser opens whatever follows ``--config`` as a file. `resolve_argv` swaps the name of
-a packaged config for its path before the parser looks; it runs in every process of a distributed
-run, since each parses its own arguments.
+torchtune's parser opens whatever follows ``--config`` as a file. `resolved` swaps the name of a
+packaged config for its path before the parser looks; it runs in every process of a distributed
+run, since each parses its own arguments. NAME+OTHER is a config with what another one says laid
+over it, such as ``llama3_2_1b+paper``.
 """
 
 import ast
+import contextlib
 import importlib.resources
 import importlib.util
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from hestia_tune.config import nearest
 
@@ -59,15 +64,60 @@ def config_path(name: str) -> Path:
     )
 
 
-def resolve_argv(argv: list[str]) -> list[str]:
-    """``argv`` with the value of ``--config`` replaced by a path."""
-    resolved = list(argv)
-    for index, argument in enumerate(argv):
-        if argument == "--config" and index + 1 < len(argv):
-            resolved[index + 1] = str(config_path(argv[index + 1]))
-        elif argument.startswith("--config="):
-            resolved[index] = f"--config={config_path(argument.removeprefix('--config='))}"
-    return resolved
+def _names(name: str) -> list[str]:
+    return [name] if Path(name).is_file() else name.split("+")
+
+
+def load_config(name: str) -> DictConfig:
+    """The config of NAME; of NAME+OTHER with the keys of OTHER in place of its own, and without
+    those that are null there.
+
+    Raises:
+        ValueError: as `config_path`.
+    """
+    first, *others = (OmegaConf.load(config_path(part)) for part in _names(name))
+    merged: Any = OmegaConf.to_container(first)
+    for other in others:
+        _lay_over(merged, OmegaConf.to_container(other))
+    return OmegaConf.create(merged)
+
+
+def _lay_over(section: dict[str, Any], changes: Any) -> None:
+    for key, value in changes.items():
+        if value is None:
+            section.pop(key, None)
+        elif isinstance(value, dict):
+            _lay_over(section.setdefault(key, {}), value)
+        else:
+            section[key] = value
+
+
+def text_of(name: str) -> str:
+    """The YAML of NAME, with its comments, or of NAME+OTHER, without."""
+    if len(_names(name)) == 1:
+        return config_path(name).read_text(encoding="utf-8")
+    return OmegaConf.to_yaml(load_config(name))
+
+
+@contextlib.contextmanager
+def resolved(argv: list[str]) -> Iterator[list[str]]:
+    """``argv`` with a path as the value of ``--config``; of NAME+OTHER the file is temporary."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def path_of(name: str) -> str:
+            if len(_names(name)) == 1:
+                return str(config_path(name))
+            path = Path(folder, "config.yaml")
+            path.write_text(text_of(name), encoding="utf-8")
+            return str(path)
+
+        found = list(argv)
+        for index, argument in enumerate(argv):
+            if argument == "--config" and index + 1 < len(argv):
+                found[index + 1] = path_of(argv[index + 1])
+            elif argument.startswith("--config="):
+                found[index] = f"--config={path_of(argument.removeprefix('--config='))}"
+        yield found
 
 
 def asset_path(name: str) -> str:

@@ -18,7 +18,7 @@ from torchtune import config
 from torchtune.config._errors import InstantiationError
 from yaml import YAMLError
 
-from hestia_tune.commands.configs import resolve_argv
+from hestia_tune.commands.configs import resolved
 from hestia_tune.config import one_line
 from hestia_tune.training.options import Run
 
@@ -40,13 +40,13 @@ def main(command: Callable[[Run], int], name: str) -> int:
     for notice in _NOTICES:
         warnings.filterwarnings("ignore", message=notice)
     try:
-        sys.argv = resolve_argv(sys.argv)
         parsed: list[DictConfig] = []
-        try:
-            config.parse(parsed.append)()
-        except SystemExit as stop:  # the parser exits when its callback returns
-            if stop.code or not parsed:  # an error, or --help
-                return int(stop.code or 0)
+        with resolved(sys.argv) as sys.argv:
+            try:
+                config.parse(parsed.append)()
+            except SystemExit as stop:  # the parser exits when its callback returns
+                if stop.code or not parsed:  # an error, or --help
+                    return int(stop.code or 0)
         return command(Run.of(parsed[0]))
     except KeyboardInterrupt:
         return INTERRUPTED
