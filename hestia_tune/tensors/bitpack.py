@@ -65,24 +65,10 @@ class Scratch(threading.local):
         return self._memory[:size]
 
 
-def unpack2_centred(
-    packed: torch.Tensor, width: int, scratch: Scratch | None = None
-) -> torch.Tensor:
-    """`unpack2` minus one, in bfloat16. On the CPU by a table of four values a byte, which takes a
-    quarter of the time of elementwise operations; a compiler fuses those, and what stands for a
-    tensor, such as a fake one, takes them too."""
-    is_plain = type(packed) is torch.Tensor and packed.device.type == "cpu"
-    if not is_plain or torch.compiler.is_compiling():
-        return unpack2(packed, width).to(torch.bfloat16) - 1
-    index = packed.int().flatten()
-    out = scratch and scratch.take(index.numel())
-    quads = torch.index_select(_centred_quads(), 0, index, out=out)
-    shape = (*packed.shape[:-1], CODES_PER_BYTE * packed.shape[-1])
-    return quads.view(torch.bfloat16).view(shape)[..., :width]
-
-
 @functools.cache
-def _centred_quads() -> torch.Tensor:
-    """The four bfloat16 values of every byte, 256 times, as one int64 each."""
+def ternary_masks() -> torch.Tensor:
+    """Of every byte its four codes in 16 bits each, as one int64: none of them for 0, all but the
+    sign for 1, all for -1. (256,)"""
     every = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None]
-    return (unpack2(every, CODES_PER_BYTE).to(torch.bfloat16) - 1).view(torch.int64).flatten()
+    of_code = torch.tensor([-1, 0, 2**15 - 1, 0], dtype=torch.int16, device="cpu")
+    return of_code[unpack2(every, CODES_PER_BYTE).long()].view(torch.int64).flatten()

@@ -153,10 +153,7 @@ class GroupTensor(PackedTensor):
 
     def dequantize_weight(self) -> torch.Tensor:
         """(out_features, in_features), scale times code, in the presented dtype."""
-        return self._scaled(self._unpacked(self.scale.dtype))
-
-    def _scaled(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes in bfloat16, which are overwritten, times their scales."""
+        codes = self._unpacked(self.scale.dtype)
         blocks = codes.unflatten(-1, (self.scale.shape[-1], self.block_size[-1]))
         # A code times a bfloat16 scale is exact; only then comes the presented dtype.
         return blocks.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(self.dtype)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hestia_tune.tensors import pack2, unpack2
-from hestia_tune.tensors.bitpack import unpack2_centred
 
 
 def random_codes(shape, seed=0, dtype=torch.int8):
@@ -53,11 +52,3 @@ def test_compiled_is_eager():
     assert torch.equal(packed, pack2(codes))
     unpacked = torch.compile(lambda p: unpack2(p, 30), fullgraph=True)(packed)
     assert torch.equal(unpacked, codes.to(torch.uint8))
-
-
-@pytest.mark.parametrize("width", [0, 1, 5, 8])
-def test_centred_codes(width):
-    codes = torch.randint(0, 4, (3, width), generator=torch.Generator().manual_seed(width))
-    found = unpack2_centred(pack2(codes), width)
-    assert found.dtype == torch.bfloat16 and torch.equal(found.long(), codes - 1)
-    assert unpack2_centred(pack2(codes[0]), width).tolist() == found[0].tolist()

@@ -30,6 +30,27 @@ def test_from_hp_is_the_trained_hard_weight(group_size, dtype):
         assert torch.equal(packed.to(torch.float64).dequantize(), expected)
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (3, 12), (5, 10), (0, 8), (4, 0)])
+@pytest.mark.parametrize("scales", ["rows", "groups", "tensor"])
+@pytest.mark.parametrize("odd", [None, 0.0, -1.5, float("inf"), float("nan")])
+def test_dequantizing_by_bits_is_the_product_bit_for_bit(shape, scales, odd):
+    """Whatever the scales are; those that no method gives take the plain way."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-1, 2, shape, generator=generator, dtype=torch.int8)
+    groups = max(1, shape[1] // 4) if scales == "groups" and shape[1] % 4 == 0 else 1
+    scale = torch.rand(1 if scales == "tensor" else shape[0], groups, generator=generator)
+    scale = scale.mul_(torch.tensor(10.0) ** torch.arange(groups)).to(torch.bfloat16)
+    if odd is not None and scale.numel():
+        scale[0, -1] = odd
+    packed = TernaryTensor.from_codes(codes, scale, dtype=torch.bfloat16)
+    every = scale.repeat_interleave(shape[1] // groups, dim=1).expand(shape) if shape[1] else scale
+    expected = (codes.to(torch.bfloat16) * every)[:, : shape[1]]
+    for dense in (packed.dequantize(), packed.dequantize_for_now()):
+        finite = expected.isnan().logical_not()
+        assert torch.equal(dense.isnan(), expected.isnan())
+        assert torch.equal(dense[finite].view(torch.int16), expected[finite].view(torch.int16))
+
+
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dequantize_is_scale_times_code_entry_by_entry(group_size, dtype):
