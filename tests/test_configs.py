@@ -115,11 +115,16 @@ def test_names_and_paths_are_resolved(tmp_path):
             resolve("--config", name)
 
 
-@pytest.mark.parametrize("argument", [("--config", "demo+{}"), ("--config=demo+{}",)])
+@pytest.mark.parametrize("argument", [("--config", "{}+{}"), ("--config={}+{}",)])
 def test_one_config_is_laid_over_another(tmp_path, argument):
     over = tmp_path / "over.yaml"
     over.write_text("quantizer: {group_size: null, scale: learned}\nnew: {key: [1]}\nmodel: null")
-    with resolved(["x", *(part.format(over) for part in argument), "seed=1"]) as (_, *given, seed):
+    (tmp_path / "+").mkdir()
+    over = over.rename(tmp_path / "+" / "over.yaml")
+    first = tmp_path / "+" / "first.yaml"
+    first.write_text(f"new: null\n{config_path('demo').read_text()}")
+    argument = [part.format(first, over) for part in argument]
+    with resolved(["x", *argument, "seed=1"]) as (_, *given, seed):
         merged = OmegaConf.load(given[-1].removeprefix("--config="))
     assert seed == "seed=1" and not Path(given[-1].removeprefix("--config=")).exists()
     expected = OmegaConf.load(config_path("demo"))

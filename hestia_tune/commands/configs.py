@@ -65,7 +65,12 @@ def config_path(name: str) -> Path:
 
 
 def _names(name: str) -> list[str]:
-    return [name] if Path(name).is_file() else name.split("+")
+    """Of NAME+OTHER both; a path may have a + of its own."""
+    cuts = [] if Path(name).is_file() else [i for i, sign in enumerate(name) if sign == "+"]
+    for cut in cuts:
+        if name[:cut] in packaged_configs() or Path(name[:cut]).is_file():
+            return [name[:cut], *_names(name[cut + 1 :])]
+    return [name]
 
 
 def load_config(name: str) -> DictConfig:
@@ -86,8 +91,8 @@ def _lay_over(section: dict[str, Any], changes: Any) -> None:
     for key, value in changes.items():
         if value is None:
             section.pop(key, None)
-        elif isinstance(value, dict):
-            _lay_over(section.setdefault(key, {}), value)
+        elif isinstance(value, dict) and isinstance(section.get(key), dict):
+            _lay_over(section[key], value)
         else:
             section[key] = value
 

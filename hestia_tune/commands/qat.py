@@ -26,7 +26,10 @@ def run_qat(run: Run) -> int:
 def _train(run: Run) -> int:
     options = run.options
     check_output(options)  # so that no error waits until something is computed
-    check_formats(run, build.make_component(run.cfg.quantizer).method)
+    component = build.make_component(run.cfg.quantizer)
+    check_formats(run, component.method)
+    if options.reconstruction == "auto":
+        build.check_model_options(run.cfg, build.build_on_meta(run.cfg.model, component))
     run, first = with_reconstruction(run)
     run, second = with_sensitivity(run, options.schedule.alpha)
     if first or second:  # nothing to resume from, if stopped before

@@ -32,11 +32,12 @@ class TernaryTensor(GroupTensor):
         """On the CPU four weights at a time, without arithmetic: a code is which bits of its scale
         are taken, the sign bit being set in all scales. A compiler fuses the plain way, and what
         stands for a tensor, such as a fake one, takes it too."""
-        packed, bits = self.qdata, self.scale.view(torch.int16)
+        packed = self.qdata
         plain = type(packed) is torch.Tensor and packed.device.type == "cpu" and packed.numel() > 0
         quads_are_whole = self.block_size[-1] % CODES_PER_BYTE == 0
-        if not plain or not quads_are_whole or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not plain or not quads_are_whole:
             return super().dequantize_weight()
+        bits = self.scale.view(torch.int16)
         lowest, highest = (value.item() for value in bits.aminmax())
         if lowest < 0 or highest >= _INFINITE:
             return super().dequantize_weight()

@@ -108,7 +108,7 @@ class RunOptions(Section):
     distillation: sections.DistillationConfig = sections.DistillationConfig()
     cage: sections.CageConfig = sections.CageConfig()
     # Modules that hestia_qat leaves as they are, with all they hold: no gradients, no moments. With
-    # the embedding a head that is tied to it is frozen.
+    # the embedding a head that is tied to it is frozen. (A reconstruction: reconstruct.norm_lr.)
     frozen_modules: list[str] | None = None
     # Folder that hestia_reconstruct wrote, to start from; "auto" to compute it if there is none;
     # null starts from the pretrained model.
@@ -182,11 +182,11 @@ class RunOptions(Section):
             inside(Path(folder), name)
         if self.prefetch_factor is not None and self.num_workers == 0:
             raise ValueError("prefetch_factor needs num_workers; raise that, or leave it out")
-        for key in ("sensitivity", "reconstruction"):
+        for key in ("sensitivity", "reconstruction", "frozen_modules"):
             if self.init == "random" and getattr(self, key) is not None:
                 raise ValueError(
-                    f"init: random does not go with {key}, which is that of the pretrained "
-                    f"weights; got {getattr(self, key)}; set {key}=null"
+                    f"init: random does not go with {key}, which is for pretrained weights; got "
+                    f"{getattr(self, key)}; set {key}=null"
                 )
         for key, name in _OUTPUTS.items():  # a section that names no output or seed has the run's
             section = getattr(self, key)

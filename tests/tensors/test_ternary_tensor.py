@@ -7,7 +7,7 @@ from references import eq2_hard
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hestia_tune.functional import hard_ternary, ternary_codes
-from hestia_tune.tensors import TernaryTensor
+from hestia_tune.tensors import TernaryTensor, ternary_tensor
 
 GROUP_SIZES = [1, 4, 6, 32, "channel", "tensor"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -33,8 +33,11 @@ def test_from_hp_is_the_trained_hard_weight(group_size, dtype):
 @pytest.mark.parametrize("shape", [(3, 4), (3, 12), (5, 10), (0, 8), (4, 0)])
 @pytest.mark.parametrize("scales", ["rows", "groups", "tensor"])
 @pytest.mark.parametrize("odd", [None, 0.0, -1.5, float("inf"), float("nan")])
-def test_dequantizing_by_bits_is_the_product_bit_for_bit(shape, scales, odd):
+def test_dequantizing_by_bits_is_the_product_bit_for_bit(shape, scales, odd, monkeypatch):
     """Whatever the scales are; those that no method gives take the plain way."""
+    taken = []
+    masks = ternary_tensor.ternary_masks
+    monkeypatch.setattr(ternary_tensor, "ternary_masks", lambda: taken.append(1) or masks())
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-1, 2, shape, generator=generator, dtype=torch.int8)
     groups = max(1, shape[1] // 4) if scales == "groups" and shape[1] % 4 == 0 else 1
@@ -49,6 +52,20 @@ def test_dequantizing_by_bits_is_the_product_bit_for_bit(shape, scales, odd):
         finite = expected.isnan().logical_not()
         assert torch.equal(dense.isnan(), expected.isnan())
         assert torch.equal(dense[finite].view(torch.int16), expected[finite].view(torch.int16))
+    quads = codes.numel() and shape[1] // groups % 4 == 0 and (odd is None or odd == 0)
+    assert len(taken) == (2 if quads else 0)
+
+
+def test_parts_and_transposes_are_dequantized_by_bits():
+    codes, scale = ternary_codes(latent(1, shape=(8, 64)), group_size=8)
+    packed = TernaryTensor.from_codes(codes, scale, dtype=torch.bfloat16)
+    dense = packed.dequantize()
+    assert torch.equal(dense, codes * scale.bfloat16().repeat_interleave(8, dim=1))
+    for part in (packed[2:5], packed[:, 16:40], packed[3:, 8:56], packed.t(), packed.t()[8:24]):
+        rows = {(3, 64): dense[2:5], (8, 24): dense[:, 16:40], (5, 48): dense[3:, 8:56]}
+        rows |= {(64, 8): dense.t(), (16, 8): dense.t()[8:24]}
+        assert torch.equal(part.dequantize(), rows[tuple(part.shape)])
+        assert torch.equal(part.dequantize_for_now(), rows[tuple(part.shape)])
 
 
 @pytest.mark.parametrize("group_size", GROUP_SIZES)

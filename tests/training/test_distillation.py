@@ -1,5 +1,7 @@
 """Distillation: the loss against its definition, a step by hand, teachers, resuming."""
 
+import weakref
+
 import pytest
 import torch
 from tiny import SHAPE, make_config, make_model_dir, random_dataset, run
@@ -26,7 +28,7 @@ def reference(logits, wanted, labels, kind, temperature):
         forward = -(p * q.log()).sum()
         reverse = (q * (q.log() - p.log())).sum()
         total += {"kl": forward, "kl_reverse": reverse, "mixed": (forward + reverse) / 2}[kind]
-    return float(total) * temperature**2
+    return total * temperature**2
 
 
 @pytest.mark.parametrize("kind", ["kl", "kl_reverse", "mixed"])
@@ -38,12 +40,33 @@ def test_the_loss_is_the_definition(kind, temperature, chunks):
     labels = torch.randint(0, 11, (2, 7), generator=generator)
     labels[0, :4] = IGNORED
     settings = DistillationConfig(weight=1, temperature=temperature, loss=kind)
-    given = (
-        (logits, wanted) if chunks is None else (list(x.chunk(chunks, 1)) for x in (logits, wanted))
-    )
+    own = logits.clone().requires_grad_()
+    given = (own, wanted) if chunks is None else (list(x.chunk(chunks, 1)) for x in (own, wanted))
     found = distillation_loss_sum(*given, labels, settings, IGNORED)
-    expected = reference(logits, wanted, labels, kind, temperature)
-    assert float(found) == pytest.approx(expected, rel=1e-5)
+    expected = reference(logits.requires_grad_(), wanted, labels, kind, temperature)
+    assert float(found) == pytest.approx(expected.item(), rel=1e-5)
+    (0.3 * found).backward()
+    (0.3 * expected).backward()
+    torch.testing.assert_close(own.grad, logits.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_nothing_in_float32_waits_for_the_backward():
+    logits = torch.randn(2, 8, 11, dtype=torch.bfloat16).requires_grad_()
+    labels, kept = torch.zeros(2, 8, dtype=torch.long), []
+
+    def keep(value):
+        kept.append(weakref.ref(value))
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        chunks = list(logits.chunk(4, dim=1))
+        given = chunks, [chunk.detach() for chunk in chunks], labels, DistillationConfig(weight=1)
+        total = distillation_loss_sum(*given, IGNORED)
+    waiting = [value for reference in kept if (value := reference()) is not None]
+    assert len(kept) > len(waiting) == 4
+    assert {value.dtype for value in waiting} == {torch.bfloat16}
+    assert sum(value.numel() for value in waiting) == logits.numel()
+    total.backward()
 
 
 def test_the_gradient_vanishes_where_the_model_is_the_teacher():

@@ -67,6 +67,9 @@ def test_two_ranks_equal_one_process(tmp_path, group_size, shape, frozen):
     two = tune_run("--config", write_config(cfg, tmp_path / "two.yaml"), torchrun=TWO_RANKS)
     assert two.returncode == 0, two.stderr
     assert_same_run(tmp_path / "one", tmp_path / "two")
+    before = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
+    after = hard_weights(tmp_path / "two")["model.embed_tokens.weight"]
+    assert torch.equal(before, after) == (frozen != "[]")
 
 
 @pytest.mark.slow
