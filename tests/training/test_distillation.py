@@ -44,7 +44,7 @@ def test_the_loss_is_the_definition(kind, temperature, chunks):
     given = (own, wanted) if chunks is None else (list(x.chunk(chunks, 1)) for x in (own, wanted))
     found = distillation_loss_sum(*given, labels, settings, IGNORED)
     expected = reference(logits.requires_grad_(), wanted, labels, kind, temperature)
-    assert float(found) == pytest.approx(expected.item(), rel=1e-5)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     (0.3 * found).backward()
     (0.3 * expected).backward()
     torch.testing.assert_close(own.grad, logits.grad, atol=1e-5, rtol=1e-4)
