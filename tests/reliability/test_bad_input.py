@@ -94,7 +94,7 @@ CASES = {
     "qat cage.strength=-1": "cage.strength must be in [0, 1e+06]; got -1",
     "qat cage.silent=1": "cage.silent must be in [0, 0.99]; got 1",
     "qat init=scratch": "init must be one of pretrained, random; got scratch",
-    "qat init=random sensitivity=auto": "does not go with sensitivity, which is that of the pretr",
+    "qat init=random sensitivity=auto": "does not go with sensitivity, which is for pretrained",
     "qat init=random reconstruction=auto": "set reconstruction=null",
     "qat distillation.weight=2": "distillation.weight must be in [0, 1]; got 2",
     "qat distillation.loss=foo": "distillation.loss must be one of kl, kl_reverse, mixed; got foo",
