@@ -117,11 +117,10 @@ def test_names_and_paths_are_resolved(tmp_path):
 
 @pytest.mark.parametrize("argument", [("--config", "{}+{}"), ("--config={}+{}",)])
 def test_one_config_is_laid_over_another(tmp_path, argument):
-    over = tmp_path / "over.yaml"
+    folder = tmp_path / "+"
+    folder.mkdir()
+    first, over = folder / "first.yaml", folder / "over.yaml"
     over.write_text("quantizer: {group_size: null, scale: learned}\nnew: {key: [1]}\nmodel: null")
-    (tmp_path / "+").mkdir()
-    over = over.rename(tmp_path / "+" / "over.yaml")
-    first = tmp_path / "+" / "first.yaml"
     first.write_text(f"new: null\n{config_path('demo').read_text()}")
     argument = [part.format(first, over) for part in argument]
     with resolved(["x", *argument, "seed=1"]) as (_, *given, seed):

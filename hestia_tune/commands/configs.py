@@ -109,17 +109,16 @@ def resolved(argv: list[str]) -> Iterator[list[str]]:
     """``argv`` with a path as the value of ``--config``; of NAME+OTHER the file is temporary."""
     with tempfile.TemporaryDirectory() as folder:
 
-        def path_of(name: str) -> str:
+        def path_of(name: str) -> Path:
             if len(_names(name)) == 1:
-                return str(config_path(name))
-            path = Path(folder, "config.yaml")
-            path.write_text(text_of(name), encoding="utf-8")
-            return str(path)
+                return config_path(name)
+            OmegaConf.save(load_config(name), path := Path(folder, "config.yaml"))
+            return path
 
         found = list(argv)
         for index, argument in enumerate(argv):
             if argument == "--config" and index + 1 < len(argv):
-                found[index + 1] = path_of(argv[index + 1])
+                found[index + 1] = str(path_of(argv[index + 1]))
             elif argument.startswith("--config="):
                 found[index] = f"--config={path_of(argument.removeprefix('--config='))}"
         yield found

@@ -28,7 +28,7 @@ def _train(run: Run) -> int:
     check_output(options)  # so that no error waits until something is computed
     component = build.make_component(run.cfg.quantizer)
     check_formats(run, component.method)
-    if options.reconstruction == "auto":
+    if "auto" in (options.reconstruction, options.sensitivity):
         build.check_model_options(run.cfg, build.build_on_meta(run.cfg.model, component))
     run, first = with_reconstruction(run)
     run, second = with_sensitivity(run, options.schedule.alpha)

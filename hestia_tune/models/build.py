@@ -188,11 +188,12 @@ def check_model_options(cfg: DictConfig, model: nn.Module) -> None:
         for name in cfg[key] or []:
             if name not in names:
                 raise ValueError(f"{key}: the model has no module {name}{nearest(name, names)}")
-            if key == "frozen_modules" and quantized_linears(names[name]):
-                raise ValueError(
-                    f"{key}: {name} has quantized linears, which are what is trained; name modules "
-                    "without any, such as tok_embeddings"
-                )
+    for name in cfg.frozen_modules or []:
+        if quantized_linears(names[name]):
+            raise ValueError(
+                f"frozen_modules: {name} has quantized linears, which are what is trained; name "
+                "modules without any, such as tok_embeddings"
+            )
 
 
 def make_tokenizer(cfg_tokenizer: DictConfig, model: nn.Module) -> Any:

@@ -1,6 +1,7 @@
 """What windows are trained for: hidden states h like the pretrained h*, or such predictions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +36,32 @@ def divergence(
     Args:
         head: hidden states (n, dim) to logits.
     """
+
+    def of_part(h: torch.Tensor, h_full: torch.Tensor) -> torch.Tensor:
+        wanted, found = (head(x).float().log_softmax(-1) for x in (h_full, h))
+        return F.kl_div(found, wanted, reduction="sum", log_target=True)
+
     total = out.new_zeros(())
-    for h, h_full in zip(out.split(_LOGIT_POSITIONS), target.split(_LOGIT_POSITIONS), strict=True):
-        leaf = h.detach().requires_grad_(h.requires_grad)
-        wanted, found = (head(x).float().log_softmax(-1) for x in (h_full, leaf))
-        value = F.kl_div(found, wanted, reduction="sum", log_target=True)
-        total = total + value.detach()
-        if h.requires_grad:
-            (grad,) = torch.autograd.grad(value, leaf)
-            total = total + ((h - h.detach()) * grad).sum()
+    for part in zip(out.split(_LOGIT_POSITIONS), target.split(_LOGIT_POSITIONS), strict=True):
+        total = total + GradientAtOnce.apply(of_part, *part)
     return total
+
+
+class GradientAtOnce(torch.autograd.Function):
+    """``apply(function, first, *others)``: a scalar, whose gradient by ``first`` is taken at once
+    and kept in its dtype, so that what the function computes does not wait for the backward."""
+
+    @staticmethod
+    def forward(ctx, function: Callable[..., torch.Tensor], first: torch.Tensor, *others: Any):
+        if not ctx.needs_input_grad[1]:
+            return function(first, *others)
+        with torch.enable_grad():
+            leaf = first.detach().requires_grad_()
+            value = function(leaf, *others)
+            ctx.save_for_backward(*torch.autograd.grad(value, leaf))
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        others = [None] * (len(ctx.needs_input_grad) - 2)
+        return None, ctx.saved_tensors[0] * grad, *others

@@ -21,14 +21,11 @@ class TernaryTensor(GroupTensor):
     levels, bits = 3, 2
     hard_rule = "one absolute value besides 0"
 
-    def dequantize_weight(self):
-        return self._dense()
-
     def dequantize_for_now(self):
-        dense = self._dense(_scratch)
+        dense = self.dequantize_weight(_scratch)
         return dense.t() if self.is_transposed else dense
 
-    def _dense(self, scratch: Scratch | None = None) -> torch.Tensor:
+    def dequantize_weight(self, scratch: Scratch | None = None) -> torch.Tensor:
         """On the CPU four weights at a time, without arithmetic: a code is which bits of its scale
         are taken, the sign bit being set in all scales. A compiler fuses the plain way, and what
         stands for a tensor, such as a fake one, takes it too."""

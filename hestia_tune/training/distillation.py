@@ -6,7 +6,6 @@ its logits beside the model's. Both give their logits in chunks of the sequence,
 (torchtune's) is taken chunk by chunk, so that its float32 probabilities exist for one at a time.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hestia_tune.distributed import on_first_rank
 from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import read_weights
+from hestia_tune.reconstruction.losses import GradientAtOnce
 from hestia_tune.sections import DistillationConfig
 from hestia_tune.training import sharding
 from hestia_tune.training.options import Run
@@ -55,33 +55,14 @@ def distillation_loss_sum(
     total, scale = torch.zeros((), device=labels.device), 1.0 / settings.temperature
     chunks = as_chunks(logits)
     parts = labels.split([chunk.shape[1] for chunk in chunks], dim=1)
-    for own, other, part in zip(chunks, as_chunks(teacher_logits), parts, strict=True):
 
-        def of_chunk(own: torch.Tensor, other=other, part=part) -> torch.Tensor:
-            flat = own.flatten(0, 1) * scale, other.flatten(0, 1) * scale  # (tokens, vocabulary)
-            return divergence(*flat, part.flatten(), normalize=False)
+    def of_chunk(own: torch.Tensor, other: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        flat = own.flatten(0, 1) * scale, other.flatten(0, 1) * scale  # (tokens, vocabulary)
+        return divergence(*flat, part.flatten(), normalize=False)
 
-        total = total + _WithGradient.apply(own, of_chunk)
+    for chunk in zip(chunks, as_chunks(teacher_logits), parts, strict=True):
+        total = total + GradientAtOnce.apply(of_chunk, *chunk)
     return total * settings.temperature**2
-
-
-class _WithGradient(torch.autograd.Function):
-    """A function of logits, whose gradient is taken at once and kept in their dtype, so that what
-    it computes in float32 does not wait for the backward."""
-
-    @staticmethod
-    def forward(ctx, logits: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]):
-        if not ctx.needs_input_grad[0]:
-            return function(logits)
-        with torch.enable_grad():
-            leaf = logits.detach().requires_grad_()
-            value = function(leaf)
-            ctx.save_for_backward(*torch.autograd.grad(value, leaf))
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return ctx.saved_tensors[0] * grad, None
 
 
 def make_teacher(

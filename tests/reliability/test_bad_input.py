@@ -42,6 +42,7 @@ CASES = {
     "qat custom_sharded_layers=[layers.0.mpl]": "did you mean layers.0.mlp?",
     "qat frozen_modules=[tok_embedding]": "did you mean tok_embeddings?",
     "qat reconstruction=auto frozen_modules=[nope]": "the model has no module nope",
+    "qat sensitivity=auto frozen_modules=[nope]": "the model has no module nope",
     "qat init=random frozen_modules=[norm]": "init: random does not go with frozen_modules",
     "qat frozen_modules=[layers.0]": "layers.0 has quantized linears, which are what is trained",
     "qat checkpointer.model_type=QWEN2": "model_type llama; use LLAMA2 or LLAMA3 or LLAMA3_2",
