@@ -69,11 +69,18 @@ def run_validate(run: Run) -> int:
         if ranks > 1:
             print(f"resuming a run of {ranks} processes: not checked here; all else is")
             cfg.resume_from_checkpoint, cfg.overwrite_output = False, True
-    for key in ("sensitivity", "reconstruction"):
-        cfg[key] = None if cfg[key] == "auto" else cfg[key]
+    auto = {
+        "sensitivity": options.sensitivity_estimation.output if options.schedule.alpha else None,
+        "reconstruction": options.reconstruct.output,
+    }
+    for key, path in auto.items():  # what a run that is resumed made before it began
+        if cfg[key] == "auto":
+            is_there = cfg.resume_from_checkpoint and path is not None and Path(path).exists()
+            cfg[key] = path if is_there else None
     _get_component_from_path(cfg.metric_logger["_component_"])
     cfg.metric_logger = {"_component_": "hestia_tune.commands.validate.NoLogger"}
     recipe = Validation(Run.of(cfg))
+    recipe.identified = run.cfg
     try:
         recipe.setup(recipe.run.cfg)
     except _Valid:

@@ -59,6 +59,28 @@ def check_output(options: RunOptions) -> Path:
     return folder
 
 
+def config_identity(cfg: DictConfig, component: Any) -> dict[str, Any]:
+    """What of a config must be the same when a run is resumed."""
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    sections = plain["dataset"] if isinstance(plain["dataset"], list) else [plain["dataset"]]
+    return {
+        "quantizer": component.method.key(),
+        **{key: plain[key] for key in _SAME_TO_RESUME},
+        "dataset.seq_len": [section.get("seq_len") for section in sections],
+    }
+
+
+def check_same(identity: dict[str, Any], resume_meta: dict[str, Any]) -> None:
+    """A ValueError if a checkpoint's run was another one in this part of its identity."""
+    for key, value in identity.items():
+        saved = resume_meta["identity"].get(key)
+        if saved != value:
+            raise ValueError(
+                f"the checkpoint to resume from has {key} {saved}, this run {value}; "
+                "use the same, or start anew with resume_from_checkpoint=False"
+            )
+
+
 class RecipeSetup(FullFinetuneRecipeDistributed):
     """torchtune's FSDP2 full fine-tune with its own model setup, data position and resuming.
 
@@ -76,6 +98,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
     def __init__(self, cfg: DictConfig | Run):
         self.run = Run.of(cfg)
         self.options = self.run.options
+        self.identified = self.run.cfg  # the settings that a resumed run must share
         self.output_dir = require_writable_dir(self.options.output_dir)
         device = join_ranks(self.options.device)
         # torchtune would look for its own kind of recipe state; ours is restored in `_resume`.
@@ -217,26 +240,17 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         resume_meta: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """What must be the same when a run is resumed; a ValueError if it is not."""
-        cfg: Any = OmegaConf.to_container(self.run.cfg, resolve=True)
-        sections = cfg["dataset"] if isinstance(cfg["dataset"], list) else [cfg["dataset"]]
         shape = ("rho", "tau_init", "alpha", "hard_fraction")
         identity = {
+            **config_identity(self.identified, self.component),
             "model_fingerprint": model_fingerprint({n: state[f"{n}.weight"] for n in names}),
-            "quantizer": self.component.method.key(),
             **{f"schedule.{key}": getattr(self.schedule, key) for key in shape},
             "sensitivity": digest(scores),
-            **{key: cfg[key] for key in _SAME_TO_RESUME},
-            "dataset.seq_len": [section.get("seq_len") for section in sections],
             "seed": self.seed,
             **self.data.identity(),
         }
-        for key, value in identity.items() if resume_meta else ():
-            saved = resume_meta["identity"].get(key)
-            if saved != value:
-                raise ValueError(
-                    f"the checkpoint to resume from has {key} {saved}, this run {value}; "
-                    "use the same, or start anew with resume_from_checkpoint=False"
-                )
+        if resume_meta:
+            check_same(identity, resume_meta)
         return identity
 
     def build_model(self, state: dict[str, torch.Tensor]) -> nn.Module:

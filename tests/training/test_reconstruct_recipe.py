@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import shutil
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_run, write_config
 
@@ -190,6 +192,11 @@ def test_auto_computes_it_first(model_dir, tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     assert "reconstructed, hard" in results["validation_loss"]
     assert len(logged(tmp_path)) == 2
+    shutil.rmtree(tmp_path / "reconstruction")
+    other = {"quantizer": {"threshold": "learned"}, "resume_from_checkpoint": True}
+    with pytest.raises(ValueError, match="the checkpoint to resume from has quantizer ternary"):
+        run_qat(OmegaConf.merge(cfg, other))
+    assert not (tmp_path / "reconstruction").exists()  # it was told first
 
 
 def test_it_is_converted(model_dir, finished, tmp_path):

@@ -7,6 +7,7 @@ from test_errors import CASES
 from tiny import NUM_QUANTIZED, logged, make_config, run, write_config
 
 from hestia_tune.__main__ import main
+from hestia_tune.commands.qat import run_qat
 
 
 def validate(monkeypatch, capsys, path, *overrides):
@@ -64,6 +65,23 @@ def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monk
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert kept == {path: path.stat().st_mtime_ns for path in files if path.name != ".lock"}
     assert len(logged(tmp_path / "run")) == 2
+
+
+def test_what_a_run_computed_first_does_not_stop_its_resuming(
+    model_dir, tmp_path, monkeypatch, capsys
+):
+    small = ("reconstruct.num_samples=4", "reconstruct.batch_size=4", "reconstruct.epochs=1")
+    small += ("sensitivity_estimation.num_samples=4", "sensitivity_estimation.fixed=True")
+    small += ("schedule.alpha=0.4", "distillation.weight=1", "max_steps=2")
+    auto = ("reconstruction=auto", "sensitivity=auto")
+    cfg = make_config(model_dir, tmp_path / "run", *small, *auto)
+    assert run_qat(cfg) == 0
+    path = write_config(cfg, tmp_path / "config.yaml")
+    code, _, line = validate(monkeypatch, capsys, path, "resume_from_checkpoint=True")
+    assert (code, line) == (0, "")
+    more = ("resume_from_checkpoint=True", "distillation.weight=0.5")
+    code, _, line = validate(monkeypatch, capsys, path, *more)
+    assert code == 1 and "the checkpoint to resume from has distillation" in line
 
 
 def test_metric_loggers_are_looked_up_and_not_started(model_dir, tmp_path, monkeypatch, capsys):
