@@ -162,7 +162,9 @@ class QuantizedLinear(FakeQuantizedLinear):
         if not self.weight_is_effective:
             pressure = torch.ones_like(fake.pressure) if fake.is_hard else fake.pressure
             added = AddedBias.apply(self.weight, fake.method, pressure)
-        return added if self.bias is None or added is None else self.bias + added
+        if self.bias is None or added is None:
+            return self.bias if added is None else added
+        return self.bias + added
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)

@@ -6,11 +6,11 @@ Stage ``parts``: straight-through and Hestia; then Hestia with distillation, a l
 tail, a reconstruction before. All train on the same tokens; the table has the seconds of each (with
 those of its reconstruction and its sensitivity), and ``--steps`` sets a budget. Stage
 ``reconstruction``: with and without temperature, windows, numbers of sequences, and what follows
-the windows. Stage ``systems``: the paper's ternary systems that a reconstruction can train, in the
-windows and then all blocks together towards the pretrained predictions. All are told as hard
-validation losses, mean and deviation over ``--seeds``. What is done is kept: a stopped study goes
-on (the seconds of a row that was stopped are those since then). ``--config`` and ``--overrides``
-take another model than the demo's, and its data.
+the windows. Stage ``systems``: the paper's ternary systems, in the windows and then all blocks
+together towards the pretrained predictions. All are told as hard validation losses, mean and
+deviation over ``--seeds``. What is done is kept: a stopped study goes on (the seconds of a row that
+was stopped are those since then). ``--config`` and ``--overrides`` take another model than the
+demo's, and its data.
 """
 
 import argparse
@@ -90,6 +90,7 @@ def system(component: str, start: str | None = None) -> list[str]:
 SYSTEMS = {
     "AbsMean": system("AbsMean"),
     "TWN": system("TWN"),
+    "Tequila": system("Tequila"),
     "LSQ, absmax": system("LSQ", "absmax"),
     "LSQ, least squares": system("LSQ", "least_squares"),
     "SEQ, ternary, absmax": system("SEQ", "absmax"),

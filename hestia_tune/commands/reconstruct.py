@@ -42,7 +42,7 @@ from hestia_tune.models import build
 from hestia_tune.models.checkpoints import digest
 from hestia_tune.modules import quantized_linears
 from hestia_tune.plots import plot_errors
-from hestia_tune.reconstruction import Reconstruction, WindowResult, require_weights_alone
+from hestia_tune.reconstruction import Reconstruction, WindowResult
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, model_fingerprint
 from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of
 from hestia_tune.training import data, outputs
@@ -78,7 +78,6 @@ class ReconstructionRecipe:
                 f"{dist.get_world_size()} ranks, which share every batch"
             )
         self.component = build.make_component(self.cfg.quantizer)
-        require_weights_alone(self.component.method)
         self.losses: dict[str, float] = {}
         self.finished = self.computed = False
         self._windows = self.output / "windows"

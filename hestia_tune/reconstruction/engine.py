@@ -214,7 +214,8 @@ class Reconstruction:
                 tensors = dict(block.named_parameters(remove_duplicate=False))
                 tensors |= dict(block.named_buffers(remove_duplicate=False))
                 for name, module in quantized_linears(block).items():
-                    tensors[f"{name}.weight"] = effective.get(id(module), module.weight.detach())
+                    own = effective.get(id(module), {"weight": module.weight.detach()})
+                    tensors |= {f"{name}.{key}": value for key, value in own.items()}
                 inputs = tree_map(moved, self._calls[batch][index])
                 with plain_linears(template):
                     states = self._call(template, tensors, states, inputs)

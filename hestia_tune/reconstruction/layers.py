@@ -10,19 +10,10 @@ from torch import nn
 from torch.func import functional_call
 
 from hestia_tune.blocks import BlockCall, hidden_of
-from hestia_tune.methods.base import Method, fused
+from hestia_tune.methods.base import fused
 from hestia_tune.modules import QuantizedLinear, quantized_linears
 
 _PLAIN = (bool, int, float, str, type(None))
-
-
-def require_weights_alone(method: Method) -> None:
-    """Raises ValueError for a method that trains more than weights and scales."""
-    if method.adds_bias:
-        raise ValueError(
-            f"a reconstruction trains weights alone, and {method.name} adds a bias; use another "
-            "method, such as hestia_tune.AbsMean"
-        )
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
@@ -62,7 +53,12 @@ def call_block(
 
 
 class TrainedLayer:
-    """What is trained of a quantized linear, and its effective weight as a leaf of the graph."""
+    """What is trained of a quantized linear, and what it computes with, as leaves of the graph.
+
+    Attributes:
+        effective: by name, what stands for the linear's own: E, and the bias of a method that
+            ``adds_bias``.
+    """
 
     def __init__(
         self,
@@ -89,7 +85,7 @@ class TrainedLayer:
             self.factors = [f.to(self.weight.device).requires_grad_() for f in self.factors]
         else:
             self.weight.requires_grad_()
-        self.effective = self.weight
+        self.effective: dict[str, torch.Tensor] = {}
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -110,20 +106,29 @@ class TrainedLayer:
     @torch.no_grad()
     def refresh(self, dtype: torch.dtype, *, hard: bool = False) -> None:
         """Makes E, rounded once, a leaf that collects a gradient; or the hard weight."""
+        fake, latent = self.layer.weight_fake_quantizer, self.latent()
         if hard:
-            self.effective = self.method.hard(self.latent(), self.parameters).to(dtype)
-            return
-        fake, formula = self.layer.weight_fake_quantizer, self._formula("effective_weight")
-        effective = formula(self.latent(), fake.tau, fake.pressure, self.parameters)
-        self.effective = effective.to(dtype).requires_grad_()
+            pressure = torch.ones_like(fake.pressure)
+            effective = self.method.hard(latent, self.parameters)
+        else:
+            pressure, formula = fake.pressure, self._formula("effective_weight")
+            effective = formula(latent, fake.tau, pressure, self.parameters)
+        self.effective = {"weight": effective.to(dtype).requires_grad_(not hard)}
+        if self.method.adds_bias:
+            added = self.method.bias(latent, pressure)
+            self.effective["added_bias"] = added.requires_grad_(not hard)
 
     @torch.no_grad()
     def pull_back(self) -> None:
-        """The gradients of what is trained, from that of E."""
-        fake, grad, latent = self.layer.weight_fake_quantizer, self.effective.grad, self.latent()
+        """The gradients of what is trained, from that of E and of the bias."""
+        fake, latent = self.layer.weight_fake_quantizer, self.latent()
+        grad = self.effective["weight"].grad
         assert grad is not None
         formula = self._formula("vjp")
         grad, *others = formula(grad.float(), latent, fake.tau, fake.pressure, self.parameters)
+        if self.method.adds_bias:
+            of_bias = self.effective["added_bias"].grad
+            grad = grad + self.method.bias_vjp(of_bias, latent, fake.pressure)
         if self.factors:
             b, a = self.factors
             b.grad, a.grad = grad @ a.t(), b.t() @ grad  # (out, in) x (in, rank), (rank, out) x ...

@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from hestia_tune import HestiaQATQuantizer, quantized_linears
+from hestia_tune import HestiaQATQuantizer, Tequila, quantized_linears
 from hestia_tune.blocks import BlockCall, BlockChain
 from hestia_tune.methods.base import effective_weight
 from hestia_tune.reconstruction import Reconstruction, WindowResult, windows
@@ -34,11 +34,14 @@ class Block(nn.Module):
         return x + (1 + self.kind) * self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def make_model(learned: bool = True) -> nn.ModuleList:
+def make_model(kind: str = "learned scales") -> nn.ModuleList:
     torch.manual_seed(0)
-    options = {"scale": "learned", "start": "least_squares"} if learned else {}
     model = nn.ModuleList(Block() for _ in range(4)).requires_grad_(False)
-    return HestiaQATQuantizer(group_size=8, include=["*"], **options).prepare(model)
+    learned = {"scale": "learned", "start": "least_squares"}
+    component = HestiaQATQuantizer(group_size=8, include=["*"], **learned)
+    if kind == "biases":
+        component = Tequila(group_size=8, include=["*"], epsilon=0.3)
+    return component.prepare(model)
 
 
 def states() -> list[torch.Tensor]:
@@ -88,8 +91,8 @@ def test_windows(shape, expected):
 def train_by_hand(blocks, source, loss_of, index, *, epochs, tau_init, last, peaks):
     """A window by autograd and torch's own AdamW; straight-through from the step ``last`` on."""
     layers = [layer for block in blocks for layer in quantized_linears(block).values()]
-    weights, own = [x.weight for x in layers], [x.scale_logit for x in layers]
-    known = {id(p) for p in (*weights, *own, *(x.scale_start for x in layers))}
+    weights, own = [x.weight for x in layers], [x.scale_logit for x in layers if x.latents()[1:]]
+    known = {id(p) for x in layers for p in x.latents()}
     others = [p for block in blocks for p in block.parameters() if id(p) not in known]
     groups = [{"params": some} for some in (weights, own, others)]
     for p in (*weights, *own, *others):
@@ -104,9 +107,14 @@ def train_by_hand(blocks, source, loss_of, index, *, epochs, tau_init, last, pea
         tau = tau_init / 2 * (1 + math.cos(math.pi * step / last)) if step < last else 0.0
 
         def linear(layer, x, tau=tau):
-            own = (layer.scale_logit, layer.scale_start)
-            w = effective_weight(layer.weight, tau, 1.0, layer.method, own)
-            return torch.nn.functional.linear(x, w, layer.bias)
+            method, bias = layer.method, layer.bias
+            w = effective_weight(layer.weight, tau, 1.0, method, layer.method_parameters())
+            if method.adds_bias:
+                dead = method.codes(layer.weight.detach())[0] == 0
+                added = method.epsilon * (layer.weight * dead).sum(-1)
+                added = added + (added.bfloat16() - added).detach()
+                bias = added if bias is None else bias + added
+            return torch.nn.functional.linear(x, w, bias)
 
         out = source[batch].float()
         for block in blocks:
@@ -127,8 +135,8 @@ def through(block, source):
     return [block(h.float()).to(torch.bfloat16) for h in source]
 
 
-def pretrained(index):
-    block = make_model()[index]
+def pretrained(index, kind="learned scales"):
+    block = make_model(kind)[index]
     for layer in quantized_linears(block).values():
         layer.weight_fake_quantizer.enabled = False
     return block
@@ -156,22 +164,24 @@ def assert_same(model, other):
         torch.testing.assert_close(own, value, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_a_window_equals_a_loop_by_hand():
+@pytest.mark.parametrize("kind", ["learned scales", "biases"])
+def test_a_window_equals_a_loop_by_hand(kind):
     """Everything of a step; two blocks, one after the other."""
-    model, by_hand = make_model(), make_model()
-    work = reconstruct(model, tau_init=0.4, hard_fraction=0.25, norm_lr=1e-3)
+    model, by_hand = make_model(kind), make_model(kind)
+    tau_init = 0.4 * (kind != "biases")  # which have no temperature
+    work = reconstruct(model, tau_init=tau_init, hard_fraction=0.25, norm_lr=1e-3)
     found = results(work)
     full = [h.to(torch.bfloat16) for h in states()]
     hard = list(full)
     for index, block in enumerate(by_hand):
-        full = through(pretrained(index), full)
+        full = through(pretrained(index, kind), full)
         norms = capped_norms(full)
 
         def error(out, batch, full=full, norms=norms):
             return (out - full[batch].float()).square().sum(-1) / norms[batch]
 
         peaks, last = (1e-2, 5e-3, 1e-3), 0.75 * 2 * BATCHES
-        options = {"epochs": 2, "tau_init": 0.4, "last": last, "peaks": peaks}
+        options = {"epochs": 2, "tau_init": tau_init, "last": last, "peaks": peaks}
         train_by_hand([block], hard, error, index, **options)
         assert found[index].measure == "error"
         assert found[index].error == pytest.approx(measured([block], hard, error), rel=1e-3)

@@ -235,6 +235,28 @@ def test_methods_without_parameters_and_with_a_sensitivity(model_dir, tmp_path):
     assert torch.equal(hard["model.layers.1.mlp.down_proj.weight"].float(), expected)
 
 
+def test_a_method_that_adds_biases(model_dir, tmp_path):
+    few = [option for option in FEW if "quantizer" not in option]
+    cfg = make_config(model_dir, tmp_path, *few, "optimizer.lr=0", "max_steps_per_epoch=1")
+    cfg.quantizer = {"_component_": "hestia_tune.Tequila", "group_size": 32, "epsilon": 0.05}
+    cfg.schedule = {}
+    assert run_reconstruct(cfg) == 0
+    folder = tmp_path / "reconstruction"
+    cfg.reconstruction = str(folder)
+    losses = run(cfg).validation_losses
+    assert losses["trained, hard"] == pytest.approx(losses["reconstructed, hard"], rel=1e-6)
+    states = [
+        load_file(file)
+        for path in (folder, tmp_path)
+        for file in sorted((path / "hard_model").glob("*.safetensors"))
+    ]
+    biases = [{k: v for k, v in state.items() if k.endswith("bias")} for state in states]
+    biases = [some for some in biases if some]
+    assert len(biases) == 2 and len(biases[0]) == NUM_QUANTIZED
+    for name, value in biases[0].items():
+        assert value.any() and torch.equal(value, biases[1][name]), name
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
