@@ -8,7 +8,7 @@
 #
 # Before it (this needs the hub):
 #
-#     pip install 'hestia-tune[gguf]' transformers xllamacpp
+#     pip install -e '.[gguf,transformers]' xllamacpp   # in a clone
 #     hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir models/SmolLM2-135M-Instruct
 #
 # The environment can change what is below: MODEL (a folder), CONFIG (its config), SETTINGS
@@ -104,8 +104,8 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 # %% [markdown]
 # ## Chat, in llama.cpp
 #
-# One file, two bits a weight. `llama-cli -m` takes it as well; it needs a build that knows `Q2_0`
-# (`convert.block_type=Q4_0` suits any).
+# One file, 4.5 bits a weight for speed (`Q4_0`). `llama-cli -m` takes it as well.
+# `convert.block_type=small` is 2.25 bits and needs a build that knows `Q2_0`.
 
 # %%
 tune(

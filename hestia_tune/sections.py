@@ -89,8 +89,8 @@ class ReconstructionConfig(Section):
     epochs: int = option(4, low=1)  # passes over the samples, in every window
     window: int = option(1, low=1)  # blocks that are trained together
     stride: int = option(1, low=1)  # blocks by which the window moves on; at most window
-    # "squared" error of the hidden state, relative to the norm of its token; or "huber", which
-    # grows linearly beyond huber_delta.
+    # "squared" error of the hidden state, relative to the norm of its token (at most four times the
+    # median); or "huber", which grows linearly beyond huber_delta.
     loss: str = option("squared", choices=("squared", "huber"))
     # In root mean squares of the token's hidden state.
     huber_delta: float = option(1.0, low=1e-6, high=1e6)
@@ -101,7 +101,7 @@ class ReconstructionConfig(Section):
     kl_epochs: int = option(1, low=1)  # passes over the samples in it
     kl_rate: float = option(0.3, low=1e-6, high=10)  # its rates, in units of lr and those below
     kl_tau_init: float = option(0.05, low=0, high=100)  # tau_init of it, where rho is 0
-    # Of the latent weights; falls linearly to 0; up to twice as much below 100 steps a window.
+    # Of the latent weights; falls linearly to 0. Below 100 steps a window try up to twice as much.
     lr: float = option(1e-2, low=0, high=1)
     parameter_lr: float = option(2e-2, low=0, high=1)  # of the method's own parameters
     # Of what else the blocks hold, norms and biases; 0 leaves them.
