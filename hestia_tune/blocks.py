@@ -117,10 +117,13 @@ def _replaced(
 
 
 def record_blocks(
-    model: nn.Module, tokens: torch.Tensor, inputs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    tokens: torch.Tensor,
+    inputs: Mapping[str, Any] | None = None,
+    gives_tuple: bool | None = None,
 ) -> BlockChain:
     """Takes a model, called as ``model(tokens, **inputs)``, apart on a batch of tokens, int64
-    (batch, seq_len).
+    (batch, seq_len). Runs its first block unless it is known whether that ``gives_tuple``.
 
     Raises:
         ValueError: if the model has no blocks, or calls them in another way than one after the
@@ -128,11 +131,11 @@ def record_blocks(
     """
     blocks = list(find_blocks(model).values())
     seen: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
-    kinds: list[bool] = []
+    kinds = [] if gives_tuple is None else [gives_tuple]
 
     def make(block: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not seen:
+            if not kinds:
                 with torch.no_grad():
                     kinds.append(isinstance(type(block).forward(block, *args, **kwargs), tuple))
             seen.append((block, args, kwargs))

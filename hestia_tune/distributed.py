@@ -13,6 +13,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 T = TypeVar("T")
+# SIGHUP is that of a terminal that is gone; torchrun hands all of them on.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ensure_process_group(device: torch.device) -> None:
@@ -101,7 +103,8 @@ def progress_bar(
 
 
 class StopRequest:
-    """Turns the first Ctrl-C (or SIGTERM) into a request; a second Ctrl-C interrupts at once.
+    """Turns the first Ctrl-C (or SIGTERM, or SIGHUP unless nohup has it ignored) into a request; a
+    second Ctrl-C interrupts at once.
 
     A rank whose torchrun was killed is asked to stop, too.
     """
@@ -123,7 +126,7 @@ class StopRequest:
     @contextmanager
     def installed(self) -> Iterator["StopRequest"]:
         """The handlers are in place inside this context only."""
-        signals = (signal.SIGINT, signal.SIGTERM)
+        signals = [one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
         before = [signal.signal(number, self._handle) for number in signals]
         try:
             yield self

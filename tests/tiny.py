@@ -1,5 +1,6 @@
 """A random Llama of some 50,000 parameters in a Hugging Face folder, and the recipe run on it."""
 
+import builtins
 import contextlib
 import json
 import os
@@ -166,15 +167,19 @@ def failing_dataset(tokenizer, *, num: int, how: str) -> SequenceDataset:
 class _OddRows(SequenceDataset):
     """Its 13th sample is no conversation."""
 
+    error: type[Exception] = KeyError
+
     def __getitem__(self, index):
         if index == 12:
-            raise KeyError("messages")
+            raise self.error("messages")
         return super().__getitem__(index)
 
 
-def odd_rows_dataset(tokenizer, *, num: int) -> SequenceDataset:
+def odd_rows_dataset(tokenizer, *, num: int, error: str = "KeyError") -> SequenceDataset:
     """`random_dataset` with a row that its component cannot read."""
-    return _OddRows(random_dataset(tokenizer, num=num).sequences.flatten().tolist(), 16)
+    dataset = _OddRows(random_dataset(tokenizer, num=num).sequences.flatten().tolist(), 16)
+    dataset.error = getattr(builtins, error)
+    return dataset
 
 
 class InfiniteLaterLoss(torch.nn.CrossEntropyLoss):
@@ -185,6 +190,26 @@ class InfiniteLaterLoss(torch.nn.CrossEntropyLoss):
     def forward(self, logits, labels):
         self.count += torch.is_grad_enabled()
         return super().forward(logits, labels) * (float("inf") if self.count > 2 else 1.0)
+
+
+class InfiniteLaterGradient(InfiniteLaterLoss):
+    """The loss stays what it is."""
+
+    def forward(self, logits, labels):
+        loss = super().forward(logits, labels)
+        if self.count > 2:
+            loss = torch.nn.CrossEntropyLoss.forward(self, logits, labels)
+            loss.register_hook(lambda grad: grad * float("inf"))
+        return loss
+
+
+class FailingLogger(DiskLogger):
+    """Cannot log step 2."""
+
+    def log_dict(self, payload, step):
+        if step == 2:
+            raise ConnectionError("the service is away")
+        super().log_dict(payload, step)
 
 
 class InfiniteTrainingLoss(torch.nn.CrossEntropyLoss):

@@ -7,13 +7,15 @@ import torch.distributed as dist
 from hestia_tune.commands.launch import INTERRUPTED
 from hestia_tune.commands.reconstruct import with_reconstruction
 from hestia_tune.commands.sensitivity import with_sensitivity
+from hestia_tune.distributed import together
 from hestia_tune.files import locked
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import complete_checkpoints, read_meta
+from hestia_tune.training.base import join_ranks
 from hestia_tune.training.options import Run
 from hestia_tune.training.outputs import check_formats
 from hestia_tune.training.recipe import HestiaQATRecipe
-from hestia_tune.training.setup import check_output, check_same, config_identity
+from hestia_tune.training.setup import check_components, check_output, check_same, config_identity
 
 
 def run_qat(run: Run) -> int:
@@ -31,7 +33,9 @@ def _train(run: Run) -> int:
     saved = complete_checkpoints(Path(options.output_dir) / "checkpoints")
     resume = options.resume_from_checkpoint and bool(saved)
     if "auto" in (options.reconstruction, options.sensitivity):
-        build.check_model_options(run.cfg, build.build_on_meta(run.cfg.model, component))
+        join_ranks(options.device)
+        with together():
+            check_components(run, component)
         if resume:
             check_same(config_identity(run.cfg, component), read_meta(saved[-1][1]))
     run, first = with_reconstruction(run)

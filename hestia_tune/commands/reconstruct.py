@@ -48,7 +48,7 @@ from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of
 from hestia_tune.training import data, outputs
 from hestia_tune.training.base import join_ranks
 from hestia_tune.training.options import Run
-from hestia_tune.training.reconstructed import LATENTS_FILE, RESULTS_FILE
+from hestia_tune.training.reconstructed import LATENTS_FILE, RESULTS_FILE, windows_may_stay
 
 log = utils.get_logger("DEBUG")
 
@@ -113,6 +113,7 @@ class ReconstructionRecipe:
             return
         self.computed = True
         model = build.load_on_all_ranks(self.cfg.model, state, "cpu").requires_grad_(False).eval()
+        del state
         self._validate(model, outputs.PRETRAINED)
         self.component.prepare(model)
         for layer in quantized_linears(model).values():
@@ -163,13 +164,16 @@ class ReconstructionRecipe:
             "samples": digest([batch.tokens.tolist() for batch in batches]),
             "dtype": str(self.dtype),
         }
-        for path in (self.output / RESULTS_FILE, self._windows / RESULTS_FILE):
-            if not path.exists():
-                continue
-            found = read_json(path)
+        paths = [folder / RESULTS_FILE for folder in (self.output, self._windows)]
+        for path in filter(Path.exists, paths):
+            found, pending = read_json(path), path.parent == self._windows
             odd = [key for key, value in identity.items() if found.get(key) != value]
             if not odd:
-                return identity if path.parent == self._windows else None
+                return identity if pending else None
+            if pending and odd == ["settings"] and windows_may_stay(path, identity["settings"]):
+                remove(self._windows / "in_training.pt")
+                write_json(path, identity)
+                return identity
             if not self.settings.overwrite:
                 raise ValueError(
                     f"{path} is of another {odd[0]}; set reconstruct.overwrite=True to replace it, "
@@ -185,11 +189,10 @@ class ReconstructionRecipe:
         """Measures the loss of the model as it stands, if there are validation data."""
         if self.data.val_loader is None:
             return
-        is_low = self.dtype != torch.float32
 
         def loss_sum(tensors: dict[str, Any]) -> tuple[torch.Tensor, int]:
             batch = data.calibration_batch(tensors).to(self.device)
-            with torch.autocast(self.device.type, self.dtype, enabled=is_low):
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 logits = logits_of(model, batch).float()
             labels = batch.labels.flatten()  # all of which may be ignored
             loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
@@ -216,10 +219,10 @@ class ReconstructionRecipe:
 
         def chain(batch: CalibrationBatch) -> BlockChain:
             inputs = {key: value[mine] for key, value in batch.model_inputs.items()}
-            return record_blocks(model, padded(batch.tokens), inputs)
+            return record_blocks(model, padded(batch.tokens), inputs, first.gives_tuple)
 
-        first = record_blocks(model, batches[0].tokens[:1])
-        first.check(as_one(model(batches[0].tokens[:1])))
+        first = record_blocks(model, batches[0].tokens[:1, :64])
+        first.check(as_one(model(batches[0].tokens[:1, :64])))
         work = Reconstruction(
             model,
             lambda hidden: first.logits(hidden[:, None])[:, 0],  # sequences of one token
@@ -326,8 +329,9 @@ def with_reconstruction(run: Run) -> tuple[Run, bool]:
         return run, False
     if options.overwrite_output and not options.resume_from_checkpoint:
         run = run.changed({"reconstruct": {"overwrite": True}})
-    recipe = ReconstructionRecipe(with_sensitivity(run, options.reconstruct.alpha)[0])
-    recipe.run()
+    with locked(options.reconstruct.output):
+        recipe = ReconstructionRecipe(with_sensitivity(run, options.reconstruct.alpha)[0])
+        recipe.run()
     if not recipe.finished:
         utils.log_rank_zero(log, recipe.summary())
         raise KeyboardInterrupt

@@ -35,14 +35,15 @@ from hestia_tune.qat import QATQuantizerBase
 log = logging.getLogger(__name__)
 
 
-def instantiate(section: DictConfig | None, key: str, *args: Any) -> Any:
-    """The component of a section of the YAML, ``args`` before its options; None of none.
+def instantiate(section: DictConfig | None, key: str, *args: Any, **options: Any) -> Any:
+    """The component of a section of the YAML, ``args`` before and ``options`` besides its own; None
+    of none.
 
     Raises:
         ValueError: naming the ``key``, if the component is not there or refuses its options.
     """
     try:
-        return config.instantiate(section, *args)
+        return config.instantiate(section, *args, **options)
     except (TypeError, ValueError, OSError, ImportError, InstantiationError) as error:
         raise ValueError(f"{key}: {one_line(error)}") from error
 

@@ -153,9 +153,10 @@ class Reconstruction:
     ) -> Iterator[WindowResult | None]:
         """Trains the windows from number ``done`` on; yields None after every step, and at the end
         of a window its result. ``state``, a `state_dict`, goes on within the first of them."""
+        states = [state]
+        del state
         for index in range(done, len(self.windows)):
-            yield from self._train(index, state)
-            state = None
+            yield from self._train(index, states.pop() if states else None)
 
     def state_dict(self) -> dict[str, Any]:
         """What `run` goes on from within a window, after a step; of the tensors themselves."""
@@ -303,6 +304,7 @@ class Reconstruction:
         if state is not None:
             self._started -= state["seconds"]
             self._optimizer.load_state_dict(state)
+            state = None  # which is as large as the optimizer
         generator = torch.Generator().manual_seed(self.seed + index)
         passes = range(steps // self.num_batches)
         orders = torch.cat([torch.randperm(self.num_batches, generator=generator) for _ in passes])

@@ -120,15 +120,15 @@ class TrainedLayer:
 
     @torch.no_grad()
     def pull_back(self) -> None:
-        """The gradients of what is trained, from that of E and of the bias."""
+        """The gradients of what is trained, from that of E and of the bias, which go."""
         fake, latent = self.layer.weight_fake_quantizer, self.latent()
-        grad = self.effective["weight"].grad
+        grads = {key: value.grad for key, value in self.effective.items()}
+        self.effective, grad = {}, grads["weight"]
         assert grad is not None
         formula = self._formula("vjp")
         grad, *others = formula(grad.float(), latent, fake.tau, fake.pressure, self.parameters)
         if self.method.adds_bias:
-            of_bias = self.effective["added_bias"].grad
-            grad = grad + self.method.bias_vjp(of_bias, latent, fake.pressure)
+            grad = grad + self.method.bias_vjp(grads["added_bias"], latent, fake.pressure)
         if self.factors:
             b, a = self.factors
             b.grad, a.grad = grad @ a.t(), b.t() @ grad  # (out, in) x (in, rank), (rank, out) x ...

@@ -6,6 +6,7 @@ what each needs is a hidden state a token, 2·dim bytes.
 """
 
 import math
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ class Stream:
             self._states = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
             return
         with tempfile.NamedTemporaryFile(dir=folder) as file:  # it lives on while it is mapped
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a crash later
+                os.posix_fallocate(file.fileno(), 0, dtype.itemsize * math.prod(shape))
             mapped = torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype)
         self._states = mapped.view(shape)
 

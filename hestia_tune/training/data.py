@@ -27,12 +27,13 @@ from omegaconf import DictConfig, ListConfig
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune import config, utils
 from torchtune.config._utils import _get_component_from_path
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_packed
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import ConcatDataset
+from torchtune.modules.attention_utils import create_block_causal_mask
 
 from hestia_tune.config import one_line
 from hestia_tune.data import DataStreamError, PositionSampler, StreamingTextDataset, TokenizedSet
-from hestia_tune.distributed import raise_together, sum_over_ranks
+from hestia_tune.distributed import STOP_SIGNALS, raise_together, sum_over_ranks
 from hestia_tune.sections import EstimationConfig, ReconstructionConfig
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.training.generation import SELF_GENERATED, generate_missing
@@ -83,9 +84,20 @@ def build_dataset(
     except Exception as error:  # components and file readers raise errors of many unrelated types
         raise ValueError(f"{key} could not be loaded: {one_line(error)}") from error
     if any(section.get("packed") or section.get("document_masks") for section in sections):
-        return dataset, padded_collate_packed
+        return dataset, collate_packed
     collate = _get_component_from_path(cfg.collate_fn)
     return dataset, partial(collate, padding_idx=tokenizer.pad_id, ignore_idx=ignore_index)
+
+
+def collate_packed(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """As torchtune's `padded_collate_packed`, with a dense mask (batch, seq_len, seq_len).
+
+    Where there is a GPU, torchtune makes one for flex attention, on the GPU: no forked data worker
+    may touch that, and such a mask cannot be cut.
+    """
+    keys = ("tokens", "labels", "input_pos")
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
+    return batch | {"mask": create_block_causal_mask([sample["seq_lens"] for sample in samples])}
 
 
 def shifted_labels(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -126,7 +138,7 @@ def _outlive_signals(worker: int) -> None:
     """Schedulers, shells and torchrun signal every process of a job, some of them twice: a data
     worker goes on, since the training process still needs batches to end its step, until that
     closes the loader, ends (`_end_workers`), or is gone."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -318,9 +330,7 @@ def _take_together(batches: Iterator, wanted: int, least: int = 0) -> list[dict[
             raise DataStreamError("the stream ended before the last step; give dataset.max_tokens")
     except Exception as error:  # a sample of a component's own may raise any
         text = str(error).rsplit(f"{type(error).__name__}: ", 1)[-1]  # no traceback of a worker
-        if isinstance(error, RuntimeError):
-            if "DataLoader" not in text:
-                raise
+        if isinstance(error, RuntimeError) and "DataLoader" in text:  # a worker is gone, or slow
             text += "; raise dataloader_timeout, or lower num_workers or prefetch_factor"
             _end_workers()
         elif not isinstance(error, OSError | ValueError):

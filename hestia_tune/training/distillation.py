@@ -93,13 +93,19 @@ def make_teacher(
     return teacher
 
 
-def _read_teacher(run: Run, teacher: nn.Module) -> dict[str, torch.Tensor]:
+def teacher_folder(run: Run) -> Path:
+    """The folder of ``distillation.teacher``; FileNotFoundError if it holds no model."""
     folder = Path(run.options.distillation.teacher)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f'distillation.teacher {folder} has no config.json; give "pretrained" or a Hugging '
             "Face folder"
         )
+    return folder
+
+
+def _read_teacher(run: Run, teacher: nn.Module) -> dict[str, torch.Tensor]:
+    folder = teacher_folder(run)
     state = dict(read_weights(run.cfg.checkpointer.model_type, SafetensorsFolder(folder)))
     build.check_state_dict(teacher, state, str(folder))
     return state

@@ -129,6 +129,15 @@ def check_loss(
         )
 
 
+def check_gradient(norm: float | None, step: int) -> None:
+    """A FloatingPointError if the norm of the gradient, where it is known, is not finite."""
+    if norm is not None and not math.isfinite(norm):
+        raise FloatingPointError(
+            f"the gradient of step {step + 1} is not finite though its loss is; start anew with a "
+            "lower learning rate"
+        )
+
+
 def memory_metrics(device: torch.device, peak_of_device: bool) -> dict[str, float]:
     """torchtune's peak statistics of the device, or this process's peak resident set."""
     if peak_of_device:

@@ -73,7 +73,7 @@ class RunOptions(Section):
     profiler: Any = None
     device: str = "cuda"
     dtype: str = option("bf16", choices=("bf16", "fp32"))  # of compute; latent weights are float32
-    seed: int | None = option(0, low=0, high=2**63 - 1, remedy="any non-negative int")
+    seed: int | None = option(0, low=0, high=2**31, remedy="numpy takes 32 bits")
     epochs: int = option(1, low=1)
     max_steps_per_epoch: int | None = option(None, low=1)
     gradient_accumulation_steps: int = option(1, low=1)

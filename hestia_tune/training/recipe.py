@@ -11,6 +11,7 @@ output_dir/
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torchtune import training, utils
 
 import hestia_tune
 from hestia_tune import sharded
+from hestia_tune.config import one_line
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import end_process_group, on_first_rank, progress_bar, sum_over_ranks
 from hestia_tune.evaluation import metrics_of
@@ -50,14 +52,15 @@ class HestiaQATRecipe(RecipeSetup):
             self._evaluate_baselines()
         if self._statistics is not None and self.global_step < self.total_steps:
             self._statistics.update()
-        if self._restored_random_state is not None:
-            checkpoint.set_random_state(self._restored_random_state, self._device)
         progress = progress_bar(total=self.total_steps, initial=self.global_step)
         self._profiler.start()
         with progress, self.stop_request.installed():
             while self.global_step < self.total_steps:
                 epoch_end = (self.epochs_run + 1) * self.data.steps_per_epoch
+                if self.global_step == self.epochs_run * self.data.steps_per_epoch:
+                    self._restore_random_state()  # from which the epoch's beginning draws
                 batches = self.data.begin(self.epochs_run)
+                self._restore_random_state()  # within an epoch
                 for _ in range(self.global_step, min(epoch_end, self.total_steps)):
                     started = time.perf_counter()
                     result = self.train_step(self._fetch(batches))
@@ -95,16 +98,15 @@ class HestiaQATRecipe(RecipeSetup):
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
-        try:
+        with self._saving_first(self._position):
             monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
-        except (ValueError, FloatingPointError):
-            self._save_if_new(self._position)
-            raise
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
         sharded.pull_back(self.driver.layers.values(), compiled=self._compile)
         grad_norm = self.clip_gradients()
+        with self._saving_first(self._position):
+            monitoring.check_gradient(grad_norm, step)
         self._learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
         strength = self.options.cage.at((step + 1) / self.total_steps)
@@ -141,34 +143,43 @@ class HestiaQATRecipe(RecipeSetup):
 
     def _validate_save_evaluate(self, at_end: bool) -> None:
         """What is due after a step."""
-        step, every = self.global_step, self.options.run_val_every_n_steps
-        if self.data.val_loader is not None and (at_end or (every and step % every == 0)):
-            try:
-                self._validate()
-            except DataStreamError:
-                self.validation_losses.pop(outputs.HARD, None)
-                self._save()
-                raise
-        every, eval_every = self.options.save_every_n_steps, self.options.eval.every_n_steps
+        step, every = self.global_step, self.options.save_every_n_steps
+        eval_every = self.options.eval.every_n_steps
         tasks_due = eval_every is not None and step % eval_every == 0
-        if at_end or tasks_due or (every and step % every == 0):
+        if not at_end and (tasks_due or (every and step % every == 0)):
+            self._save()  # before what may take long
+        every = self.options.run_val_every_n_steps
+        if self.data.val_loader is not None and (at_end or (every and step % every == 0)):
+            self.validation_losses.pop(outputs.HARD, None)
+            with self._saving_first():
+                self._validate()
+        if at_end:
             self._save()
         if tasks_due and not at_end:
             self._evaluate_tasks()
 
     def _fetch(self, batches: Iterator) -> list[dict[str, Any]]:
-        """The batches of one step; if the data fail, what was trained is saved first."""
+        """The batches of one step."""
         self._position = self.data.position()
-        try:
+        with self._saving_first(self._position):
             return self.data.fetch(batches)
-        except DataStreamError:
-            self._save_if_new(self._position)
+
+    @contextmanager
+    def _saving_first(self, position: Any = None) -> Iterator[None]:
+        """If the body raises, what was trained before is saved, with this position of the data."""
+        try:
+            yield
+        except (DataStreamError, ValueError, FloatingPointError):
+            path = self.checkpoint_folder / f"step_{self.global_step}"
+            if self.global_step and not path.exists():
+                self._save(position)
             raise
 
-    def _save_if_new(self, position: Any) -> None:
-        path = self.checkpoint_folder / f"step_{self.global_step}"
-        if self.global_step and not path.exists():
-            self._save(position)
+    def _restore_random_state(self) -> None:
+        """That of the checkpoint; once."""
+        if self._restored_random_state is not None:
+            checkpoint.set_random_state(self._restored_random_state, self._device)
+            self._restored_random_state = None
 
     def loss_sum(
         self, batch: dict[str, Any], teacher: torch.nn.Module | None = None
@@ -207,9 +218,13 @@ class HestiaQATRecipe(RecipeSetup):
         return float(full_tensor(norm))
 
     def _log(self, metrics: dict[str, float]) -> None:
-        if self._is_rank_zero:
-            self._metric_logger.log_dict(metrics, step=self.global_step)
+        if not self._is_rank_zero:
+            return
+        try:
             self.history.append({"step": self.global_step} | metrics)
+            self._metric_logger.log_dict(metrics, step=self.global_step)
+        except Exception as error:  # of a service, or a full disk, of which the run must not die
+            log.warning(f"step {self.global_step} could not be logged: {one_line(error)}")
 
     @torch.no_grad()
     def evaluate(self) -> float:

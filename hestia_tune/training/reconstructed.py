@@ -47,3 +47,14 @@ def reconstructed(
             "reconstruct this one"
         )
     return {**pretrained, **load_file(Path(folder) / LATENTS_FILE)}
+
+
+def windows_may_stay(path: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether the windows beside a description suit other settings: ``kl_blocks`` come after them
+    all."""
+    one, other = (
+        {key: value for key, value in given.items() if not key.startswith("kl_")}
+        for given in (read_json(path)["settings"], settings)
+    )
+    results = map(read_json, path.parent.glob("window_*.json"))
+    return one == other and all(result["measure"] == "error" for result in results)

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import training, utils
+from torchtune.config._utils import _get_component_from_path
 
 from hestia_tune import sharded
 from hestia_tune.distributed import StopRequest, on_first_rank
@@ -28,12 +29,13 @@ from hestia_tune.models.checkpoints import (
     read_meta,
 )
 from hestia_tune.modules import quantized_linears
+from hestia_tune.qat import QATQuantizerBase
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 from hestia_tune.training import checkpoint, sharding
 from hestia_tune.training.base import FullFinetuneRecipeDistributed, join_ranks
 from hestia_tune.training.data import TrainingData
-from hestia_tune.training.distillation import make_teacher
+from hestia_tune.training.distillation import make_teacher, teacher_folder
 from hestia_tune.training.monitoring import CodeStatistics, History
 from hestia_tune.training.options import Run, RunOptions
 from hestia_tune.training.reconstructed import read_results, reconstructed
@@ -59,7 +61,7 @@ def check_output(options: RunOptions) -> Path:
     return folder
 
 
-def config_identity(cfg: DictConfig, component: Any) -> dict[str, Any]:
+def config_identity(cfg: DictConfig, component: QATQuantizerBase) -> dict[str, Any]:
     """What of a config must be the same when a run is resumed."""
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     sections = plain["dataset"] if isinstance(plain["dataset"], list) else [plain["dataset"]]
@@ -79,6 +81,23 @@ def check_same(identity: dict[str, Any], resume_meta: dict[str, Any]) -> None:
                 f"the checkpoint to resume from has {key} {saved}, this run {value}; "
                 "use the same, or start anew with resume_from_checkpoint=False"
             )
+
+
+def check_components(run: Run, component: QATQuantizerBase) -> None:
+    """Raises what `RecipeSetup.setup` would of components that need no checkpoint and no data, for
+    a run that computes something first. Collective."""
+    cfg, options = run.cfg, run.options
+    on_meta = build.checked_on_meta(cfg, component)
+    tokenizer = build.make_tokenizer(cfg.tokenizer, on_meta)
+    if options.eval.every_n_steps or options.eval.at_end:
+        Evaluator(options.eval, tokenizer, on_meta.max_seq_len)
+    if options.distillation.weight and options.distillation.teacher != "pretrained":
+        teacher_folder(run)
+    build.instantiate(cfg.loss, "loss")
+    _get_component_from_path(cfg.metric_logger["_component_"])
+    optimizer = build.instantiate(cfg.optimizer, "optimizer", [nn.Parameter(torch.zeros(2, 2))])
+    steps = {"num_training_steps": 10**6, "last_epoch": -1}
+    build.instantiate(cfg.lr_scheduler, "lr_scheduler", optimizer, **steps)
 
 
 class RecipeSetup(FullFinetuneRecipeDistributed):
@@ -227,7 +246,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if tau_init == "auto" and resume_meta is not None:
             tau_init = resume_meta["identity"]["schedule.tau_init"]
         elif tau_init == "auto":
-            weights = (state[f"{name}.weight"].float() for name in names)
+            weights = (state[f"{name}.weight"].to(self._device, torch.float32) for name in names)
             tau_init = on_first_rank(partial(self.component.method.fit_temperature, weights))
             utils.log_rank_zero(log, f"tau_init auto: {tau_init:.4f}")
         return AnnealingSchedule.of(self.total_steps, self.options.schedule, tau_init=tau_init)

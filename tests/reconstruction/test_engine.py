@@ -1,6 +1,7 @@
 """Block reconstruction: the plan of windows, a step by hand, ranks, resuming, streams."""
 
 import math
+import os
 import socket
 
 import pytest
@@ -443,7 +444,7 @@ def test_what_is_not_finite_is_an_error():
         )
 
 
-def test_streams_in_files_and_in_memory_hold_the_same(tmp_path):
+def test_streams_in_files_and_in_memory_hold_the_same(tmp_path, monkeypatch):
     shape, device = (BATCHES, BATCH, SEQ, DIM), torch.device("cpu")
     filed = [Stream(shape, device, tmp_path) for _ in range(2)]
     held = [Stream(shape, device) for _ in range(2)]
@@ -457,6 +458,13 @@ def test_streams_in_files_and_in_memory_hold_the_same(tmp_path):
         expected = states()[number].to(torch.bfloat16).float()
         assert all(torch.equal(value, expected) for value in (*own, *other))
     assert not list(tmp_path.iterdir())  # nothing to clean up, whatever happens
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no space left"):
+        Stream(shape, device, tmp_path)
 
 
 def test_a_stream_keeps_bfloat16():

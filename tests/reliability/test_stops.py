@@ -57,9 +57,10 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert weights and weights == others
 
 
-def test_sigterm_to_every_process_of_a_job(model_dir, uninterrupted, tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_to_every_process_of_a_job(model_dir, uninterrupted, tmp_path, name):
     output = tmp_path / "run"
-    signalled = signal_at(4, "SIGTERM", to="group")
+    signalled = signal_at(4, name, to="group")
     cfg = make_config(model_dir, output, *STEPS, *WORKERS, *signalled)
     stopped = tune_run("--config", write_config(cfg, tmp_path / "stopped.yaml"))
     assert stopped.returncode == 130, stopped.stderr

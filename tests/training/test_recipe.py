@@ -274,19 +274,50 @@ def test_batches_without_a_token_to_predict_count_as_none(model_dir, tmp_path):
     assert set(logged(tmp_path, "tokens_seen").values()) == {60, 120, 180}
 
 
-def test_what_was_trained_is_saved_before_a_row_that_cannot_be_read(model_dir, tmp_path):
-    odd = ("dataset._component_=tiny.odd_rows_dataset", "shuffle=False")
-    with pytest.raises(DataStreamError, match="KeyError: 'messages'"):
-        run(make_config(model_dir, tmp_path, *odd))
+@pytest.mark.parametrize(
+    ("error", "num_workers", "message"),
+    [("KeyError", 0, "KeyError: 'messages'"), ("RuntimeError", 1, "^RuntimeError: messages$")],
+)
+def test_what_was_trained_is_saved_before_a_row_that_cannot_be_read(
+    model_dir, tmp_path, error, num_workers, message
+):
+    odd = ("dataset._component_=tiny.odd_rows_dataset", "shuffle=False", f"dataset.error={error}")
+    with pytest.raises(DataStreamError, match=message):
+        run(make_config(model_dir, tmp_path, *odd, f"num_workers={num_workers}"))
     assert [step for step, _ in complete_checkpoints(tmp_path / "checkpoints")] == [3]
     assert run(
         make_config(model_dir, tmp_path, "shuffle=False", "resume_from_checkpoint=True")
     ).finished
 
 
-def test_what_was_trained_is_saved_before_a_loss_that_is_not_finite(model_dir, tmp_path):
-    loss = "loss._component_=tiny.InfiniteLaterLoss"
-    with pytest.raises(FloatingPointError, match="loss"):
+def test_a_save_that_is_due_comes_before_the_validation(model_dir, tmp_path, monkeypatch):
+    saved, validate = [], HestiaQATRecipe._validate
+
+    def spy(recipe):
+        saved.append((recipe.global_step, [s for s, _ in complete_checkpoints(folder)]))
+        validate(recipe)
+
+    folder = tmp_path / "checkpoints"
+    monkeypatch.setattr(HestiaQATRecipe, "_validate", spy)
+    run(make_config(model_dir, tmp_path, "save_every_n_steps=2", "run_val_every_n_steps=2"))
+    assert saved == [(2, [2]), (4, [2, 4]), (6, [2, 4])]  # the last save has the losses at the end
+
+
+def test_a_logger_that_fails_ends_no_run(model_dir, tmp_path, caplog):
+    run(make_config(model_dir, tmp_path, "metric_logger._component_=tiny.FailingLogger"))
+    assert "step 2 could not be logged: the service is away" in caplog.text
+    assert sorted(logged(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("InfiniteLaterLoss", "loss"), ("InfiniteLaterGradient", "the gradient of step 3 is not")],
+)
+def test_what_was_trained_is_saved_before_a_loss_that_is_not_finite(
+    model_dir, tmp_path, name, message
+):
+    loss = f"loss._component_=tiny.{name}"
+    with pytest.raises(FloatingPointError, match=message):
         run(make_config(model_dir, tmp_path / "run", loss, "dataset_val=null"))
     assert [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [2]
     whole, plain = tmp_path / "whole", "loss._component_=torch.nn.CrossEntropyLoss"

@@ -3,12 +3,15 @@
 import contextlib
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_run, write_config
+from torchtune.config._errors import InstantiationError
 
 from hestia_tune.commands import reconstruct
 from hestia_tune.commands.convert import run_convert
@@ -127,6 +130,57 @@ def test_stopped_it_goes_on_at_that_step(
     assert found["validation_loss"] == whole["validation_loss"]
     own, other = (load_file(f / "latents.safetensors") for f in (output, folder))
     assert all(torch.equal(own[name], other[name]) for name in other)
+
+
+def test_other_settings_of_the_last_stage_keep_the_windows(
+    model_dir, finished, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(11))
+    other = ("reconstruct.kl_epochs=1", "reconstruct.kl_blocks=1")
+    assert run_reconstruct(config(model_dir, tmp_path, *other)) == 130
+    with pytest.raises(ValueError, match=r"is of another settings; set reconstruct.overwrite"):
+        run_reconstruct(config(model_dir, tmp_path, "reconstruct.lr=2e-2"))
+    rest = StopsAfter(100)
+    monkeypatch.setattr(reconstruct, "StopRequest", lambda: rest)
+    assert run_reconstruct(config(model_dir, tmp_path)) == 0
+    assert 100 - rest.left == 27 - 9  # of the window that was in training nothing
+    folder, _ = finished
+    own, other = (
+        load_file(f / "latents.safetensors") for f in (tmp_path / "reconstruction", folder)
+    )
+    assert all(torch.equal(own[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.nope=1"], "optimizer: "),
+        (["lr_scheduler.nope=1"], "lr_scheduler: "),
+        (["loss._component_=nope.Nope"], "loss: "),
+        (["metric_logger._component_=nope.Nope"], "nope"),
+        (["distillation.weight=1", "distillation.teacher=/nope"], "/nope has no config.json"),
+        (["eval.at_end=True", "eval.tasks=[nope]"], "nope"),
+    ],
+)
+def test_what_training_would_refuse_is_told_before(model_dir, tmp_path, overrides, message):
+    cfg = config(model_dir, tmp_path, "reconstruction=auto", *overrides)
+    with pytest.raises((ValueError, OSError, InstantiationError), match=message):
+        run_qat(cfg)
+    assert not (tmp_path / "reconstruction").exists()
+
+
+def test_auto_does_not_write_what_another_process_writes(model_dir, tmp_path):
+    folder = tmp_path / "shared"
+    hold = f"from hestia_tune.files import locked\nwith locked({str(folder)!r}):\n"
+    code = f"{hold}    print('held', flush=True)\n    input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as holder:
+        assert holder.stdout.readline() == "held\n"
+        cfg = config(model_dir, tmp_path, "reconstruction=auto", f"reconstruct.output={folder}")
+        with pytest.raises(ValueError, match=f"{folder} is being written by process {holder.pid}"):
+            run_qat(cfg)
+        holder.communicate("")
+    assert not (folder / "windows").exists()
 
 
 def test_a_save_that_fails_ends_only_a_run_that_is_stopped(model_dir, tmp_path, monkeypatch):

@@ -76,6 +76,17 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint(model_dir, uninterrupted,
     assert logged(output) == logged(uninterrupted)
 
 
+@pytest.mark.parametrize("at_step", [2, 3, 4])
+def test_dropout_goes_on_as_it_would_have(model_dir, tmp_path, at_step):
+    """Stopped after the next step: the last of an epoch of four is one of them."""
+    settings = (*SETTINGS, "model.attn_dropout=0.3", "dataset_val=null")
+    run(make_config(model_dir, tmp_path / "whole", *settings))
+    cut = tmp_path / "cut"
+    assert not run(make_config(model_dir, cut, *settings, *signal_at(at_step, "SIGINT"))).finished
+    run(make_config(model_dir, cut, *settings, "resume_from_checkpoint=True"))
+    assert logged(cut) == logged(tmp_path / "whole")
+
+
 def test_half_written_checkpoints_are_never_picked_up(model_dir, uninterrupted, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(uninterrupted / "checkpoints" / "step_2", folder / "step_2")
