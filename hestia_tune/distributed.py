@@ -126,7 +126,9 @@ class StopRequest:
     @contextmanager
     def installed(self) -> Iterator["StopRequest"]:
         """The handlers are in place inside this context only."""
-        signals = [one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
+        signals = [*STOP_SIGNALS]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+            signals.remove(signal.SIGHUP)
         before = [signal.signal(number, self._handle) for number in signals]
         try:
             yield self

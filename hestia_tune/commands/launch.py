@@ -1,8 +1,9 @@
 """From a command line to a finished command: parsing, one-line errors, exit codes.
 
-Exit codes: 0 done; 1 an error; 130 stopped by Ctrl-C or SIGTERM (the command says what is kept). An
-error that speaks of what the user gave is told in one line on stderr; anything else, being a
-mistake of ours, with its traceback. Set HESTIA_TRACEBACK=1 to see where any error came from.
+Exit codes: 0 done; 1 an error; 130 stopped by Ctrl-C, in training and reconstruction also by
+SIGTERM and SIGHUP. An error that speaks of what the user gave is told in one line on stderr;
+anything else, being a mistake of ours, with its traceback. Set HESTIA_TRACEBACK=1 to see where any
+error came from.
 """
 
 import os

@@ -88,7 +88,7 @@ class ReconstructionRecipe:
         Raises:
             ValueError: if a reconstruction of another model or of other settings is in the way.
         """
-        meta = build.build_on_meta(self.cfg.model, self.component)
+        meta = build.checked_on_meta(self.cfg, self.component)
         names = list(quantized_linears(meta))
         tokenizer = build.make_tokenizer(self.cfg.tokenizer, meta)
         seed, size = self.settings.seed, self.settings.batch_size
@@ -170,7 +170,7 @@ class ReconstructionRecipe:
             odd = [key for key, value in identity.items() if found.get(key) != value]
             if not odd:
                 return identity if pending else None
-            if pending and odd == ["settings"] and windows_may_stay(path, identity["settings"]):
+            if pending and odd == ["settings"] and windows_may_stay(self._windows, found, identity):
                 remove(self._windows / "in_training.pt")
                 write_json(path, identity)
                 return identity

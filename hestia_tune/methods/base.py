@@ -188,16 +188,17 @@ class Method(ABC):
         Costs some 40 evaluations of every weight; a method that knows a shorter way overrides it.
 
         Args:
-            weights: latent weights (out_features, in_features), all held at once.
+            weights: latent weights (out_features, in_features), all held on the CPU at once, and
+                evaluated where they were.
 
         Raises:
             ValueError: if the weights are not finite, or all zero.
         """
-        latents = [weight.detach() for weight in weights]
+        held = [(weight.detach().cpu(), weight.device) for weight in weights]
 
         def error(tau: float) -> float:
             total = 0.0
-            for latent in latents:
+            for latent in (weight.to(device) for weight, device in held):
                 scalars = (torch.tensor(v, device=latent.device) for v in (tau, 1.0))
                 difference = latent - self.effective_weight(latent, *scalars)
                 total += float(difference.square().sum(dtype=torch.float64))

@@ -39,8 +39,14 @@ class Stream:
             self._states = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
             return
         with tempfile.NamedTemporaryFile(dir=folder) as file:  # it lives on while it is mapped
-            if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a crash later
-                os.posix_fallocate(file.fileno(), 0, dtype.itemsize * math.prod(shape))
+            size = dtype.itemsize * math.prod(shape)
+            try:  # a full disk is an error now, not a crash later
+                getattr(os, "posix_fallocate", lambda *_: None)(file.fileno(), 0, size)
+            except OSError as error:
+                raise OSError(
+                    f"{folder}: {size / 2**30:.2f} GiB of hidden states: {error.strerror}; make "
+                    "room or raise reconstruct.memory"
+                ) from error
             mapped = torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype)
         self._states = mapped.view(shape)
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -35,9 +36,14 @@ from hestia_tune.distributed import gathered, on_first_rank, together
 from hestia_tune.files import checksum, remove
 from hestia_tune.models import checkpoints
 from hestia_tune.modules import plain_shard
+from hestia_tune.qat import QATQuantizerBase
 
 _OPTIMIZER_PREFIX = "optimizer."
 _BYTES_PER_FILE = 2**30
+_SAME_TO_RESUME = (
+    *("init", "optimizer", "lr_scheduler", "clip_grad_norm"),
+    *("shuffle", "dtype", "distillation", "cage", "frozen_modules"),
+)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -172,3 +178,36 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> No
         optim_state_dict=optimizer_state,
         options=StateDictOptions(strict=True, flatten_optimizer_state_dict=True),
     )
+
+
+def config_identity(cfg: DictConfig, component: QATQuantizerBase) -> dict[str, Any]:
+    """What of a config must be the same when a run is resumed."""
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    sections = plain["dataset"] if isinstance(plain["dataset"], list) else [plain["dataset"]]
+    return {
+        "quantizer": component.method.key(),
+        **{key: plain[key] for key in _SAME_TO_RESUME},
+        "dataset.seq_len": [section.get("seq_len") for section in sections],
+    }
+
+
+def check_same(identity: dict[str, Any], resume_meta: dict[str, Any]) -> None:
+    """A ValueError if a checkpoint's run was another one in this part of its identity."""
+    for key, value in identity.items():
+        saved = resume_meta["identity"].get(key)
+        if saved != value:
+            raise ValueError(
+                f"the checkpoint to resume from has {key} {saved}, this run {value}; "
+                "use the same, or start anew with resume_from_checkpoint=False"
+            )
+
+
+def check_config(cfg: DictConfig, component: QATQuantizerBase, folder: Path) -> None:
+    """`check_same` of a config and the newest checkpoint in a folder that can be read."""
+    for _, path in reversed(checkpoints.complete_checkpoints(folder)):
+        try:
+            meta = checkpoints.read_meta(path)
+        except (OSError, ValueError):  # damaged: the run goes on from the one before
+            continue
+        check_same(config_identity(cfg, component), meta)
+        return

@@ -214,7 +214,13 @@ class TrainingData:
                 "dataset_val: the epochs of a stream differ between ranks; leave them out"
             )
         size = cfg.batch_size_val or cfg.batch_size
-        self.val_loader = StatefulDataLoader(dataset, size, sampler=sampler, collate_fn=collate)
+        self.val_loader = StatefulDataLoader(
+            dataset,
+            size,
+            sampler=sampler,
+            collate_fn=collate,
+            generator=torch.Generator(),  # an iteration draws from it; training must not notice
+        )
 
     def _count_steps(self, cfg: DictConfig) -> tuple[int, int]:
         """(steps per epoch, steps in all)."""

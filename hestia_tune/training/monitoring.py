@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torchtune import training
 
+from hestia_tune.data import DataStreamError
 from hestia_tune.files import write_atomically
 from hestia_tune.modules import QuantizedLinear, local_rows
 from hestia_tune.selection import clean_fqn
@@ -116,11 +117,13 @@ def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
 def check_loss(
     loss_sum: float, num_tokens: float, model: nn.Module, device: torch.device, step: int
 ) -> None:
-    """Stops before a bad gradient reaches the weights: a ValueError without a token to predict, a
+    """Stops before a bad gradient reaches the weights: a DataStreamError without a token, a
     FloatingPointError if the loss is not finite, which names the parameters that are not, if any.
     Collective if the loss is not finite."""
     if num_tokens == 0:
-        raise ValueError(f"the batches of step {step + 1} have no token to predict; check dataset")
+        raise DataStreamError(
+            f"the batches of step {step + 1} have no token to predict; check dataset"
+        )
     if not math.isfinite(loss_sum):
         check_finite(model, device, step)
         raise FloatingPointError(

@@ -49,12 +49,11 @@ def reconstructed(
     return {**pretrained, **load_file(Path(folder) / LATENTS_FILE)}
 
 
-def windows_may_stay(path: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether the windows beside a description suit other settings: ``kl_blocks`` come after them
-    all."""
+def windows_may_stay(folder: Path, *descriptions: Mapping[str, Any]) -> bool:
+    """Whether the windows in a folder suit two settings: ``kl_blocks`` come after them all."""
     one, other = (
-        {key: value for key, value in given.items() if not key.startswith("kl_")}
-        for given in (read_json(path)["settings"], settings)
+        {key: value for key, value in found["settings"].items() if not key.startswith("kl_")}
+        for found in descriptions
     )
-    results = map(read_json, path.parent.glob("window_*.json"))
+    results = map(read_json, folder.glob("window_*.json"))
     return one == other and all(result["measure"] == "error" for result in results)

@@ -42,11 +42,6 @@ from hestia_tune.training.reconstructed import read_results, reconstructed
 
 log = utils.get_logger("DEBUG")
 
-_SAME_TO_RESUME = (
-    *("init", "optimizer", "lr_scheduler", "clip_grad_norm"),
-    *("shuffle", "dtype", "distillation", "cage", "frozen_modules"),
-)
-
 
 def check_output(options: RunOptions) -> Path:
     """The folder of checkpoints; a ValueError that names the remedy unless it can be written, and
@@ -61,31 +56,9 @@ def check_output(options: RunOptions) -> Path:
     return folder
 
 
-def config_identity(cfg: DictConfig, component: QATQuantizerBase) -> dict[str, Any]:
-    """What of a config must be the same when a run is resumed."""
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    sections = plain["dataset"] if isinstance(plain["dataset"], list) else [plain["dataset"]]
-    return {
-        "quantizer": component.method.key(),
-        **{key: plain[key] for key in _SAME_TO_RESUME},
-        "dataset.seq_len": [section.get("seq_len") for section in sections],
-    }
-
-
-def check_same(identity: dict[str, Any], resume_meta: dict[str, Any]) -> None:
-    """A ValueError if a checkpoint's run was another one in this part of its identity."""
-    for key, value in identity.items():
-        saved = resume_meta["identity"].get(key)
-        if saved != value:
-            raise ValueError(
-                f"the checkpoint to resume from has {key} {saved}, this run {value}; "
-                "use the same, or start anew with resume_from_checkpoint=False"
-            )
-
-
 def check_components(run: Run, component: QATQuantizerBase) -> None:
     """Raises what `RecipeSetup.setup` would of components that need no checkpoint and no data, for
-    a run that computes something first. Collective."""
+    a run that computes something first; and if it goes on from another."""
     cfg, options = run.cfg, run.options
     on_meta = build.checked_on_meta(cfg, component)
     tokenizer = build.make_tokenizer(cfg.tokenizer, on_meta)
@@ -98,6 +71,8 @@ def check_components(run: Run, component: QATQuantizerBase) -> None:
     optimizer = build.instantiate(cfg.optimizer, "optimizer", [nn.Parameter(torch.zeros(2, 2))])
     steps = {"num_training_steps": 10**6, "last_epoch": -1}
     build.instantiate(cfg.lr_scheduler, "lr_scheduler", optimizer, **steps)
+    if options.resume_from_checkpoint:
+        checkpoint.check_config(cfg, component, Path(options.output_dir) / "checkpoints")
 
 
 class RecipeSetup(FullFinetuneRecipeDistributed):
@@ -127,6 +102,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         super().__init__(OmegaConf.merge(self.run.cfg, ours))
         self.checkpoint_folder = self.output_dir / "checkpoints"
         self.validation_losses: dict[str, float] = {}
+        self._position: Any = None  # of the data, before the step
         self.tokens_seen = 0
         self.finished = False
         self.stop_request = StopRequest()
@@ -261,7 +237,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         """What must be the same when a run is resumed; a ValueError if it is not."""
         shape = ("rho", "tau_init", "alpha", "hard_fraction")
         identity = {
-            **config_identity(self.identified, self.component),
+            **checkpoint.config_identity(self.identified, self.component),
             "model_fingerprint": model_fingerprint({n: state[f"{n}.weight"] for n in names}),
             **{f"schedule.{key}": getattr(self.schedule, key) for key in shape},
             "sensitivity": digest(scores),
@@ -269,7 +245,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             **self.data.identity(),
         }
         if resume_meta:
-            check_same(identity, resume_meta)
+            checkpoint.check_same(identity, resume_meta)
         return identity
 
     def build_model(self, state: dict[str, torch.Tensor]) -> nn.Module:

@@ -460,10 +460,10 @@ def test_streams_in_files_and_in_memory_hold_the_same(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())  # nothing to clean up, whatever happens
 
     def full(*_):
-        raise OSError("no space left")
+        raise OSError(28, "no space left")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match="GiB of hidden states: no space left; make room"):
         Stream(shape, device, tmp_path)
 
 

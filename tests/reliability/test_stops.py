@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -62,7 +63,9 @@ def test_a_signal_to_every_process_of_a_job(model_dir, uninterrupted, tmp_path, 
     output = tmp_path / "run"
     signalled = signal_at(4, name, to="group")
     cfg = make_config(model_dir, output, *STEPS, *WORKERS, *signalled)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup may have ignored
     stopped = tune_run("--config", write_config(cfg, tmp_path / "stopped.yaml"))
+    signal.signal(signal.SIGHUP, before)
     assert stopped.returncode == 130, stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert [step for step, _ in complete_checkpoints(output / "checkpoints")] == [5]

@@ -18,6 +18,8 @@ from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.qat import run_qat
 from hestia_tune.commands.reconstruct import ReconstructionRecipe, run_reconstruct
 from hestia_tune.functional import hard_ternary
+from hestia_tune.models import build
+from hestia_tune.models.checkpoints import require_biases
 from hestia_tune.modules import full_tensor, quantized_linears
 from hestia_tune.sensitivity import SensitivityArtifact
 
@@ -247,6 +249,9 @@ def test_auto_computes_it_first(model_dir, tmp_path):
     assert "reconstructed, hard" in results["validation_loss"]
     assert len(logged(tmp_path)) == 2
     shutil.rmtree(tmp_path / "reconstruction")
+    damaged = tmp_path / "checkpoints" / "step_9"
+    shutil.copytree(tmp_path / "checkpoints" / "step_2", damaged)
+    (damaged / "meta.json").write_text("{")
     other = {"quantizer": {"threshold": "learned"}, "resume_from_checkpoint": True}
     with pytest.raises(ValueError, match="the checkpoint to resume from has quantizer ternary"):
         run_qat(OmegaConf.merge(cfg, other))
@@ -289,11 +294,15 @@ def test_methods_without_parameters_and_with_a_sensitivity(model_dir, tmp_path):
     assert torch.equal(hard["model.layers.1.mlp.down_proj.weight"].float(), expected)
 
 
-def test_a_method_that_adds_biases(model_dir, tmp_path):
+def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
     few = [option for option in FEW if "quantizer" not in option]
     cfg = make_config(model_dir, tmp_path, *few, "optimizer.lr=0", "max_steps_per_epoch=1")
     cfg.quantizer = {"_component_": "hestia_tune.Tequila", "group_size": 32, "epsilon": 0.05}
     cfg.schedule = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "require_biases", lambda method, _: require_biases(method, "MISTRAL"))
+        with pytest.raises(ValueError, match="only Llamas have room for; got model_type MISTRAL"):
+            run_reconstruct(cfg)
     assert run_reconstruct(cfg) == 0
     folder = tmp_path / "reconstruction"
     cfg.reconstruction = str(folder)

@@ -76,15 +76,18 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint(model_dir, uninterrupted,
     assert logged(output) == logged(uninterrupted)
 
 
-@pytest.mark.parametrize("at_step", [2, 3, 4])
-def test_dropout_goes_on_as_it_would_have(model_dir, tmp_path, at_step):
-    """Stopped after the next step: the last of an epoch of four is one of them."""
-    settings = (*SETTINGS, "model.attn_dropout=0.3", "dataset_val=null")
-    run(make_config(model_dir, tmp_path / "whole", *settings))
-    cut = tmp_path / "cut"
-    assert not run(make_config(model_dir, cut, *settings, *signal_at(at_step, "SIGINT"))).finished
-    run(make_config(model_dir, cut, *settings, "resume_from_checkpoint=True"))
-    assert logged(cut) == logged(tmp_path / "whole")
+def test_dropout_goes_on_as_it_would_have(model_dir, tmp_path):
+    """From within an epoch, from its end (step 4), and where it validates (3 and 6)."""
+    settings = (*SETTINGS, "model.attn_dropout=0.3")
+    every_step = ("save_every_n_steps=1", "keep_last_checkpoints=100")
+    run(make_config(model_dir, tmp_path / "whole", *settings, *every_step))
+    for step in (2, 3, 4, 6):
+        cut = tmp_path / f"from_{step}"
+        name = f"checkpoints/step_{step}"
+        shutil.copytree(tmp_path / "whole" / name, cut / name)
+        run(make_config(model_dir, cut, *settings, "resume_from_checkpoint=True"))
+        losses = {k: v for k, v in logged(tmp_path / "whole").items() if k > step}
+        assert logged(cut) == losses, step
 
 
 def test_half_written_checkpoints_are_never_picked_up(model_dir, uninterrupted, tmp_path):
