@@ -67,7 +67,7 @@ def forward_backward(function: Callable[..., torch.Tensor], *inputs: torch.Tenso
 def print_table(title: str, times: dict[str, float], unit: str) -> None:
     print(f"\n{title}\n{'':44}{'ms':>10}{'ratio':>10}")
     for name, seconds in times.items():
-        print(f"{name:44}{1e3 * seconds:10.2f}{seconds / times[unit]:10.2f}")
+        print(f"{name:44}{1e3 * seconds:10.4f}{seconds / times[unit]:10.2f}")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from hestia_tune import (
     HestiaQATQuantizer,
     TernaryTensor,
 )
+from hestia_tune.models.build import ready_for_inference
 
 
 @pytest.mark.parametrize("target", ["ternary", "intx"])
@@ -47,3 +48,15 @@ def test_convert_packs_complex_codes_in_place(num_stages, dtype):
     assert torch.equal(model(TOKENS), dense(TOKENS))
     with pytest.raises(ValueError, match='target must be one of "dense", "fairy2i"; got'):
         Fairy2iConfig(target="ternary")
+
+
+def test_packed_models_move_with_all_their_parts():
+    """As `load_quantized` does with its device: here to the meta device, any other being alike."""
+    model = make_model()
+    HestiaQATQuantizer(group_size=32).prepare(model)
+    quantize_(model, HestiaConfig(step="convert", target="ternary"))
+    ready_for_inference(model, "meta", torch.bfloat16)
+    weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    packed = [weight for weight in weights if isinstance(weight, TernaryTensor)]
+    assert packed and all(w.is_meta and w.qdata.is_meta and w.scale.is_meta for w in packed)
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}

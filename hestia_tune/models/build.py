@@ -313,9 +313,13 @@ def ready_for_inference(
     """
     layers = quantized_linears(model).values()
     latents = {id(value) for layer in layers for value in layer.latents()}
-    for parameter in model.parameters():
-        kept = parameter.dtype if id(parameter) in latents else dtype
-        parameter.data = parameter.data.to(device=device, dtype=kept)
+
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, nn.Parameter):  # a buffer, made below
+            return value
+        return value.to(device=device, dtype=value.dtype if id(value) in latents else dtype)
+
+    model._apply(moved)  # as `Module.to`: a packed tensor is swapped with all its parts
     build_buffers(model, device)
     group_heads(model)
     return model.requires_grad_(False).eval()
