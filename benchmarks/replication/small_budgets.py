@@ -51,6 +51,7 @@ PARTS = {
 }
 RECONSTRUCTIONS = {
     "AbsMean scale": [],
+    "AbsMean scale, straight-through": ["reconstruct.tau_init=0"],
     "learned scale": LEARNED,
     "learned scale, straight-through": [*LEARNED, "reconstruct.tau_init=0"],
     "learned scale and threshold": [*LEARNED, "quantizer.threshold=learned"],
