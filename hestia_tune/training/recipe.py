@@ -63,7 +63,8 @@ class HestiaQATRecipe(RecipeSetup):
                 self._restore_random_state()  # within an epoch
                 for _ in range(self.global_step, min(epoch_end, self.total_steps)):
                     started = time.perf_counter()
-                    result = self.train_step(self._fetch(batches))
+                    with self._saving_first(self.data.position()):
+                        result = self.train_step(self.data.fetch(batches))
                     progress.update(1)
                     read = self.data.tokens_read(self.global_step, self.tokens_seen)
                     progress.set_postfix_str(f"{read}, loss {result.loss:.4f}", refresh=False)
@@ -98,15 +99,13 @@ class HestiaQATRecipe(RecipeSetup):
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
-        with self._saving_first(self._position):
-            monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
+        monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
         # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
         sharded.pull_back(self.driver.layers.values(), compiled=self._compile)
         grad_norm = self.clip_gradients()
-        with self._saving_first(self._position):
-            monitoring.check_gradient(grad_norm, step)
+        monitoring.check_gradient(grad_norm, step)
         self._learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
         strength = self.options.cage.at((step + 1) / self.total_steps)
@@ -157,12 +156,6 @@ class HestiaQATRecipe(RecipeSetup):
             self._save()
         if tasks_due and not at_end:
             self._evaluate_tasks()
-
-    def _fetch(self, batches: Iterator) -> list[dict[str, Any]]:
-        """The batches of one step."""
-        self._position = self.data.position()
-        with self._saving_first(self._position):
-            return self.data.fetch(batches)
 
     @contextmanager
     def _saving_first(self, position: Any = None) -> Iterator[None]:

@@ -102,7 +102,6 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         super().__init__(OmegaConf.merge(self.run.cfg, ours))
         self.checkpoint_folder = self.output_dir / "checkpoints"
         self.validation_losses: dict[str, float] = {}
-        self._position: Any = None  # of the data, before the step
         self.tokens_seen = 0
         self.finished = False
         self.stop_request = StopRequest()
