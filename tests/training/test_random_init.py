@@ -168,5 +168,5 @@ def test_resuming(bare_dir, tmp_path):
     run(bare_config(bare_dir, tmp_path / "cut", *again))
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
     full = make_model_dir(tmp_path / "full")
-    with pytest.raises(ValueError, match="has model_fingerprint"):
+    with pytest.raises(ValueError, match="has init random, this run pretrained"):
         run(make_config(full, tmp_path / "cut", *again))
