@@ -1,6 +1,7 @@
 """Kernels against the dequantized product; which one is taken, and when it is not."""
 
 import copy
+import importlib
 import io
 
 import pytest
@@ -270,18 +271,6 @@ def test_auto_dequantizes_what_no_kernel_makes_faster(timed):
     assert use_kernel(linear, "broken").layers == {"weight": "dequantize"}
 
 
-def test_auto_leaves_kernels_whose_threads_would_meet_torchs(timed, monkeypatch):
-    monkeypatch.setattr(Fast, "has_threads", True)
-    linear = layer(ternary(8, 64, 32))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    use = use_kernel(linear)
-    assert use.layers == {"weight": "slow"}
-    assert "not fast: beside torch's 2 threads" in str(use)
-    assert use_kernel(linear, "fast").layers == {"weight": "fast"}  # as it was told
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert use_kernel(linear).layers == {"weight": "fast"}
-
-
 def test_auto_measures_real_kernels_on_this_machine():
     model = nn.ModuleList([layer(ternary(32, 128, 64)), layer(ternary(7, 12, 4))])
     model.append(nn.Linear(4, 4))
@@ -309,18 +298,28 @@ def test_names(monkeypatch):
     assert any("hestia-tune[cpu]" in note for note in use.notes)
 
 
-def test_threads_of_onnxruntime(caplog):
-    """One thread, then the shared pool, then another number: the products agree."""
+@pytest.mark.parametrize("shape", [(64, 256, 128), (33, 96, 32), (7, 100, "channel")], ids=str)
+def test_parts_of_onnxruntime(shape, monkeypatch):
+    """As many as torch has threads: in turn or at once, their products are the whole's."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
-    weight = ternary(64, 256, 128)
-    x, _ = inputs(weight, 3)
-    found, threads = [], torch.get_num_threads()
-    try:
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
-            found.append(choice.make(weight, OnnxRuntime)(x, None))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert "keeps its 2 threads; torch now has 3" in caplog.text
+    module = importlib.import_module(OnnxRuntime.__module__)
+    monkeypatch.setattr(module, "_MIN_PART", 1)
+    ran = []
+
+    def workers():
+        ran.append(True)
+        return module.ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(module, "_workers", workers)
+    weight = ternary(*shape)
+    x, bias = inputs(weight, 3)
+    found = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=threads: number)
+        for shortest in (2**30, 1):
+            monkeypatch.setattr(module, "_MIN_LONG", shortest)
+            found.append(choice.make(weight, OnnxRuntime)(x, bias))
+    assert len(ran) == 3  # one other part, then two
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert relative_error(found[0], x, weight, bias) < 0.01

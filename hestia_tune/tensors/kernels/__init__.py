@@ -31,8 +31,6 @@ class Kernel(abc.ABC):
             nothing against.
 
     Attributes:
-        has_threads: whether it multiplies on threads of its library's own. Those wait for the next
-            product as torch's do, without giving up their cores: in a model both are slow.
         max_rows: rows up to which a product is expected to be faster than a dense one.
         parts: what the kernel holds, as tensors.
 
@@ -44,7 +42,6 @@ class Kernel(abc.ABC):
     extra: ClassVar[str] = ""
     devices: ClassVar[Sequence[str]]
     dtypes: ClassVar[Sequence[torch.dtype]]
-    has_threads: ClassVar[bool] = False
     max_rows: float = float("inf")
     parts: Sequence[torch.Tensor] = ()
 

@@ -1,14 +1,11 @@
 """Which kernel multiplies by which weight: `use_kernel`.
 
 `auto` measures, once a process for each kind of weight (shape, groups, dtype, device, number of
-threads), a product of one row by every kernel that can take it, and takes the fastest; those with
-threads of their own only if torch has one: a product by itself does not show how two pools of
-threads hold each other up in a model (measured with two threads on two cores; name the kernel to
-try it on more). Whatever the kernel, a dense product is at first slower, for it has to dequantize,
-and may gain with every row. With d the time of dequantizing and c, b those that a row takes by the
-kernel and densely, measured with `_ROWS` of them, the kernel is given up to d / (c - b) rows. The
-measurement repeats one product, whose weight may stay in the cache: it compares, and does not
-foretell a model's speed.
+threads), a product of one row by every kernel that can take it, and takes the fastest. Whatever the
+kernel, a dense product is at first slower, for it has to dequantize, and may gain with every row.
+With d the time of dequantizing and c, b those that a row takes by the kernel and densely, measured
+with `_ROWS` of them, the kernel is given up to d / (c - b) rows. The measurement repeats one
+product, whose weight may stay in the cache: it compares, and does not foretell a model's speed.
 """
 
 import time
@@ -110,10 +107,6 @@ def _fastest(
 
     for kind in kinds:
         if not is_named and weight.device.type not in kind.devices:
-            continue
-        if not is_named and kind.has_threads and (threads := torch.get_num_threads()) > 1:
-            if kind.is_installed():
-                notes[f"not {kind.name}: beside torch's {threads} threads its own are slow"] = None
             continue
         found = _once(weight, kind.name, partial(seconds_of_a_row, kind))
         if isinstance(found, str):

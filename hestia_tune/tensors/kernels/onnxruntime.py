@@ -6,14 +6,16 @@ Activations are rounded by blocks of 32 to 128 columns, an error of 0.5 to 0.7% 
 Gaussian ones. The library has such products with AVX2, AVX512 and on ARM; elsewhere, and in blocks
 of other sizes, it dequantizes by scalar code, which `auto` finds slow and leaves.
 
-Threads. One thread needs no pool. The first kernel that is made for several makes ONNX Runtime's
-global pool, of torch's number of threads at that time, which all others share; a process can have
-only one, of one size. From then on other sessions of the process must use it too
-(``SessionOptions.use_per_session_threads = False``). Its threads and torch's are in each other's
-way: on two cores a model is slower with it than on one, so `auto` takes it for one thread only.
+Threads. Those of ONNX Runtime wait for work without giving up their cores, as torch's do: beside
+each other both are slow. So its sessions have none: a large weight is cut into as many parts as
+torch has threads at the time, each a session that works on the thread that calls it. Long products
+hand the parts to one pool of Python threads, which all kernels share; short ones take them in turn.
 """
 
-import logging
+import functools
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -21,9 +23,9 @@ import torch
 from hestia_tune.tensors.bitpack import CODES_PER_BYTE, ZERO_CODES
 from hestia_tune.tensors.kernels import Kernel
 
-log = logging.getLogger(__name__)
 BLOCKS = (128, 64, 32)
-_pool_size = 0
+_MIN_PART = 2**20  # weights: fewer are not worth a call of their own
+_MIN_LONG = 2**23  # weights times rows, some 0.1 ms: what handing a part over takes
 
 
 class OnnxRuntime(Kernel):
@@ -33,7 +35,6 @@ class OnnxRuntime(Kernel):
     packages, extra = ("onnx", "onnxruntime"), "cpu"
     devices = ("cpu",)
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
-    has_threads = True
 
     @classmethod
     def _block(cls, weight) -> int | None:
@@ -49,9 +50,6 @@ class OnnxRuntime(Kernel):
 
     def __init__(self, weight):
         super().__init__(weight)
-        import onnxruntime
-        from onnx import TensorProto, helper
-
         (rows, columns), block = weight.shape, self._block(weight)
         blocks = -(-columns // block)
         missing = blocks * block // CODES_PER_BYTE - weight.qdata.shape[1]
@@ -64,33 +62,15 @@ class OnnxRuntime(Kernel):
             "scale": scale.expand(rows, -1).contiguous().numpy(),
             "zeros": zeros.numpy(),
         }
-        node = helper.make_node(
-            "MatMulNBits",
-            ["x", *arrays],
-            ["y"],
-            domain="com.microsoft",
-            K=columns,
-            N=rows,
-            bits=2,
-            block_size=block,
-            accuracy_level=4,  # activations of 8 bits
-        )
-        sides = [
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width])]
-            for name, width in (("x", columns), ("y", rows))
+        self._size = rows * columns
+        parts = max(1, min(torch.get_num_threads(), self._size // _MIN_PART))
+        cuts = itertools.pairwise(rows * part // parts for part in range(parts + 1))
+        sessions = [
+            _session({name: array[start:end] for name, array in arrays.items()}, columns, block)
+            for start, end in cuts
         ]
-        graph = helper.make_graph(
-            [node], "product", *sides, [_external(*a) for a in arrays.items()]
-        )
-        versions = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-        model = helper.make_model(graph, opset_imports=versions, ir_version=10)
-        options = _session_options(onnxruntime)
-        # In place, and for as long as the session lives: the runtime may read them at any time.
-        self._values = [onnxruntime.OrtValue.ortvalue_from_numpy(a) for a in arrays.values()]
-        options.add_external_initializers(list(arrays), self._values)
-        self._session = onnxruntime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        self._runs = [session.run for session, _ in sessions]
+        self._values = [values for _, values in sessions]  # read in place, at any time
         # The runtime's copy (codes, scales, sums of the blocks' zero points) and what it was given,
         # but for the weight's own codes.
         given = sum(array.nbytes for array in arrays.values())
@@ -99,33 +79,59 @@ class OnnxRuntime(Kernel):
             self.num_bytes -= codes.nbytes
 
     def product(self, x):
-        feed = x.detach().float().numpy()  # shares the memory of a float32 x
-        return torch.from_numpy(self._session.run(None, {"x": feed})[0])
+        feed = {"x": x.detach().float().numpy()}  # shares the memory of a float32 x
+        own, *others = self._runs
+        if len(x) * self._size < _MIN_LONG:
+            found = [run(None, feed)[0] for run in self._runs]
+        else:
+            waiting = [_workers().submit(run, None, feed) for run in others]
+            found = [own(None, feed)[0], *(part.result()[0] for part in waiting)]
+        return torch.from_numpy(np.concatenate(found, 1) if others else found[0])
 
 
-def _external(name: str, array: np.ndarray):
-    """An initializer whose memory the session is given."""
-    from onnx import TensorProto
-
-    kind = TensorProto.UINT8 if array.dtype == np.uint8 else TensorProto.FLOAT
-    tensor = TensorProto(name=name, data_type=kind, dims=array.shape)
-    tensor.data_location = TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value="memory")
-    return tensor
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    """All kernels'. It starts threads as they are needed, and waiting ones take no time."""
+    return ThreadPoolExecutor(os.cpu_count(), "onnxruntime")
 
 
-def _session_options(onnxruntime):
-    """On torch's number of threads; see the module."""
-    global _pool_size
-    threads = torch.get_num_threads()
-    if threads > 1 and not _pool_size:
-        onnxruntime.set_global_thread_pool_sizes(threads, 1)
-        _pool_size = threads
-    elif _pool_size not in (0, threads):
-        log.warning("onnxruntime keeps its %d threads; torch now has %d", _pool_size, threads)
+def _session(arrays: dict[str, np.ndarray], columns: int, block: int):
+    """(session, what it reads in place): x (rows, columns) -> y (rows, out_features), on the thread
+    that runs it."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    def external(name: str, array: np.ndarray):
+        """An initializer whose memory the session is given."""
+        kind = TensorProto.UINT8 if array.dtype == np.uint8 else TensorProto.FLOAT
+        tensor = TensorProto(name=name, data_type=kind, dims=array.shape)
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value="memory")
+        return tensor
+
+    node = helper.make_node(
+        "MatMulNBits",
+        ["x", *arrays],
+        ["y"],
+        domain="com.microsoft",
+        K=columns,
+        N=len(arrays["codes"]),
+        bits=2,
+        block_size=block,
+        accuracy_level=4,  # activations of 8 bits
+    )
+    sides = [
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width])]
+        for name, width in (("x", columns), ("y", len(arrays["codes"])))
+    ]
+    graph = helper.make_graph([node], "product", *sides, [external(*a) for a in arrays.items()])
+    versions = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=versions, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-    options.use_per_session_threads = not _pool_size
-    options.intra_op_num_threads = 1  # without the pool
-    return options
+    options.intra_op_num_threads = 1
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
+    options.add_external_initializers(list(arrays), values)
+    providers = ["CPUExecutionProvider"]
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers), values
