@@ -50,6 +50,10 @@ class History:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(self.rows[-1])}\n")
 
+    def keys_at(self, step: int) -> list[str]:
+        """The names of what was logged after a step."""
+        return [key for row in self.rows if row["step"] == step for key in row]
+
 
 class CodeStatistics:
     """What the codes are doing: flips since the last call, zeros, error.

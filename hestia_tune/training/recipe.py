@@ -48,7 +48,9 @@ class HestiaQATRecipe(RecipeSetup):
         """Trains to the end, or to the first Ctrl-C, which saves; sets ``finished``."""
         if self._device.type == "cuda":
             training.cleanup_before_training()
-        if self.global_step == 0 and self.data.val_loader is not None:
+        if self.global_step:
+            self._measure()  # what the run that is resumed did not come to
+        elif self.data.val_loader is not None:
             self._evaluate_baselines()
         if self._statistics is not None and self.global_step < self.total_steps:
             self._statistics.update()
@@ -70,15 +72,17 @@ class HestiaQATRecipe(RecipeSetup):
                     progress.set_postfix_str(f"{read}, loss {result.loss:.4f}", refresh=False)
                     self._log_step(result, time.perf_counter() - started)
                     at_end = self.global_step == self.total_steps
+                    every = (self.options.save_every_n_steps, self.options.eval.every_n_steps)
+                    if not at_end and (result.stop_requested or any(map(self._is_due, every))):
+                        self._save()  # before what may take long: torchrun's patience is 30 seconds
                     if result.stop_requested and not at_end:
-                        self._save()  # at once: torchrun's patience is 30 seconds
                         self._profiler.stop()
                         return
-                    self._validate_save_evaluate(at_end)
+                    self._measure()
+                    if at_end:
+                        self._save()
                 self.epochs_run += 1
         self._profiler.stop()
-        if self.data.val_loader is not None and outputs.HARD not in self.validation_losses:
-            self._validate()  # which failed when the last step was saved
         self._finish()
         if self.options.eval.at_end:
             self._evaluate_tasks()
@@ -140,21 +144,24 @@ class HestiaQATRecipe(RecipeSetup):
             metrics |= self._statistics.update()
         self._log(metrics | monitoring.memory_metrics(self._device, self._log_peak_memory_stats))
 
-    def _validate_save_evaluate(self, at_end: bool) -> None:
-        """What is due after a step."""
-        step, every = self.global_step, self.options.save_every_n_steps
-        eval_every = self.options.eval.every_n_steps
-        tasks_due = eval_every is not None and step % eval_every == 0
-        if not at_end and (tasks_due or (every and step % every == 0)):
-            self._save()  # before what may take long
-        every = self.options.run_val_every_n_steps
-        if self.data.val_loader is not None and (at_end or (every and step % every == 0)):
+    def _is_due(self, every: int | None) -> bool:
+        return bool(every) and self.global_step % every == 0
+
+    def _measure(self) -> None:
+        """Validation and tasks, where they are due after this step and were not logged."""
+        at_end, options = self.global_step == self.total_steps, self.options
+        losses_due = self.data.val_loader is not None and (
+            at_end or self._is_due(options.run_val_every_n_steps)
+        )
+        tasks_due = not at_end and self._is_due(options.eval.every_n_steps)
+        if not (losses_due or tasks_due):
+            return
+        logged = " ".join(on_first_rank(lambda: self.history.keys_at(self.global_step)) or ())
+        if losses_due and "val_loss_hard" not in logged:
             self.validation_losses.pop(outputs.HARD, None)
             with self._saving_first():
                 self._validate()
-        if at_end:
-            self._save()
-        if tasks_due and not at_end:
+        if tasks_due and "eval/" not in logged:
             self._evaluate_tasks()
 
     @contextmanager

@@ -303,6 +303,40 @@ def test_a_save_that_is_due_comes_before_the_validation(model_dir, tmp_path, mon
     assert saved == [(2, [2]), (4, [2, 4]), (6, [2, 4])]  # the last save has the losses at the end
 
 
+@pytest.mark.parametrize("what", ["_validate", "_evaluate_tasks"])
+def test_a_resumed_run_measures_what_the_stopped_one_did_not(
+    model_dir, tmp_path, monkeypatch, what
+):
+    """Killed in the measurement that follows a save: its row comes before those of later steps."""
+    every = ("save_every_n_steps=2", "run_val_every_n_steps=2", "eval.every_n_steps=2")
+    (tmp_path / "held_out.txt").write_text("The cat sat on the mat. " * 20)
+    every += ("eval.tasks=[]", f"eval.perplexity.held_out.source={tmp_path / 'held_out.txt'}")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run(make_config(model_dir, whole, *every))
+    usual = getattr(HestiaQATRecipe, what)
+
+    def killed(recipe):
+        if recipe.global_step == 4:
+            raise KeyboardInterrupt
+        usual(recipe)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HestiaQATRecipe, what, killed)
+        run(make_config(model_dir, cut, *every))
+    again = ("resume_from_checkpoint=True", *every)
+    run(make_config(model_dir, cut, *again))
+
+    def rows(folder):
+        found = map(json.loads, (folder / "metrics.jsonl").open())
+        return [
+            {k: v for k, v in row.items() if k.startswith(("step", "val", "eval"))} for row in found
+        ]
+
+    assert rows(cut) == rows(whole)
+    run(make_config(model_dir, cut, *again))  # which has all
+    assert rows(cut) == rows(whole)
+
+
 def test_a_logger_that_fails_ends_no_run(model_dir, tmp_path, caplog):
     run(make_config(model_dir, tmp_path, "metric_logger._component_=tiny.FailingLogger"))
     assert "step 2 could not be logged: the service is away" in caplog.text
