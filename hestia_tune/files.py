@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+
+from hestia_tune.config import one_line
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +114,18 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); get it again") from None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What torch.save wrote, without running code from it; a ValueError if it is damaged."""
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, OSError) as error:
+        raise ValueError(
+            f"{path} is damaged ({one_line(error)}); get it again, or remove it"
+        ) from None
 
 
 def require_writable_dir(path: str | Path) -> Path:

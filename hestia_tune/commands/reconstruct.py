@@ -13,7 +13,7 @@ blocks at a time is on the device. In ``reconstruct.output``:
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from omegaconf import DictConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torchtune import training, utils
 
@@ -36,8 +36,15 @@ from hestia_tune.distributed import (
     progress_bar,
     sum_over_ranks,
 )
-from hestia_tune.export.folder import read_state
-from hestia_tune.files import locked, read_json, remove, require_writable_dir, staged, write_json
+from hestia_tune.files import (
+    locked,
+    read_json,
+    read_state,
+    remove,
+    require_writable_dir,
+    staged,
+    write_json,
+)
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import digest
 from hestia_tune.modules import quantized_linears
@@ -133,7 +140,7 @@ class ReconstructionRecipe:
         }
 
         def write() -> None:
-            _save_blocks(model, find_blocks(model), self.output / LATENTS_FILE)
+            outputs.save_blocks(model, find_blocks(model), self.output / LATENTS_FILE)
             folder = self.output / "hard_model"
             outputs.write_hard_model(state, checkpointer, folder, description)
             windows = [one for one in self.results if one.measure == "error"]
@@ -254,7 +261,7 @@ class ReconstructionRecipe:
         def save(last: WindowResult) -> None:
             path = self._windows / f"window_{last.index:04}.safetensors"
             write_json(path.with_suffix(".json"), dataclasses.asdict(last))
-            _save_blocks(model, blocks[last.begin : last.end], path)
+            outputs.save_blocks(model, blocks[last.begin : last.end], path)
 
         def save_state() -> None:
             with staged(in_training) as temporary:
@@ -308,13 +315,6 @@ class ReconstructionRecipe:
             return "stopped; all that was trained is kept, and the same command goes on from it"
         table = outputs.results_table(self.losses) + "\n\n" if self.losses else ""
         return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
-
-
-def _save_blocks(model: nn.Module, blocks: Iterable[str], path: Path) -> None:
-    """Writes parameters and buffers of these blocks."""
-    kept = tuple(f"{name}." for name in blocks)
-    with staged(path) as temporary:
-        save_file({k: v for k, v in model.state_dict().items() if k.startswith(kept)}, temporary)
 
 
 def with_reconstruction(run: Run) -> tuple[Run, bool]:

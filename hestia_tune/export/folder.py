@@ -30,7 +30,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.config import one_line
 from hestia_tune.distributed import progress_bar
-from hestia_tune.files import inside, read_json, staged
+from hestia_tune.files import inside, read_json, read_state, staged
 from hestia_tune.methods import GroupMethod
 from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
 from hestia_tune.methods.ternary import TernaryMethod
@@ -313,11 +313,6 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise FileExistsError(
             f"{target} exists; choose another name (overwrite=True replaces other models only)"
         )
-
-
-def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file that torch.save wrote, without running code from it."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def as_dense(value: torch.Tensor) -> torch.Tensor:

@@ -28,11 +28,10 @@ from hestia_tune.export.folder import (
     DESCRIPTION_FILE,
     ModelFolder,
     as_dense,
-    read_state,
     sizes,
     write_folder,
 )
-from hestia_tune.files import read_json
+from hestia_tune.files import read_json, read_state
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
 from hestia_tune.models.checkpoints import add_biases

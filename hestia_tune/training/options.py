@@ -194,6 +194,11 @@ class RunOptions(Section):
             if getattr(section, "seed", 0) is None:
                 own["seed"] = self.seed or 0
             object.__setattr__(self, key, dataclasses.replace(section, **own))
+        if Path(self.reconstruct.output or "").resolve() == Path(self.output_dir).resolve():
+            raise ValueError(
+                f"reconstruct.output must not be output_dir, since each gets a hard_model; got "
+                f"{self.output_dir} for both; leave reconstruct.output out"
+            )
 
 
 def _without_temperature(given: DictConfig, key: str) -> None:

@@ -9,7 +9,7 @@ import logging
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +154,10 @@ def results_table(losses: Mapping[str, float]) -> str:
         share = f"{(max(naive) - loss) / gap:.1%}" if gap > 0 else "-"
         lines.append(f"| {label:<{width}} | {loss:8.4f} | {perplexity:10.2f} | {share:>13} |")
     return "\n".join(lines)
+
+
+def save_blocks(model: nn.Module, blocks: Iterable[str], path: Path) -> None:
+    """Writes parameters and buffers of these blocks."""
+    kept = tuple(f"{name}." for name in blocks)
+    with staged(path) as temporary:
+        save_file({k: v for k, v in model.state_dict().items() if k.startswith(kept)}, temporary)

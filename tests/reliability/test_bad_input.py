@@ -54,6 +54,7 @@ CASES = {
     "qat num_workers=500": "num_workers must be at most ",
     "qat num_workers=-1": "num_workers must be at least 0; got -1",
     "qat prefetch_factor=2": "prefetch_factor needs num_workers",
+    "qat reconstruct.output=${output_dir}": "reconstruct.output must not be output_dir",
     "qat dataloader_timeout=0": "dataloader_timeout must be at least 1; got 0",
     f"qat {STREAM} dataset.seq_len=4096": "dataset.seq_len must be at most the model's max_seq_len",
     f"qat {STREAM} dataset.source=parquett": "no source parquett; did you mean parquet?",

@@ -2,6 +2,7 @@
 generate."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -193,6 +194,17 @@ def test_what_reads_back_different_is_not_kept(model_dir, output_dir, monkeypatc
     with pytest.raises(RuntimeError, match=r"layers.1.mlp.w2.weight read back differs"):
         convert(model_dir, output_dir)
     assert not any((output_dir / "converted").iterdir())
+
+
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_a_damaged_file_of_weights_is_named(model_dir, output_dir, tmp_path, left):
+    convert(model_dir, output_dir)
+    folder = tmp_path / "packed"
+    shutil.copytree(output_dir / "converted" / "torchao", folder)
+    (file,) = folder.glob("*.pt")
+    os.truncate(file, int(file.stat().st_size * left))
+    with pytest.raises(ValueError, match=rf"{file.name} is damaged .*get it again, or remove it"):
+        hestia_tune.load_quantized(folder)
 
 
 def test_load_quantized_names_what_is_missing(model_dir, output_dir, tmp_path):
