@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from hestia_tune.config import one_line
 
@@ -117,15 +118,17 @@ def read_json(path: Path) -> Any:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What torch.save wrote, without running code from it; a ValueError if it is damaged."""
+    """What torch.save, or safetensors, wrote, without running code from it; a ValueError that names
+    the file if it is damaged."""
     try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise
-    except (RuntimeError, OSError) as error:
-        raise ValueError(
-            f"{path} is damaged ({one_line(error)}); get it again, or remove it"
-        ) from None
+    except Exception as error:  # of any kind, as bytes fall
+        reason = f"cannot be read, or is damaged ({one_line(error)})"
+        raise ValueError(f"{path} {reason}; get it again") from error
 
 
 def require_writable_dir(path: str | Path) -> Path:

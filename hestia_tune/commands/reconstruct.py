@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from omegaconf import DictConfig
-from safetensors.torch import load_file
 from torch import nn
 from torchtune import training, utils
 
@@ -303,7 +302,7 @@ class ReconstructionRecipe:
 
         def load() -> None:
             for file in found:
-                model.load_state_dict(load_file(file), strict=False)
+                model.load_state_dict(read_state(file), strict=False)
 
         if found:
             work.skip(len(found), load)

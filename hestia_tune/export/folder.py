@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.config import one_line
@@ -73,10 +72,7 @@ class SafetensorsFolder:
             files = {inside(folder, name) for name in read_json(index)["weight_map"].values()}
         self._tensors: dict[str, torch.Tensor] = {}
         for file in sorted(files):
-            try:
-                self._tensors |= sorted(load_file(file).items())
-            except SafetensorError as error:
-                raise ValueError(f"{file} is damaged ({error}); get it again") from error
+            self._tensors |= sorted(read_state(file).items())
         self.shapes = {n: t.shape for n, t in self._tensors.items() if "rotary_emb." not in n}
         if not self.shapes:
             raise FileNotFoundError(f"{folder} has no model.safetensors; copy the model's")
@@ -295,7 +291,7 @@ def write_folder(
         for path in staging.glob(file or "*.safetensors"):
             path.chmod((staging / "config.json").stat().st_mode)  # may be its owner's alone
             num_bytes += path.stat().st_size
-            written |= read_state(path) if file else load_file(path)
+            written |= read_state(path)
         for name, expected in progress_bar(state.items(), desc="reading it back", unit="tensor"):
             found = written.get(name, torch.empty(0))
             same = torch.equal(as_dense(found), as_dense(expected))

@@ -50,9 +50,9 @@ class History:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(self.rows[-1])}\n")
 
-    def keys_at(self, step: int) -> list[str]:
-        """The names of what was logged after a step."""
-        return [key for row in self.rows if row["step"] == step for key in row]
+    def at(self, step: int) -> dict[str, Any]:
+        """All that was logged after a step."""
+        return {key: row[key] for row in self.rows if row["step"] == step for key in row}
 
 
 class CodeStatistics:

@@ -194,11 +194,15 @@ class RunOptions(Section):
             if getattr(section, "seed", 0) is None:
                 own["seed"] = self.seed or 0
             object.__setattr__(self, key, dataclasses.replace(section, **own))
-        if Path(self.reconstruct.output or "").resolve() == Path(self.output_dir).resolve():
-            raise ValueError(
-                f"reconstruct.output must not be output_dir, since each gets a hard_model; got "
-                f"{self.output_dir} for both; leave reconstruct.output out"
-            )
+        own = Path(self.output_dir).resolve()
+        taken = (own, own / "hard_model", own / "checkpoints")
+        for key in ("reconstruct.output", "reconstruction"):
+            folder = self.reconstruction if key == "reconstruction" else self.reconstruct.output
+            if folder and Path(folder).resolve() in taken:
+                raise ValueError(
+                    f"{key} must be a folder that training does not write, as it does output_dir "
+                    f"{self.output_dir}, hard_model and checkpoints in it; got {folder}"
+                )
 
 
 def _without_temperature(given: DictConfig, key: str) -> None:

@@ -73,14 +73,12 @@ class HestiaQATRecipe(RecipeSetup):
                     self._log_step(result, time.perf_counter() - started)
                     at_end = self.global_step == self.total_steps
                     every = (self.options.save_every_n_steps, self.options.eval.every_n_steps)
-                    if not at_end and (result.stop_requested or any(map(self._is_due, every))):
+                    if at_end or result.stop_requested or any(map(self._is_due, every)):
                         self._save()  # before what may take long: torchrun's patience is 30 seconds
                     if result.stop_requested and not at_end:
                         self._profiler.stop()
                         return
                     self._measure()
-                    if at_end:
-                        self._save()
                 self.epochs_run += 1
         self._profiler.stop()
         self._finish()
@@ -156,12 +154,13 @@ class HestiaQATRecipe(RecipeSetup):
         tasks_due = not at_end and self._is_due(options.eval.every_n_steps)
         if not (losses_due or tasks_due):
             return
-        logged = " ".join(on_first_rank(lambda: self.history.keys_at(self.global_step)) or ())
-        if losses_due and "val_loss_hard" not in logged:
-            self.validation_losses.pop(outputs.HARD, None)
+        logged = on_first_rank(lambda: self.history.at(self.global_step)) or {}
+        if losses_due and "val_loss_hard" in logged:
+            self.validation_losses[outputs.HARD] = logged["val_loss_hard"]
+        elif losses_due:
             with self._saving_first():
                 self._validate()
-        if tasks_due and "eval/" not in logged:
+        if tasks_due and not any(name.startswith("eval/") for name in logged):
             self._evaluate_tasks()
 
     @contextmanager

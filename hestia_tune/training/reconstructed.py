@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from hestia_tune.files import read_json
+from hestia_tune.files import read_json, read_state
 from hestia_tune.sensitivity import model_fingerprint
 
 RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
@@ -46,7 +45,7 @@ def reconstructed(
             f"reconstruction: {folder} was made from another model than the checkpointer's; "
             "reconstruct this one"
         )
-    return {**pretrained, **load_file(Path(folder) / LATENTS_FILE)}
+    return {**pretrained, **read_state(Path(folder) / LATENTS_FILE)}
 
 
 def windows_may_stay(folder: Path, *descriptions: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import io
+import multiprocessing
 
 import pytest
 import torch
@@ -100,12 +101,13 @@ def test_every_shape_that_matters_has_a_kernel():
     assert "groups" in Int4Pack.limit(ternary(16, 96, 48))
 
 
-@pytest.mark.parametrize(("name", "bits"), [("int4pack", 4.25), ("onnxruntime", 2.766)])
+@pytest.mark.parametrize(("name", "bits"), [("int4pack", 4.25), ("onnxruntime", 2.928)])
 def test_memory_of_a_kernel(name, bits):
-    """ONNX Runtime reads the packed codes in place: its own copy is all that is added."""
+    """ONNX Runtime reads the packed codes in place: its own copy, and .16 of a session, are all
+    that is added."""
     for package in choice.KERNELS[name].packages:
         pytest.importorskip(package)
-    weight = ternary(64, 512, 128, torch.bfloat16)
+    weight = ternary(2048, 2048, 128, torch.bfloat16)
     kernel = choice.make(weight, choice.KERNELS[name])
     assert 8 * kernel.num_bytes / weight.numel() == pytest.approx(bits, abs=0.001)
 
@@ -323,3 +325,22 @@ def test_parts_of_onnxruntime(shape, monkeypatch):
     assert len(ran) == 3  # one other part, then two
     assert all(torch.equal(one, found[0]) for one in found)
     assert relative_error(found[0], x, weight, bias) < 0.01
+
+
+def test_a_forked_process_has_workers_of_its_own(monkeypatch):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    module = importlib.import_module(OnnxRuntime.__module__)
+    monkeypatch.setattr(module, "_MIN_PART", 1)
+    monkeypatch.setattr(module, "_MIN_LONG", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    weight = ternary(64, 256, 128)
+    kernel, (x, _) = choice.make(weight, OnnxRuntime), inputs(weight, 3)
+    expected = kernel(x, None)
+    child = multiprocessing.get_context("fork").Process(target=kernel, args=(x, None))
+    child.start()
+    child.join(60)
+    code = child.exitcode
+    child.kill()
+    assert code == 0  # None if it waits for threads that are not there
+    assert torch.equal(kernel(x, None), expected)

@@ -300,7 +300,7 @@ def test_a_save_that_is_due_comes_before_the_validation(model_dir, tmp_path, mon
     folder = tmp_path / "checkpoints"
     monkeypatch.setattr(HestiaQATRecipe, "_validate", spy)
     run(make_config(model_dir, tmp_path, "save_every_n_steps=2", "run_val_every_n_steps=2"))
-    assert saved == [(2, [2]), (4, [2, 4]), (6, [2, 4])]  # the last save has the losses at the end
+    assert saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])]
 
 
 @pytest.mark.parametrize("what", ["_validate", "_evaluate_tasks"])
@@ -335,6 +335,30 @@ def test_a_resumed_run_measures_what_the_stopped_one_did_not(
     assert rows(cut) == rows(whole)
     run(make_config(model_dir, cut, *again))  # which has all
     assert rows(cut) == rows(whole)
+
+
+@pytest.mark.parametrize("what", ["_validate", "_finish"])
+def test_a_run_that_is_killed_at_its_end_has_its_results(model_dir, tmp_path, monkeypatch, what):
+    """Twice: in the last validation, or after it, when the losses of its row are the run's."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run(make_config(model_dir, whole, "run_val_every_n_steps=2"))
+
+    def killed(recipe):
+        if recipe.global_step == 6:
+            raise KeyboardInterrupt
+
+    for again in ((), ("resume_from_checkpoint=True",)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            usual = getattr(HestiaQATRecipe, what)
+            patch.setattr(HestiaQATRecipe, what, lambda r, do=usual: killed(r) or do(r))
+            run(make_config(model_dir, cut, "run_val_every_n_steps=2", *again))
+    run(make_config(model_dir, cut, "run_val_every_n_steps=2", "resume_from_checkpoint=True"))
+    found, expected = (
+        json.loads((folder / "results.json").read_text())["validation_loss"]
+        for folder in (cut, whole)
+    )
+    assert found == expected and "trained, hard" in found
+    assert logged(cut, "val_loss_hard") == logged(whole, "val_loss_hard")
 
 
 def test_a_logger_that_fails_ends_no_run(model_dir, tmp_path, caplog):

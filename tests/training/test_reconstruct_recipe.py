@@ -337,7 +337,7 @@ def test_errors(model_dir, tmp_path, overrides, message):
 def test_training_refuses_what_is_not_its_own(model_dir, finished, tmp_path):
     folder, _ = finished
     with pytest.raises(FileNotFoundError, match="holds none that is finished"):
-        run(config(model_dir, tmp_path, f"reconstruction={tmp_path}"))
+        run(config(model_dir, tmp_path, f"reconstruction={tmp_path / 'none'}"))
     other = config(model_dir, tmp_path, f"reconstruction={folder}", "quantizer.group_size=16")
     with pytest.raises(ValueError, match="was made by quantizer ternary, group_size=32"):
         run(other)

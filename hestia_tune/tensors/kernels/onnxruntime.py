@@ -7,9 +7,10 @@ Gaussian ones. The library has such products with AVX2, AVX512 and on ARM; elsew
 of other sizes, it dequantizes by scalar code, which `auto` finds slow and leaves.
 
 Threads. Those of ONNX Runtime wait for work without giving up their cores, as torch's do: beside
-each other both are slow. So its sessions have none: a large weight is cut into as many parts as
-torch has threads at the time, each a session that works on the thread that calls it. Long products
-hand the parts to one pool of Python threads, which all kernels share; short ones take them in turn.
+each other both are slow. So its sessions have none: a weight is cut into as many parts as torch has
+threads at the time, of a million weights at least, each a session that works on the thread that
+calls it. Long products of several rows hand the parts to one pool of Python threads, which all
+kernels share; the others take them in turn.
 """
 
 import functools
@@ -26,6 +27,7 @@ from hestia_tune.tensors.kernels import Kernel
 BLOCKS = (128, 64, 32)
 _MIN_PART = 2**20  # weights: fewer are not worth a call of their own
 _MIN_LONG = 2**23  # weights times rows, some 0.1 ms: what handing a part over takes
+_SESSION_BYTES = 85_000  # measured: what a session has besides its weights
 
 
 class OnnxRuntime(Kernel):
@@ -65,23 +67,21 @@ class OnnxRuntime(Kernel):
         self._size = rows * columns
         parts = max(1, min(torch.get_num_threads(), self._size // _MIN_PART))
         cuts = itertools.pairwise(rows * part // parts for part in range(parts + 1))
-        sessions = [
-            _session({name: array[start:end] for name, array in arrays.items()}, columns, block)
+        self._runs = [
+            _session({name: array[start:end] for name, array in arrays.items()}, columns, block).run
             for start, end in cuts
         ]
-        self._runs = [session.run for session, _ in sessions]
-        self._values = [values for _, values in sessions]  # read in place, at any time
         # The runtime's copy (codes, scales, sums of the blocks' zero points) and what it was given,
         # but for the weight's own codes.
         given = sum(array.nbytes for array in arrays.values())
-        self.num_bytes = codes.nbytes + 2 * arrays["scale"].nbytes + given
+        self.num_bytes = codes.nbytes + 2 * arrays["scale"].nbytes + given + parts * _SESSION_BYTES
         if codes.data_ptr() == weight.qdata.data_ptr():
             self.num_bytes -= codes.nbytes
 
     def product(self, x):
         feed = {"x": x.detach().float().numpy()}  # shares the memory of a float32 x
         own, *others = self._runs
-        if len(x) * self._size < _MIN_LONG:
+        if len(x) == 1 or len(x) * self._size < _MIN_LONG:
             found = [run(None, feed)[0] for run in self._runs]
         else:
             waiting = [_workers().submit(run, None, feed) for run in others]
@@ -95,9 +95,11 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "onnxruntime")
 
 
+os.register_at_fork(after_in_child=_workers.cache_clear)  # where its threads do not exist
+
+
 def _session(arrays: dict[str, np.ndarray], columns: int, block: int):
-    """(session, what it reads in place): x (rows, columns) -> y (rows, out_features), on the thread
-    that runs it."""
+    """x (rows, columns) -> y (rows, out_features), on the thread that runs it."""
     import onnxruntime
     from onnx import TensorProto, helper
 
@@ -134,4 +136,6 @@ def _session(arrays: dict[str, np.ndarray], columns: int, block: int):
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
     options.add_external_initializers(list(arrays), values)
     providers = ["CPUExecutionProvider"]
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers), values
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers)
+    session.values = values  # read in place, at any time
+    return session
