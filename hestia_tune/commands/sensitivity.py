@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config, utils
+from torchtune import utils
 
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.files import remove, require_writable_dir
@@ -59,9 +59,8 @@ class SensitivityRecipe:
         names = list(quantized_linears(meta))
         tokenizer = build.make_tokenizer(self.cfg.tokenizer, meta)
         batches = data.calibration_batches(self.cfg, tokenizer, self.settings)
-        state = build.pretrained_state(
-            self.cfg, lambda: config.instantiate(self.cfg.checkpointer).load_checkpoint()
-        )
+        checkpointer = build.instantiate(self.cfg.checkpointer, "checkpointer")
+        state = build.pretrained_state(self.cfg, checkpointer.load_checkpoint)
         identity, artifact = on_first_rank(lambda: self._find(names, state or {}, batches))
         folder = self.path.with_name(f"{self.path.name}.{digest(identity)}")  # of the journal
         self.computed = artifact is None

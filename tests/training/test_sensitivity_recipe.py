@@ -167,7 +167,7 @@ def test_a_short_dataset_gives_all_it_has(model_dir, tmp_path, caplog):
         ("sensitivity_estimation.min_probes=1", "min_probes must be at least 2"),
         ("sensitivity_estimation=3", "int is not .* mapping sensitivity_estimation. value: 3"),
         ("dataset.num=0", "dataset could not be loaded: it has no samples"),
-        ("checkpointer.checkpoint_files=[nothing.safetensors]", "could not be read"),
+        ("checkpointer.checkpoint_files=[nothing.safetensors]", "checkpointer: No file with name"),
     ],
 )
 def test_errors_come_before_any_work(model_dir, tmp_path, override, message):

@@ -65,7 +65,7 @@ class OnnxRuntime(Kernel):
             "zeros": zeros.numpy(),
         }
         self._size = rows * columns
-        parts = max(1, min(torch.get_num_threads(), self._size // _MIN_PART))
+        parts = max(1, min(torch.get_num_threads(), rows, self._size // _MIN_PART))
         cuts = itertools.pairwise(rows * part // parts for part in range(parts + 1))
         self._runs = [
             _session({name: array[start:end] for name, array in arrays.items()}, columns, block).run
