@@ -194,10 +194,13 @@ class RunOptions(Section):
             if getattr(section, "seed", 0) is None:
                 own["seed"] = self.seed or 0
             object.__setattr__(self, key, dataclasses.replace(section, **own))
-        own = Path(self.output_dir).resolve()
-        taken = (own, own / "hard_model", own / "checkpoints")
-        for key in ("reconstruct.output", "reconstruction"):
-            folder = self.reconstruction if key == "reconstruction" else self.reconstruct.output
+        whole = Path(self.output_dir).resolve()
+        taken = (whole, whole / "hard_model", whole / "checkpoints")
+        given = {
+            "reconstruct.output": self.reconstruct.output,
+            "reconstruction": self.reconstruction,
+        }
+        for key, folder in given.items():
             if folder and Path(folder).resolve() in taken:
                 raise ValueError(
                     f"{key} must be a folder that training does not write, as it does output_dir "

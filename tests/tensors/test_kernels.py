@@ -1,7 +1,6 @@
 """Kernels against the dequantized product; which one is taken, and when it is not."""
 
 import copy
-import importlib
 import io
 import multiprocessing
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hestia_tune import Fairy2iTensor, TernaryTensor, use_kernel
-from hestia_tune.tensors.kernels import Kernel, choice
+from hestia_tune.tensors.kernels import Kernel, choice, onnxruntime
 from hestia_tune.tensors.kernels.complex_stack import stacked
 from hestia_tune.tensors.kernels.int4pack import Int4Pack
 from hestia_tune.tensors.kernels.onnxruntime import OnnxRuntime
@@ -305,22 +304,21 @@ def test_parts_of_onnxruntime(shape, monkeypatch):
     """As many as torch has threads: in turn or at once, their products are the whole's."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
-    module = importlib.import_module(OnnxRuntime.__module__)
-    monkeypatch.setattr(module, "_MIN_PART", 1)
+    monkeypatch.setattr(onnxruntime, "_MIN_PART", 1)
     ran = []
 
     def workers():
         ran.append(True)
-        return module.ThreadPoolExecutor(1)
+        return onnxruntime.ThreadPoolExecutor(1)
 
-    monkeypatch.setattr(module, "_workers", workers)
+    monkeypatch.setattr(onnxruntime, "_workers", workers)
     weight = ternary(*shape)
     x, bias = inputs(weight, 3)
     found = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=threads: number)
         for shortest in (2**30, 1):
-            monkeypatch.setattr(module, "_MIN_LONG", shortest)
+            monkeypatch.setattr(onnxruntime, "_MIN_LONG", shortest)
             found.append(choice.make(weight, OnnxRuntime)(x, bias))
     assert len(ran) == 3  # one other part, then two
     assert all(torch.equal(one, found[0]) for one in found)
@@ -330,9 +328,8 @@ def test_parts_of_onnxruntime(shape, monkeypatch):
 def test_a_forked_process_has_workers_of_its_own(monkeypatch):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
-    module = importlib.import_module(OnnxRuntime.__module__)
-    monkeypatch.setattr(module, "_MIN_PART", 1)
-    monkeypatch.setattr(module, "_MIN_LONG", 1)
+    monkeypatch.setattr(onnxruntime, "_MIN_PART", 1)
+    monkeypatch.setattr(onnxruntime, "_MIN_LONG", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     weight = ternary(64, 256, 128)
     kernel, (x, _) = choice.make(weight, OnnxRuntime), inputs(weight, 3)
