@@ -148,16 +148,14 @@ class HestiaQATRecipe(RecipeSetup):
     def _measure(self) -> None:
         """Validation and tasks, where they are due after this step and were not logged."""
         at_end, options = self.global_step == self.total_steps, self.options
-        losses_due = self.data.val_loader is not None and (
-            at_end or self._is_due(options.run_val_every_n_steps)
-        )
+        losses_due = at_end or self._is_due(options.run_val_every_n_steps)
         tasks_due = not at_end and self._is_due(options.eval.every_n_steps)
         if not (losses_due or tasks_due):
             return
         logged = on_first_rank(lambda: self.history.at(self.global_step)) or {}
         if losses_due and "val_loss_hard" in logged:
             self.validation_losses[outputs.HARD] = logged["val_loss_hard"]
-        elif losses_due:
+        elif losses_due and self.data.val_loader is not None:
             with self._saving_first():
                 self._validate()
         if tasks_due and not any(name.startswith("eval/") for name in logged):
@@ -281,7 +279,10 @@ class HestiaQATRecipe(RecipeSetup):
             },
             meta={
                 "identity": self._identity,
-                "validation_losses": self.validation_losses,
+                # But for the hard model's, which `_measure` has from the history.
+                "validation_losses": {
+                    k: v for k, v in self.validation_losses.items() if k != outputs.HARD
+                },
                 "tokens_seen": self.tokens_seen,
             },
             keep_last=self.options.keep_last_checkpoints,
