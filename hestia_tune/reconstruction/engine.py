@@ -242,7 +242,7 @@ class Reconstruction:
                 return self.head(hidden)
 
         counted = self._counted[batch]
-        return self._mean(divergence(out[counted], target[counted], head), batch)
+        return self._mean(divergence(out[counted], target[counted], head, self._compiled), batch)
 
     @torch.no_grad()
     def _norms(self) -> torch.Tensor:

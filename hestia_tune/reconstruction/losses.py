@@ -1,6 +1,7 @@
 """What windows are trained for: hidden states h like the pretrained h*, or such predictions."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ def huber_error(
 
 
 def divergence(
-    out: torch.Tensor, target: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+    out: torch.Tensor,
+    target: torch.Tensor,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    compiled: bool = False,
 ) -> torch.Tensor:
     """KL(pretrained || own) of the predictions from hidden states (n, dim), a sum in nats.
 
@@ -35,16 +39,28 @@ def divergence(
 
     Args:
         head: hidden states (n, dim) to logits.
+        compiled: the divergence of logits as fused kernels.
     """
+    of_logits = _compiled_of_logits() if compiled else _of_logits
 
     def of_part(h: torch.Tensor, h_full: torch.Tensor) -> torch.Tensor:
-        wanted, found = (head(x).float().log_softmax(-1) for x in (h_full, h))
-        return F.kl_div(found, wanted, reduction="sum", log_target=True)
+        return of_logits(head(h), head(h_full))
 
     total = out.new_zeros(())
     for part in zip(out.split(_LOGIT_POSITIONS), target.split(_LOGIT_POSITIONS), strict=True):
         total = total + GradientAtOnce.apply(of_part, *part)
     return total
+
+
+def _of_logits(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    # (positions, vocabulary)
+    found, wanted = found.float().log_softmax(-1), wanted.float().log_softmax(-1)
+    return F.kl_div(found, wanted, reduction="sum", log_target=True)
+
+
+@cache
+def _compiled_of_logits() -> Callable[..., torch.Tensor]:
+    return torch.compile(_of_logits, dynamic=True)
 
 
 class GradientAtOnce(torch.autograd.Function):

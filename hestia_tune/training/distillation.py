@@ -6,7 +6,8 @@ its logits beside the model's. Both give their logits in chunks of the sequence,
 (torchtune's) is taken chunk by chunk, so that its float32 probabilities exist for one at a time.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ def distillation_loss_sum(
     labels: torch.Tensor,
     settings: DistillationConfig,
     ignore_index: int,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """T^2 · sum of the divergence over the predicted tokens, in nats.
 
@@ -50,19 +52,28 @@ def distillation_loss_sum(
         logits, teacher_logits: (batch, seq_len, vocabulary), or as many chunks of it.
         labels: (batch, seq_len), shifted; ``ignore_index`` where nothing is predicted.
         settings: loss and temperature T.
+        compiled: as fused kernels, without a float32 copy of the logits for each step of it.
     """
-    divergence = _LOSSES[settings.loss](ignore_index=ignore_index)
-    total, scale = torch.zeros((), device=labels.device), 1.0 / settings.temperature
+    total = torch.zeros((), device=labels.device)
     chunks = as_chunks(logits)
+    divergence = _divergence(settings.loss, settings.temperature, ignore_index, compiled)
     parts = labels.split([chunk.shape[1] for chunk in chunks], dim=1)
+    for chunk in zip(chunks, as_chunks(teacher_logits), parts, strict=True):
+        total = total + GradientAtOnce.apply(divergence, *chunk)
+    return total * settings.temperature**2
+
+
+@cache
+def _divergence(
+    kind: str, temperature: float, ignore_index: int, compiled: bool
+) -> Callable[..., torch.Tensor]:
+    divergence, scale = _LOSSES[kind](ignore_index=ignore_index), 1.0 / temperature
 
     def of_chunk(own: torch.Tensor, other: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         flat = own.flatten(0, 1) * scale, other.flatten(0, 1) * scale  # (tokens, vocabulary)
         return divergence(*flat, part.flatten(), normalize=False)
 
-    for chunk in zip(chunks, as_chunks(teacher_logits), parts, strict=True):
-        total = total + GradientAtOnce.apply(of_chunk, *chunk)
-    return total * settings.temperature**2
+    return torch.compile(of_chunk, dynamic=True) if compiled else of_chunk
 
 
 def make_teacher(

@@ -196,7 +196,9 @@ class HestiaQATRecipe(RecipeSetup):
         total = torch.zeros_like(count, dtype=torch.float32)
         if wanted is not None:
             weight = settings.weight
-            total = weight * distillation_loss_sum(logits, wanted, labels, settings, ignore)
+            total = weight * distillation_loss_sum(
+                logits, wanted, labels, settings, ignore, self._compile
+            )
         if weight == 1:
             return total, count
         # Without a token to predict the mean would be NaN; any label will do, its weight is 0.

@@ -255,10 +255,11 @@ def test_options_change_what_is_learned_and_still_mend(options):
         assert all(torch.equal(block.norm.weight, torch.ones(DIM)) for block in other)
 
 
-def test_divergence_and_its_gradient(monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_divergence_and_its_gradient(monkeypatch, compiled):
     """In parts that do not divide the positions; against autograd through all logits at once."""
     monkeypatch.setattr("hestia_tune.reconstruction.losses._LOGIT_POSITIONS", 5)
-    work = reconstruct(make_model())
+    work = reconstruct(make_model(), compiled=compiled)
     head = torch.randn(DIM, 11, generator=torch.Generator().manual_seed(2))
     work.head = lambda h: h @ head
     target, out = states()[0], states()[1].requires_grad_()

@@ -33,8 +33,8 @@ def reference(logits, wanted, labels, kind, temperature):
 
 @pytest.mark.parametrize("kind", ["kl", "kl_reverse", "mixed"])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("chunks", [None, 3])
-def test_the_loss_is_the_definition(kind, temperature, chunks):
+@pytest.mark.parametrize(("chunks", "compiled"), [(None, False), (3, False), (3, True)])
+def test_the_loss_is_the_definition(kind, temperature, chunks, compiled):
     generator = torch.Generator().manual_seed(0)
     logits, wanted = (3 * torch.randn(2, 7, 11, generator=generator) for _ in range(2))
     labels = torch.randint(0, 11, (2, 7), generator=generator)
@@ -42,7 +42,7 @@ def test_the_loss_is_the_definition(kind, temperature, chunks):
     settings = DistillationConfig(weight=1, temperature=temperature, loss=kind)
     own = logits.clone().requires_grad_()
     given = (own, wanted) if chunks is None else (list(x.chunk(chunks, 1)) for x in (own, wanted))
-    found = distillation_loss_sum(*given, labels, settings, IGNORED)
+    found = distillation_loss_sum(*given, labels, settings, IGNORED, compiled)
     expected = reference(logits.requires_grad_(), wanted, labels, kind, temperature)
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     (0.3 * found).backward()
