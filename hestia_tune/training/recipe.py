@@ -186,7 +186,7 @@ class HestiaQATRecipe(RecipeSetup):
         The loss is the config's, mixed with the distillation from ``teacher`` if there is one.
         """
         utils.batch_to_device(batch, self._device)
-        ignore = self._loss_fn.ignore_index
+        ignore, fused = self._loss_fn.ignore_index, self._compile
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
         wanted = None if teacher is None else teacher(**batch)
@@ -196,9 +196,7 @@ class HestiaQATRecipe(RecipeSetup):
         total = torch.zeros_like(count, dtype=torch.float32)
         if wanted is not None:
             weight = settings.weight
-            total = weight * distillation_loss_sum(
-                logits, wanted, labels, settings, ignore, self._compile
-            )
+            total = weight * distillation_loss_sum(logits, wanted, labels, settings, ignore, fused)
         if weight == 1:
             return total, count
         # Without a token to predict the mean would be NaN; any label will do, its weight is 0.
