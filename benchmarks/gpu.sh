@@ -53,6 +53,8 @@ kernels() {
   local shape=(--device cuda --rows 4096 --columns 14336)
   step quantizer_float32 300 python benchmarks/quantizer.py "${shape[@]}"
   step quantizer_bfloat16 300 python benchmarks/quantizer.py "${shape[@]}" --dtype bfloat16
+  step distillation 300 python benchmarks/distillation.py --device cuda --batch 16 --seq-len 1024 \
+    --vocabulary 128256
 }
 
 recipes() {

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 GROUPS = {"smollm2_135m": 64, "llama3_2_1b": 256}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 DENSE = ("bfloat16", "float32")
-KERNELS = ("auto", "onnxruntime", "int4pack", "dequantize")
+KERNELS = ("auto", "auto, int8 head", "onnxruntime", "int4pack", "dequantize")
 BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0")
 ONNX = {"ONNX": "float32", "ONNX, int8 head": "int8"}
 ROWS = (*DENSE, *KERNELS, *ONNX, *BLOCK_TYPES)
@@ -127,6 +127,7 @@ def run_torch(name: str, work: Path, kernel: str, threads: int, prompt: int, clo
     """One row: ``kernel``, or a dense model in "bfloat16" or "float32"."""
     from hestia_tune import use_kernel
     from hestia_tune.models import build as builders
+    from hestia_tune.models.decoding import round_head
     from hestia_tune.tensors import TernaryTensor
 
     torch.set_num_threads(threads)
@@ -145,6 +146,9 @@ def run_torch(name: str, work: Path, kernel: str, threads: int, prompt: int, clo
     model.load_state_dict(state, assign=True)
     del state, packed
     builders.ready_for_inference(model, "cpu", dtype)
+    kernel, _, head = kernel.partition(", ")
+    if head:
+        round_head(model)
     if kernel not in DENSE:
         begin, use = time.perf_counter(), use_kernel(model, kernel)
         print(f"{use}; {time.perf_counter() - begin:.1f} s", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Attention of one new token, as torchtune's decoders compute it on a CPU."""
+"""Of one new token on a CPU: attention as torchtune's decoders compute it, and the output head."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchtune.modules import MultiHeadAttention
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+from torchtune.modules import MultiHeadAttention, TiedLinear
+
+HEADS = ("dense", "int8")
 
 
 def group_heads(model: nn.Module) -> None:
@@ -43,3 +46,33 @@ def _attend(
     mask = mask[:, None].expand(-1, -1, share, -1)
     out = F.scaled_dot_product_attention(rows, k[:, ::share], v[:, ::share], attn_mask=mask)
     return out.reshape(q.shape)
+
+
+def check_head(head: str, device: torch.device | str = "cpu") -> None:
+    """Raises ValueError for a head that there is not, or not on this device."""
+    if head not in HEADS:
+        raise ValueError(f"head must be one of {', '.join(HEADS)}; got {head!r}")
+    if head == "int8" and torch.device(device).type != "cpu":
+        raise ValueError(f'head="int8" is for a CPU, and the device is {device}; use "dense"')
+
+
+def round_head(model: nn.Module) -> None:
+    """Has the output head multiply in 8 bits: weights by rows, activations by tokens (torchao's).
+
+    Most of the time of a token may go into a dense head, which all its weights are read for. A head
+    that is tied to the embedding is rounded in a copy, and the embedding stays as it is.
+    """
+    head = model.output
+    if isinstance(head, TiedLinear):
+        weight = head.tied_module.weight
+        head.linear = _Untied(*reversed(weight.shape), bias=False, device="meta")
+        head.linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        head = head.linear
+    quantize_(head, Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, version=1))
+
+
+class _Untied(nn.Linear):
+    """A product with its own weight in the place of one with a tied weight, which it is given."""
+
+    def forward(self, x: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x)

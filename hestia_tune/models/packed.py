@@ -35,7 +35,7 @@ from hestia_tune.files import read_json, read_state
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
 from hestia_tune.models.checkpoints import add_biases
-from hestia_tune.models.decoding import group_heads
+from hestia_tune.models.decoding import check_head, group_heads, round_head
 from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.selection import select_linears
 from hestia_tune.tensors import pack, use_kernel
@@ -140,6 +140,7 @@ def _generate_config(cfg: DictConfig, method: Method, folder: Path) -> dict[str,
             "method": method.key(),
             **{key: sections["quantizer"].get(key) for key in ("include", "exclude")},
             "kernel": "auto",
+            "head": "dense",
         },
         "dtype": "bf16",
         "seed": 0,
@@ -162,14 +163,17 @@ class PackedWeights:
         include, exclude: the layers, as for training; see `hestia_tune.HestiaQATQuantizer`.
         kernel: what multiplies once weights are loaded; see `hestia_tune.use_kernel`. On a GPU
             nothing but "dequantize" has a use, since compiled products dequantize.
+        head: "dense", or on a CPU "int8"; see `load_quantized`.
     """
 
     method: str
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
     kernel: str = "auto"
+    head: str = "dense"
 
     def __post_init__(self):
+        check_head(self.head)
         self._method = Method.from_key(self.method)
 
     def quantize(self, model: nn.Module) -> nn.Module:
@@ -191,9 +195,13 @@ class PackedWeights:
 
     def _loaded(self, model: nn.Module, _: Any) -> None:
         """Of a model on a CPU: chooses the kernels, groups heads, and switches the compiler off."""
-        if next(model.parameters()).device.type == "cpu":
+        device = next(model.parameters()).device
+        check_head(self.head, device)
+        if device.type == "cpu":
             torch.compiler.set_stance("force_eager")
             group_heads(model)
+            if self.head == "int8":
+                round_head(model)
             log.info(use_kernel(model, self.kernel))
 
 
@@ -206,6 +214,7 @@ def load_quantized(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     kernel: str = "auto",
+    head: str = "dense",
 ) -> nn.Module:
     """A ready torchtune model from a packed folder that `tune run hestia_convert` wrote.
 
@@ -214,12 +223,16 @@ def load_quantized(
         dtype: of the computation; packed weights present it, all others are cast to it.
         kernel: what multiplies by packed weights; see `hestia_tune.use_kernel`. "auto" may round
             activations to 8 bits; "dequantize" computes as the hard model does, to the last bit.
+        head: "dense" as it is stored; "int8", on a CPU, is faster, the output head rounded to 8
+            bits by rows and its activations by tokens (one that is tied to the embedding is a copy,
+            a byte a weight).
 
     Raises:
-        ValueError: if the folder is of another kind or version, or on an unknown kernel.
+        ValueError: if the folder is of another kind or version, or on an unknown kernel or head.
         FileNotFoundError: if its weights are missing.
         ImportError: if the named kernel's library is.
     """
+    check_head(head, device)
     file = Path(folder) / DESCRIPTION_FILE
     facts = read_json(file) if file.is_file() else {}
     found = (facts.get("format_version"), facts.get("weights"))
@@ -238,6 +251,8 @@ def load_quantized(
     add_biases(model, state)
     model.load_state_dict(state, assign=True)
     ready_for_inference(model, device, dtype)
+    if head == "int8":
+        round_head(model)
     log.info(use_kernel(model, kernel))
     return model
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hestia_tune.models import llama
-from hestia_tune.models.decoding import group_heads
+from hestia_tune.models.decoding import check_head, group_heads, round_head
 
 SIZES = {"vocab_size": 32, "num_layers": 2, "embed_dim": 32, "intermediate_dim": 48}
 
@@ -65,3 +65,42 @@ def test_a_gradient_takes_the_usual_way():
     with torch.no_grad():
         attention(x, x, mask=mask, input_pos=position)
     assert calls == [1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_8_bits_rounds_rows_and_tokens_and_nothing_else(tied):
+    torch.manual_seed(0)
+    model = llama(**SIZES, num_heads=4, num_kv_heads=2, max_seq_len=16, tie_word_embeddings=tied)
+    model.requires_grad_(False)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    tokens, hidden = torch.randint(32, (3, 9)), []
+    model.norm.register_forward_hook(lambda *args: hidden.append(args[2].detach()))
+    model(tokens)
+    weight = (model.tok_embeddings if tied else model.output).weight.clone()
+    round_head(model)
+    found = model(tokens)
+    head = model.output.linear if tied else model.output
+    kept = head.weight.original_weight_tensor.dequantize()
+    level = weight.abs().amax(-1, keepdim=True) / 127.5  # of torchao's; of activations, 127
+    assert not torch.equal(kept, weight)
+    assert ((kept - weight).abs() <= 0.5001 * level).all()
+    scale = hidden[0].abs().amax(-1, keepdim=True) / 127
+    expected = ((hidden[0] / scale).round() * scale) @ kept.T
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(hidden[0], hidden[1])
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for key in before.keys() - {"output.weight"}:
+        assert torch.equal(after[key], before[key])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("int4",), "head must be one of dense, int8; got 'int4'"),
+        (("int8", "cuda"), 'head="int8" is for a CPU, and the device is cuda; use "dense"'),
+    ],
+)
+def test_a_head_that_there_is_not(options, message):
+    with pytest.raises(ValueError, match=message):
+        check_head(*options)

@@ -109,6 +109,9 @@ def test_the_packed_model_is_the_hard_model(model_dir, output_dir, overrides, ki
         assert torch.equal(model(TOKENS), expected)
         fast = hestia_tune.load_quantized(converted / "torchao", dtype=dtype, kernel="int4pack")
         assert (fast(TOKENS) - expected).norm() < 0.02 * expected.norm()
+        options = {"dtype": dtype, "kernel": "dequantize", "head": "int8"}
+        rounded = hestia_tune.load_quantized(converted / "torchao", **options)(TOKENS)
+        assert 0 < (rounded - expected).norm() < 0.03 * expected.norm()
     assert all(p.kernel for p in fast.parameters() if isinstance(p, TernaryTensor))
 
 

@@ -85,12 +85,16 @@ def test_files_load_in_transformers_with_equal_logits(trained, monkeypatch):
     shutil.copytree(recipe.output / "torchao", moved)
     (folder / "model").rename(folder / "gone")
     try:
-        model = hestia_tune.load_quantized(moved, dtype=torch.float32, kernel="dequantize")
+        model, rounded = (
+            hestia_tune.load_quantized(moved, dtype=torch.float32, kernel="dequantize", head=head)
+            for head in ("dense", "int8")
+        )
     finally:
         (folder / "gone").rename(folder / "model")
     assert any(isinstance(p, hestia_tune.TernaryTensor) for p in model.parameters())
     with torch.no_grad():
         assert torch.equal(model(TOKENS), expected)
+        assert 0 < (rounded(TOKENS) - expected).norm() < 0.03 * expected.norm()
 
 
 def test_gguf_is_written_or_refused_before_training(trained, monkeypatch, capsys):
