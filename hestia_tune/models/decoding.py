@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+from torchao.utils import TorchAOBaseTensor
 from torchtune.modules import MultiHeadAttention, TiedLinear
 
 HEADS = ("dense", "int8")
@@ -60,19 +61,33 @@ def round_head(model: nn.Module) -> None:
     """Has the output head multiply in 8 bits: weights by rows, activations by tokens (torchao's).
 
     Most of the time of a token may go into a dense head, which all its weights are read for. A head
-    that is tied to the embedding is rounded in a copy, and the embedding stays as it is.
+    that is tied to the embedding is rounded in a copy, and the embedding stays as it is. A head
+    that is packed, which is smaller still, stays too.
     """
     head = model.output
     if isinstance(head, TiedLinear):
-        weight = head.tied_module.weight
-        head.linear = _Untied(*reversed(weight.shape), bias=False, device="meta")
-        head.linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
-        head = head.linear
-    quantize_(head, Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, version=1))
+        head.linear = head = _Untied(head.tied_module.weight)
+    if not isinstance(head.weight, TorchAOBaseTensor):
+        # Version 2 of torchao 0.15 rounds scales to bfloat16: ten times the error.
+        quantize_(head, Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, version=1))
 
 
 class _Untied(nn.Linear):
-    """A product with its own weight in the place of one with a tied weight, which it is given."""
+    """A product by a weight of its own in the place of one by a tied weight, which it is given.
 
-    def forward(self, x: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(x)
+    The tied weight is what is multiplied by once it is another than at first: no module holds the
+    copy, so that no cast, load or copy of the model reaches it.
+    """
+
+    def __init__(self, tied: torch.Tensor):
+        super().__init__(*reversed(tied.shape), bias=False, device="meta")
+        self.weight = nn.Parameter(tied.detach(), requires_grad=False)
+        self._source = _state(tied)
+
+    def forward(self, x: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if _state(tied) == self._source else F.linear(x, tied)
+
+
+def _state(weight: torch.Tensor) -> tuple[int, int]:
+    """Where it is, and how often it was written to (which torch does not count of inference's)."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version

@@ -1,7 +1,6 @@
 """What windows are trained for: hidden states h like the pretrained h*, or such predictions."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ def divergence(
         head: hidden states (n, dim) to logits.
         compiled: the divergence of logits as fused kernels.
     """
-    of_logits = _compiled_of_logits() if compiled else _of_logits
+    of_logits = torch.compile(_of_logits, dynamic=True) if compiled else _of_logits
 
     def of_part(h: torch.Tensor, h_full: torch.Tensor) -> torch.Tensor:
         return of_logits(head(h), head(h_full))
@@ -56,11 +55,6 @@ def _of_logits(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     # (positions, vocabulary)
     found, wanted = found.float().log_softmax(-1), wanted.float().log_softmax(-1)
     return F.kl_div(found, wanted, reduction="sum", log_target=True)
-
-
-@cache
-def _compiled_of_logits() -> Callable[..., torch.Tensor]:
-    return torch.compile(_of_logits, dynamic=True)
 
 
 class GradientAtOnce(torch.autograd.Function):

@@ -52,7 +52,7 @@ def distillation_loss_sum(
         logits, teacher_logits: (batch, seq_len, vocabulary), or as many chunks of it.
         labels: (batch, seq_len), shifted; ``ignore_index`` where nothing is predicted.
         settings: loss and temperature T.
-        compiled: as fused kernels, without a float32 copy of the logits for each step of it.
+        compiled: as fused kernels, with fewer float32 copies of the logits.
     """
     total = torch.zeros((), device=labels.device)
     chunks = as_chunks(logits)

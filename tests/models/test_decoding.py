@@ -1,4 +1,4 @@
-"""Attention of one new token: the same as torchtune's own, by groups of heads."""
+"""Of one new token: attention, as torchtune's own by groups of heads, and the head in 8 bits."""
 
 import pytest
 import torch
@@ -90,6 +90,12 @@ def test_a_head_in_8_bits_rounds_rows_and_tokens_and_nothing_else(tied):
     assert torch.equal(hidden[0], hidden[1])
     after = model.state_dict()
     assert list(after) == list(before)
+    if tied:  # what changes the embedding changes the head, which is then dense
+        changed = {"tok_embeddings.weight": model.tok_embeddings.weight + 1}
+        model.load_state_dict(changed, strict=False)
+        assert torch.equal(model(tokens), hidden[-1] @ model.tok_embeddings.weight.T)
+        assert model.double()(tokens).isfinite().all()
+        return
     for key in before.keys() - {"output.weight"}:
         assert torch.equal(after[key], before[key])
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 
 from hestia_tune import HestiaQATQuantizer, Tequila, quantized_linears
 from hestia_tune.blocks import BlockCall, BlockChain
@@ -267,7 +268,10 @@ def test_divergence_and_its_gradient(monkeypatch, compiled):
     p, q = ((h[counted] @ head).double().softmax(-1) for h in (target, out))
     expected = (p * (p.log() - q.log())).sum() / counted.sum()
     (wanted,) = torch.autograd.grad(expected, out)
+    torch._dynamo.reset()
+    counters.clear()
     found = work._divergence(out, target, 0)
+    assert counters["stats"]["unique_graphs"] == compiled
     (grad,) = torch.autograd.grad(3.0 * found, out)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(grad, 3.0 * wanted, rtol=1e-4, atol=1e-7)

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from tiny import SHAPE, make_config, make_model_dir, random_dataset, run
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from hestia_tune.export.folder import SafetensorsFolder
@@ -42,7 +43,10 @@ def test_the_loss_is_the_definition(kind, temperature, chunks, compiled):
     settings = DistillationConfig(weight=1, temperature=temperature, loss=kind)
     own = logits.clone().requires_grad_()
     given = (own, wanted) if chunks is None else (list(x.chunk(chunks, 1)) for x in (own, wanted))
+    torch._dynamo.reset()
+    counters.clear()
     found = distillation_loss_sum(*given, labels, settings, IGNORED, compiled)
+    assert bool(counters["stats"]["unique_graphs"]) == compiled
     expected = reference(logits.requires_grad_(), wanted, labels, kind, temperature)
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     (0.3 * found).backward()
