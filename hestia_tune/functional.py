@@ -96,12 +96,7 @@ def hard_fairy2i(
 def fairy2i_codes(
     weight: torch.Tensor, *, num_stages: int = 2, granularity: Granularity = "tensor"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and scales of which `hard_fairy2i` is made.
-
-    Returns:
-        codes: int8 powers of i in 0..3, (num_stages, 2, n, m) for a weight (2n, 2m); U, then W.
-        scales: bfloat16, see `hestia_tune.methods.fairy2i.Fairy2iMethod.codes`.
-    """
+    """The codes and scales of which `hard_fairy2i` is made, as `Fairy2iMethod.codes` gives them."""
     require_float(weight)
     return Fairy2iMethod(num_stages=num_stages, granularity=granularity).codes(weight)
 

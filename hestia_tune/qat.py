@@ -273,9 +273,8 @@ class HestiaQATQuantizer(QATQuantizerBase):
     """Ternary QAT as a component (``_component_: hestia_tune.HestiaQATQuantizer``).
 
     Args:
-        group_size: weights that share a scale: an int that divides in_features (128 in the
-            paper), "channel" or "tensor".
-        scale, threshold, offset, start, codebook: see `HestiaConfig`; the defaults are the paper's.
+        group_size, scale, threshold, offset, start, codebook: see `HestiaConfig`; the defaults are
+            the paper's.
         scale_lr, include, exclude, skip_incompatible: see `QATQuantizerBase`.
 
     Example:

@@ -45,8 +45,6 @@ class Method(ABC):
     pairs_rows: ClassVar[bool] = False
     # Whether latent weights also make a bias (`bias`, `bias_vjp`), which hard linears then have.
     adds_bias: ClassVar[bool] = False
-    # Whether it has a temperature; without one it is hard at every pressure above 0.
-    has_temperature: ClassVar[bool] = True
     # Packed tensors that hold the codes (`hestia_tune.tensors.pack`), the first by default.
     packed_formats: tuple[str, ...] = ()
     # What hestia_convert can write, the first by default.

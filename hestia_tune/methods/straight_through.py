@@ -26,8 +26,6 @@ Start = Literal["absmax", "least_squares"]
 class StraightThroughMethod(GroupMethod):
     """A scale and a code of every weight, and dQ/dw = 1 for every w."""
 
-    has_temperature: ClassVar[bool] = False
-
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
         return (grad.to(weight.dtype),)
 
@@ -52,7 +50,6 @@ class LearnedStepMethod(GroupMethod):
         TypeError, ValueError: on a wrong option.
     """
 
-    has_temperature: ClassVar[bool] = False
     trained_parameters = ("step",)
     # scale/a, reach, outside.
     facts: ClassVar[tuple[float, float, float]] = (1.0, 1.0, 1.0)

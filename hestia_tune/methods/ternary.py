@@ -76,8 +76,7 @@ class TernaryMethod(GroupMethod):
     """Codes {-1, 0, 1} with a scale per group.
 
     Args:
-        group_size: weights along in_features that share a scale (128 in the paper), or "channel",
-            or "tensor".
+        group_size: as in `GroupMethod`; 128 in the paper.
         scale: "absmean", mean|w| of the latent weights as they are (Eq. 1; AbsMean of BitNet
             b1.58); or "learned", 2·sigmoid(t)·g with a parameter t per group that starts at 0.
         threshold: "half" of the scale (Eq. 2), or "learned", sigmoid(s)·g with a parameter s that

@@ -250,9 +250,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
     def build_model(self, state: dict[str, torch.Tensor]) -> nn.Module:
         """Prepared, compiled, checkpointed, sharded and loaded, in this order.
 
-        Linears are swapped right after the model is made on the meta device, before compile,
-        activation checkpointing and FSDP see them. FSDP is applied on one process too: it does the
-        mixed precision, and one code path is easier to keep exact than two.
+        FSDP is applied on one process too: it does the mixed precision, and one code path is easier
+        to keep exact than two.
         """
         options = self.options
         model = build.build_on_meta(self.run.cfg.model, self.component)

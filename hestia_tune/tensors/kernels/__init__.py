@@ -53,13 +53,9 @@ class Kernel(abc.ABC):
         return "" if weight.dtype in cls.dtypes else f"has no products in {weight.dtype}"
 
     @classmethod
-    def is_installed(cls) -> bool:
-        return all(importlib.util.find_spec(package) for package in cls.packages)
-
-    @classmethod
     def require(cls) -> None:
         """Raises ImportError, with the remedy, if the library is not there."""
-        if not cls.is_installed():
+        if not all(importlib.util.find_spec(package) for package in cls.packages):
             needed = " and ".join(cls.packages)
             raise ImportError(
                 f"the kernel {cls.name} needs {needed}: pip install 'hestia-tune[{cls.extra}]'"
