@@ -11,6 +11,8 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize
 from torchao.utils import TorchAOBaseTensor
 from torchtune.modules import MultiHeadAttention, TiedLinear
 
+from hestia_tune.tensors.kernels import version
+
 HEADS = ("dense", "int8")
 
 
@@ -89,5 +91,5 @@ class _Untied(nn.Linear):
 
 
 def _state(weight: torch.Tensor) -> tuple[int, int]:
-    """Where it is, and how often it was written to (which torch does not count of inference's)."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    """Where it is, and how often it was written to."""
+    return weight.data_ptr(), version(weight)

@@ -104,9 +104,12 @@ class Kernel(abc.ABC):
         return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often it was written to in place; what was made in inference mode has no count, 0."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _versions(weight: Any) -> list[int]:
-    """Counts of what was written in place into a packed weight, which torch counts for the whole,
-    and its parts; what was made in inference mode has none."""
+    """Those of a packed weight, which torch counts for the whole, and its parts."""
     with torch._C.DisableTorchFunctionSubclass():
-        tensors = (weight, weight.qdata, weight.scale)
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        return [version(tensor) for tensor in (weight, weight.qdata, weight.scale)]
