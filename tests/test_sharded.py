@@ -155,9 +155,11 @@ def as_rank(rank: int, world: int, port: str, path: Path) -> None:
     results = {}
     for name in COMPONENTS:
         results[name] = train(name, torch.float32, sharded=True)
+        results[name, "bf16"] = train(name, torch.bfloat16, sharded=True)
+        if world == 3:  # minutes on two cores, and 2 ranks are uneven too
+            continue
         kept = train(name, torch.float32, sharded=True, reshard_after_forward=False)
         results[name, "kept"] = kept
-        results[name, "bf16"] = train(name, torch.bfloat16, sharded=True)
         offload = CPUOffloadPolicy(pin_memory=False)
         results[name, "offload"] = train(name, torch.float32, True, offload_policy=offload)
     if rank == 0:
@@ -181,8 +183,9 @@ def sharded(tmp_path_factory):
 def test_shards_equal_the_whole(sharded, name, world):
     reference = train(name, torch.float32, sharded=False)
     assert_same(reference, sharded[world][name], 5e-5)
-    assert_same(reference, sharded[world][name, "kept"], 5e-5)
-    assert_same(reference, sharded[world][name, "offload"], 5e-5)
+    if world < 3:
+        assert_same(reference, sharded[world][name, "kept"], 5e-5)
+        assert_same(reference, sharded[world][name, "offload"], 5e-5)
 
 
 @pytest.mark.parametrize("name", COMPONENTS)

@@ -317,6 +317,7 @@ def test_inputs_reach_the_blocks():
     assert not torch.equal(one[0].up.weight, other[0].up.weight)
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager():
     models = make_model(), make_model()
     results(reconstruct(models[0]))

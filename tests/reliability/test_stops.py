@@ -58,7 +58,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert weights and weights == others
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.slow)])
 def test_a_signal_to_every_process_of_a_job(model_dir, uninterrupted, tmp_path, name):
     output = tmp_path / "run"
     signalled = signal_at(4, name, to="group")

@@ -3,6 +3,8 @@
 import copy
 import io
 import multiprocessing
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -323,6 +325,39 @@ def test_parts_of_onnxruntime(shape, monkeypatch):
     assert len(ran) == 3  # one other part, then two
     assert all(torch.equal(one, found[0]) for one in found)
     assert relative_error(found[0], x, weight, bias) < 0.01
+
+
+def test_long_products_end_torchs_waiting_threads(monkeypatch):
+    """They keep their core for milliseconds, which a part of the product needs."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    if onnxruntime._openmp() is None or not Path("/proc/self/task").exists():
+        pytest.skip("no OpenMP 5, or no list of threads")
+    monkeypatch.setattr(onnxruntime, "_MIN_PART", 1)
+    monkeypatch.setattr(onnxruntime, "_MIN_LONG", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        kernel, (x, _) = (
+            choice.make(weight := ternary(64, 256, 128), OnnxRuntime),
+            inputs(weight, 3),
+        )
+        expected = kernel(x, None)  # from now on there is a worker of ours
+        torch.ones(2**20).add(1)
+        with_torchs = num_threads()
+        assert torch.equal(kernel(x, None), expected)
+        deadline = time.monotonic() + 10
+        while num_threads() >= with_torchs and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert num_threads() == with_torchs - 1
+        assert torch.ones(2**20).add(1).eq(2).all() and num_threads() == with_torchs
+    finally:
+        torch.set_num_threads(before)
+
+
+def num_threads() -> int:
+    """Of this process, by the system's count."""
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def test_a_forked_process_has_workers_of_its_own(monkeypatch):

@@ -145,6 +145,7 @@ def test_equivalent_settings_give_equal_losses(model_dir, tmp_path, overrides):
     assert actual == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_compile_equals_eager_in_one_compilation(model_dir, tmp_path):
     """Every step has another temperature and pressure; none may compile anything anew."""
     common = ("epochs=2", "schedule.rho=0.4", "distillation.weight=0.5")
