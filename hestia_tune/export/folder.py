@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.config import one_line
 from hestia_tune.distributed import progress_bar
@@ -35,6 +34,7 @@ from hestia_tune.methods.granularity import GroupSize, check_divides, validate_g
 from hestia_tune.methods.ternary import TernaryMethod
 from hestia_tune.tensors import read_hard
 from hestia_tune.tensors.group_tensor import GroupTensor
+from hestia_tune.tensors.packed_tensor import as_dense
 
 DESCRIPTION_FILE = "hestia.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -309,11 +309,6 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise FileExistsError(
             f"{target} exists; choose another name (overwrite=True replaces other models only)"
         )
-
-
-def as_dense(value: torch.Tensor) -> torch.Tensor:
-    """A tensor that may be packed as a plain one."""
-    return value.dequantize() if isinstance(value, TorchAOBaseTensor) else value
 
 
 def side_files(folder: Path) -> list[Path]:

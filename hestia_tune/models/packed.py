@@ -24,13 +24,7 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
 from torchtune.training import quantization
 
-from hestia_tune.export.folder import (
-    DESCRIPTION_FILE,
-    ModelFolder,
-    as_dense,
-    sizes,
-    write_folder,
-)
+from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder, sizes, write_folder
 from hestia_tune.files import read_json, read_state
 from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
@@ -39,6 +33,7 @@ from hestia_tune.models.decoding import check_head, group_heads, round_head
 from hestia_tune.models.hugging_face_model import BUILDER
 from hestia_tune.selection import select_linears
 from hestia_tune.tensors import pack, use_kernel
+from hestia_tune.tensors.packed_tensor import as_dense
 
 log = utils.get_logger("DEBUG")
 FORMAT_VERSION = 1

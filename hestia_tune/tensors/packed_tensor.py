@@ -192,12 +192,13 @@ def packed_linear(
         if kernel is not None and kernel.takes(x, weight):
             return kernel(x, bias)
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return F.linear(_dense(x), weight.dequantize_for_now(), bias)
-    return F.linear(_dense(x), _dense(weight), bias)
+            return F.linear(as_dense(x), weight.dequantize_for_now(), bias)
+    return F.linear(as_dense(x), as_dense(weight), bias)
 
 
-def _dense(value):
-    return value.dequantize() if isinstance(value, PackedTensor) else value
+def as_dense(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be packed, torchao's own included, as a plain one."""
+    return value.dequantize() if isinstance(value, TorchAOBaseTensor) else value
 
 
 @PackedTensor.implements_torch_function(F.linear)
@@ -225,14 +226,14 @@ def linear(input, weight, bias=None):  # (..., in) x (out, in) -> (..., out)
 def mm(x, weight):  # (n, in) x (in, out) -> (n, out)
     if getattr(weight, "is_transposed", False):  # as a decomposed linear passes it
         return packed_linear(x, weight.t())
-    return torch.mm(_dense(x), _dense(weight))
+    return torch.mm(as_dense(x), as_dense(weight))
 
 
 @PackedTensor.operator(aten.addmm.default)
 def addmm(bias, x, weight, *, beta=1, alpha=1):  # (n, in) x (in, out) -> (n, out)
     if getattr(weight, "is_transposed", False) and bias.dim() == 1 and beta == alpha == 1:
         return packed_linear(x, weight.t(), bias)
-    return torch.addmm(_dense(bias), _dense(x), _dense(weight), beta=beta, alpha=alpha)
+    return torch.addmm(as_dense(bias), as_dense(x), as_dense(weight), beta=beta, alpha=alpha)
 
 
 @PackedTensor.operator(aten.permute.default)

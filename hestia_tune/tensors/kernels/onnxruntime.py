@@ -10,12 +10,15 @@ Threads. Those of ONNX Runtime wait for work without giving up their cores, as t
 each other both are slow. So its sessions have none: a weight is cut into as many parts as torch has
 threads at the time, of a million weights at least, each a session that works on the thread that
 calls it. Long products of several rows hand the parts to one pool of Python threads, which all
-kernels share; the others take them in turn.
+kernels share, after OpenMP has let go of torch's threads (its next parallel operator starts new
+ones); the others take them in turn.
 """
 
+import ctypes
 import functools
 import itertools
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,7 +29,8 @@ from hestia_tune.tensors.kernels import Kernel
 
 BLOCKS = (128, 64, 32)
 _MIN_PART = 2**20  # weights: fewer are not worth a call of their own
-_MIN_LONG = 2**23  # weights times rows, some 0.1 ms: what handing a part over takes
+# Weights times rows, 0.7 ms: what ending torch's threads and handing a part over is worth.
+_MIN_LONG = 2**26
 _SESSION_BYTES = 85_000  # measured: what a session has besides its weights
 
 
@@ -84,9 +88,27 @@ class OnnxRuntime(Kernel):
         if len(x) == 1 or len(x) * self._size < _MIN_LONG:
             found = [run(None, feed)[0] for run in self._runs]
         else:
+            _release_openmp_threads()
             waiting = [_workers().submit(run, None, feed) for run in others]
             found = [own(None, feed)[0], *(part.result()[0] for part in waiting)]
         return torch.from_numpy(np.concatenate(found, 1) if others else found[0])
+
+
+@functools.cache
+def _openmp() -> Callable[[int], int] | None:
+    """OpenMP 5.0's omp_pause_resource_all, of the library that torch has loaded for all."""
+    try:
+        return ctypes.CDLL(None).omp_pause_resource_all
+    except (AttributeError, TypeError, OSError):  # an older library, or none that is shared
+        return None
+
+
+def _release_openmp_threads() -> None:
+    """Ends those that wait for the calling thread, which would keep their cores for milliseconds;
+    its settings stay (omp_pause_soft). Where torch has none, as in a forked worker of a data
+    loader, OpenMP may believe in some that do not exist, and must not be asked."""
+    if torch.get_num_threads() > 1 and (pause := _openmp()):
+        pause(1)
 
 
 @functools.cache
