@@ -6,6 +6,7 @@ anything else, being a mistake of ours, with its traceback. Set HESTIA_TRACEBACK
 error came from.
 """
 
+import logging
 import os
 import sys
 import time
@@ -40,6 +41,9 @@ def main(command: Callable[[Run], int], name: str) -> int:
     """Parses ``sys.argv`` as torchtune does (packaged config names included), runs ``command``."""
     for notice in _NOTICES:
         warnings.filterwarnings("ignore", message=notice)
+    if os.environ.get("RANK", "0") == "0":  # what the library tells by the way
+        logging.getLogger("hestia_tune").setLevel(logging.INFO)
+        logging.getLogger("hestia_tune").addHandler(logging.StreamHandler())
     try:
         parsed: list[DictConfig] = []
         with resolved(sys.argv) as sys.argv:

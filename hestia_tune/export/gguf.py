@@ -192,14 +192,18 @@ def write_gguf(
     for name, group_size in quantized.items():
         if name not in model.names or name == "model.embed_tokens.weight":
             raise ValueError(f"only weights of linear layers can be quantized; got {name}")
-        stands = block_type == "auto" and (rounding or {}).get(name, 1.0) <= LIMIT
+        stands = "auto" in named and (rounding or {}).get(name, 1.0) <= LIMIT
         candidates = ["TQ2_0", *preferences] if stands else preferences
         kinds[name] = choose_block_type(
             candidates, source.shapes[name][1], group_size, name, source.method.levels
         )
-    if block_type == "auto":
-        fast = Counter(kinds[name].name for name in quantized)
-        log.info(f"GGUF for speed: {dict(fast)}; TQ2_0 if its rounding is at most {LIMIT:.0%}")
+    if "auto" in named:
+        fast = dict(Counter(kinds[name].name for name in quantized))
+        worst = f"is {max(rounding.values()):.2%}" if rounding else "was not measured"
+        log.info(
+            f"GGUF for speed: {fast}; TQ2_0 for groups of a multiple of 256 if its rounding of "
+            f"their inputs is at most {LIMIT:.0%}; the largest {worst}"
+        )
     writer = gguf.GGUFWriter(None, model.architecture)
     parameters = sum(shape.numel() for shape in source.shapes.values())
     folder = source.folder.resolve()

@@ -8,6 +8,7 @@ cannot be kept packed exactly is an error and never a silent dense copy.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 
+from hestia_tune.config import one_line
 from hestia_tune.methods import Method
 from hestia_tune.methods.base import require_float
 from hestia_tune.tensors.kernels import Kernel
@@ -23,6 +25,7 @@ from hestia_tune.tensors.kernels import Kernel
 T = TypeVar("T", bound="PackedTensor")
 _PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 aten = torch.ops.aten
+log = logging.getLogger(__name__)
 
 
 def check_codes(codes: torch.Tensor, low: int, high: int) -> None:
@@ -190,7 +193,11 @@ def packed_linear(
     if not torch.compiler.is_compiling():
         kernel = weight.kernel
         if kernel is not None and kernel.takes(x, weight):
-            return kernel(x, bias)
+            try:
+                return kernel(x, bias)
+            except Exception as error:  # of any library, and there is a way without it
+                log.warning("no longer by %s: %s; dequantized", kernel.name, one_line(error))
+                weight.kernel = None
         if not (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(as_dense(x), weight.dequantize_for_now(), bias)
     return F.linear(as_dense(x), as_dense(weight), bias)
@@ -211,9 +218,9 @@ def _(func, types, args, kwargs):
     """What safetensors asks for last, and with it transformers' ``save_pretrained``."""
     raise RuntimeError(
         f"a {type(args[0]).__name__} is two tensors and has no storage that safetensors could "
-        "write; give save_pretrained a dense state_dict={name: value.dequantize() if "
-        "isinstance(value, TernaryTensor | Fairy2iTensor) else value for name, value in "
-        "model.state_dict().items()}, which is exact, or write packed files with hestia_convert"
+        "write; give save_pretrained a dense state_dict={name: as_dense(value) for name, value in "
+        "model.state_dict().items()} (hestia_tune.tensors.packed_tensor.as_dense), which is exact, "
+        "or write packed files with hestia_convert"
     )
 
 

@@ -4,6 +4,7 @@ import copy
 import io
 import multiprocessing
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hestia_tune import Fairy2iTensor, TernaryTensor, use_kernel
+from hestia_tune.tensors import BinaryTensor, INT2Tensor
 from hestia_tune.tensors.kernels import Kernel, choice, onnxruntime
 from hestia_tune.tensors.kernels.complex_stack import stacked
 from hestia_tune.tensors.kernels.int4pack import Int4Pack
@@ -170,10 +172,10 @@ def test_what_a_kernel_does_not_take_is_dequantized():
     use_kernel(linear, "int4pack")
     kernel = linear.weight.kernel
     kernel.max_rows = 4
-    kernel.product = None  # calling it is an error from here on
-    dense = weight.dequantize()
-    with pytest.raises(TypeError):
-        linear(torch.randn(4, 128))
+    dense, taken = weight.dequantize(), []
+    kernel.product = lambda x: taken.append(len(x)) or F.linear(x, dense)
+    linear(torch.randn(4, 128))
+    assert taken == [4]
     x = torch.randn(5, 128)
     assert torch.equal(linear(x), F.linear(x, dense))
     x = torch.randn(2, 128, requires_grad=True)
@@ -187,6 +189,7 @@ def test_what_a_kernel_does_not_take_is_dequantized():
     with torch.no_grad():
         linear.weight.copy_(ternary(32, 128, 64, seed=5))
     assert torch.equal(linear(x), F.linear(x, linear.weight.dequantize()))
+    assert taken == [4]
     use_kernel(linear, "int4pack")
     linear.to(torch.bfloat16)
     assert torch.equal(linear(x.bfloat16()), F.linear(x.bfloat16(), linear.weight.dequantize()))
@@ -223,6 +226,15 @@ class Broken(Slow):
 
     def product(self, x):
         raise RuntimeError("no such instruction")
+
+
+class OfOneRow(Slow):
+    name = "of_one_row"
+
+    def product(self, x):
+        if len(x) > 1:
+            raise RuntimeError("no such grid")
+        return super().product(x)
 
 
 class Fast(Slow):
@@ -288,6 +300,26 @@ def test_auto_measures_real_kernels_on_this_machine():
     assert "kernels: " in str(use)
 
 
+def test_a_kernel_that_fails_later_is_never_an_error(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "_measured", {})
+    monkeypatch.setattr(choice, "KERNELS", {OfOneRow.name: OfOneRow})
+    linear = layer(ternary(8, 64, 32))
+    use = use_kernel(linear, "of_one_row")
+    kernel, x = linear.weight.kernel, torch.randn(4, 64)
+    assert kernel.max_rows == 1 and "of_one_row for single rows of (8, 64): no such" in str(use)
+    kernel.max_rows = 8  # as if none had been tried
+    assert torch.equal(linear(x), F.linear(x, linear.weight.dequantize()))
+    assert linear.weight.kernel is None and "no longer by of_one_row: no such grid" in caplog.text
+
+
+def test_other_packed_weights_are_told_of():
+    weight = torch.randn(8, 64)
+    model = nn.ModuleList(
+        [layer(kind.from_hp(weight, group_size=32)) for kind in (INT2Tensor, BinaryTensor)]
+    )
+    assert set(use_kernel(model).layers.values()) == {"dequantize"}
+
+
 def test_names(monkeypatch):
     with pytest.raises(ValueError, match="kernel must be one of auto, dequantize, .*got 'int3'"):
         use_kernel(nn.Linear(2, 2), "int3")
@@ -331,8 +363,11 @@ def test_long_products_end_torchs_waiting_threads(monkeypatch):
     """They keep their core for milliseconds, which a part of the product needs."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
-    if onnxruntime._openmp() is None or not Path("/proc/self/task").exists():
-        pytest.skip("no OpenMP 5, or no list of threads")
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or "libgomp" not in maps.read_text() or onnxruntime._openmp() is None:
+        pytest.skip("not GNU's OpenMP, or an old one")
+    pool = ThreadPoolExecutor(1)
+    monkeypatch.setattr(onnxruntime, "_workers", lambda: pool)
     monkeypatch.setattr(onnxruntime, "_MIN_PART", 1)
     monkeypatch.setattr(onnxruntime, "_MIN_LONG", 1)
     before = torch.get_num_threads()
@@ -365,10 +400,11 @@ def test_a_forked_process_has_workers_of_its_own(monkeypatch):
     pytest.importorskip("onnx")
     monkeypatch.setattr(onnxruntime, "_MIN_PART", 1)
     monkeypatch.setattr(onnxruntime, "_MIN_LONG", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    torch.set_num_threads(2)
     weight = ternary(64, 256, 128)
     kernel, (x, _) = choice.make(weight, OnnxRuntime), inputs(weight, 3)
     expected = kernel(x, None)
+    torch.ones(2**20).add(1)  # for which OpenMP has a thread
     child = multiprocessing.get_context("fork").Process(target=kernel, args=(x, None))
     child.start()
     child.join(60)
@@ -376,3 +412,4 @@ def test_a_forked_process_has_workers_of_its_own(monkeypatch):
     child.kill()
     assert code == 0  # None if it waits for threads that are not there
     assert torch.equal(kernel(x, None), expected)
+    torch.set_num_threads(1)

@@ -4,24 +4,27 @@ import pytest
 import torch
 from torchao.quantization import quantize_
 
-from hestia_tune import Fairy2iTensor, HestiaConfig, TernaryTensor, is_transformer_linear
+from hestia_tune import HestiaConfig, is_transformer_linear
+from hestia_tune.tensors.packed_tensor import PackedTensor, as_dense
 
 transformers = pytest.importorskip("transformers")
 
 
-def test_save_pretrained_says_what_to_call_and_that_works(tmp_path):
+@pytest.mark.parametrize("codebook", ["ternary", "int2"])
+def test_save_pretrained_says_what_to_call_and_that_works(tmp_path, codebook):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 32}
     config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes)
     model = transformers.LlamaForCausalLM(config)
-    quantize_(model, HestiaConfig(group_size=32), filter_fn=is_transformer_linear)
-    quantize_(model, HestiaConfig(step="convert", target="ternary"))
-    packed = sum(isinstance(p, TernaryTensor) for p in model.parameters())
+    options = {"group_size": 32, "codebook": codebook}
+    quantize_(model, HestiaConfig(**options), filter_fn=is_transformer_linear)
+    quantize_(model, HestiaConfig(**options, step="convert", target=codebook))
+    packed = sum(isinstance(p, PackedTensor) for p in model.parameters())
     assert packed == 7
     with pytest.raises(RuntimeError, match="give save_pretrained a dense state_dict") as error:
         model.save_pretrained(tmp_path)
     advice = str(error.value)
     code = advice[advice.index("{") : advice.index("}") + 1]
-    names = {"model": model, "TernaryTensor": TernaryTensor, "Fairy2iTensor": Fairy2iTensor}
+    names = {"model": model, "as_dense": as_dense}
     model.save_pretrained(tmp_path, state_dict=eval(code, names))
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     tokens = torch.arange(8)[None]

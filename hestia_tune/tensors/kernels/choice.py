@@ -82,9 +82,10 @@ def use_kernel(model: nn.Module, name: str = "auto") -> KernelUse:
     kinds = [kind for kind in KERNELS.values() if name in ("auto", kind.name)]
     layers, num_bytes, notes = {}, 0, {}
     for layer, weight in model.named_parameters():
-        if not isinstance(weight, TernaryTensor | Fairy2iTensor) or weight.is_meta:
+        if not isinstance(weight, PackedTensor) or weight.is_meta:
             continue
-        kernel = _fastest(weight, kinds, is_named=name != "auto", notes=notes)
+        known = kinds if isinstance(weight, TernaryTensor | Fairy2iTensor) else ()
+        kernel = _fastest(weight, known, is_named=name != "auto", notes=notes)
         weight.kernel = kernel
         layers[layer] = DEQUANTIZE if kernel is None else kernel.name
         num_bytes += 0 if kernel is None else kernel.num_bytes
@@ -123,7 +124,13 @@ def _fastest(
 
     def max_rows() -> float:  # see the module
         x = _rows(weight, _ROWS)
-        gain = _seconds(kernel, x, None) - _seconds(F.linear, x, weight.dequantize())
+        try:
+            gain = _seconds(kernel, x, None) - _seconds(F.linear, x, weight.dequantize())
+        except Exception as error:  # as above
+            notes[f"{kernel.name} for single rows of {tuple(weight.shape)}: {one_line(error)}"] = (
+                None
+            )
+            return 1.0
         return max(1.0, _ROWS * dequantizing / gain) if gain > 0 else float("inf")
 
     kernel.max_rows = _once(weight, f"rows of {kernel.name}", max_rows)

@@ -10,8 +10,8 @@ Threads. Those of ONNX Runtime wait for work without giving up their cores, as t
 each other both are slow. So its sessions have none: a weight is cut into as many parts as torch has
 threads at the time, of a million weights at least, each a session that works on the thread that
 calls it. Long products of several rows hand the parts to one pool of Python threads, which all
-kernels share, after OpenMP has let go of torch's threads (its next parallel operator starts new
-ones); the others take them in turn.
+kernels share, after GNU's OpenMP has ended torch's threads (its next parallel operator starts new
+ones); the others take them in turn, and all do once torch has one thread only.
 """
 
 import ctypes
@@ -31,6 +31,7 @@ BLOCKS = (128, 64, 32)
 _MIN_PART = 2**20  # weights: fewer are not worth a call of their own
 # Weights times rows, 0.7 ms: what ending torch's threads and handing a part over is worth.
 _MIN_LONG = 2**26
+_PROCESS = os.getpid()
 _SESSION_BYTES = 85_000  # measured: what a session has besides its weights
 
 
@@ -85,7 +86,8 @@ class OnnxRuntime(Kernel):
     def product(self, x):
         feed = {"x": x.detach().float().numpy()}  # shares the memory of a float32 x
         own, *others = self._runs
-        if len(x) == 1 or len(x) * self._size < _MIN_LONG:
+        is_long = len(x) > 1 and len(x) * self._size >= _MIN_LONG
+        if not (others and is_long and torch.get_num_threads() > 1):
             found = [run(None, feed)[0] for run in self._runs]
         else:
             _release_openmp_threads()
@@ -105,9 +107,9 @@ def _openmp() -> Callable[[int], int] | None:
 
 def _release_openmp_threads() -> None:
     """Ends those that wait for the calling thread, which would keep their cores for milliseconds;
-    its settings stay (omp_pause_soft). Where torch has none, as in a forked worker of a data
-    loader, OpenMP may believe in some that do not exist, and must not be asked."""
-    if torch.get_num_threads() > 1 and (pause := _openmp()):
+    its settings stay (omp_pause_soft). LLVM's and Intel's OpenMP leave them. In a forked process
+    OpenMP believes in threads that do not exist there, and must not be asked."""
+    if os.getpid() == _PROCESS and (pause := _openmp()):
         pause(1)
 
 
