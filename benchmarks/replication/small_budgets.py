@@ -46,6 +46,8 @@ PARTS = {
     "Hestia + tail": [*UNIFORM, *TAIL],
     "Hestia + distillation + tail": [*UNIFORM, *DISTILLED, *TAIL],
     "Hestia + distillation + learned scale": [*UNIFORM, *DISTILLED, *LEARNED],
+    "reconstruction": AFTER,
+    "reconstruction, learned scale": [*AFTER, *LEARNED],
     "reconstruction, then distillation": [*AFTER, *DISTILLED],
     "reconstruction, then distillation, learned scale": [*AFTER, *DISTILLED, *LEARNED],
 }
@@ -64,6 +66,8 @@ RECONSTRUCTIONS = {
     "learned scale, windows of 4": [*LEARNED, "reconstruct.window=4", "reconstruct.stride=2"],
     "learned scale, huber": [*LEARNED, "reconstruct.loss=huber"],
     "learned scale, tau_init 0.15": [*LEARNED, "reconstruct.tau_init=0.15"],
+    "learned scale, sensitivity": [*LEARNED, "reconstruct.alpha=0.4"],
+    "learned scale, rank 32": [*LEARNED, "reconstruct.rank=32"],
     "learned scale, batches of 4": [*LEARNED, "reconstruct.batch_size=4"],
     **{
         f"learned scale, then {n} blocks towards predictions": [
@@ -119,6 +123,7 @@ def one_run(folder: Path, config: str, overrides: list[str], *, trains: bool) ->
         return record
     run, started = Run.of(OmegaConf.merge(cfg, {"output_dir": str(folder)})), time.perf_counter()
     if not trains or run.options.reconstruction == "auto":
+        run, _ = with_sensitivity(run, run.options.reconstruct.alpha)
         first = ReconstructionRecipe(run)
         first.run()
         if not first.finished:

@@ -6,7 +6,7 @@ blocks at a time is on the device. In ``reconstruct.output``:
     reconstruction.json     settings, the error of every window, losses
     latents.safetensors     float32 latents, the method's parameters and norms, torchtune's names
     hard_model/             as that of hestia_qat
-    errors.png              the error at the end of every window, before and after
+    errors.png              the error at the end of every window (not after kl_blocks)
     windows/                of a run that is not finished: those that are done, and the one
                             that was in training; the same command goes on from there
 """
@@ -252,7 +252,8 @@ class ReconstructionRecipe:
             state = read_state(in_training)
             state = state if state["window"] == len(results) else None
         step = state["step"] if state else 0
-        done = sum(work.steps[: len(results)]) + step
+        passes = [steps * size for steps, size in zip(work.steps, work.sizes, strict=True)]
+        done = sum(passes[: len(results)]) + (step and step * work.sizes[len(results)])
         if done:
             of = f"{len(results)} of {len(work.windows)} windows"
             utils.log_rank_zero(log, f"goes on after {of}, and {step} steps of the next")
@@ -266,7 +267,7 @@ class ReconstructionRecipe:
             with staged(in_training) as temporary:
                 torch.save(work.state_dict(), temporary)
 
-        progress, stop = progress_bar(total=sum(work.steps), initial=done), StopRequest()
+        progress, stop = progress_bar(total=sum(passes), initial=done), StopRequest()
         saved, run = time.monotonic(), work.run(len(results), state)
         del state  # twice the size of the window
         with progress, stop.installed():
@@ -281,7 +282,7 @@ class ReconstructionRecipe:
                         refresh=False,
                     )
                     continue
-                progress.update(1)
+                progress.update(work.sizes[len(results)])
                 due = float(time.monotonic() - saved > _SECONDS_BETWEEN_SAVES)
                 stops, dues = sum_over_ranks([float(stop.requested), due], self.device)
                 if stops or dues:
@@ -316,33 +317,27 @@ class ReconstructionRecipe:
         return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
 
 
-def with_reconstruction(run: Run) -> tuple[Run, bool]:
-    """``reconstruction: auto``: the run with the path of the folder, computed if there is none;
-    whether it was computed.
+def reconstruct(run: Run) -> ReconstructionRecipe:
+    """The recipe, run in its folder, after the sensitivity if it reads one.
 
     Raises:
-        KeyboardInterrupt: if it was stopped; what was trained is kept.
+        ValueError: if it would read one and there is none.
     """
-    options = run.options
-    if options.reconstruction != "auto":
-        return run, False
-    if options.overwrite_output and not options.resume_from_checkpoint:
-        run = run.changed({"reconstruct": {"overwrite": True}})
-    with locked(options.reconstruct.output):
-        recipe = ReconstructionRecipe(with_sensitivity(run, options.reconstruct.alpha)[0])
+    settings, sensitivity = run.options.reconstruct, run.options.sensitivity
+    if settings.alpha and sensitivity is None:
+        raise ValueError(
+            f"reconstruct.alpha {settings.alpha} scales temperatures by the sensitivity; got "
+            "sensitivity null; set it to auto or a path, or leave reconstruct.alpha out"
+        )
+    with locked(settings.output):
+        recipe = ReconstructionRecipe(with_sensitivity(run, settings.alpha)[0])
         recipe.run()
-    if not recipe.finished:
-        utils.log_rank_zero(log, recipe.summary())
-        raise KeyboardInterrupt
-    return run.changed({"reconstruction": str(recipe.output)}), recipe.computed
+    return recipe
 
 
 def run_reconstruct(run: Run | DictConfig) -> int:
     """The recipe as a command; returns its exit code."""
-    run = Run.of(run)
-    with locked(run.options.reconstruct.output):
-        recipe = ReconstructionRecipe(with_sensitivity(run, run.options.reconstruct.alpha)[0])
-        recipe.run()
+    recipe = reconstruct(Run.of(run))
     if dist.get_rank() == 0:
         print(recipe.summary())
     end_process_group()

@@ -126,6 +126,8 @@ class Reconstruction:
             self._towards_predictions = len(self.windows)
             self.windows.append((begin, count))
             self.steps.append(settings.kl_epochs * self.num_batches)
+        # Blocks that a step of each goes through: its time is about proportional to them.
+        self.sizes = [end - begin for begin, end in self.windows]
         self._calls: list[list[BlockCall]] = []
         for batch, chain in enumerate(chains):
             state, first = chain.hidden, self._calls[0] if batch else chain.calls

@@ -22,6 +22,7 @@ from hestia_tune.models.checkpoints import complete_checkpoints
 
 TWO_RANKS = ("--nproc_per_node", "2")
 STEPS = ("epochs=2", "gradient_accumulation_steps=2", "run_val_every_n_steps=2")
+STEPS += ("distillation.weight=0.5",)  # which must be sharded and accumulated too
 # Nothing here is even: 97 rows and 265 token ids on two ranks, 7 validation samples.
 UNEVEN = {"intermediate_dim": 97, "vocab_size": 265}
 

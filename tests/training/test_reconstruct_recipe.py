@@ -101,6 +101,20 @@ class StopsAfter:
         return contextlib.nullcontext()
 
 
+class Bar(contextlib.nullcontext):
+    """A `progress_bar` that counts."""
+
+    def __init__(self, total, initial):
+        super().__init__()
+        self.total, self.initial, self.n = total, initial, initial
+
+    def update(self, count):
+        self.n += count
+
+    def set_postfix_str(self, text, refresh):
+        assert text
+
+
 @pytest.mark.parametrize(
     ("steps", "windows", "at_once"),
     [(4, 0, False), (12, 1, False), (21, 2, False), (12, 1, True), (9, 1, True)],
@@ -110,8 +124,11 @@ def test_stopped_it_goes_on_at_that_step(
 ):
     """After so many steps: stopped, which saves, or interrupted in the next, each being saved; of
     three windows of nine steps. After nine the saved one is of a window that is done."""
-    stop = StopsAfter(steps if at_once else steps - 1, at_once=at_once)
+    stop, bars = StopsAfter(steps if at_once else steps - 1, at_once=at_once), []
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: stop)
+    monkeypatch.setattr(
+        reconstruct, "progress_bar", lambda **given: bars.append(Bar(**given)) or bars[-1]
+    )
     monkeypatch.setattr(reconstruct, "_SECONDS_BETWEEN_SAVES", 0.0 if at_once else 1e9)
     if at_once:
         with pytest.raises(KeyboardInterrupt):
@@ -125,6 +142,8 @@ def test_stopped_it_goes_on_at_that_step(
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: rest)
     assert run_reconstruct(config(model_dir, tmp_path)) == 0
     assert 100 - rest.left == 27 - steps
+    before = min(steps, 18) + 2 * max(0, steps - 18)  # the last window is of two blocks
+    assert (bars[1].initial, bars[1].n, bars[1].total) == (before, 36, 36)
     folder, whole = finished
     found = json.loads((output / "reconstruction.json").read_text())
     for window, other in zip(found["windows"], whole["windows"], strict=True):
@@ -241,6 +260,13 @@ def test_training_starts_from_it(model_dir, finished, tmp_path):
     assert losses["trained, hard"] == pytest.approx(losses["reconstructed, hard"], rel=1e-6)
 
 
+def test_hidden_states_in_files_change_nothing(model_dir, finished, tmp_path):
+    folder, _ = finished
+    assert run_reconstruct(config(model_dir, tmp_path, "reconstruct.memory=0")) == 0
+    own = load_file(tmp_path / "reconstruction" / "latents.safetensors")
+    assert all(torch.equal(own[k], v) for k, v in load_file(folder / "latents.safetensors").items())
+
+
 def test_auto_computes_it_first(model_dir, tmp_path):
     cfg = config(model_dir, tmp_path, "reconstruction=auto", "max_steps_per_epoch=2")
     assert run_qat(cfg) == 0
@@ -261,9 +287,10 @@ def test_auto_computes_it_first(model_dir, tmp_path):
 def test_it_is_converted(model_dir, finished, tmp_path):
     folder, _ = finished
     source = f"convert.source={folder / 'hard_model'}"
-    formats = "convert.formats=[torchao,huggingface,gguf,compressed_tensors]"
+    formats = "convert.formats=[torchao,huggingface,gguf,compressed_tensors,onnx]"
     assert run_convert(config(model_dir, tmp_path, source, formats)) == 0
     assert (tmp_path / "converted" / "model.gguf").exists()
+    assert (tmp_path / "converted" / "onnx" / "model.onnx").exists()
 
 
 def test_methods_without_parameters_and_with_a_sensitivity(model_dir, tmp_path):
@@ -326,6 +353,7 @@ def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
         (["reconstruct.stride=2"], "stride 2 must not be above window 1"),
         (["reconstruct.num_samples=2"], "num_samples 2 must be at least batch_size 4"),
         (["dataset.num=4", "reconstruct.batch_size=5"], "fewer samples than .*batch_size 5"),
+        (["reconstruct.alpha=0.4"], "alpha 0.4 scales temperatures .* got sensitivity null"),
         (["reconstruct.loss=cubic"], "reconstruct.loss must be one of squared, huber; got cubic"),
     ],
 )
