@@ -77,8 +77,7 @@ def make_step(component: QATQuantizerBase, args: argparse.Namespace) -> Callable
 
     def step() -> list[float]:
         start = now()
-        sharded.refresh(layers, torch.float32)
-        sharded.reshard(model)
+        sharded.refresh(model, torch.float32)
         refreshed = now()
         logits = model(tokens[:, :-1]).flatten(0, 1)
         torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()

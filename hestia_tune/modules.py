@@ -200,7 +200,7 @@ class QuantizedLinear(FakeQuantizedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         fake, bias = self.weight_fake_quantizer, self._forward_bias()
         if self.weight_is_effective or not fake.enabled:
-            return F.linear(x, self.weight, bias)
+            return F.linear(x, self.weight, bias)  # (..., in) x (out, in) -> (..., out)
         if self.weight.dtype != self._latent_dtype:
             raise ValueError(
                 f"a latent weight must be quantized as it is, {self._latent_dtype}, before it is "
@@ -210,7 +210,8 @@ class QuantizedLinear(FakeQuantizedLinear):
         parameters = self.method_parameters()
         if fake.is_hard:
             bias = None if bias is None else bias.to(x.dtype)
-            return F.linear(x, fake(self.weight, *parameters).to(x.dtype), bias)
+            weight = fake(self.weight, *parameters)  # (out, in), hard
+            return F.linear(x, weight.to(x.dtype), bias)  # (..., in) x (out, in) -> (..., out)
         return quantized_linear(
             x, self.weight, bias, fake.tau, fake.pressure, fake.method, parameters
         )

@@ -6,7 +6,7 @@ The gradient that FSDP2 reduces, in float32, is that of the effective weight; si
 depends on the latent alone, it is pulled back once an optimizer step, after all micro-batches.
 
     quantize_shards(model)          before ``fully_shard``, on the prepared model
-    refresh(layers)                 when latents, temperature or pressure have changed
+    refresh(model, dtype)           when latents, temperature or pressure have changed
     ... forward, backward ...
     pull_back(layers)               before clipping: ``weight.grad`` becomes the latents' gradient
 
@@ -140,21 +140,19 @@ class _Rows:
 
 
 @torch.no_grad()
-def refresh(
-    layers: Iterable[QuantizedLinear], dtype: torch.dtype, *, compiled: bool = False
-) -> None:
-    """Makes the effective rows of every layer from its latents, rounded once to ``dtype``.
+def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> None:
+    """Makes the effective rows of every layer from its latents, rounded once to ``dtype``; FSDP2
+    lets go of those that it has gathered and kept.
 
-    Collective. Call it before a forward whenever latents, temperature or pressure have changed, and
-    see that FSDP2 gathers anew (`reshard`).
+    Collective. Call it before a forward whenever latents, temperature or pressure have changed.
 
     Args:
-        layers: with `LatentShard` weights.
+        model: with `LatentShard` weights.
         dtype: of the products.
         compiled: run the formula as fused kernels, unless its scales span ranks.
     """
     made: dict[int, torch.Tensor] = {}  # by weight: linears that share one have one method
-    for layer in layers:
+    for layer in quantized_linears(model).values():
         fake, rows = layer.weight_fake_quantizer, _Rows(layer)
         if layer.added_bias is not None:
             pressure = torch.ones_like(fake.pressure) if fake.is_hard else fake.pressure
@@ -171,6 +169,9 @@ def refresh(
             effective = rows.from_pairs(effective.to(dtype))
             made[id(layer.weight)] = effective.to(local_rows(layer.weight).device)
         layer.effective_rows = made[id(layer.weight)]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @torch.no_grad()
@@ -195,13 +196,6 @@ def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], stren
             latent, parameters = rows.latents
             hard = rows.formula("hard")(rows.to_pairs(latent), parameters)
             own.lerp_(rows.from_pairs(hard).to(own.device), float(rate))
-
-
-def reshard(model: nn.Module) -> None:
-    """Lets go of what FSDP2 has gathered and kept, so that the next forward gathers anew."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 @torch.no_grad()

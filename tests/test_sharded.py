@@ -22,7 +22,7 @@ from hestia_tune import (
 )
 from hestia_tune.modules import full_tensor
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
-from hestia_tune.sharded import pull_back, quantize_shards, refresh, reshard
+from hestia_tune.sharded import pull_back, quantize_shards, refresh
 
 STEPS = 4
 COMPONENTS = {
@@ -87,8 +87,7 @@ def train(name: str, dtype: torch.dtype, sharded: bool, **options):
     if sharded:
 
         def after_write():
-            refresh(layers.values(), dtype)
-            reshard(model)
+            refresh(model, dtype)
 
     schedule = AnnealingSchedule(STEPS, rho=0.25, tau_init=0.3)
     driver = ScheduleDriver(schedule, layers, None, after_write)
@@ -148,7 +147,7 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def as_rank(rank: int, world: int, port: str, path: Path) -> None:
+def as_rank(rank: int, world: int, port: str, path: Path, all_options: bool) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
@@ -156,7 +155,7 @@ def as_rank(rank: int, world: int, port: str, path: Path) -> None:
     for name in COMPONENTS:
         results[name] = train(name, torch.float32, sharded=True)
         results[name, "bf16"] = train(name, torch.bfloat16, sharded=True)
-        if world == 3:  # minutes on two cores, and 2 ranks are uneven too
+        if not all_options:
             continue
         kept = train(name, torch.float32, sharded=True, reshard_after_forward=False)
         results[name, "kept"] = kept
@@ -170,12 +169,24 @@ def as_rank(rank: int, world: int, port: str, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    found = {}
-    for world in (1, 2, 3):
-        path = tmp_path_factory.mktemp("ranks") / "results.pt"
-        mp.spawn(as_rank, (world, free_port(), path), nprocs=world)
-        found[world] = torch.load(path)
-    return found
+    folder = tmp_path_factory.mktemp("ranks")
+    return {world: on_ranks(world, folder, world < 3) for world in (1, 2, 3)}
+
+
+def on_ranks(world: int, folder: Path, all_options: bool) -> dict:
+    path = folder / f"{world}.pt"
+    mp.spawn(as_rank, (world, free_port(), path, all_options), nprocs=world)
+    return torch.load(path)
+
+
+@pytest.mark.slow
+def test_three_ranks_with_fsdps_options(tmp_path):
+    """Of 10, 6 and 8 rows: shards of 4, 4 and 2, which FSDP2 pads."""
+    found = on_ranks(3, tmp_path, all_options=True)
+    for name in COMPONENTS:
+        reference = train(name, torch.float32, sharded=False)
+        assert_same(reference, found[name, "kept"], 5e-5)
+        assert_same(reference, found[name, "offload"], 5e-5)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

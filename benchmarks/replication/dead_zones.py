@@ -43,7 +43,7 @@ class ObservedRecipe(HestiaQATRecipe):
         self._ever = torch.zeros_like(self._first, dtype=torch.bool)
 
     def _layers(self):
-        for layer in quantized_linears(self._model).values():
+        for layer in quantized_linears(self.model).values():
             yield layer, layer.weight_fake_quantizer.method
 
     @torch.no_grad()
@@ -88,8 +88,8 @@ class ObservedRecipe(HestiaQATRecipe):
         self._last = codes
         return result
 
-    def _finish(self) -> None:
-        super()._finish()
+    def train(self) -> None:
+        super().train()
         self.driver.set_step(self.total_steps - 1)
         found = {"relaxed": self.evaluate()}
         with self.driver.hard():

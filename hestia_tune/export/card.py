@@ -55,8 +55,8 @@ def write_card(
     origin, given = origin or folder, {}
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # which may be anything
         given = metadata_load(origin / CARD_FILE) or {}
-    about = {"base_model": "", "quantizer": "quantized", "layers": (), "data": ()} | {**description}
-    base, method, data = about["base_model"], about["quantizer"].partition(",")[0], about["data"]
+    model = {"base_model": "", "quantizer": "quantized", "layers": (), "data": ()} | {**description}
+    base, method, data = model["base_model"], model["quantizer"].partition(",")[0], model["data"]
     title = f"{base.rpartition('/')[2] or 'A model'}, {method}"
     metadata = ModelCardData(
         **{key: given[key] for key in _KEPT if key in given},
@@ -69,7 +69,7 @@ def write_card(
         tags=["hestia_tune", method],
     )
     names, rows = _evaluation(evaluation, origin)
-    values = {"title": title, "about": about, "sizes": sizes, "names": names, "rows": rows}
+    values = {"title": title, "model": model, "sizes": sizes, "names": names, "rows": rows}
     card = ModelCard.from_template(metadata, str(_TEMPLATE), form=form, **values)
     write_atomically(folder / CARD_FILE, str(card))
 

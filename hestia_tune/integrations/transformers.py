@@ -87,12 +87,12 @@ class HestiaCallback(TrainerCallback):
         self.component.convert(model)
         for parameter in model.parameters():  # not the buffers: rotary ones stay float32
             parameter.data = parameter.data.to(torch.bfloat16)
-        about = {"hestia_tune": hestia_tune.__version__, "layers": [*self.layers]}
-        about |= {"quantizer": self.component.method.key(), "step": state.global_step}
+        description = {"hestia_tune": hestia_tune.__version__, "layers": [*self.layers]}
+        description |= {"quantizer": self.component.method.key(), "step": state.global_step}
         if state.is_world_process_zero:
             with staged(Path(args.output_dir) / "hard_model") as folder:
-                about["base_model"] = hub_name(model.name_or_path)
+                description["base_model"] = hub_name(model.name_or_path)
                 for part in filter(None, (model, processing_class)):
                     part.save_pretrained(folder)
-                write_json(folder / DESCRIPTION_FILE, about)
-                write_card(folder, about)
+                write_json(folder / DESCRIPTION_FILE, description)
+                write_card(folder, description)

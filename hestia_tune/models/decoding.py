@@ -87,7 +87,9 @@ class _Untied(nn.Linear):
         self._source = _state(tied)
 
     def forward(self, x: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if _state(tied) == self._source else F.linear(x, tied)
+        if _state(tied) == self._source:
+            return super().forward(x)
+        return F.linear(x, tied)  # (..., dim) x (vocabulary, dim) -> (..., vocabulary)
 
 
 def _state(weight: torch.Tensor) -> tuple[int, int]:

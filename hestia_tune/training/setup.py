@@ -109,7 +109,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything up to the first step."""
-        cfg, options = self.run.cfg, self.options
+        self.run = self.run if cfg is self.run.cfg else Run.of(cfg)
+        cfg, options = self.run.cfg, self.run.options
+        self.options = options
         resume_path = on_first_rank(self._choose_checkpoint)
         resume_meta = read_meta(resume_path) if resume_path else None
         given = options.sensitivity
@@ -272,11 +274,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
     def make_driver(self, scores: dict[str, float] | None) -> ScheduleDriver:
         """What hands pressure and temperature to the layers, and has them quantize their shards."""
         layers = quantized_linears(self._model)
-
-        def requantize() -> None:
-            sharded.refresh(layers.values(), self._dtype, compiled=self._compile)
-            sharded.reshard(self._model)
-
+        requantize = partial(sharded.refresh, self._model, self._dtype, compiled=self._compile)
         return ScheduleDriver(self.schedule, layers, scores, requantize)
 
     def _setup_optimizer(

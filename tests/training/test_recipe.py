@@ -137,7 +137,7 @@ def test_pretrained_model_is_reproduced_before_training(model_dir, finished):
     ids=lambda overrides: overrides[0],
 )
 def test_equivalent_settings_give_equal_losses(model_dir, tmp_path, overrides):
-    common = ("max_steps_per_epoch=5", "schedule.rho=0.4")
+    common = ("max_steps_per_epoch=5", "schedule.rho=0.4", "distillation.weight=0.5")
     run(make_config(model_dir, tmp_path / "a", *common))
     run(make_config(model_dir, tmp_path / "b", *common, *overrides))
     expected, actual = logged(tmp_path / "a"), logged(tmp_path / "b")
@@ -156,6 +156,13 @@ def test_compile_equals_eager_in_one_compilation(model_dir, tmp_path):
     counts = GraphCountingLogger.counts
     assert counts[12] == counts[1] > 0
     assert logged(tmp_path / "compiled") == pytest.approx(logged(tmp_path / "eager"), rel=1e-5)
+
+
+def test_setup_reads_the_config_it_is_given(model_dir, tmp_path):
+    recipe = HestiaQATRecipe(make_config(model_dir, tmp_path, "max_steps_per_epoch=4"))
+    recipe.setup(make_config(model_dir, tmp_path, "max_steps_per_epoch=2"))
+    assert recipe.total_steps == 2 and recipe.options.max_steps_per_epoch == 2
+    recipe.cleanup()
 
 
 def test_bfloat16_compute_keeps_float32_latents(model_dir, tmp_path):

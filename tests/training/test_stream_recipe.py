@@ -57,7 +57,10 @@ def test_the_stream_gives_the_number_of_steps(model_dir, tmp_path, files):
     assert logged(tmp_path / "c")[1] == logged(tmp_path)[1]
 
 
-@pytest.mark.parametrize(("num_workers", "accumulation"), [(0, 1), (0, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_workers", "accumulation"),
+    [(0, 1), (0, 2), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)],
+)
 def test_resuming_goes_on_with_the_same_tokens(
     model_dir, tmp_path, files, num_workers, accumulation
 ):
