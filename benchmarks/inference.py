@@ -2,6 +2,7 @@
 
     python benchmarks/inference.py [--models smollm2_135m llama3_2_1b] [--threads 1 2] [--rows ...]
     python benchmarks/inference.py --products [--threads 1]
+    python benchmarks/inference.py --device cuda --models llama3_2_1b --threads 1
 
 Random codes and scales in the shape of a config, so nothing is downloaded: groups of 64 for
 SmolLM2-135M, and of 256 for Llama-3.2-1B, which all formats of llama.cpp hold exactly. Every row is
@@ -14,7 +15,8 @@ over to another.
 
 ``--clock cpu`` counts the processor's time in place of the wall's, which others on the machine do
 not change so much; it means something for one thread only. Needs about 6 GB of disk, and as much
-memory for the float32 model.
+memory for the float32 model. On a GPU, in eager mode, the rows are torch's only, and memory is what
+torch has allocated.
 """
 
 import argparse
@@ -34,7 +36,8 @@ from safetensors.torch import save_file
 GROUPS = {"smollm2_135m": 64, "llama3_2_1b": 256}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 DENSE = ("bfloat16", "float32")
-KERNELS = ("auto", "auto, int8 head", "onnxruntime", "int4pack", "dequantize")
+KERNELS = ("auto", "auto, int8 head", "onnxruntime", "int4pack", "gemlite", "dequantize")
+ON_CUDA = ("bfloat16", "auto", "int4pack", "gemlite", "dequantize")
 BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0")
 ONNX = {"ONNX": "float32", "ONNX, int8 head": "int8"}
 ROWS = (*DENSE, *KERNELS, *ONNX, *BLOCK_TYPES)
@@ -123,7 +126,9 @@ def best(step, clock, budget: float = SECONDS) -> float:
     return min(times)
 
 
-def run_torch(name: str, work: Path, kernel: str, threads: int, prompt: int, clock) -> dict:
+def run_torch(
+    name: str, work: Path, kernel: str, threads: int, prompt: int, clock, device: str
+) -> dict:
     """One row: ``kernel``, or a dense model in "bfloat16" or "float32"."""
     from hestia_tune import use_kernel
     from hestia_tune.models import build as builders
@@ -145,7 +150,7 @@ def run_torch(name: str, work: Path, kernel: str, threads: int, prompt: int, clo
         state = {k: v.clone() for k, v in state.items()}
     model.load_state_dict(state, assign=True)
     del state, packed
-    builders.ready_for_inference(model, "cpu", dtype)
+    builders.ready_for_inference(model, device, dtype)
     kernel, _, head = kernel.partition(", ")
     if head:
         round_head(model)
@@ -156,12 +161,14 @@ def run_torch(name: str, work: Path, kernel: str, threads: int, prompt: int, clo
         held = sum(part.nbytes for pair in parts for part in pair) + use.num_bytes
         row["quantized"] = held / dense_bytes
     length = 256
-    model.setup_caches(batch_size=1, dtype=dtype, decoder_max_seq_len=length)
-    positions, mask = torch.arange(length), torch.ones(length, length, dtype=torch.bool).tril()
+    with torch.device(device):
+        model.setup_caches(batch_size=1, dtype=dtype, decoder_max_seq_len=length)
+        positions, mask = torch.arange(length), torch.ones(length, length, dtype=torch.bool).tril()
 
     def step(tokens, first):
         here = positions[first : first + len(tokens)]
-        logits = model(torch.tensor([tokens]), mask=mask[None, here], input_pos=here[None])
+        batch = torch.tensor([tokens], device=device)
+        logits = model(batch, mask=mask[None, here], input_pos=here[None])
         return int(logits[0, -1].argmax())
 
     with torch.inference_mode():
@@ -182,7 +189,8 @@ def run_torch(name: str, work: Path, kernel: str, threads: int, prompt: int, clo
             at[0] += 1
 
         row["decode"] = 1 / best(one, clock)
-    return row | {"memory": resident() - start}
+    memory = resident() - start if device == "cpu" else torch.cuda.memory_allocated()
+    return row | {"memory": memory}
 
 
 def run_llama_cpp(path: Path, threads: int, prompt: int, clock) -> dict:
@@ -297,10 +305,10 @@ def report(
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        kind, what, name, work, threads, prompt, clock = sys.argv[2:]
+        kind, what, name, work, threads, prompt, clock, device = sys.argv[2:]
         rest = int(threads), int(prompt), CLOCKS[clock]
         if kind == "torch":
-            row = run_torch(name, Path(work), what, *rest)
+            row = run_torch(name, Path(work), what, *rest, device)
         elif kind == "onnx":
             row = run_onnx(Path(work) / what, *rest)
         else:
@@ -314,6 +322,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--products", action="store_true", help="single products only")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
     if options.products:
@@ -321,14 +330,15 @@ def main() -> None:
         with torch.inference_mode():
             products(CLOCKS[options.clock])
         return
-    chosen = [row for row in ROWS if row in ("bfloat16", *options.rows)]
+    possible = ON_CUDA if options.device == "cuda" else [row for row in ROWS if row != "gemlite"]
+    chosen = [row for row in possible if row in ("bfloat16", *options.rows)]
     kernels = [row for row in chosen if row in (*DENSE, *KERNELS)]
     for name in options.models:
         with tempfile.TemporaryDirectory() as temporary:
             files = write(name, Path(temporary), chosen)
             print(name, {key: f"{size / 1e6:.0f} MB" for key, size in files.items()}, flush=True)
             for threads in options.threads:
-                rest = str(options.prompt), options.clock
+                rest = str(options.prompt), options.clock, options.device
                 report(name, Path(temporary), kernels, files, threads, *rest)
 
 

@@ -281,3 +281,15 @@ def test_the_study_of_methods_goes_on_where_it_stopped(tmp_path):
             assert f"{record['validation_loss']['trained, hard']:.4f}" in again
     assert (tmp_path / "methods.png").stat().st_size > 0
     assert (tmp_path / "methods_longer.png").stat().st_size > 0
+
+
+def test_a_line_for_each_beginning(scripts, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    import sample
+
+    folder = Path(hestia_tune.__file__).parent / "assets" / "demo"
+    monkeypatch.setattr(sys, "argv", ["sample.py", str(folder), "--tokens", "3", "--threads", "1"])
+    sample.main()
+    lines = capsys.readouterr().out.strip("\n").split("\n")
+    assert len(lines) == 20
+    assert all(line.startswith(b) for line, b in zip(lines, sample.BEGINNINGS, strict=True))

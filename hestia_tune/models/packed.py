@@ -157,7 +157,8 @@ class PackedWeights:
         method: the key of the checkpoint's method, such as "ternary, group_size=128".
         include, exclude: the layers, as for training; see `hestia_tune.HestiaQATQuantizer`.
         kernel: what multiplies once weights are loaded; see `hestia_tune.use_kernel`. On a GPU
-            nothing but "dequantize" has a use, since compiled products dequantize.
+            "auto" leaves it to the compiler, whose products dequantize; with the name of a kernel
+            nothing is compiled.
         head: "dense", or on a CPU "int8"; see `load_quantized`.
     """
 
@@ -193,10 +194,11 @@ class PackedWeights:
         device = next(model.parameters()).device
         check_head(self.head, device)
         if device.type == "cpu":
-            torch.compiler.set_stance("force_eager")
             group_heads(model)
             if self.head == "int8":
                 round_head(model)
+        if device.type == "cpu" or self.kernel not in ("auto", "dequantize"):
+            torch.compiler.set_stance("force_eager")
             log.info(use_kernel(model, self.kernel))
 
 
