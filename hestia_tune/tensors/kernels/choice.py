@@ -8,6 +8,8 @@ with `_ROWS` of them, the kernel is given up to d / (c - b) rows. The measuremen
 product, whose weight may stay in the cache: it compares, and does not foretell a model's speed.
 """
 
+import contextlib
+import ctypes
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -89,6 +91,8 @@ def use_kernel(model: nn.Module, name: str = "auto") -> KernelUse:
         weight.kernel = kernel
         layers[layer] = DEQUANTIZE if kernel is None else kernel.name
         num_bytes += 0 if kernel is None else kernel.num_bytes
+    with contextlib.suppress(AttributeError, TypeError, OSError):  # glibc's: codes were unpacked
+        ctypes.CDLL(None).malloc_trim(0)  # for other layouts, several times what stays
     return KernelUse(layers=layers, num_bytes=num_bytes, notes=tuple(notes))
 
 
