@@ -22,6 +22,7 @@ from yaml import YAMLError
 
 from hestia_tune.commands.configs import resolved
 from hestia_tune.config import one_line
+from hestia_tune.data.rows import DataStreamError
 from hestia_tune.training.options import Run
 
 INTERRUPTED = 130
@@ -33,6 +34,8 @@ _ABOUT_INPUT = (
     *(YAMLError, OmegaConfBaseException),
     InstantiationError,  # a component that is not there
 )
+# Of sums over the ranks, and of data, of which they tell each other.
+_OF_ALL_RANKS = (FloatingPointError, DataStreamError)
 # Of other packages, about what their users cannot change.
 _NOTICES = ("'set_vital' is deprecated", "torch.distributed is disabled, unavailable or uninitia")
 
@@ -59,7 +62,8 @@ def main(command: Callable[[Run], int], name: str) -> int:
         if os.environ.get("HESTIA_TRACEBACK") or not isinstance(error, _ABOUT_INPUT):
             raise
         # What was checked before the ranks met, or raised on all of them, is told once.
-        shared = getattr(error, "on_every_rank", not dist.is_initialized())
+        of_all = not dist.is_initialized() or isinstance(error, _OF_ALL_RANKS)
+        shared = getattr(error, "on_every_rank", of_all)
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not shared:
             where = "" if rank == "0" else f"[rank {rank}] "

@@ -121,3 +121,12 @@ def test_two_nodes(tmp_path):
         _, err = agent.communicate(timeout=300)
         assert agent.returncode == 0, err
     assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_an_error_of_all_ranks_is_told_once(tmp_path):
+    options = ("batch_size=2", "loss._component_=tiny.InfiniteLaterLoss", "dataset_val=null")
+    cfg = make_config(make_model_dir(tmp_path / "model"), tmp_path / "run", *options)
+    done = tune_run("--config", write_config(cfg, tmp_path / "run.yaml"), torchrun=TWO_RANKS)
+    told = [line for line in done.stderr.splitlines() if ": error: " in line]
+    assert done.returncode != 0 and len(told) == 1 and "though all weights are finite" in told[0]
