@@ -10,8 +10,10 @@ import logging
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -26,6 +28,7 @@ from hestia_tune.data.rows import DataStreamError
 from hestia_tune.training.options import Run
 
 INTERRUPTED = 130
+_PACKAGE = Path(__file__).parents[1]
 # That the first rank has to tell an error of all; torchrun ends it when another rank exits.
 _SECONDS_TO_TELL = 10.0
 # What checks of the user's input, files and data raise.
@@ -38,6 +41,15 @@ _ABOUT_INPUT = (
 _OF_ALL_RANKS = (FloatingPointError, DataStreamError)
 # Of other packages, about what their users cannot change.
 _NOTICES = ("'set_vital' is deprecated", "torch.distributed is disabled, unavailable or uninitia")
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Whether a value or a type is wrong in an operation of our own, where nothing was raised to
+    tell the user."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_ours = _PACKAGE in Path(last.filename).parents
+    of_operation = is_ours and not (last.line or "").startswith("raise")
+    return of_operation and type(error) in (ValueError, TypeError)
 
 
 def main(command: Callable[[Run], int], name: str) -> int:
@@ -59,7 +71,8 @@ def main(command: Callable[[Run], int], name: str) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        if os.environ.get("HESTIA_TRACEBACK") or not isinstance(error, _ABOUT_INPUT):
+        about_input = isinstance(error, _ABOUT_INPUT) and not _is_mistake(error)
+        if os.environ.get("HESTIA_TRACEBACK") or not about_input:
             raise
         # What was checked before the ranks met, or raised on all of them, is told once.
         of_all = not dist.is_initialized() or isinstance(error, _OF_ALL_RANKS)

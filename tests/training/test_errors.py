@@ -191,3 +191,16 @@ def test_a_tokenizer_with_more_ids_than_the_model(tmp_path):
     message = "the tokenizer has 257 ids, the model 200 embeddings"
     with pytest.raises(ValueError, match=message):
         run(make_config(folder, tmp_path / "run", "model.vocab_size=200"))
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [("len(run)", TypeError), ("int('x')", ValueError), ("run.no", AttributeError)],
+)
+def test_an_operation_of_ours_that_fails_is_no_single_line(monkeypatch, operation, kind):
+    """It is a mistake, and not what was raised to tell the user."""
+    file, found = main.__code__.co_filename, {}
+    exec(compile(f"def command(run):\n    return {operation}\n", file, "exec"), found)
+    monkeypatch.setattr(sys, "argv", ["x", "--config", "demo"])
+    with pytest.raises(kind):
+        main(found["command"], "x")
