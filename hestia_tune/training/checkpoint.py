@@ -10,6 +10,7 @@ a temporary name, which the next save removes. On several nodes the folder must 
 system.
 """
 
+import contextlib
 import json
 import random
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ from torch.optim import Optimizer
 
 from hestia_tune.config import one_line
 from hestia_tune.distributed import gathered, on_first_rank, together
-from hestia_tune.files import checksum, remove
+from hestia_tune.files import checksum, remove, staged
 from hestia_tune.models import checkpoints
 from hestia_tune.modules import plain_shard
 from hestia_tune.qat import QATQuantizerBase
@@ -86,12 +87,14 @@ def save_checkpoint(
     Raises:
         OSError: if it cannot be written, on every rank; what was there before is whole.
     """
-    final, temporary = folder / f"step_{step}", folder / f"step_{step}.tmp"
+    final, temporary = folder / f"step_{step}", folder / f"step_{step}.tmp"  # that of `staged`
     tensors, settings = _state(model, optimizer)
     meta = {**meta, "step": step, "world_size": dist.get_world_size(), "optimizer": settings}
 
+    stack = contextlib.ExitStack()  # of the first rank
+
     def prepare() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(staged(final))
         for leftover in folder.glob("step_*.tmp"):
             remove(leftover)
         temporary.mkdir()
@@ -104,20 +107,18 @@ def save_checkpoint(
             )
         meta["digest"] = checkpoints.digest(meta)
         (temporary / checkpoints.META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        remove(final)
-        temporary.rename(final)
+        stack.close()
         found = checkpoints.complete_checkpoints(folder)
         damaged = [path for at, path in found if at > step]  # or this run would have begun there
         for old in damaged + [path for at, path in found if at <= step][:-keep_last]:
             remove(old)
 
     try:
-        on_first_rank(prepare, share=False)
-        meta["files"] = _write_shards(temporary, tensors, rank_state)
-        on_first_rank(finish, share=False)
+        with stack:
+            on_first_rank(prepare, share=False)
+            meta["files"] = _write_shards(temporary, tensors, rank_state)
+            on_first_rank(finish, share=False)
     except (CheckpointException, OSError) as error:
-        if dist.get_rank() == 0:
-            remove(temporary)
         causes = getattr(error, "failures", {0: (error,)}).values()
         failure = OSError(
             f"{final} could not be written ({one_line(next(iter(causes))[0])}); make room, and go "
