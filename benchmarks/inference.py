@@ -324,6 +324,8 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
+    if options.device == "cuda" and (options.products or options.clock == "cpu"):
+        parser.error("--device cuda has whole models and the wall's clock only")
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
     if options.products:
         torch.set_num_threads(options.threads[0])

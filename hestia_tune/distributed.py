@@ -43,6 +43,16 @@ def gathered(value: T) -> list[T]:
     return everyone
 
 
+@contextmanager
+def of_all_ranks() -> Iterator[None]:
+    """What the body raises, every rank does: it is marked for the launcher, which tells it once."""
+    try:
+        yield
+    except Exception as error:
+        error.on_every_rank = True  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+
+
 def raise_together(error: Exception | None) -> None:
     """Raises on every rank if any rank brings an error: its own, or that of the first that has one.
 
@@ -63,9 +73,8 @@ def raise_together(error: Exception | None) -> None:
         except TypeError:  # a type that is not made from a message
             raised = RuntimeError(f"{kind.__name__}: {message}")
         raised.__cause__ = RuntimeError(f"on rank {rank}:\n{text}")
-    # For the launcher, which tells it once.
-    raised.on_every_rank = True  # pyright: ignore[reportAttributeAccessIssue]
-    raise raised
+    with of_all_ranks():
+        raise raised
 
 
 @contextmanager

@@ -90,6 +90,8 @@ class ObservedRecipe(HestiaQATRecipe):
 
     def train(self) -> None:
         super().train()
+        if not self.finished:
+            return
         self.driver.set_step(self.total_steps - 1)
         found = {"relaxed": self.evaluate()}
         with self.driver.hard():

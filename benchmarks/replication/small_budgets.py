@@ -23,7 +23,7 @@ from typing import Any
 from common import HARD, many_runs, require_same, settings_of, slug
 from omegaconf import OmegaConf
 
-from hestia_tune.commands.reconstruct import ReconstructionRecipe
+from hestia_tune.commands.reconstruct import reconstruct
 from hestia_tune.commands.sensitivity import with_sensitivity
 from hestia_tune.files import write_atomically
 from hestia_tune.training.options import Run
@@ -123,9 +123,7 @@ def one_run(folder: Path, config: str, overrides: list[str], *, trains: bool) ->
         return record
     run, started = Run.of(OmegaConf.merge(cfg, {"output_dir": str(folder)})), time.perf_counter()
     if not trains or run.options.reconstruction == "auto":
-        run, _ = with_sensitivity(run, run.options.reconstruct.alpha)
-        first = ReconstructionRecipe(run)
-        first.run()
+        first = reconstruct(run)
         if not first.finished:
             raise KeyboardInterrupt
         losses = first.losses

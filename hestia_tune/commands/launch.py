@@ -24,7 +24,6 @@ from yaml import YAMLError
 
 from hestia_tune.commands.configs import resolved
 from hestia_tune.config import one_line
-from hestia_tune.data.rows import DataStreamError
 from hestia_tune.training.options import Run
 
 INTERRUPTED = 130
@@ -37,8 +36,6 @@ _ABOUT_INPUT = (
     *(YAMLError, OmegaConfBaseException),
     InstantiationError,  # a component that is not there
 )
-# Of sums over the ranks, and of data, of which they tell each other.
-_OF_ALL_RANKS = (FloatingPointError, DataStreamError)
 # Of other packages, about what their users cannot change.
 _NOTICES = ("'set_vital' is deprecated", "torch.distributed is disabled, unavailable or uninitia")
 
@@ -48,7 +45,7 @@ def _is_mistake(error: Exception) -> bool:
     tell the user."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     is_ours = _PACKAGE in Path(last.filename).parents
-    of_operation = is_ours and not (last.line or "").startswith("raise")
+    of_operation = is_ours and not (last.line or "raise").startswith("raise")
     return of_operation and type(error) in (ValueError, TypeError)
 
 
@@ -56,9 +53,10 @@ def main(command: Callable[[Run], int], name: str) -> int:
     """Parses ``sys.argv`` as torchtune does (packaged config names included), runs ``command``."""
     for notice in _NOTICES:
         warnings.filterwarnings("ignore", message=notice)
-    if os.environ.get("RANK", "0") == "0":  # what the library tells by the way
-        logging.getLogger("hestia_tune").setLevel(logging.INFO)
-        logging.getLogger("hestia_tune").addHandler(logging.StreamHandler())
+    library = logging.getLogger("hestia_tune")  # what it tells by the way
+    if os.environ.get("RANK", "0") == "0" and not library.hasHandlers():
+        library.setLevel(logging.INFO)
+        library.addHandler(logging.StreamHandler())
     try:
         parsed: list[DictConfig] = []
         with resolved(sys.argv) as sys.argv:
@@ -75,8 +73,7 @@ def main(command: Callable[[Run], int], name: str) -> int:
         if os.environ.get("HESTIA_TRACEBACK") or not about_input:
             raise
         # What was checked before the ranks met, or raised on all of them, is told once.
-        of_all = not dist.is_initialized() or isinstance(error, _OF_ALL_RANKS)
-        shared = getattr(error, "on_every_rank", of_all)
+        shared = getattr(error, "on_every_rank", not dist.is_initialized())
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not shared:
             where = "" if rank == "0" else f"[rank {rank}] "

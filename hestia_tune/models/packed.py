@@ -190,7 +190,7 @@ class PackedWeights:
         return model
 
     def _loaded(self, model: nn.Module, _: Any) -> None:
-        """Of a model on a CPU: chooses the kernels, groups heads, and switches the compiler off."""
+        """On a CPU, or with a kernel's name, chooses the kernels and switches the compiler off."""
         device = next(model.parameters()).device
         check_head(self.head, device)
         if device.type == "cpu":

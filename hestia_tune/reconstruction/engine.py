@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
-from hestia_tune.distributed import gathered
+from hestia_tune.distributed import gathered, of_all_ranks
 from hestia_tune.modules import quantized_linears
 from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
 from hestia_tune.reconstruction.losses import divergence, huber_error, squared_error
@@ -330,10 +330,11 @@ class Reconstruction:
         error = self._error(blocks, layers, source, measure)
         if not math.isfinite(error):
             key = "lr" if name == "error" else "kl_rate"
-            raise FloatingPointError(
-                f"blocks {begin} to {end - 1}: the {name} is not finite after training; lower "
-                f"reconstruct.{key}, now {getattr(self.settings, key)}"
-            )
+            with of_all_ranks():
+                raise FloatingPointError(
+                    f"blocks {begin} to {end - 1}: the {name} is not finite after training; lower "
+                    f"reconstruct.{key}, now {getattr(self.settings, key)}"
+                )
         window.to("cpu")
         seconds = time.perf_counter() - self._started
         yield WindowResult(index, begin, end, naive, error, seconds, name)

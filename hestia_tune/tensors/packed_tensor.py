@@ -8,6 +8,7 @@ cannot be kept packed exactly is an error and never a silent dense copy.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -25,7 +26,7 @@ from hestia_tune.tensors.kernels import Kernel
 T = TypeVar("T", bound="PackedTensor")
 _PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 aten = torch.ops.aten
-log = logging.getLogger(__name__)
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def check_codes(codes: torch.Tensor, low: int, high: int) -> None:
@@ -195,8 +196,10 @@ def packed_linear(
         if kernel is not None and kernel.takes(x, weight):
             try:
                 return kernel(x, bias)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # of any library, and there is a way without it
-                log.warning("no longer by %s: %s; dequantized", kernel.name, one_line(error))
+                _warn_once(f"no longer by {kernel.name}: {one_line(error)}; dequantized")
                 weight.kernel = None
         if not (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(as_dense(x), weight.dequantize_for_now(), bias)

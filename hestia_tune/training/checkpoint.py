@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from hestia_tune.config import one_line
-from hestia_tune.distributed import gathered, on_first_rank, together
+from hestia_tune.distributed import gathered, of_all_ranks, on_first_rank, together
 from hestia_tune.files import checksum, remove, staged
 from hestia_tune.models import checkpoints
 from hestia_tune.modules import plain_shard
@@ -124,8 +124,8 @@ def save_checkpoint(
             f"{final} could not be written ({one_line(next(iter(causes))[0])}); make room, and go "
             "on from the checkpoint before it with resume_from_checkpoint=True"
         )
-        failure.on_every_rank = True  # pyright: ignore[reportAttributeAccessIssue]
-        raise failure from error
+        with of_all_ranks():
+            raise failure from error
 
 
 def _write_shards(

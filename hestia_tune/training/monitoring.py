@@ -14,6 +14,7 @@ from torch import nn
 from torchtune import training
 
 from hestia_tune.data import DataStreamError
+from hestia_tune.distributed import of_all_ranks
 from hestia_tune.files import write_atomically
 from hestia_tune.modules import QuantizedLinear, local_rows
 from hestia_tune.selection import clean_fqn
@@ -102,6 +103,7 @@ class CodeStatistics:
         return statistics
 
 
+@of_all_ranks()
 @torch.no_grad()
 def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
     """Raises FloatingPointError that names the parameters with NaN or infinity. Collective."""
@@ -118,6 +120,7 @@ def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
         )
 
 
+@of_all_ranks()
 def check_loss(
     loss_sum: float, num_tokens: float, model: nn.Module, device: torch.device, step: int
 ) -> None:
@@ -136,6 +139,7 @@ def check_loss(
         )
 
 
+@of_all_ranks()
 def check_gradient(norm: float | None, step: int) -> None:
     """A FloatingPointError if the norm of the gradient, where it is known, is not finite."""
     if norm is not None and not math.isfinite(norm):

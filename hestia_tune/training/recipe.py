@@ -340,7 +340,7 @@ class HestiaQATRecipe(RecipeSetup):
     def release(self) -> None:
         """Lets go of the model and the logger; the process group stays, for another recipe."""
         torch.distributed.barrier()
-        self._model = self._teacher = self._optimizer = None
+        self._model = self._teacher = self._optimizer = self.driver = None
         if self._is_rank_zero:
             self._metric_logger.close()
 

@@ -109,9 +109,9 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
 
     def setup(self, cfg: DictConfig) -> None:
         """Builds everything up to the first step."""
-        self.run = self.run if cfg is self.run.cfg else Run.of(cfg)
-        cfg, options = self.run.cfg, self.run.options
-        self.options = options
+        if cfg is not self.run.cfg and Run.of(cfg).cfg != self.run.cfg:
+            raise ValueError("setup takes the config that the recipe was made of; make another one")
+        cfg, options = self.run.cfg, self.options
         resume_path = on_first_rank(self._choose_checkpoint)
         resume_meta = read_meta(resume_path) if resume_path else None
         given = options.sensitivity

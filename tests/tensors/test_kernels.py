@@ -400,6 +400,7 @@ def test_a_forked_process_has_workers_of_its_own(monkeypatch):
     pytest.importorskip("onnx")
     monkeypatch.setattr(onnxruntime, "_MIN_PART", 1)
     monkeypatch.setattr(onnxruntime, "_MIN_LONG", 1)
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     weight = ternary(64, 256, 128)
     kernel, (x, _) = choice.make(weight, OnnxRuntime), inputs(weight, 3)
@@ -411,5 +412,5 @@ def test_a_forked_process_has_workers_of_its_own(monkeypatch):
     code = child.exitcode
     child.kill()
     assert code == 0  # None if it waits for threads that are not there
+    torch.set_num_threads(before)
     assert torch.equal(kernel(x, None), expected)
-    torch.set_num_threads(1)

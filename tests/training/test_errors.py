@@ -200,7 +200,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(tmp_path):
 def test_an_operation_of_ours_that_fails_is_no_single_line(monkeypatch, operation, kind):
     """It is a mistake, and not what was raised to tell the user."""
     file, found = main.__code__.co_filename, {}
-    exec(compile(f"def command(run):\n    return {operation}\n", file, "exec"), found)
+    exec(compile(f"command = lambda run: {operation}", file, "exec"), found)
     monkeypatch.setattr(sys, "argv", ["x", "--config", "demo"])
     with pytest.raises(kind):
         main(found["command"], "x")

@@ -158,10 +158,13 @@ def test_compile_equals_eager_in_one_compilation(model_dir, tmp_path):
     assert logged(tmp_path / "compiled") == pytest.approx(logged(tmp_path / "eager"), rel=1e-5)
 
 
-def test_setup_reads_the_config_it_is_given(model_dir, tmp_path):
-    recipe = HestiaQATRecipe(make_config(model_dir, tmp_path, "max_steps_per_epoch=4"))
+def test_setup_takes_the_recipes_own_config_only(model_dir, tmp_path):
+    """What the constructor made of it, such as folders and seed, would be that of another."""
+    recipe = HestiaQATRecipe(make_config(model_dir, tmp_path, "max_steps_per_epoch=2"))
+    with pytest.raises(ValueError, match="the config that the recipe was made of"):
+        recipe.setup(make_config(model_dir, tmp_path, "max_steps_per_epoch=4"))
     recipe.setup(make_config(model_dir, tmp_path, "max_steps_per_epoch=2"))
-    assert recipe.total_steps == 2 and recipe.options.max_steps_per_epoch == 2
+    assert recipe.total_steps == 2
     recipe.cleanup()
 
 

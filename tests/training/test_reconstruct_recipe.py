@@ -260,9 +260,11 @@ def test_training_starts_from_it(model_dir, finished, tmp_path):
     assert losses["trained, hard"] == pytest.approx(losses["reconstructed, hard"], rel=1e-6)
 
 
-def test_hidden_states_in_files_change_nothing(model_dir, finished, tmp_path):
+def test_hidden_states_in_files_change_nothing(model_dir, finished, tmp_path, caplog):
     folder, _ = finished
-    assert run_reconstruct(config(model_dir, tmp_path, "reconstruct.memory=0")) == 0
+    with caplog.at_level("INFO", "hestia_tune"):
+        assert run_reconstruct(config(model_dir, tmp_path, "reconstruct.memory=0")) == 0
+    assert "GiB, in files" in caplog.text
     own = load_file(tmp_path / "reconstruction" / "latents.safetensors")
     assert all(torch.equal(own[k], v) for k, v in load_file(folder / "latents.safetensors").items())
 

@@ -67,7 +67,7 @@ class Kernel(abc.ABC):
     def watch(self, weight: Any) -> None:
         """Remembers the packed weight as it is, for `takes` to see if it has changed."""
         self._source, self._versions = weight.parts, _versions(weight)
-        self._dtype, self._device = weight.dtype, weight.device
+        self._dtype, self._device, self._width = weight.dtype, weight.device, weight.shape[-1]
 
     @abc.abstractmethod
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,6 +85,7 @@ class Kernel(abc.ABC):
         rows = x.numel() // max(1, x.shape[-1])
         return (
             0 < rows <= self.max_rows
+            and x.shape[-1] == self._width
             and x.dtype == self._dtype
             and x.device == self._device
             and not (torch.is_grad_enabled() and x.requires_grad)

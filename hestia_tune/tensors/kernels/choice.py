@@ -68,7 +68,8 @@ def use_kernel(model: nn.Module, name: str = "auto") -> KernelUse:
     made for torch's number of threads at this time.
 
     Args:
-        model: any module with `TernaryTensor` or `Fairy2iTensor` parameters, on their device.
+        model: any module with packed parameters, on their device; kernels are for
+            `TernaryTensor` and `Fairy2iTensor`.
         name: "auto", the fastest (see the module); "dequantize", which is exact and needs no more
             memory; or one of `KERNELS`. Weights that this one cannot take are dequantized.
 
@@ -126,18 +127,18 @@ def _fastest(
         return None
     kernel = made.get(best) or make(weight, best)
 
-    def max_rows() -> float:  # see the module
+    def max_rows() -> float | str:  # see the module
         x = _rows(weight, _ROWS)
         try:
             gain = _seconds(kernel, x, None) - _seconds(F.linear, x, weight.dequantize())
         except Exception as error:  # as above
-            notes[f"{kernel.name} for single rows of {tuple(weight.shape)}: {one_line(error)}"] = (
-                None
-            )
-            return 1.0
+            return one_line(error)
         return max(1.0, _ROWS * dequantizing / gain) if gain > 0 else float("inf")
 
-    kernel.max_rows = _once(weight, f"rows of {kernel.name}", max_rows)
+    found = _once(weight, f"rows of {kernel.name}", max_rows)
+    if isinstance(found, str):
+        notes[f"{kernel.name} for single rows of {tuple(weight.shape)}: {found}"] = None
+    kernel.max_rows = 1.0 if isinstance(found, str) else found
     return kernel
 
 
