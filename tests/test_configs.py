@@ -136,6 +136,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(arguments, capture_output=True, text=True, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_listing_and_printing(tmp_path):
     listed = command(sys.executable, "-m", "hestia_tune", "configs", cwd=tmp_path)
     recipes, configs = listed.stdout.split("configs:\n")

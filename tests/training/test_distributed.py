@@ -52,7 +52,11 @@ def assert_same_run(first: Path, second: Path) -> None:
 
 @pytest.mark.parametrize(
     ("group_size", "shape", "frozen"),
-    [("32", {}, "[]"), ("tensor", UNEVEN, "[]"), ("32", {}, "[tok_embeddings]")],
+    [
+        pytest.param("32", {}, "[]", marks=pytest.mark.slow),
+        ("tensor", UNEVEN, "[]"),
+        pytest.param("32", {}, "[tok_embeddings]", marks=pytest.mark.slow),
+    ],
     ids=["group", "tensor-uneven", "frozen"],
 )
 def test_two_ranks_equal_one_process(tmp_path, group_size, shape, frozen):
