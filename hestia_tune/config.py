@@ -7,6 +7,8 @@ at again. The same checks run when a section is made in Python.
 
 import dataclasses
 import difflib
+import functools
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+log = logging.getLogger(__name__)
 T = TypeVar("T", bound="Section")
 
 
@@ -27,6 +30,12 @@ def nearest(key: str, known: Iterable[str]) -> str:
 def one_line(error: BaseException, limit: int = 300) -> str:
     """An error's message on one line of at most ``limit`` characters; its type if it has none."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Logs a warning, which this process then does not repeat."""
+    log.warning(text)
 
 
 def require_number(name: str, value: Any, low: float, high: float, remedy: str = "") -> None:

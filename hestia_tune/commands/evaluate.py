@@ -40,7 +40,7 @@ def run_evaluation(run: Run) -> int:
     require_writable_dir(path.parent)
     if path.is_dir():
         raise ValueError(f"eval.output {path} is a folder; give the path of a JSON file")
-    device = join_ranks(options.device)
+    device = join_ranks(options.device, options.dtype)
     dtype = training.get_dtype(options.dtype, device)
     sensitivity = options.sensitivity
     if sensitivity == "auto":

@@ -31,7 +31,7 @@ def run_qat(run: Run) -> int:
         component = build.make_component(run.cfg.quantizer)
         check_formats(run, component.method)
         if "auto" in (options.reconstruction, options.sensitivity):
-            join_ranks(options.device)
+            join_ranks(options.device, options.dtype)
             with together():
                 check_components(run, component)
         run, first = with_reconstruction(run)

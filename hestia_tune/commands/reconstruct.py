@@ -76,7 +76,7 @@ class ReconstructionRecipe:
         self.cfg, self.options = run.cfg, run.options
         self.settings = self.options.reconstruct
         self.output = require_writable_dir(self.settings.output)
-        self.device = join_ranks(self.options.device)
+        self.device = join_ranks(self.options.device, self.options.dtype)
         self.dtype = training.get_dtype(self.options.dtype, self.device)
         if self.settings.batch_size % dist.get_world_size():
             raise ValueError(

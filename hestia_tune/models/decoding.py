@@ -1,17 +1,15 @@
 """Of one new token on a CPU: attention as torchtune's decoders compute it, and the output head."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 from torchao.utils import TorchAOBaseTensor
 from torchtune.modules import MultiHeadAttention, TiedLinear
 
 from hestia_tune.tensors.kernels import version
+from hestia_tune.tensors.kernels.onnxruntime import OnnxRuntime, rounded
 
 HEADS = ("dense", "int8")
 
@@ -20,76 +18,110 @@ def group_heads(model: nn.Module) -> None:
     """Has query heads that share keys go through attention as rows of one product.
 
     For one token and a KV cache, on a CPU. torch multiplies a single row by slow code (bfloat16,
-    1024 keys: 13 times slower than four rows at once), which costs more than all products with
-    packed weights. It is the same attention by the same kernel. Everything else (prompts, training,
-    heads with keys of their own) is as before.
+    1024 keys: 13 times slower than four rows at once), and torchtune copies the cache for every
+    head that shares it, to its end, which costs more than all products with packed weights. It is
+    the same attention by the same kernel. Everything else (prompts, training, heads with keys of
+    their own) is as before.
     """
     for module in model.modules():
-        if isinstance(module, MultiHeadAttention) and module.num_heads > module.num_kv_heads:
-            share = module.num_heads // module.num_kv_heads
-            module._attention_call = partial(_attend, module._attention_call, share)
+        if type(module) is MultiHeadAttention and module.num_heads > module.num_kv_heads:
+            module.__class__ = _GroupedAttention
 
 
-def _attend(
-    usual: Callable[..., torch.Tensor],
-    share: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: Any,
-    **options: Any,
-) -> torch.Tensor:
-    """q (batch, heads, 1, head_dim), k and v (batch, heads, keys, head_dim), equal for ``share``
-    heads each; mask (batch, 1, keys), True where a key counts; returns what q is shaped like."""
-    is_one = q.shape[2] == 1 and q.device.type == "cpu" and not torch.is_grad_enabled()
-    if not is_one or not isinstance(mask, torch.Tensor) or options.get("dropout_p"):
-        return usual(q, k, v, mask=mask, **options)
-    rows = q.reshape(q.shape[0], -1, share, q.shape[-1])
-    mask = mask[:, None].expand(-1, -1, share, -1)
-    out = F.scaled_dot_product_attention(rows, k[:, ::share], v[:, ::share], attn_mask=mask)
-    return out.reshape(q.shape)
+class _GroupedAttention(MultiHeadAttention):
+    """torchtune's, with a way of its own for one token."""
+
+    def forward(
+        self, x: torch.Tensor, y: Any = None, *, mask: Any = None, input_pos: Any = None
+    ) -> torch.Tensor:
+        """x (batch, seq_len, dim); a mask (batch, 1, keys) is True where a key counts."""
+        is_one = x.shape[1] == 1 and x.device.type == "cpu" and isinstance(mask, torch.Tensor)
+        is_trained = torch.is_grad_enabled() or (self.training and self.attn_dropout)
+        has_cache = self.kv_cache is not None and self.cache_enabled and y is x
+        if not (is_one and has_cache) or is_trained or torch.compiler.is_compiling():
+            return super().forward(x, y, mask=mask, input_pos=input_pos)
+        batch, groups = len(x), self.num_kv_heads
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(x).view(batch, 1, -1, self.head_dim) for project in projections)
+        if self.pos_embeddings is not None:
+            q, k = (self.pos_embeddings(value, input_pos=input_pos) for value in (q, k))
+        q, k, v = (value.transpose(1, 2) for value in (q, k, v))  # (batch, heads, 1, head_dim)
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
+        k, v = self.kv_cache.update(k, v)  # (batch, groups, keys, head_dim)
+        seen = mask.flatten(0, 1).any(0).nonzero()
+        count = int(seen[-1]) + 1 if len(seen) else k.shape[2]  # what is behind it counts for none
+        rows = q.reshape(batch, groups, -1, self.head_dim)
+        out = F.scaled_dot_product_attention(
+            rows,
+            k[:, :, :count],
+            v[:, :, :count],
+            attn_mask=mask[:, None, :, :count].expand(-1, -1, rows.shape[2], -1),
+        )
+        return self.output_proj(out.reshape(batch, 1, -1))
 
 
 def check_head(head: str, device: torch.device | str = "cpu") -> None:
-    """Raises ValueError for a head that there is not, or not on this device."""
+    """Raises ValueError for a head that there is not, or not on this device; ImportError if its
+    library is not there."""
     if head not in HEADS:
         raise ValueError(f"head must be one of {', '.join(HEADS)}; got {head!r}")
     if head == "int8" and torch.device(device).type != "cpu":
         raise ValueError(f'head="int8" is for a CPU, and the device is {device}; use "dense"')
+    if head == "int8":
+        OnnxRuntime.require()
 
 
 def round_head(model: nn.Module) -> None:
-    """Has the output head multiply in 8 bits: weights by rows, activations by tokens (torchao's).
+    """Has the output head multiply in 8 bits, by ONNX Runtime: its weight by blocks of 32 to 128
+    columns, activations likewise.
 
-    Most of the time of a token may go into a dense head, which all its weights are read for. A head
-    that is tied to the embedding is rounded in a copy, and the embedding stays as it is. A head
-    that is packed, which is smaller still, stays too.
+    Most of the time of a token may go into a dense head, which all its weights are read for. The
+    weight stays beside what is multiplied by, two bytes a number, and is multiplied by as before
+    where gradients are asked for and once it has changed. A head that is packed, which is smaller
+    still, stays as it is.
     """
     head = model.output
     if isinstance(head, TiedLinear):
-        head.linear = head = _Untied(head.tied_module.weight)
-    if not isinstance(head.weight, TorchAOBaseTensor):
-        # Version 2 of torchao 0.15 rounds scales to bfloat16: ten times the error.
-        quantize_(head, Int8DynamicActivationInt8WeightConfig(set_inductor_config=False, version=1))
+        head.linear = _Rounded(head.tied_module.weight)
+    elif not isinstance(head.weight, TorchAOBaseTensor):
+        head.rounded = _Rounded(head.weight)
+        head.__class__ = _RoundedLinear
 
 
-class _Untied(nn.Linear):
-    """A product by a weight of its own in the place of one by a tied weight, which it is given.
+class _Rounded(nn.Module):
+    """``F.linear`` by a weight that is given each time, in 8 bits while it is what it was at first.
 
-    The tied weight is what is multiplied by once it is another than at first: no module holds the
-    copy, so that no cast, load or copy of the model reaches it.
+    A copy, which is of another weight, multiplies by that.
     """
 
-    def __init__(self, tied: torch.Tensor):
-        super().__init__(*reversed(tied.shape), bias=False, device="meta")
-        self.weight = nn.Parameter(tied.detach(), requires_grad=False)
-        self._source = _state(tied)
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self._product, self._source = rounded(weight), _state(weight)
 
-    def forward(self, x: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-        if _state(tied) == self._source:
-            return super().forward(x)
-        return F.linear(x, tied)  # (..., dim) x (vocabulary, dim) -> (..., vocabulary)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_product": None}
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features) in the dtype of ``x``."""
+        is_differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        is_ready = self._product is not None and _state(weight) == self._source
+        if is_differentiated or not is_ready or torch.compiler.is_compiling() or not x.numel():
+            return F.linear(x, weight, bias)
+        y = self._product(x.reshape(-1, x.shape[-1]))
+        y = (y if bias is None else y + bias.float()).to(x.dtype)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class _RoundedLinear(nn.Linear):
+    """One whose products are those of its `_Rounded`."""
+
+    rounded: _Rounded
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rounded(x, self.weight, self.bias)
 
 
 def _state(weight: torch.Tensor) -> tuple[int, int]:

@@ -220,14 +220,14 @@ def load_quantized(
         dtype: of the computation; packed weights present it, all others are cast to it.
         kernel: what multiplies by packed weights; see `hestia_tune.use_kernel`. "auto" may round
             activations to 8 bits; "dequantize" computes as the hard model does, to the last bit.
-        head: "dense" as it is stored; "int8", on a CPU, is faster, the output head rounded to 8
-            bits by rows and its activations by tokens (one that is tied to the embedding is a copy,
-            a byte a weight).
+        head: "dense" as it is stored; "int8", on a CPU, is faster: the output head and what goes
+            into it rounded to 8 bits by blocks of columns, beside the dense one, two bytes a weight
+            (ONNX Runtime's, the extra ``cpu``).
 
     Raises:
         ValueError: if the folder is of another kind or version, or on an unknown kernel or head.
         FileNotFoundError: if its weights are missing.
-        ImportError: if the named kernel's library is.
+        ImportError: if the library of the named kernel or of the head is.
     """
     check_head(head, device)
     file = Path(folder) / DESCRIPTION_FILE

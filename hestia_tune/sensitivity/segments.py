@@ -9,8 +9,6 @@ blocks do not make a chain, is one segment: right, but with the whole graph in m
 """
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hestia_tune.blocks import as_one, record_blocks
-
-log = logging.getLogger(__name__)
-_warn_once = functools.cache(log.warning)
+from hestia_tune.config import warn_once
 
 IGNORE_INDEX = -100
 
@@ -101,7 +97,7 @@ def cut(
         with torch.no_grad():  # or the whole graph would be there, which the cut avoids
             chain.check(logits_of(model, batch))
     except ValueError as error:
-        _warn_once(f"one segment, with the whole graph in memory: {error}")
+        warn_once(f"one segment, with the whole graph in memory: {error}")
         return batch.tokens, [Segment(whole, weights)]
     runs = [partial(chain.run, index) for index in range(len(used))]
     return chain.hidden.detach(), list(map(Segment, [*runs, head], parts))

@@ -8,8 +8,6 @@ cannot be kept packed exactly is an error and never a silent dense copy.
 """
 
 import contextlib
-import functools
-import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -18,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 
-from hestia_tune.config import one_line
+from hestia_tune.config import one_line, warn_once
 from hestia_tune.methods import Method
 from hestia_tune.methods.base import require_float
 from hestia_tune.tensors.kernels import Kernel
@@ -26,7 +24,6 @@ from hestia_tune.tensors.kernels import Kernel
 T = TypeVar("T", bound="PackedTensor")
 _PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 aten = torch.ops.aten
-_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def check_codes(codes: torch.Tensor, low: int, high: int) -> None:
@@ -199,7 +196,7 @@ def packed_linear(
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of any library, and there is a way without it
-                _warn_once(f"no longer by {kernel.name}: {one_line(error)}; dequantized")
+                warn_once(f"no longer by {kernel.name}: {one_line(error)}; dequantized")
                 weight.kernel = None
         if not (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(as_dense(x), weight.dequantize_for_now(), bias)

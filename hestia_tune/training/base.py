@@ -12,12 +12,15 @@ import torch
 import torchtune
 from torchtune import utils
 
-from hestia_tune.config import one_line
+from hestia_tune.config import one_line, warn_once
 from hestia_tune.distributed import ensure_process_group
 
 
-def join_ranks(device_name: str) -> torch.device:
-    """The device of this process, which is then in a group; a ValueError if there is no such."""
+def join_ranks(device_name: str, dtype: str = "fp32") -> torch.device:
+    """The device of this process, which is then in a group; a ValueError if there is no such.
+
+    ``dtype``, that of compute, is told of if the device makes it slow.
+    """
     if device_name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device {device_name}: torch finds no GPU here; use device=cpu")
     try:
@@ -28,6 +31,12 @@ def join_ranks(device_name: str) -> torch.device:
         failure.on_every_rank = False  # pyright: ignore[reportAttributeAccessIssue]
         raise failure from error
     ensure_process_group(device)
+    has_mkldnn = device.type == "cpu" and torch.backends.mkldnn.is_available()
+    if has_mkldnn and dtype == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        warn_once(
+            "dtype=bf16: this processor has no products in bfloat16 (AVX512 or AMX on x86), and "
+            "takes many times as long for them; use dtype=fp32"
+        )
     return device
 
 

@@ -16,7 +16,7 @@ import random
 from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -87,17 +87,18 @@ def save_checkpoint(
     Raises:
         OSError: if it cannot be written, on every rank; what was there before is whole.
     """
-    final, temporary = folder / f"step_{step}", folder / f"step_{step}.tmp"  # that of `staged`
+    final = folder / f"step_{step}"
     tensors, settings = _state(model, optimizer)
     meta = {**meta, "step": step, "world_size": dist.get_world_size(), "optimizer": settings}
 
     stack = contextlib.ExitStack()  # of the first rank
 
-    def prepare() -> None:
-        stack.enter_context(staged(final))
+    def prepare() -> Path:
+        temporary = stack.enter_context(staged(final))
         for leftover in folder.glob("step_*.tmp"):
             remove(leftover)
         temporary.mkdir()
+        return temporary
 
     def finish() -> None:
         if missing := set(meta["files"]) - {path.name for path in temporary.iterdir()}:
@@ -115,7 +116,7 @@ def save_checkpoint(
 
     try:
         with stack:
-            on_first_rank(prepare, share=False)
+            temporary = cast(Path, on_first_rank(prepare))
             meta["files"] = _write_shards(temporary, tensors, rank_state)
             on_first_rank(finish, share=False)
     except (CheckpointException, OSError) as error:

@@ -94,7 +94,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.options = self.run.options
         self.identified = self.run.cfg  # the settings that a resumed run must share
         self.output_dir = require_writable_dir(self.options.output_dir)
-        device = join_ranks(self.options.device)
+        device = join_ranks(self.options.device, self.options.dtype)
         # torchtune would look for its own kind of recipe state; ours is restored in `_resume`.
         ours = {"resume_from_checkpoint": False}
         if device.type == "cpu":  # torchtune would say that it measures a GPU's memory only

@@ -359,6 +359,30 @@ def test_parts_of_onnxruntime(shape, monkeypatch):
     assert relative_error(found[0], x, weight, bias) < 0.01
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(16, 256), (12, 192), (33, 96), (7, 100), (5, 7)], ids=str)
+def test_a_dense_weight_in_8_bits(shape, dtype, monkeypatch):
+    """Exact codes of each block's levels: seen by activations that are whole numbers up to 127."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    monkeypatch.setattr(onnxruntime, "_ROWS_AT_ONCE", 5)
+    (rows, columns), generator = shape, torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator).to(dtype)
+    weight[1] = 0
+    x = torch.randint(-127, 128, (4, columns), generator=generator).float()
+    block = next((block for block in (128, 64, 32) if columns % block == 0), 32)
+    expected = torch.zeros(4, rows, dtype=torch.float64)
+    for start in range(0, columns, block):
+        x[:, start] = 127  # so the activations' levels are whole numbers
+        part = weight[:, start : start + block].float()
+        level = part.abs().amax(1, keepdim=True) / 127
+        rounded = (part / level.clamp(min=1e-9)).round() * level
+        assert (rounded - part).abs().max() <= 0.501 * level.max()
+        expected += x[:, start : start + block].double() @ rounded.double().T
+    found = onnxruntime.rounded(weight)(x)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-3)
+
+
 def test_long_products_end_torchs_waiting_threads(monkeypatch):
     """They keep their core for milliseconds, which a part of the product needs."""
     pytest.importorskip("onnxruntime")

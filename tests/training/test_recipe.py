@@ -1,6 +1,7 @@
 """The recipe end to end on one process: what it writes, and what must not change its numbers."""
 
 import copy
+import functools
 import json
 import math
 import shutil
@@ -24,6 +25,7 @@ from torchtune.models.convert_weights import hf_to_tune
 from hestia_tune import AnnealingSchedule, HestiaQATQuantizer, ScheduleDriver, sharded
 from hestia_tune.commands.reconstruct import ReconstructionRecipe
 from hestia_tune.commands.sensitivity import SensitivityRecipe
+from hestia_tune.config import warn_once
 from hestia_tune.data import DataStreamError
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import llama
@@ -184,6 +186,23 @@ def test_bfloat16_compute_keeps_float32_latents(model_dir, tmp_path):
     assert dtypes == {torch.float32}
     state = load_file(next((tmp_path / "hard_model").glob("*.safetensors")))
     assert torch.equal(state["model.layers.0.mlp.gate_proj.weight"], recipe.expected)
+
+
+@pytest.mark.parametrize("recipe_class", [HestiaQATRecipe, ReconstructionRecipe])
+def test_a_processor_that_is_slow_in_bfloat16_is_told(
+    recipe_class, model_dir, tmp_path, monkeypatch, caplog
+):
+    def told(*overrides):
+        warn_once.cache_clear()
+        caplog.clear()
+        recipe_class(make_config(model_dir, tmp_path, *overrides))
+        return caplog.text.count("this processor has no products in bfloat16")
+
+    for is_supported in (False, True):
+        answer = functools.partial(bool, is_supported)
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", answer)
+        assert told("dtype=bf16") == (not is_supported)
+        assert told("dtype=fp32") == 0
 
 
 class ShadowedRecipe(HestiaQATRecipe):

@@ -1,4 +1,4 @@
-"""ONNX Runtime's `MatMulNBits` on the CPU: weights of 2 bits, activations rounded to 8 bits.
+"""ONNX Runtime's `MatMulNBits` on the CPU: weights of 2 or 8 bits, activations rounded to 8 bits.
 
 `TernaryTensor` has the operator's own layout (codes 0 to 2 four to a byte, little end first, zero
 point 1), so ONNX Runtime reads the codes where they are and lays them out once for its own use.
@@ -9,7 +9,7 @@ of other sizes, it dequantizes by scalar code, which `auto` finds slow and leave
 Threads. Those of ONNX Runtime wait for work without giving up their cores, as torch's do: beside
 each other both are slow. So its sessions have none: a weight is cut into as many parts as torch has
 threads at the time, of a million weights at least, each a session that works on the thread that
-calls it. Long products of several rows hand the parts to one pool of Python threads, which all
+calls it. Long products hand the parts to one pool of Python threads, which all
 kernels share, after GNU's OpenMP has ended torch's threads (its next parallel operator starts new
 ones); the others take them in turn, and all do once torch has one thread only.
 """
@@ -18,11 +18,12 @@ import ctypes
 import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from hestia_tune.tensors.bitpack import CODES_PER_BYTE, ZERO_CODES
 from hestia_tune.tensors.kernels import Kernel
@@ -31,6 +32,7 @@ BLOCKS = (128, 64, 32)
 _MIN_PART = 2**20  # weights: fewer are not worth a call of their own
 # Weights times rows, 0.7 ms: what ending torch's threads and handing a part over is worth.
 _MIN_LONG = 2**26
+_ROWS_AT_ONCE = 4096  # of a dense weight that is rounded
 _PROCESS = os.getpid()
 _SESSION_BYTES = 85_000  # measured: what a session has besides its weights
 
@@ -61,7 +63,7 @@ class OnnxRuntime(Kernel):
         blocks = -(-columns // block)
         missing = blocks * block // CODES_PER_BYTE - weight.qdata.shape[1]
         codes = weight.qdata.contiguous()
-        codes = torch.nn.functional.pad(codes, (0, missing), value=ZERO_CODES) if missing else codes
+        codes = F.pad(codes, (0, missing), value=ZERO_CODES) if missing else codes
         scale = weight.scale.float().repeat_interleave(-(-weight.block_size[-1] // block), 1)
         zeros = weight.qdata.new_full((rows, -(-blocks // CODES_PER_BYTE)), ZERO_CODES)
         arrays = {
@@ -69,24 +71,47 @@ class OnnxRuntime(Kernel):
             "scale": scale.expand(rows, -1).contiguous().numpy(),
             "zeros": zeros.numpy(),
         }
-        self._size = rows * columns
-        parts = max(1, min(torch.get_num_threads(), rows, self._size // _MIN_PART))
-        cuts = itertools.pairwise(rows * part // parts for part in range(parts + 1))
-        self._runs = [
-            _session({name: array[start:end] for name, array in arrays.items()}, columns, block).run
-            for start, end in cuts
-        ]
-        # The runtime's copy (codes, scales, sums of the blocks' zero points) and what it was given,
-        # but for the weight's own codes.
-        given = sum(array.nbytes for array in arrays.values())
-        self.num_bytes = codes.nbytes + 2 * arrays["scale"].nbytes + given + parts * _SESSION_BYTES
+        self._sessions = Sessions(arrays, columns, block, bits=2)
+        self.num_bytes = self._sessions.num_bytes
         if codes.data_ptr() == weight.qdata.data_ptr():
             self.num_bytes -= codes.nbytes
 
     def product(self, x):
+        return self._sessions(x)
+
+
+class Sessions:
+    """A weight (out_features, in_features) in sessions of its rows.
+
+    Args:
+        arrays: the operator's weight, cut by the first axis: ``codes`` uint8 (out_features, blocks,
+            bytes), ``scale`` float32 (out_features, blocks), and what else it takes.
+        columns: in_features; those that the last block has more are not read.
+        block: columns that share a scale, of the weight and of the activations.
+        bits: of a code, 2 or 8.
+
+    Attributes:
+        num_bytes: memory of all of it, ``arrays`` included, which are read in place.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], columns: int, block: int, *, bits: int):
+        rows = len(arrays["codes"])
+        self._size = rows * columns
+        parts = max(1, min(torch.get_num_threads(), rows, self._size // _MIN_PART))
+        cuts = itertools.pairwise(rows * part // parts for part in range(parts + 1))
+        self._runs = [
+            _session({n: array[start:end] for n, array in arrays.items()}, columns, block, bits).run
+            for start, end in cuts
+        ]
+        # The runtime's copy (codes, scales, sums of the blocks' zero points) and what it was given.
+        own = arrays["codes"].nbytes + 2 * arrays["scale"].nbytes + parts * _SESSION_BYTES
+        self.num_bytes = own + sum(array.nbytes for array in arrays.values())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x (rows, in_features) -> float32 (rows, out_features), without gradients."""
         feed = {"x": x.detach().float().numpy()}  # shares the memory of a float32 x
         own, *others = self._runs
-        is_long = len(x) > 1 and len(x) * self._size >= _MIN_LONG
+        is_long = len(x) * self._size >= _MIN_LONG
         if not (others and is_long and torch.get_num_threads() > 1):
             found = [run(None, feed)[0] for run in self._runs]
         else:
@@ -122,7 +147,24 @@ def _workers() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_workers.cache_clear)  # where its threads do not exist
 
 
-def _session(arrays: dict[str, np.ndarray], columns: int, block: int):
+def rounded(weight: torch.Tensor) -> Sessions:
+    """A dense weight (out_features, in_features) on the CPU, rounded to the nearest of 255 levels
+    of each block of its columns, the largest number of the block at the last."""
+    rows, columns = weight.shape
+    block = next((block for block in BLOCKS if columns % block == 0), BLOCKS[-1])
+    blocks = -(-columns // block)
+    codes, scale = np.empty((rows, blocks, block), np.uint8), np.empty((rows, blocks), np.float32)
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        part = weight.detach()[start : start + _ROWS_AT_ONCE].float()
+        part = F.pad(part, (0, blocks * block - columns)).unflatten(1, (blocks, block))
+        level = part.abs().amax(-1, keepdim=True) / 127
+        at = slice(start, start + len(part))
+        scale[at] = level.squeeze(-1).numpy()
+        codes[at] = (part / level.where(level > 0, 1.0)).round().add(128).byte().numpy()
+    return Sessions({"codes": codes, "scale": scale}, columns, block, bits=8)
+
+
+def _session(arrays: dict[str, np.ndarray], columns: int, block: int, bits: int):
     """x (rows, columns) -> y (rows, out_features), on the thread that runs it."""
     import onnxruntime
     from onnx import TensorProto, helper
@@ -142,7 +184,7 @@ def _session(arrays: dict[str, np.ndarray], columns: int, block: int):
         domain="com.microsoft",
         K=columns,
         N=len(arrays["codes"]),
-        bits=2,
+        bits=bits,
         block_size=block,
         accuracy_level=4,  # activations of 8 bits
     )
