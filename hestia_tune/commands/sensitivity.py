@@ -46,7 +46,7 @@ class SensitivityRecipe:
         self.settings = self.options.sensitivity_estimation
         self.path = Path(self.settings.output)
         require_writable_dir(self.path.parent)
-        self.device = join_ranks(self.options.device)
+        self.device = join_ranks(self.options.device, "fp32")
         self.component = build.make_component(self.cfg.quantizer)
 
     def run(self) -> SensitivityArtifact:

@@ -34,11 +34,18 @@ class _GroupedAttention(MultiHeadAttention):
     def forward(
         self, x: torch.Tensor, y: Any = None, *, mask: Any = None, input_pos: Any = None
     ) -> torch.Tensor:
-        """x (batch, seq_len, dim); a mask (batch, 1, keys) is True where a key counts."""
-        is_one = x.shape[1] == 1 and x.device.type == "cpu" and isinstance(mask, torch.Tensor)
-        is_trained = torch.is_grad_enabled() or (self.training and self.attn_dropout)
-        has_cache = self.kv_cache is not None and self.cache_enabled and y is x
-        if not (is_one and has_cache) or is_trained or torch.compiler.is_compiling():
+        """x (batch, seq_len, dim); a mask (batch, 1, keys) is True where a position counts."""
+        cache = self.kv_cache if self.cache_enabled and y is x else None
+        if (
+            cache is None
+            or x.shape[1] != 1
+            or x.device.type != "cpu"
+            or not isinstance(mask, torch.Tensor)
+            or mask.dtype != torch.bool
+            or mask.shape[1:] != (1, cache.k_cache.shape[2])
+            or (self.training and self.attn_dropout)
+            or torch.compiler.is_compiling()
+        ):
             return super().forward(x, y, mask=mask, input_pos=input_pos)
         batch, groups = len(x), self.num_kv_heads
         projections = (self.q_proj, self.k_proj, self.v_proj)
@@ -48,7 +55,7 @@ class _GroupedAttention(MultiHeadAttention):
         q, k, v = (value.transpose(1, 2) for value in (q, k, v))  # (batch, heads, 1, head_dim)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        k, v = self.kv_cache.update(k, v)  # (batch, groups, keys, head_dim)
+        k, v = cache.update(k, v)  # (batch, groups, keys, head_dim)
         seen = mask.flatten(0, 1).any(0).nonzero()
         count = int(seen[-1]) + 1 if len(seen) else k.shape[2]  # what is behind it counts for none
         rows = q.reshape(batch, groups, -1, self.head_dim)
@@ -78,13 +85,15 @@ def round_head(model: nn.Module) -> None:
 
     Most of the time of a token may go into a dense head, which all its weights are read for. The
     weight stays beside what is multiplied by, two bytes a number, and is multiplied by as before
-    where gradients are asked for and once it has changed. A head that is packed, which is smaller
-    still, stays as it is.
+    where gradients are asked for and once it has changed (through ``.data``, or made in inference
+    mode, it changes unseen). A head that is packed, which is smaller still, stays as it is.
     """
     head = model.output
     if isinstance(head, TiedLinear):
         head.linear = _Rounded(head.tied_module.weight)
-    elif not isinstance(head.weight, TorchAOBaseTensor):
+    elif type(head) in (nn.Linear, _RoundedLinear) and not isinstance(
+        head.weight, TorchAOBaseTensor
+    ):
         head.rounded = _Rounded(head.weight)
         head.__class__ = _RoundedLinear
 
@@ -97,22 +106,28 @@ class _Rounded(nn.Module):
 
     def __init__(self, weight: torch.Tensor):
         super().__init__()
-        self._product, self._source = rounded(weight), _state(weight)
+        self._product, self._version = rounded(weight), version(weight)
+        self._source = weight.detach()  # held, or another weight may come to its place
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_product": None}
+        return {**self.__dict__, "_product": None, "_source": None}
 
     def forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """(..., in_features) -> (..., out_features) in the dtype of ``x``."""
-        is_differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-        is_ready = self._product is not None and _state(weight) == self._source
-        if is_differentiated or not is_ready or torch.compiler.is_compiling() or not x.numel():
+        if torch.compiler.is_compiling() or not self._takes(x, weight):
             return F.linear(x, weight, bias)
         y = self._product(x.reshape(-1, x.shape[-1]))
         y = (y if bias is None else y + bias.float()).to(x.dtype)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _takes(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        if self._product is None or not x.numel() or x.dtype != weight.dtype:
+            return False
+        is_differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+        is_same = weight.data_ptr() == self._source.data_ptr() and version(weight) == self._version
+        return is_same and not is_differentiated and not torch.is_autocast_enabled("cpu")
 
 
 class _RoundedLinear(nn.Linear):
@@ -122,8 +137,3 @@ class _RoundedLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rounded(x, self.weight, self.bias)
-
-
-def _state(weight: torch.Tensor) -> tuple[int, int]:
-    """Where it is, and how often it was written to."""
-    return weight.data_ptr(), version(weight)

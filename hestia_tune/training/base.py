@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torchtune
 from torchtune import utils
 
@@ -16,7 +17,7 @@ from hestia_tune.config import one_line, warn_once
 from hestia_tune.distributed import ensure_process_group
 
 
-def join_ranks(device_name: str, dtype: str = "fp32") -> torch.device:
+def join_ranks(device_name: str, dtype: str) -> torch.device:
     """The device of this process, which is then in a group; a ValueError if there is no such.
 
     ``dtype``, that of compute, is told of if the device makes it slow.
@@ -31,8 +32,9 @@ def join_ranks(device_name: str, dtype: str = "fp32") -> torch.device:
         failure.on_every_rank = False  # pyright: ignore[reportAttributeAccessIssue]
         raise failure from error
     ensure_process_group(device)
-    has_mkldnn = device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if has_mkldnn and dtype == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    is_told = dist.get_rank() == 0 and device.type == "cpu" and dtype == "bf16"
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    if is_told and has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         warn_once(
             "dtype=bf16: this processor has no products in bfloat16 (AVX512 or AMX on x86), and "
             "takes many times as long for them; use dtype=fp32"

@@ -122,6 +122,15 @@ def test_codes_are_exact(kind):
     assert (found - dense).abs().max() < 1e-6 * dense.abs().max()
 
 
+def test_what_is_no_number_stays_none(kind):
+    weight = ternary(32, 128, 64)
+    x, _ = inputs(weight, 3)
+    x[0, 7], x[1, 9] = torch.nan, torch.inf
+    found = choice.make(weight, kind)(x, None)
+    assert found[0].isnan().all() and not found[1].isfinite().any()
+    assert torch.equal(found[2:], choice.make(weight, kind)(x[2:], None))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"granularity": 32}], ids=str)
 def test_complex_weights(kind, options, dtype):
@@ -334,7 +343,8 @@ def test_names(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(64, 256, 128), (33, 96, 32), (7, 100, "channel")], ids=str)
-def test_parts_of_onnxruntime(shape, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 3])
+def test_parts_of_onnxruntime(shape, rows, monkeypatch):
     """As many as torch has threads: in turn or at once, their products are the whole's."""
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnx")
@@ -347,7 +357,7 @@ def test_parts_of_onnxruntime(shape, monkeypatch):
 
     monkeypatch.setattr(onnxruntime, "_workers", workers)
     weight = ternary(*shape)
-    x, bias = inputs(weight, 3)
+    x, bias = inputs(weight, rows)
     found = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=threads: number)
@@ -377,7 +387,6 @@ def test_a_dense_weight_in_8_bits(shape, dtype, monkeypatch):
         part = weight[:, start : start + block].float()
         level = part.abs().amax(1, keepdim=True) / 127
         rounded = (part / level.clamp(min=1e-9)).round() * level
-        assert (rounded - part).abs().max() <= 0.501 * level.max()
         expected += x[:, start : start + block].double() @ rounded.double().T
     found = onnxruntime.rounded(weight)(x)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-3)

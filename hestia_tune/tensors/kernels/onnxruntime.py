@@ -118,7 +118,10 @@ class Sessions:
             _release_openmp_threads()
             waiting = [_workers().submit(run, None, feed) for run in others]
             found = [own(None, feed)[0], *(part.result()[0] for part in waiting)]
-        return torch.from_numpy(np.concatenate(found, 1) if others else found[0])
+        y = torch.from_numpy(np.concatenate(found, 1) if others else found[0])
+        if not np.isfinite(feed["x"].sum()):  # rounded activations make numbers of NaN
+            y[~x.isfinite().all(1)] = torch.nan
+        return y
 
 
 @functools.cache
