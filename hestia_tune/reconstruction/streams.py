@@ -34,7 +34,7 @@ class Stream:
         device: torch.device,
         folder: Path | None = None,
     ):
-        self._device, dtype = device, torch.bfloat16
+        self.device, dtype = device, torch.bfloat16
         if folder is None:
             self._states = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
             return
@@ -55,14 +55,31 @@ class Stream:
         self._states[batch].copy_(states)
 
     def read(self, batch: int) -> torch.Tensor:
-        """The states of a batch on the device, float32; the copy may still be under way."""
-        return self._states[batch].to(self._device, non_blocking=True).float()
+        """The states of a batch on the device, bfloat16; the copy may still be under way."""
+        return self._states[batch].to(self.device, non_blocking=True)
 
 
 def prefetched(order: list[int], *streams: Stream) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """(batch, its states in each stream) in order; the next is fetched while one is computed."""
-    fetched = ((batch, [stream.read(batch) for stream in streams]) for batch in order)
+    """(batch, its states in each stream, float32) in order.
+
+    The next batch is copied while one is computed, on CUDA in a stream of its own, which first
+    waits until what it copied before has been read: so two batches stand on the device at most.
+    """
+    device = streams[0].device
+    module = torch.get_device_module(device)  # torch.cpu's streams do nothing
+    copies = module.Stream(device) if device.type == "cuda" else module.Stream()
+
+    def fetch(batch: int) -> tuple[int, list[torch.Tensor]]:
+        copies.wait_stream(module.current_stream(device))
+        with module.stream(copies):
+            return batch, [stream.read(batch) for stream in streams]
+
+    fetched = map(fetch, order)
     ahead = next(fetched, None)
-    while (ready := ahead) is not None:
+    while ahead is not None:
+        batch, states = ahead
+        module.current_stream(device).wait_stream(copies)
+        # A copy, of the CPU's too: what is kept may be overwritten before it has been used.
+        ready = [state.float() for state in states]
         ahead = next(fetched, None)
-        yield ready
+        yield batch, ready

@@ -476,4 +476,25 @@ def test_streams_in_files_and_in_memory_hold_the_same(tmp_path, monkeypatch):
 def test_a_stream_keeps_bfloat16():
     stream = Stream((1, BATCH, SEQ, DIM), torch.device("cpu"))
     stream.write(0, torch.full((BATCH, SEQ, DIM), 1.001))
-    assert stream.read(0).dtype == torch.float32 and (stream.read(0) == 1.0).all()
+    assert stream.read(0).dtype == torch.bfloat16 and (stream.read(0) == 1.0).all()
+    ((_, (states,)),) = prefetched([0], stream)
+    assert states.dtype == torch.float32 and (states == 1.0).all()
+    stream.write(0, torch.zeros(BATCH, SEQ, DIM))
+    assert (states == 1.0).all()  # it is a copy
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies beside the computation")
+def test_what_is_copied_ahead_is_whole():
+    device, rounds = torch.device("cuda"), 20
+    stream = Stream((rounds, 4, 1024, 2048), device)
+    for batch in range(rounds):
+        stream.write(batch, torch.full((4, 1024, 2048), float(batch)))
+    slow = torch.randn(4096, 4096, device=device)
+    for batch, (states,) in prefetched([*range(rounds)], stream):
+        for _ in range(10):  # the copy of the next goes on beside it
+            slow = (slow @ slow).clamp(-1, 1)
+        assert (states == batch).all()
+        stream.write(batch, states + 1)  # in place, as a stream moves on
+    for batch, (states,) in prefetched([*range(rounds)], stream):
+        assert (states == batch + 1).all()
