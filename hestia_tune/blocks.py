@@ -38,6 +38,34 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{name}.{index}".lstrip("."): block for index, block in enumerate(lists[name])}
 
 
+def move_rest(model: nn.Module, device: torch.device | str) -> None:
+    """Moves what is in no block."""
+    blocks = find_blocks(model).values()
+    held = {id(value) for block in blocks for value in (*block.parameters(), *block.buffers())}
+    for value in (*model.parameters(), *model.buffers()):
+        if id(value) not in held:
+            value.data = value.data.to(device)
+
+
+@contextlib.contextmanager
+def one_at_a_time(model: nn.Module, device: torch.device | str) -> Iterator[None]:
+    """A model on the CPU runs on a device, where each of its blocks is only while it runs."""
+
+    def enter(block: nn.Module, _: Any) -> None:
+        block.to(device)
+
+    def leave(block: nn.Module, *_: Any) -> None:
+        block.to("cpu")
+
+    with contextlib.ExitStack() as hooks:
+        for block in find_blocks(model).values():
+            hooks.enter_context(block.register_forward_pre_hook(enter))
+            hooks.enter_context(block.register_forward_hook(leave))
+        move_rest(model, device)
+        yield
+        move_rest(model, "cpu")
+
+
 def hidden_of(output: Any) -> torch.Tensor:
     """The hidden states of what a block returns; some return a tuple that begins with them."""
     return output[0] if isinstance(output, tuple) else output

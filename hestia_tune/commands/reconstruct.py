@@ -14,7 +14,6 @@ blocks at a time is on the device. In ``reconstruct.output``:
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,14 @@ from torch import nn
 from torchtune import training, utils
 
 import hestia_tune
-from hestia_tune.blocks import BlockChain, as_one, find_blocks, record_blocks
+from hestia_tune.blocks import (
+    BlockChain,
+    as_one,
+    find_blocks,
+    move_rest,
+    one_at_a_time,
+    record_blocks,
+)
 from hestia_tune.commands.launch import INTERRUPTED
 from hestia_tune.commands.sensitivity import with_sensitivity
 from hestia_tune.distributed import (
@@ -54,7 +60,12 @@ from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of
 from hestia_tune.training import data, outputs
 from hestia_tune.training.base import join_ranks
 from hestia_tune.training.options import Run
-from hestia_tune.training.reconstructed import LATENTS_FILE, RESULTS_FILE, windows_may_stay
+from hestia_tune.training.reconstructed import (
+    LATENTS_FILE,
+    RESULTS_FILE,
+    prepare_folder,
+    validation_identity,
+)
 
 log = utils.get_logger("DEBUG")
 
@@ -105,19 +116,23 @@ class ReconstructionRecipe:
                 f"the dataset has fewer samples than reconstruct.batch_size {size}; lower it"
             )
         self.data = data.TrainingData(self.cfg, tokenizer, ignore_index=IGNORE_INDEX, seed=seed)
-        scores = None
+        artifact = None
         if self.settings.alpha and self.options.sensitivity is not None:
             artifact = SensitivityArtifact.load(self.options.sensitivity)
             artifact.check_model(names)
-            scores = artifact.scores
         checkpointer = build.instantiate(self.cfg.checkpointer, "checkpointer")
         state = build.pretrained_state(self.cfg, checkpointer.load_checkpoint)
-        identity = on_first_rank(lambda: self._prepare_folder(state or {}, names, batches, scores))
-        if identity is None:
-            self.finished = True
-            self.losses = read_json(self.output / RESULTS_FILE)["validation_loss"]
+
+        def prepare() -> tuple[dict[str, Any], dict[str, Any] | None]:
+            identity = self._identify(state or {}, names, batches, artifact)
+            return identity, prepare_folder(self.output, identity, self.settings.overwrite)
+
+        identity, found = on_first_rank(prepare)
+        measured_on = {"validation": validation_identity(self.cfg)}
+        if found and (self.data.val_loader is None or found | measured_on == found):
+            self.finished, self.losses = True, found["validation_loss"]
             return
-        self.computed = True
+        self.computed = found is None
         model = build.load_on_all_ranks(self.cfg.model, state, "cpu").requires_grad_(False).eval()
         del state
         self._validate(model, outputs.PRETRAINED)
@@ -125,16 +140,25 @@ class ReconstructionRecipe:
         for layer in quantized_linears(model).values():
             layer.weight_fake_quantizer.is_hard = True
         self._validate(model, f"naive {self.component.method.name}")
-        self._reconstruct(model, batches, scores)
+        if found:  # and measured on other data
+            model.load_state_dict(read_state(self.output / LATENTS_FILE), strict=False)
+            self.finished = True
+        else:
+            self._reconstruct(model, batches, artifact and artifact.scores)
         if not self.finished:
             return
         self._validate(model, outputs.RECONSTRUCTED)
+        measured_on["validation_loss"] = self.losses
+        if found:
+            results = found | measured_on
+            on_first_rank(lambda: write_json(self.output / RESULTS_FILE, results), share=False)
+            return
         state = outputs.hard_state_dict(model)
         description = identity | {
             "hestia_tune": hestia_tune.__version__,
             "step": 0,
             "layers": names,
-            "validation_loss": self.losses,
+            **measured_on,
             **outputs.provenance(self.cfg, sum(batch.tokens.numel() for batch in batches)),
         }
 
@@ -150,63 +174,46 @@ class ReconstructionRecipe:
 
         on_first_rank(write, share=False)
 
-    def _prepare_folder(
+    def _identify(
         self,
         state: Mapping[str, torch.Tensor],
         names: Sequence[str],
         batches: Sequence[CalibrationBatch],
-        scores: Mapping[str, float] | None,
-    ) -> dict[str, Any] | None:
-        """What makes a reconstruction this one; None if it is there. What another run left goes, if
-        it may."""
+        artifact: SensitivityArtifact | None,
+    ) -> dict[str, Any]:
+        """What makes a reconstruction this one."""
         settings = dataclasses.asdict(self.settings)
-        identity = {
-            "model_fingerprint": model_fingerprint({n: state[f"{n}.weight"] for n in names}),
+        fingerprint = model_fingerprint({n: state[f"{n}.weight"] for n in names})
+        if artifact is not None:
+            artifact.check_model(names, fingerprint)
+        return {
+            "model_fingerprint": fingerprint,
             "quantizer": self.component.method.key(),
             "settings": {
                 k: v for k, v in settings.items() if k not in ("output", "overwrite", "memory")
             },
-            "sensitivity": digest(scores),
+            "sensitivity": digest(artifact and artifact.scores),
             "samples": digest([batch.tokens.tolist() for batch in batches]),
             "dtype": str(self.dtype),
         }
-        paths = [folder / RESULTS_FILE for folder in (self.output, self._windows)]
-        for path in filter(Path.exists, paths):
-            found, pending = read_json(path), path.parent == self._windows
-            odd = [key for key, value in identity.items() if found.get(key) != value]
-            if not odd:
-                return identity if pending else None
-            if pending and odd == ["settings"] and windows_may_stay(self._windows, found, identity):
-                remove(self._windows / "in_training.pt")
-                write_json(path, identity)
-                return identity
-            if not self.settings.overwrite:
-                raise ValueError(
-                    f"{path} is of another {odd[0]}; set reconstruct.overwrite=True to replace it, "
-                    "or reconstruct.output to another folder"
-                )
-        for name in ("windows", RESULTS_FILE, LATENTS_FILE, "hard_model", "errors.png"):
-            remove(self.output / name)
-        write_json(self._windows / RESULTS_FILE, identity)
-        return identity
 
     @torch.no_grad()
     def _validate(self, model: nn.Module, label: str) -> None:
-        """Measures the loss of the model as it stands, if there are validation data."""
+        """Measures the loss of the model as it stands, if there are validation data; a block at a
+        time is on the device."""
         if self.data.val_loader is None:
             return
 
         def loss_sum(tensors: dict[str, Any]) -> tuple[torch.Tensor, int]:
             batch = data.calibration_batch(tensors).to(self.device)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                logits = logits_of(model, batch).float()
-            labels = batch.labels.flatten()  # all of which may be ignored
-            loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-            return loss, batch.num_predicted
+                logits = logits_of(model, batch)
+            pairs = zip(logits, batch.labels, strict=True)  # in float32 one by one: it is large
+            losses = [F.cross_entropy(x.float(), y, reduction="sum") for x, y in pairs]
+            return torch.stack(losses).sum(), batch.num_predicted
 
-        model.to(self.device)
-        loss = self.data.validation_loss(loss_sum, self.options.max_val_batches, self.device)
-        model.to("cpu")
+        with one_at_a_time(model, self.device):
+            loss = self.data.validation_loss(loss_sum, self.options.max_val_batches, self.device)
         utils.log_rank_zero(log, f"validation loss, {label}: {loss:.4f}")
         self.losses[label] = loss
 
@@ -242,10 +249,7 @@ class ReconstructionRecipe:
             folder=self.output,
         )
         if self.settings.kl_blocks:  # predictions are made where the windows are
-            held = {id(v) for b in work.blocks for v in (*b.parameters(), *b.buffers())}
-            for value in (*model.parameters(), *model.buffers()):
-                if id(value) not in held:
-                    value.data = value.data.to(self.device)
+            move_rest(model, self.device)
         results, blocks = self._resume(work, model), [*find_blocks(model)]
         in_training, state = self._windows / "in_training.pt", None
         if in_training.exists():

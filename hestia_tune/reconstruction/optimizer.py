@@ -17,7 +17,8 @@ class WindowOptimizer:
     linearly to 0.
 
     Args:
-        blocks: of the window, whose norms and biases are trained if ``settings.norm_lr`` is not 0.
+        blocks: of the window, whose norms and biases are trained if ``settings.norm_lr`` is not 0;
+            what else is not ternary, such as routers, stays as it is.
         layers: their quantized linears.
         settings: the rates.
         num_steps: of the window.
@@ -35,8 +36,8 @@ class WindowOptimizer:
         num_steps: int,
     ):
         own = {id(value) for x in layers for value in x.layer.latents()}
-        parameters = (p for block in blocks for p in block.parameters())
-        others = [p.requires_grad_(settings.norm_lr > 0) for p in parameters if id(p) not in own]
+        parameters = (p for block in blocks for p in block.parameters() if id(p) not in own)
+        others = [p.requires_grad_(settings.norm_lr > 0) for p in parameters if p.dim() < 2]
         rates = (
             (settings.lr, [p for x in layers for p in x.trained]),
             (settings.parameter_lr, [p for x in layers for p in x.parameters]),

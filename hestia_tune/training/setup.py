@@ -38,7 +38,7 @@ from hestia_tune.training.data import TrainingData
 from hestia_tune.training.distillation import make_teacher, teacher_folder
 from hestia_tune.training.monitoring import CodeStatistics, History
 from hestia_tune.training.options import Run, RunOptions
-from hestia_tune.training.reconstructed import read_results, reconstructed
+from hestia_tune.training.reconstructed import read_results, reconstructed, validation_identity
 
 log = utils.get_logger("DEBUG")
 
@@ -123,7 +123,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             artifact.check_model(names)
         start = None
         if options.reconstruction is not None:
-            start = read_results(options.reconstruction, self.component.method.key())
+            start = read_results(options.reconstruction, self.component.method.key(), names)
         self._tokenizer = build.make_tokenizer(cfg.tokenizer, on_meta)
         if options.eval.every_n_steps or options.eval.at_end:
             self._evaluator = Evaluator(options.eval, self._tokenizer, on_meta.max_seq_len)
@@ -149,7 +149,14 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if start is not None:
             make = partial(reconstructed, state, options.reconstruction, start)
             state = on_first_rank(make, share=False) or {}
-            self.validation_losses |= start["validation_loss"]
+            if start.get("validation") == validation_identity(cfg):
+                self.validation_losses |= start["validation_loss"]
+            elif self.data.val_loader is not None:
+                utils.log_rank_zero(
+                    log,
+                    "the reconstruction was measured on other validation data, so the losses "
+                    "before it are left out; hestia_reconstruct with these measures them",
+                )
         self.schedule = self._make_schedule(state, names, resume_meta)
         scores = None if artifact is None else artifact.scores
         identify = partial(self._identify, state, names, scores, resume_meta)

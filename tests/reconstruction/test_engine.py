@@ -1,8 +1,11 @@
 """Block reconstruction: the plan of windows, a step by hand, ranks, resuming, streams."""
 
+import copy
+import functools
 import math
 import os
 import socket
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from hestia_tune import HestiaQATQuantizer, Tequila, quantized_linears
-from hestia_tune.blocks import BlockCall, BlockChain
+from hestia_tune.blocks import BlockCall, BlockChain, one_at_a_time
 from hestia_tune.methods.base import effective_weight
 from hestia_tune.reconstruction import Reconstruction, WindowResult, windows
 from hestia_tune.reconstruction.layers import call_block
@@ -74,6 +77,20 @@ def reconstruct(model, first=states, ranks=slice(None), **options) -> Reconstruc
 
 def results(work: Reconstruction, done: int = 0, state=None) -> list[WindowResult]:
     return [result for result in work.run(done, state) if result is not None]
+
+
+def test_validation_has_one_block_at_a_time_on_the_device(monkeypatch):
+    blocks, places = make_model(), []
+    model = nn.Sequential(OrderedDict(blocks=blocks, norm=nn.LayerNorm(DIM)))
+    model.forward = lambda x: model.norm(functools.reduce(lambda h, block: block(h), blocks, x))
+    for index, block in enumerate(blocks):
+        monkeypatch.setattr(block, "to", lambda where, index=index: places.append((index, where)))
+    expected = model(states()[0])
+    with one_at_a_time(model, "cpu:0"):
+        assert torch.equal(model(states()[0]), expected)
+    assert places == [(i, where) for i in range(4) for where in ("cpu:0", "cpu")]
+    model(states()[0])
+    assert len(places) == 8  # it is over
 
 
 @pytest.mark.parametrize(
@@ -340,6 +357,15 @@ def test_compiled_blocks_share_few_graphs(monkeypatch):
         block.kind = index % 2
     results(reconstruct(model, compiled=True, kl_blocks=3))
     assert counter.frame_count == 2 * 3
+
+
+def test_what_else_blocks_hold_stays_but_for_vectors():
+    component = HestiaQATQuantizer(group_size=8, include=["*.up"])
+    model = component.prepare(nn.ModuleList(Block() for _ in range(2)).requires_grad_(False))
+    before = copy.deepcopy(model.state_dict())
+    results(reconstruct(model, norm_lr=1e-2))
+    left = {key for key, value in model.state_dict().items() if torch.equal(value, before[key])}
+    assert left == {f"{i}.down.weight" for i in range(2)}
 
 
 def test_blocks_with_no_quantized_linear_stay():

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,31 @@ def test_once_it_is_there_nothing_is_done_again_and_nothing_else_replaced(model_
     with pytest.raises(ValueError, match="of another quantizer"):
         other = config(model_dir, folder.parent, "quantizer.group_size=16")
         ReconstructionRecipe(other).run()
+
+
+def test_other_validation_data_are_measured(model_dir, finished, tmp_path):
+    """By hestia_reconstruct and by auto; by its path alone, what was measured on others is left
+    out, and what was measured on these is not asked of other settings."""
+    folder, found = finished
+    own = tmp_path / "reconstruction"
+    shutil.copytree(folder, own)
+    last = (own / "latents.safetensors").stat().st_mtime_ns
+    other = ("dataset_val.num=5", "dataset_val.seed=9", "max_steps_per_epoch=1")
+    by_path = run(config(model_dir, tmp_path / "path", f"reconstruction={own}", *other))
+    assert [*by_path.validation_losses] == ["reconstructed, hard", "trained, hard"]
+    assert run_qat(config(model_dir, tmp_path, "reconstruction=auto", *other)) == 0
+    again = json.loads((own / "reconstruction.json").read_text())
+    losses = again["validation_loss"]
+    assert [*losses] == [*found["validation_loss"]]
+    assert all(losses[label] != loss for label, loss in found["validation_loss"].items())
+    assert losses["reconstructed, hard"] == pytest.approx(
+        by_path.validation_losses["reconstructed, hard"], rel=1e-5
+    )
+    changed = {key for key in again if again[key] != found.get(key)}
+    assert changed == {"validation", "validation_loss"} and again.keys() == found.keys()
+    assert (own / "latents.safetensors").stat().st_mtime_ns == last
+    results = json.loads((tmp_path / "results.json").read_text())["validation_loss"]
+    assert {label: results[label] for label in losses} == pytest.approx(losses, rel=1e-5)
 
 
 class StopsAfter:
@@ -295,20 +321,28 @@ def test_it_is_converted(model_dir, finished, tmp_path):
     assert (tmp_path / "converted" / "onnx" / "model.onnx").exists()
 
 
-def test_methods_without_parameters_and_with_a_sensitivity(model_dir, tmp_path):
+def test_methods_without_parameters_and_with_a_sensitivity(model_dir, finished, tmp_path):
     names = [f"layers.{i}.attn.{p}_proj" for i in range(2) for p in ("q", "k", "v", "output")]
     names += [f"layers.{i}.mlp.{w}" for i in range(2) for w in ("w1", "w2", "w3")]
     assert len(names) == NUM_QUANTIZED
     artifact = SensitivityArtifact(
         traces={name: 1.0 + index for index, name in enumerate(names)},
         standard_errors=dict.fromkeys(names, 0.01),
-        model_fingerprint="any",
+        model_fingerprint="another",
     )
     artifact.save(tmp_path / "sensitivity.json")
     few = [option for option in FEW if "quantizer" not in option]
+    given = ("reconstruct.alpha=1", f"sensitivity={tmp_path / 'sensitivity.json'}")
+    with pytest.raises(ValueError, match="was computed for other weights"):
+        run_reconstruct(make_config(model_dir, tmp_path / "sensitive", *few, *given))
+    assert not (tmp_path / "sensitive" / "reconstruction" / "windows").exists()
+    finished_one = json.loads((finished[0] / "reconstruction.json").read_text())
+    replace(artifact, model_fingerprint=finished_one["model_fingerprint"]).save(
+        tmp_path / "sensitivity.json"
+    )
     for name, overrides in {
         "plain": [],
-        "sensitive": ["reconstruct.alpha=1", f"sensitivity={tmp_path / 'sensitivity.json'}"],
+        "sensitive": given,
     }.items():
         cfg = make_config(model_dir, tmp_path / name, *few, *overrides)
         assert run_reconstruct(cfg) == 0
@@ -371,6 +405,11 @@ def test_training_refuses_what_is_not_its_own(model_dir, finished, tmp_path):
     other = config(model_dir, tmp_path, f"reconstruction={folder}", "quantizer.group_size=16")
     with pytest.raises(ValueError, match="was made by quantizer ternary, group_size=32"):
         run(other)
+    fewer = config(
+        model_dir, tmp_path, f"reconstruction={folder}", "quantizer.exclude=['*.w2','*.w3']"
+    )
+    with pytest.raises(ValueError, match=r"differ in layers.0.mlp.w2, of 4 layers; use the same"):
+        run(fewer)
     stranger = make_model_dir(tmp_path / "stranger", seed=1)
     with pytest.raises(ValueError, match="made from another model"):
         run(config(stranger, tmp_path, f"reconstruction={folder}"))
