@@ -10,6 +10,7 @@ cost what the model does outside of its blocks.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +49,9 @@ def move_rest(model: nn.Module, device: torch.device | str) -> None:
 
 
 @contextlib.contextmanager
-def one_at_a_time(model: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """A model on the CPU runs on a device, where each of its blocks is only while it runs."""
+def on_device(model: nn.Module, device: torch.device | str, *, whole: bool) -> Iterator[None]:
+    """A model on the CPU runs on a device, where it is whole or has one block at a time, which
+    moves all blocks there and back with every batch."""
 
     def enter(block: nn.Module, _: Any) -> None:
         block.to(device)
@@ -57,13 +59,14 @@ def one_at_a_time(model: nn.Module, device: torch.device | str) -> Iterator[None
     def leave(block: nn.Module, *_: Any) -> None:
         block.to("cpu")
 
+    move = model.to if whole else partial(move_rest, model)
     with contextlib.ExitStack() as hooks:
-        for block in find_blocks(model).values():
+        for block in () if whole else find_blocks(model).values():
             hooks.enter_context(block.register_forward_pre_hook(enter))
             hooks.enter_context(block.register_forward_hook(leave))
-        move_rest(model, device)
+        move(device)
         yield
-        move_rest(model, "cpu")
+        move("cpu")
 
 
 def hidden_of(output: Any) -> torch.Tensor:

@@ -29,7 +29,7 @@ from hestia_tune.blocks import (
     as_one,
     find_blocks,
     move_rest,
-    one_at_a_time,
+    on_device,
     record_blocks,
 )
 from hestia_tune.commands.launch import INTERRUPTED
@@ -200,7 +200,7 @@ class ReconstructionRecipe:
     @torch.no_grad()
     def _validate(self, model: nn.Module, label: str) -> None:
         """Measures the loss of the model as it stands, if there are validation data; a block at a
-        time is on the device."""
+        time is on the device unless ``kl_blocks`` needs all there."""
         if self.data.val_loader is None:
             return
 
@@ -212,7 +212,8 @@ class ReconstructionRecipe:
             losses = [F.cross_entropy(x.float(), y, reduction="sum") for x, y in pairs]
             return torch.stack(losses).sum(), batch.num_predicted
 
-        with one_at_a_time(model, self.device):
+        whole = self.settings.kl_blocks >= len(find_blocks(model))
+        with on_device(model, self.device, whole=whole):
             loss = self.data.validation_loss(loss_sum, self.options.max_val_batches, self.device)
         utils.log_rank_zero(log, f"validation loss, {label}: {loss:.4f}")
         self.losses[label] = loss

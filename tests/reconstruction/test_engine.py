@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from hestia_tune import HestiaQATQuantizer, Tequila, quantized_linears
-from hestia_tune.blocks import BlockCall, BlockChain, one_at_a_time
+from hestia_tune.blocks import BlockCall, BlockChain, on_device
 from hestia_tune.methods.base import effective_weight
 from hestia_tune.reconstruction import Reconstruction, WindowResult, windows
 from hestia_tune.reconstruction.layers import call_block
@@ -86,7 +86,7 @@ def test_validation_has_one_block_at_a_time_on_the_device(monkeypatch):
     for index, block in enumerate(blocks):
         monkeypatch.setattr(block, "to", lambda where, index=index: places.append((index, where)))
     expected = model(states()[0])
-    with one_at_a_time(model, "cpu:0"):
+    with on_device(model, "cpu:0", whole=False):
         assert torch.equal(model(states()[0]), expected)
     assert places == [(i, where) for i in range(4) for where in ("cpu:0", "cpu")]
     model(states()[0])
