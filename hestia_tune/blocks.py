@@ -10,7 +10,6 @@ cost what the model does outside of its blocks.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,34 +38,47 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{name}.{index}".lstrip("."): block for index, block in enumerate(lists[name])}
 
 
-def move_rest(model: nn.Module, device: torch.device | str) -> None:
-    """Moves what is in no block."""
-    blocks = find_blocks(model).values()
-    held = {id(value) for block in blocks for value in (*block.parameters(), *block.buffers())}
-    for value in (*model.parameters(), *model.buffers()):
-        if id(value) not in held:
-            value.data = value.data.to(device)
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Its parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def outside_blocks(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers of a model that are in none of its blocks."""
+    held = {id(value) for block in find_blocks(model).values() for value in tensors_of(block)}
+    return [value for value in tensors_of(model) if id(value) not in held]
 
 
 @contextlib.contextmanager
 def on_device(model: nn.Module, device: torch.device | str, *, whole: bool) -> Iterator[None]:
-    """A model on the CPU runs on a device, where it is whole or has one block at a time, which
-    moves all blocks there and back with every batch."""
+    """A model that is not trained runs on a device, where a copy of it is: of the whole, or of what
+    is in no block and of the block that is running."""
+    values = tensors_of(model) if whole else outside_blocks(model)
+    kept: dict[nn.Module, list[torch.Tensor]] = {}
+
+    def copy_there(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        before = [value.data for value in values]
+        for value in values:
+            value.data = value.data.to(device)
+        return before
+
+    def restore(values: list[torch.Tensor], before: list[torch.Tensor]) -> None:
+        for value, data in zip(values, before, strict=True):
+            value.data = data
 
     def enter(block: nn.Module, _: Any) -> None:
-        block.to(device)
+        kept[block] = copy_there(tensors_of(block))
 
     def leave(block: nn.Module, *_: Any) -> None:
-        block.to("cpu")
+        restore(tensors_of(block), kept.pop(block))
 
-    move = model.to if whole else partial(move_rest, model)
     with contextlib.ExitStack() as hooks:
         for block in () if whole else find_blocks(model).values():
             hooks.enter_context(block.register_forward_pre_hook(enter))
             hooks.enter_context(block.register_forward_hook(leave))
-        move(device)
+        before = copy_there(values)
         yield
-        move("cpu")
+        restore(values, before)
 
 
 def hidden_of(output: Any) -> torch.Tensor:

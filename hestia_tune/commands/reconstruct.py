@@ -28,8 +28,8 @@ from hestia_tune.blocks import (
     BlockChain,
     as_one,
     find_blocks,
-    move_rest,
     on_device,
+    outside_blocks,
     record_blocks,
 )
 from hestia_tune.commands.launch import INTERRUPTED
@@ -128,8 +128,9 @@ class ReconstructionRecipe:
             return identity, prepare_folder(self.output, identity, self.settings.overwrite)
 
         identity, found = on_first_rank(prepare)
-        measured_on = {"validation": validation_identity(self.cfg)}
-        if found and (self.data.val_loader is None or found | measured_on == found):
+        validation = validation_identity(self.cfg)
+        resumes = self.options.resume_from_checkpoint  # training, which has the losses
+        if found and (resumes or validation in (None, found.get("validation"))):
             self.finished, self.losses = True, found["validation_loss"]
             return
         self.computed = found is None
@@ -140,25 +141,22 @@ class ReconstructionRecipe:
         for layer in quantized_linears(model).values():
             layer.weight_fake_quantizer.is_hard = True
         self._validate(model, f"naive {self.component.method.name}")
-        if found:  # and measured on other data
+        if found:  # but measured on other data
             model.load_state_dict(read_state(self.output / LATENTS_FILE), strict=False)
+            self.results = [WindowResult(**row) for row in found["windows"]]
             self.finished = True
         else:
             self._reconstruct(model, batches, artifact and artifact.scores)
         if not self.finished:
             return
         self._validate(model, outputs.RECONSTRUCTED)
-        measured_on["validation_loss"] = self.losses
-        if found:
-            results = found | measured_on
-            on_first_rank(lambda: write_json(self.output / RESULTS_FILE, results), share=False)
-            return
         state = outputs.hard_state_dict(model)
         description = identity | {
             "hestia_tune": hestia_tune.__version__,
             "step": 0,
             "layers": names,
-            **measured_on,
+            "validation": validation,
+            "validation_loss": self.losses,
             **outputs.provenance(self.cfg, sum(batch.tokens.numel() for batch in batches)),
         }
 
@@ -250,7 +248,8 @@ class ReconstructionRecipe:
             folder=self.output,
         )
         if self.settings.kl_blocks:  # predictions are made where the windows are
-            move_rest(model, self.device)
+            for value in outside_blocks(model):
+                value.data = value.data.to(self.device)
         results, blocks = self._resume(work, model), [*find_blocks(model)]
         in_training, state = self._windows / "in_training.pt", None
         if in_training.exists():

@@ -5,11 +5,13 @@ hard already. A stream is kept at one place only and overwritten as it moves on,
 what each needs is a hidden state a token, 2·dim bytes.
 """
 
+import functools
 import math
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,22 +54,29 @@ class Stream:
 
     def write(self, batch: int, states: torch.Tensor) -> None:
         """Keeps the states (sequences, seq_len, dim) of a batch, rounded to bfloat16."""
-        self._states[batch].copy_(states)
+        self._states[batch].copy_(states.to(torch.bfloat16))  # rounded where they are
 
     def read(self, batch: int) -> torch.Tensor:
         """The states of a batch on the device, bfloat16; the copy may still be under way."""
         return self._states[batch].to(self.device, non_blocking=True)
 
 
+@functools.cache
+def _copies(device: torch.device) -> Any:
+    """The CUDA stream of all copies to a device: what is allocated in one serves that one alone."""
+    module = torch.get_device_module(device)  # torch.cpu's streams do nothing
+    return module.Stream(device) if device.type == "cuda" else module.Stream()
+
+
 def prefetched(order: list[int], *streams: Stream) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """(batch, its states in each stream, float32) in order.
 
-    The next batch is copied while one is computed, on CUDA in a stream of its own, which first
-    waits until what it copied before has been read: so two batches stand on the device at most.
+    The next batch is copied while one is computed, if it comes from memory (what is mapped is not
+    pinned): on CUDA in a stream of its own, which first waits until what it copied before has been
+    read, so that two batches stand on the device at most.
     """
     device = streams[0].device
-    module = torch.get_device_module(device)  # torch.cpu's streams do nothing
-    copies = module.Stream(device) if device.type == "cuda" else module.Stream()
+    module, copies = torch.get_device_module(device), _copies(device)
 
     def fetch(batch: int) -> tuple[int, list[torch.Tensor]]:
         copies.wait_stream(module.current_stream(device))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from hestia_tune.files import read_json, read_state, remove, write_json
@@ -92,7 +93,8 @@ def validation_identity(cfg: DictConfig) -> str | None:
     """A digest of what a validation loss is measured on; None without validation data."""
     if cfg.dataset_val is None:
         return None
-    limit = cfg.max_val_batches and cfg.max_val_batches * (cfg.batch_size_val or cfg.batch_size)
+    batch = (cfg.batch_size_val or cfg.batch_size) * dist.get_world_size()  # of all ranks
+    limit = cfg.max_val_batches and cfg.max_val_batches * batch
     return digest([OmegaConf.to_container(cfg.dataset_val, resolve=True), limit])
 
 

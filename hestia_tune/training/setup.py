@@ -151,11 +151,11 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             state = on_first_rank(make, share=False) or {}
             if start.get("validation") == validation_identity(cfg):
                 self.validation_losses |= start["validation_loss"]
-            elif self.data.val_loader is not None:
+            elif self.data.val_loader is not None and resume_path is None:
                 utils.log_rank_zero(
                     log,
-                    "the reconstruction was measured on other validation data, so the losses "
-                    "before it are left out; hestia_reconstruct with these measures them",
+                    "the reconstruction has no losses on these validation data, so those before it "
+                    "are left out; hestia_reconstruct with these data measures them",
                 )
         self.schedule = self._make_schedule(state, names, resume_meta)
         scores = None if artifact is None else artifact.scores

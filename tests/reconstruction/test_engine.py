@@ -1,7 +1,6 @@
 """Block reconstruction: the plan of windows, a step by hand, ranks, resuming, streams."""
 
 import copy
-import functools
 import math
 import os
 import socket
@@ -79,18 +78,32 @@ def results(work: Reconstruction, done: int = 0, state=None) -> list[WindowResul
     return [result for result in work.run(done, state) if result is not None]
 
 
-def test_validation_has_one_block_at_a_time_on_the_device(monkeypatch):
-    blocks, places = make_model(), []
+@pytest.mark.parametrize("whole", [False, True])
+def test_validation_has_one_block_at_a_time_on_the_device(whole):
+    blocks, seen = nn.ModuleList(Block() for _ in range(3)), []
     model = nn.Sequential(OrderedDict(blocks=blocks, norm=nn.LayerNorm(DIM)))
-    model.forward = lambda x: model.norm(functools.reduce(lambda h, block: block(h), blocks, x))
-    for index, block in enumerate(blocks):
-        monkeypatch.setattr(block, "to", lambda where, index=index: places.append((index, where)))
-    expected = model(states()[0])
-    with on_device(model, "cpu:0", whole=False):
-        assert torch.equal(model(states()[0]), expected)
-    assert places == [(i, where) for i in range(4) for where in ("cpu:0", "cpu")]
-    model(states()[0])
-    assert len(places) == 8  # it is over
+
+    def forward(x):
+        for block in blocks:
+            seen.append([b.up.weight.dtype == torch.float64 for b in blocks])
+            x = block(x)
+        return model.norm(x)
+
+    model.forward = forward
+    for block in blocks:
+        block.norm.register_forward_hook(
+            lambda *_: seen.append([b.up.weight.dtype == torch.float64 for b in blocks])
+        )
+    before = {name: value.data_ptr() for name, value in model.named_parameters()}
+    expected = copy.deepcopy(model.state_dict())
+    with on_device(model, torch.float64, whole=whole):  # a dtype, for want of another device
+        out = model(states()[0].double())
+        assert model.norm.weight.dtype == out.dtype == torch.float64
+    outside, inside = seen[::2], seen[1::2]
+    assert outside == [[whole] * 3] * 3
+    assert inside == [[whole or i == k for k in range(3)] for i in range(3)]
+    assert before == {name: value.data_ptr() for name, value in model.named_parameters()}
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(

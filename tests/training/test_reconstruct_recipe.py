@@ -91,7 +91,6 @@ def test_other_validation_data_are_measured(model_dir, finished, tmp_path):
     folder, found = finished
     own = tmp_path / "reconstruction"
     shutil.copytree(folder, own)
-    last = (own / "latents.safetensors").stat().st_mtime_ns
     other = ("dataset_val.num=5", "dataset_val.seed=9", "max_steps_per_epoch=1")
     by_path = run(config(model_dir, tmp_path / "path", f"reconstruction={own}", *other))
     assert [*by_path.validation_losses] == ["reconstructed, hard", "trained, hard"]
@@ -105,7 +104,10 @@ def test_other_validation_data_are_measured(model_dir, finished, tmp_path):
     )
     changed = {key for key in again if again[key] != found.get(key)}
     assert changed == {"validation", "validation_loss"} and again.keys() == found.keys()
-    assert (own / "latents.safetensors").stat().st_mtime_ns == last
+    assert json.loads((own / "hard_model/hestia.json").read_text())["validation_loss"] == losses
+    for file in ("latents.safetensors", "hard_model/model-00001-of-00001.safetensors"):
+        before, after = load_file(folder / file), load_file(own / file)
+        assert all(torch.equal(after[name], value) for name, value in before.items()), file
     results = json.loads((tmp_path / "results.json").read_text())["validation_loss"]
     assert {label: results[label] for label in losses} == pytest.approx(losses, rel=1e-5)
 
@@ -371,6 +373,13 @@ def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
     cfg.reconstruction = str(folder)
     losses = run(cfg).validation_losses
     assert losses["trained, hard"] == pytest.approx(losses["reconstructed, hard"], rel=1e-6)
+    cfg.dataset_val.num = 5  # the finished one is loaded, and measured anew
+    recipe = ReconstructionRecipe(cfg)
+    recipe.run()
+    assert not recipe.computed and recipe.losses["reconstructed, hard"] == pytest.approx(
+        run(OmegaConf.merge(cfg, {"overwrite_output": True})).validation_losses["trained, hard"],
+        rel=1e-6,
+    )
     states = [
         load_file(file)
         for path in (folder, tmp_path)
