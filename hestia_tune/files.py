@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,14 +133,18 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def require_writable_dir(path: str | Path) -> Path:
-    """Makes the folder and proves that a file can be written into it; else a ValueError that names
-    the folder and the reason."""
+    """Make a folder and prove that a file can be written into it.
+
+    The proof is a file without a name, so that a kill at any moment leaves nothing behind.
+
+    Raises:
+        ValueError: If it cannot be written; the error names the folder and the reason.
+    """
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".writable_{os.getpid()}.tmp"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except OSError as error:
         raise ValueError(
             f"output_dir {path} cannot be written ({error.strerror}); choose another folder"

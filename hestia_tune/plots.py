@@ -33,6 +33,8 @@ def plot_training_curves(
             (axes[1], "pressure", "pressure", {}),
         ):
             points = [(row["step"], row[key]) for row in history if row.get(key) is not None]
+            if len(points) == 1:  # a line of one point would be invisible
+                style = {"marker": "o", "markersize": 5}
             if points:
                 axis.plot(*zip(*points, strict=True), label=label, **style)
         for index, (label, value) in enumerate(baselines.items()):

@@ -89,11 +89,6 @@ class ReconstructionConfig(Section):
     epochs: int = option(4, low=1)  # passes over the samples, in every window
     window: int = option(1, low=1)  # blocks that are trained together
     stride: int = option(1, low=1)  # blocks by which the window moves on; at most window
-    # "squared" error of the hidden state, relative to the norm of its token (at most four times the
-    # median); or "huber", which grows linearly beyond huber_delta.
-    loss: str = option("squared", choices=("squared", "huber"))
-    # In root mean squares of the token's hidden state.
-    huber_delta: float = option(1.0, low=1e-6, high=1e6)
     # Blocks at the end of the model that are trained once more after the last window, together,
     # towards the pretrained model's predictions (Kullback-Leibler divergence); 0 leaves them. With
     # their optimizer they must fit on the device. All of them: any number that is not below.
@@ -106,11 +101,8 @@ class ReconstructionConfig(Section):
     parameter_lr: float = option(2e-2, low=0, high=1)  # of the method's own parameters
     # Of what else the blocks hold, norms and biases; 0 leaves them.
     norm_lr: float = option(3e-3, low=0, high=1)
-    # Of the update of the latent weights, W + B·A, which saves memory; 0 trains W.
-    rank: int = option(0, low=0)
     rho: float = option(0.0, low=0, high=1)  # as in schedule, for every window
     tau_init: float = option(0.3, low=0, high=100)  # as in schedule, for every window
-    alpha: float = option(0.0, low=-4, high=4)  # as in schedule, for every window
     hard_fraction: float = option(0.1, low=0, high=0.9)  # as in schedule, for every window
     # GiB of hidden states per rank in memory; more go to a file in output.
     memory: float = option(8.0, low=0, high=1e6)

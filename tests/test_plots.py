@@ -28,6 +28,17 @@ def test_the_fan_of_temperatures(tmp_path):
     assert (tmp_path / "fan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_single_logged_point_is_visible(tmp_path, monkeypatch):
+    """A line of one point has no length, so the point needs a marker."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: (figures.append(f), save(f, *a, **k)))
+    rows = [{"step": 7, "loss": 2.5, "pressure": 1.0}]
+    plots.plot_training_curves(rows, {"a": [0.3, 0.0]}, {}, tmp_path / "curves.png")
+    drawn = [line for axis in figures[0].axes[:2] for line in axis.get_lines()]
+    assert [line.get_marker() for line in drawn] == ["o", "o"]
+
+
 def test_every_kind_of_layer_is_in_the_legend():
     figure = Figure()
     names = ("0.gate", "0.shared_gate", "1.gate", "1.shared_gate")

@@ -64,10 +64,7 @@ RECONSTRUCTIONS = {
     ],
     "learned scale, windows of 2": [*LEARNED, "reconstruct.window=2"],
     "learned scale, windows of 4": [*LEARNED, "reconstruct.window=4", "reconstruct.stride=2"],
-    "learned scale, huber": [*LEARNED, "reconstruct.loss=huber"],
     "learned scale, tau_init 0.15": [*LEARNED, "reconstruct.tau_init=0.15"],
-    "learned scale, sensitivity": [*LEARNED, "reconstruct.alpha=0.4"],
-    "learned scale, rank 32": [*LEARNED, "reconstruct.rank=32"],
     "learned scale, batches of 4": [*LEARNED, "reconstruct.batch_size=4"],
     **{
         f"learned scale, then {n} blocks towards predictions": [

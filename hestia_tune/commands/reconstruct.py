@@ -33,7 +33,6 @@ from hestia_tune.blocks import (
     record_blocks,
 )
 from hestia_tune.commands.launch import INTERRUPTED
-from hestia_tune.commands.sensitivity import with_sensitivity
 from hestia_tune.distributed import (
     StopRequest,
     end_process_group,
@@ -55,7 +54,7 @@ from hestia_tune.models.checkpoints import digest
 from hestia_tune.modules import quantized_linears
 from hestia_tune.plots import plot_errors
 from hestia_tune.reconstruction import Reconstruction, WindowResult
-from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, model_fingerprint
+from hestia_tune.sensitivity import CalibrationBatch, model_fingerprint
 from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of
 from hestia_tune.training import data, outputs
 from hestia_tune.training.base import join_ranks
@@ -116,15 +115,11 @@ class ReconstructionRecipe:
                 f"the dataset has fewer samples than reconstruct.batch_size {size}; lower it"
             )
         self.data = data.TrainingData(self.cfg, tokenizer, ignore_index=IGNORE_INDEX, seed=seed)
-        artifact = None
-        if self.settings.alpha and self.options.sensitivity is not None:
-            artifact = SensitivityArtifact.load(self.options.sensitivity)
-            artifact.check_model(names)
         checkpointer = build.instantiate(self.cfg.checkpointer, "checkpointer")
         state = build.pretrained_state(self.cfg, checkpointer.load_checkpoint)
 
         def prepare() -> tuple[dict[str, Any], dict[str, Any] | None]:
-            identity = self._identify(state or {}, names, batches, artifact)
+            identity = self._identify(state or {}, names, batches)
             return identity, prepare_folder(self.output, identity, self.settings.overwrite)
 
         identity, found = on_first_rank(prepare)
@@ -146,7 +141,7 @@ class ReconstructionRecipe:
             self.results = [WindowResult(**row) for row in found["windows"]]
             self.finished = True
         else:
-            self._reconstruct(model, batches, artifact and artifact.scores)
+            self._reconstruct(model, batches)
         if not self.finished:
             return
         self._validate(model, outputs.RECONSTRUCTED)
@@ -177,20 +172,16 @@ class ReconstructionRecipe:
         state: Mapping[str, torch.Tensor],
         names: Sequence[str],
         batches: Sequence[CalibrationBatch],
-        artifact: SensitivityArtifact | None,
     ) -> dict[str, Any]:
         """What makes a reconstruction this one."""
         settings = dataclasses.asdict(self.settings)
         fingerprint = model_fingerprint({n: state[f"{n}.weight"] for n in names})
-        if artifact is not None:
-            artifact.check_model(names, fingerprint)
         return {
             "model_fingerprint": fingerprint,
             "quantizer": self.component.method.key(),
             "settings": {
                 k: v for k, v in settings.items() if k not in ("output", "overwrite", "memory")
             },
-            "sensitivity": digest(artifact and artifact.scores),
             "samples": digest([batch.tokens.tolist() for batch in batches]),
             "dtype": str(self.dtype),
         }
@@ -216,12 +207,7 @@ class ReconstructionRecipe:
         utils.log_rank_zero(log, f"validation loss, {label}: {loss:.4f}")
         self.losses[label] = loss
 
-    def _reconstruct(
-        self,
-        model: nn.Module,
-        batches: Sequence[CalibrationBatch],
-        scores: Mapping[str, float] | None,
-    ) -> None:
+    def _reconstruct(self, model: nn.Module, batches: Sequence[CalibrationBatch]) -> None:
         """Trains all windows, or to the first Ctrl-C."""
         mine = slice(dist.get_rank(), None, dist.get_world_size())  # of every batch
         length = max(batch.tokens.shape[1] for batch in batches)
@@ -241,7 +227,6 @@ class ReconstructionRecipe:
             self.settings,
             map(chain, batches),
             [padded(batch.labels != IGNORE_INDEX) for batch in batches],
-            scores=scores,
             device=self.device,
             dtype=self.dtype,
             compiled=self.options.compile,
@@ -322,19 +307,9 @@ class ReconstructionRecipe:
 
 
 def reconstruct(run: Run) -> ReconstructionRecipe:
-    """The recipe, run in its folder, after the sensitivity if it reads one.
-
-    Raises:
-        ValueError: if it would read one and there is none.
-    """
-    settings, sensitivity = run.options.reconstruct, run.options.sensitivity
-    if settings.alpha and sensitivity is None:
-        raise ValueError(
-            f"reconstruct.alpha {settings.alpha} scales temperatures by the sensitivity; got "
-            "sensitivity null; set it to auto or a path, or leave reconstruct.alpha out"
-        )
-    with locked(settings.output):
-        recipe = ReconstructionRecipe(with_sensitivity(run, settings.alpha)[0])
+    """Run the recipe in its folder and return it."""
+    with locked(run.options.reconstruct.output):
+        recipe = ReconstructionRecipe(run)
         recipe.run()
     return recipe
 

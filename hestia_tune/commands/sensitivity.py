@@ -4,21 +4,20 @@ Every rank holds the whole model in float32 and measures a share of the batches.
 
     sensitivity.json       the artifact (`hestia_tune.sensitivity.artifact`)
     sensitivity.png        traces, layers by projections
-    temperatures.png       the fan of temperatures that the config's schedule makes of them, in
-                           units of tau_init
+    temperatures.png       the temperatures that the config's schedule makes of the scores
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torchtune import utils
 
+from hestia_tune.config import one_line
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
@@ -28,7 +27,6 @@ from hestia_tune.plots import plot_sensitivity, plot_temperatures
 from hestia_tune.schedule import AnnealingSchedule
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.sensitivity.artifact import estimation_identity
-from hestia_tune.sensitivity.curvature import estimation_memory
 from hestia_tune.sensitivity.estimation import Journal
 from hestia_tune.training import data
 from hestia_tune.training.base import join_ranks
@@ -65,17 +63,25 @@ class SensitivityRecipe:
         folder = self.path.with_name(f"{self.path.name}.{digest(identity)}")  # of the journal
         self.computed = artifact is None
         if artifact is None:
-            on_first_rank(lambda: self._announce(names, batches), share=False)
             model = build.load_on_all_ranks(self.cfg.model, state, self.device)
             weights = {name: model.get_submodule(name).weight for name in names}
             journal = Journal(folder, dist.get_rank())
-            artifact = estimate_sensitivity(model, weights, batches, self.settings, journal=journal)
+            try:
+                artifact = estimate_sensitivity(
+                    model, weights, batches, self.settings, journal=journal
+                )
+            except torch.OutOfMemoryError as error:
+                raise ValueError(
+                    f"the sensitivity estimation ran out of memory ({one_line(error)}); lower "
+                    "sensitivity_estimation.batch_size, or use curvature: fisher; what was "
+                    "measured is kept"
+                ) from error
             dataset = artifact.dataset | {
                 "dataset": OmegaConf.to_container(self.cfg.dataset, resolve=True),
                 "num_samples": sum(len(batch.tokens) for batch in batches),
             }
             artifact = dataclasses.replace(artifact, dataset=dataset)
-        on_first_rank(lambda: self._write(artifact), share=False)
+        on_first_rank(lambda: self._write(artifact, state), share=False)
         on_first_rank(lambda: remove(folder), share=False)
         return artifact
 
@@ -95,31 +101,15 @@ class SensitivityRecipe:
             remedy = "set sensitivity_estimation.overwrite=True, or .output to another path"
             raise ValueError(f"{self.path}: {error}; {remedy}") from None
 
-    def _announce(self, names: list[str], batches: Sequence[CalibrationBatch]) -> None:
-        """Says in advance what the estimation will need."""
-        meta = build.plain_on_meta(self.cfg.model)
-        build.build_buffers(meta, "cpu")  # some refuse to be made on the meta device
-        largest = max(batches, key=lambda batch: batch.tokens.numel())
-        try:
-            need = sum(estimation_memory(meta.to("meta"), names, largest, self.settings).values())
-            told = (
-                f"about {need / 2**30:.2f} GiB per rank (less by batch_size or curvature: fisher)"
-            )
-        except RuntimeError:  # not all operators exist there: products by groups, of experts
-            told = "not known, for the model does not run on the meta device"
-        free = psutil.virtual_memory().available
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
-        log.info(
-            f"sensitivity of {len(names)} layers; memory needed: {told}; "
-            f"free: {free / 2**30:.2f} GiB"
-        )
-
-    def _write(self, artifact: SensitivityArtifact) -> None:
-        """The artifact, and beside it the pictures."""
+    def _write(self, artifact: SensitivityArtifact, state: Mapping[str, torch.Tensor]) -> None:
+        """Write the artifact, and beside it the pictures; ``state`` is the pretrained model's."""
         artifact.save(self.path)
         plot_sensitivity(artifact.traces, self.path.with_suffix(".png"), self.settings.curvature)
-        schedule = AnnealingSchedule.of(100, self.options.schedule, tau_init=1.0)
+        tau_init = self.options.schedule.tau_init
+        if tau_init == "auto":  # as training will resolve it
+            weights = (state[f"{name}.weight"].float() for name in artifact.traces)
+            tau_init = self.component.method.fit_temperature(weights)
+        schedule = AnnealingSchedule.of(100, self.options.schedule, tau_init=tau_init)
         fan = f"{self.path.stem}_temperatures.png".removeprefix("sensitivity_")
         plot_temperatures(schedule, artifact.scores, self.path.with_name(fan))
         worst = max(artifact.score_standard_errors.values())

@@ -10,7 +10,7 @@ which no window but the last sees.
 
 Legend: W latent weights, E effective weights, h hidden states (batch, seq_len, dim), h* their
 target. A step makes E of every linear from W (one fused kernel), computes with E as plain linears,
-and pulls the gradient of E back to W, as `hestia_tune.sharded` does; W = W0 + B·A with a rank.
+and pulls the gradient of E back to W, as `hestia_tune.sharded` does.
 
 Cost: a window costs as many forwards and backwards as it has steps; in memory stand one window with
 its optimizer, and two hidden states a token, a third with ``kl_blocks``
@@ -37,7 +37,7 @@ from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
 from hestia_tune.distributed import gathered, of_all_ranks
 from hestia_tune.modules import quantized_linears
 from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
-from hestia_tune.reconstruction.losses import divergence, huber_error, squared_error
+from hestia_tune.reconstruction.losses import divergence, squared_error
 from hestia_tune.reconstruction.optimizer import WindowOptimizer
 from hestia_tune.reconstruction.streams import Stream, prefetched
 from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
@@ -90,7 +90,6 @@ class Reconstruction:
         chains: the model on each batch of this rank's sequences, one after the other and as many
             on every rank: hidden states (batch_size / ranks, seq_len, dim).
         counted: bool (batch_size / ranks, seq_len) of each batch: positions that count.
-        scores: sensitivity of the layers by name, for alpha; None is the uniform schedule.
         device: where windows are trained.
         dtype: of the products.
         compiled: run the method's formulas as fused kernels.
@@ -105,14 +104,13 @@ class Reconstruction:
         chains: Iterable[BlockChain],
         counted: Sequence[torch.Tensor],
         *,
-        scores: Mapping[str, float] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         compiled: bool = False,
         folder: Path | None = None,
     ):
         self.blocks, self.head, self.settings = [*find_blocks(model).values()], head, settings
-        self.device, self.dtype, self._scores = torch.device(device), dtype, scores
+        self.device, self.dtype = torch.device(device), dtype
         self.seed, self._compiled = settings.seed or 0, compiled
         self._names = {id(layer): name for name, layer in quantized_linears(model).items()}
         count, self.num_batches = len(self.blocks), len(counted)
@@ -187,10 +185,9 @@ class Reconstruction:
             self.blocks[index].to("cpu")
             stream.block = index + 1
 
-    def _layers(self, blocks: Iterable[int], rank: int = 0, seed: int = 0) -> list[TrainedLayer]:
-        generator = torch.Generator().manual_seed(seed)
+    def _layers(self, blocks: Iterable[int]) -> list[TrainedLayer]:
         return [
-            TrainedLayer(module, self._names[id(module)], rank, generator, self._compiled)
+            TrainedLayer(module, self._names[id(module)], self._compiled)
             for index in blocks
             for module in quantized_linears(self.blocks[index]).values()
         ]
@@ -229,14 +226,9 @@ class Reconstruction:
         return errors.sum() / self._tokens[batch].float()
 
     def _difference(
-        self,
-        error_of: Callable[..., torch.Tensor],
-        norms: torch.Tensor,
-        out: torch.Tensor,
-        target: torch.Tensor,
-        batch: int,
+        self, norms: torch.Tensor, out: torch.Tensor, target: torch.Tensor, batch: int
     ) -> torch.Tensor:
-        return self._mean(error_of(out, target, norms[batch]) * self._counted[batch], batch)
+        return self._mean(squared_error(out, target, norms[batch]) * self._counted[batch], batch)
 
     def _divergence(self, out: torch.Tensor, target: torch.Tensor, batch: int) -> torch.Tensor:
         def head(hidden: torch.Tensor) -> torch.Tensor:
@@ -285,22 +277,18 @@ class Reconstruction:
         self._advance(self.full, end, hard=False)  # whose latents are the pretrained ones still
         if index == self._towards_predictions:
             name, source, settings = "divergence", self._streams[-1], self._kl_settings()
-            loss_of = measure = self._divergence
+            measure = self._divergence
         else:
             name, norms = "error", self._norms()
-            loss_of = measure = partial(self._difference, squared_error, norms)
-            if settings.loss == "huber":
-                huber = partial(huber_error, delta=settings.huber_delta)
-                loss_of = partial(self._difference, huber, norms)
+            measure = partial(self._difference, norms)
         self._advance(source, begin, hard=True)
         blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
         window.to(self.device)
-        layers = self._layers(blocks, settings.rank, self.seed + index)
+        layers = self._layers(blocks)
         names = {layer.name: layer.layer for layer in layers}
         steps = self.steps[index]
-        schedule = AnnealingSchedule.of(steps, settings)
-        scores = self._scores and {name: self._scores[name] for name in names}
-        driver = ScheduleDriver(schedule, names, scores)
+        shape = {key: getattr(settings, key) for key in ("rho", "tau_init", "hard_fraction")}
+        driver = ScheduleDriver(AnnealingSchedule(steps, **shape), names)
         naive = self._error(blocks, layers, source, measure)
         self._optimizer = WindowOptimizer(window, layers, settings, steps)
         if state is not None:
@@ -316,7 +304,7 @@ class Reconstruction:
             for layer in layers:
                 layer.refresh(self.dtype)
             out = self._forward(blocks, layers, states, batch)
-            loss_of(out, target, batch).backward()
+            measure(out, target, batch).backward()
             for layer in layers:
                 layer.pull_back()
             for parameter in self._optimizer.trained:
@@ -324,8 +312,6 @@ class Reconstruction:
             self._optimizer.take_step()
             yield None
         del self._optimizer  # with its moments
-        for layer in layers:
-            layer.finish()
         window.requires_grad_(False)
         error = self._error(blocks, layers, source, measure)
         if not math.isfinite(error):

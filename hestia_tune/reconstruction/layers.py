@@ -1,7 +1,6 @@
 """The linears of a window in training, and the blocks that they stand in."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -60,14 +59,7 @@ class TrainedLayer:
             ``adds_bias``.
     """
 
-    def __init__(
-        self,
-        layer: QuantizedLinear,
-        name: str,
-        rank: int,
-        generator: torch.Generator,
-        compiled: bool,
-    ):
+    def __init__(self, layer: QuantizedLinear, name: str, compiled: bool):
         self.layer, self.name, self.method = layer, name, layer.method
         self._compiled = compiled
         self.weight = layer.weight.detach()
@@ -77,28 +69,8 @@ class TrainedLayer:
                 self.method.parameter_names, layer.method_parameters(), strict=True
             )
         ]
-        self.factors: list[torch.Tensor] = []
-        if rank:
-            out_features, in_features = self.weight.shape
-            a = torch.empty(rank, in_features).normal_(generator=generator) / math.sqrt(in_features)
-            self.factors = [torch.zeros(out_features, rank), a]
-            self.factors = [f.to(self.weight.device).requires_grad_() for f in self.factors]
-        else:
-            self.weight.requires_grad_()
+        self.weight.requires_grad_()
         self.effective: dict[str, torch.Tensor] = {}
-
-    @property
-    def trained(self) -> list[torch.Tensor]:
-        """The latent weights, or the factors of their update."""
-        return self.factors or [self.weight]
-
-    @torch.no_grad()
-    def latent(self) -> torch.Tensor:
-        """W, detached."""
-        if not self.factors:
-            return self.weight.detach()
-        b, a = self.factors
-        return torch.addmm(self.weight, b, a)  # (out, rank) x (rank, in)
 
     def _formula(self, name: str) -> Callable[..., Any]:
         return fused(self.method.key(), name) if self._compiled else getattr(self.method, name)
@@ -106,7 +78,7 @@ class TrainedLayer:
     @torch.no_grad()
     def refresh(self, dtype: torch.dtype, *, hard: bool = False) -> None:
         """Makes E, rounded once, a leaf that collects a gradient; or the hard weight."""
-        fake, latent = self.layer.weight_fake_quantizer, self.latent()
+        fake, latent = self.layer.weight_fake_quantizer, self.weight.detach()
         if hard:
             pressure = torch.ones_like(fake.pressure)
             effective = self.method.hard(latent, self.parameters)
@@ -121,7 +93,7 @@ class TrainedLayer:
     @torch.no_grad()
     def pull_back(self) -> None:
         """The gradients of what is trained, from that of E and of the bias, which go."""
-        fake, latent = self.layer.weight_fake_quantizer, self.latent()
+        fake, latent = self.layer.weight_fake_quantizer, self.weight.detach()
         grads = {key: value.grad for key, value in self.effective.items()}
         self.effective, grad = {}, grads["weight"]
         assert grad is not None
@@ -129,17 +101,7 @@ class TrainedLayer:
         grad, *others = formula(grad.float(), latent, fake.tau, fake.pressure, self.parameters)
         if self.method.adds_bias:
             grad = grad + self.method.bias_vjp(grads["added_bias"], latent, fake.pressure)
-        if self.factors:
-            b, a = self.factors
-            b.grad, a.grad = grad @ a.t(), b.t() @ grad  # (out, in) x (in, rank), (rank, out) x ...
-        else:
-            self.weight.grad = grad
+        self.weight.grad = grad
         for value, other in zip(self.parameters, others, strict=True):
             if value.requires_grad:
                 value.grad = other
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Puts what was learned into the module."""
-        self.layer.weight.copy_(self.latent())
-        self.factors = []  # it is part of W now

@@ -15,16 +15,6 @@ def squared_error(out: torch.Tensor, target: torch.Tensor, norms: torch.Tensor) 
     return (out - target).square().sum(-1) / norms
 
 
-def huber_error(
-    out: torch.Tensor, target: torch.Tensor, norms: torch.Tensor, delta: float
-) -> torch.Tensor:
-    """With r = (h - h*) in units of sqrt(N/dim), the mean over dim of r^2 up to delta and of
-    delta·(2|r| - delta) beyond."""
-    r = (out - target) / (norms / out.shape[-1]).sqrt().unsqueeze(-1)
-    error = 2.0 * F.huber_loss(r, torch.zeros_like(r), reduction="none", delta=delta)
-    return error.mean(-1)
-
-
 def divergence(
     out: torch.Tensor,
     target: torch.Tensor,

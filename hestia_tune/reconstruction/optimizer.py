@@ -24,7 +24,7 @@ class WindowOptimizer:
         num_steps: of the window.
 
     Attributes:
-        trained: latent weights (or factors), the method's parameters, norms and biases.
+        trained: latent weights, the method's parameters, norms and biases.
         step: number of steps taken.
     """
 
@@ -39,7 +39,7 @@ class WindowOptimizer:
         parameters = (p for block in blocks for p in block.parameters() if id(p) not in own)
         others = [p.requires_grad_(settings.norm_lr > 0) for p in parameters if p.dim() < 2]
         rates = (
-            (settings.lr, [p for x in layers for p in x.trained]),
+            (settings.lr, [x.weight for x in layers]),
             (settings.parameter_lr, [p for x in layers for p in x.parameters]),
             (settings.norm_lr, others),
         )

@@ -1,5 +1,5 @@
 """Curvature of the loss in single weights: forms and products of Hessian blocks, their traces by
-Hutch++; Fisher traces; and the memory that all this needs.
+Hutch++; and Fisher traces.
 
 **Hessian**, by double backward, segment by segment. For a weight in segment s and a direction v,
 let a be the derivative of the hidden states along v and delta the gradient of the loss by the
@@ -28,8 +28,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hestia_tune.sections import EstimationConfig
-from hestia_tune.sensitivity.segments import CalibrationBatch, Segment, cut, logits_of, mean_loss
+from hestia_tune.sensitivity.segments import CalibrationBatch, Segment, logits_of, mean_loss
 
 # They share one run of every segment (3 units of work, against some 4 for each of them), and are
 # recorded together.
@@ -225,50 +224,3 @@ def fisher_traces(
             name: batch.num_predicted * float(g.square().sum(dtype=torch.float64))
             for name, g in zip(weights, gradients, strict=True)
         }
-
-
-def saved_bytes(function: Callable[[], object]) -> int:
-    """Bytes of all storages that autograd keeps while ``function``'s result is alive."""
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function()
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-def graph_bytes(segment: Segment, hidden: torch.Tensor) -> int:
-    """Bytes that are kept of a segment to differentiate it twice."""
-    by = [_HIDDEN] * hidden.is_floating_point() + list(segment.weights)
-    return saved_bytes(lambda: _Run(segment, hidden).gradients(by))
-
-
-def estimation_memory(
-    model: nn.Module, names: list[str], batch: CalibrationBatch, settings: EstimationConfig
-) -> dict[str, int]:
-    """Bytes on the device: model, autograd graph, and vectors (gradients or directions).
-
-    Found by running one block and the head on the meta device, so it takes no time. Allocator
-    overhead and short-lived temporaries are not in it: a guide, some 20% low.
-
-    Args:
-        model: a copy on the meta device, in the dtype of the estimation.
-        names: fully qualified, of the layers to measure.
-        batch: only its shapes matter.
-    """
-    batch = batch.to("meta")
-    weights = {name: model.get_submodule(name).weight for name in names}
-    sizes = [weight.nbytes for weight in weights.values()]
-    if settings.curvature == "fisher":
-        graph = saved_bytes(lambda: mean_loss(logits_of(model, batch), batch.labels))
-        vectors = sum(sizes)
-    else:
-        hidden, segments = cut(model, weights, batch)
-        graph = max(graph_bytes(segment, hidden) for segment in (segments[0], segments[-1]))
-        state = hidden.nbytes if hidden.is_floating_point() else 0
-        sketch = 3 * settings.rank if settings.fixed else 0
-        vectors = 2 * (len(segments) + DIRECTIONS_PER_WALK) * state + (2 + sketch) * max(sizes)
-    return {"model": sum(p.nbytes for p in model.parameters()), "graph": graph, "vectors": vectors}

@@ -224,7 +224,8 @@ def _without_temperature(given: DictConfig, key: str) -> None:
     section = given.get(key) or {}
     if has_temperature or not isinstance(section, dict | DictConfig):
         return
-    names = ("tau_init", "alpha", "hard_fraction", *["kl_tau_init"] * (key == "reconstruct"))
+    own = {"schedule": "alpha", "reconstruct": "kl_tau_init"}
+    names = ("tau_init", "hard_fraction", own[key])
     for unread in names:
         if (value := section.get(unread, 0)) != 0:
             raise ValueError(

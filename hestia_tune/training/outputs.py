@@ -9,7 +9,7 @@ import logging
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +126,18 @@ def write_hard_model(
         write_card(temporary, description)  # in place of the pretrained model's
 
 
-def training_losses(losses: Sequence[float]) -> str:
-    """A line for runs that have no other losses than those of training."""
-    rose = "; it rose: lower the learning rate" if losses[-1] > losses[0] else ""
-    return (
-        f"training loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last{rose} "
-        "(no dataset_val, so nothing else was measured)"
-    )
+def training_losses(losses: Mapping[int, float]) -> str:
+    """Return one line for a run without validation data.
+
+    Args:
+        losses: Step number -> training loss of that step, in order, at least one.
+    """
+    (first, before), (last, after) = list(losses.items())[0], list(losses.items())[-1]
+    note = "(no dataset_val, so nothing else was measured)"
+    if first == last:
+        return f"training loss {after:.4f} at step {last}, the only step that was logged {note}"
+    rose = "; it rose: lower the learning rate" if after > before else ""
+    return f"training loss {before:.4f} at step {first}, {after:.4f} at step {last}{rose} {note}"
 
 
 def results_table(losses: Mapping[str, float]) -> str:

@@ -335,7 +335,8 @@ class HestiaQATRecipe(RecipeSetup):
         """The results as Markdown; without validation data, the loss on the training data."""
         if self.validation_losses:
             return outputs.results_table(self.validation_losses)
-        return outputs.training_losses([row["loss"] for row in self.history.rows if "loss" in row])
+        rows = self.history.rows
+        return outputs.training_losses({row["step"]: row["loss"] for row in rows if "loss" in row})
 
     def release(self) -> None:
         """Lets go of the model and the logger; the process group stays, for another recipe."""

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from hestia_tune.functional import hard_ternary
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import require_biases
 from hestia_tune.modules import full_tensor, quantized_linears
-from hestia_tune.sensitivity import SensitivityArtifact
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -323,39 +321,12 @@ def test_it_is_converted(model_dir, finished, tmp_path):
     assert (tmp_path / "converted" / "onnx" / "model.onnx").exists()
 
 
-def test_methods_without_parameters_and_with_a_sensitivity(model_dir, finished, tmp_path):
-    names = [f"layers.{i}.attn.{p}_proj" for i in range(2) for p in ("q", "k", "v", "output")]
-    names += [f"layers.{i}.mlp.{w}" for i in range(2) for w in ("w1", "w2", "w3")]
-    assert len(names) == NUM_QUANTIZED
-    artifact = SensitivityArtifact(
-        traces={name: 1.0 + index for index, name in enumerate(names)},
-        standard_errors=dict.fromkeys(names, 0.01),
-        model_fingerprint="another",
-    )
-    artifact.save(tmp_path / "sensitivity.json")
+def test_a_method_without_parameters(model_dir, tmp_path):
     few = [option for option in FEW if "quantizer" not in option]
-    given = ("reconstruct.alpha=1", f"sensitivity={tmp_path / 'sensitivity.json'}")
-    with pytest.raises(ValueError, match="was computed for other weights"):
-        run_reconstruct(make_config(model_dir, tmp_path / "sensitive", *few, *given))
-    assert not (tmp_path / "sensitive" / "reconstruction" / "windows").exists()
-    finished_one = json.loads((finished[0] / "reconstruction.json").read_text())
-    replace(artifact, model_fingerprint=finished_one["model_fingerprint"]).save(
-        tmp_path / "sensitivity.json"
-    )
-    for name, overrides in {
-        "plain": [],
-        "sensitive": given,
-    }.items():
-        cfg = make_config(model_dir, tmp_path / name, *few, *overrides)
-        assert run_reconstruct(cfg) == 0
-    states = [
-        load_file(tmp_path / name / "reconstruction" / "latents.safetensors")
-        for name in ("plain", "sensitive")
-    ]
-    key = "layers.1.attn.q_proj.weight"
-    assert not torch.equal(states[0][key], states[1][key])
-    hard = load_file(next((tmp_path / "plain/reconstruction/hard_model").glob("*.safetensors")))
-    expected = hard_ternary(states[0]["layers.1.mlp.w2.weight"], group_size=32)
+    assert run_reconstruct(make_config(model_dir, tmp_path, *few)) == 0
+    state = load_file(tmp_path / "reconstruction" / "latents.safetensors")
+    hard = load_file(next((tmp_path / "reconstruction/hard_model").glob("*.safetensors")))
+    expected = hard_ternary(state["layers.1.mlp.w2.weight"], group_size=32)
     assert torch.equal(hard["model.layers.1.mlp.down_proj.weight"].float(), expected)
 
 
@@ -398,8 +369,7 @@ def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
         (["reconstruct.stride=2"], "stride 2 must not be above window 1"),
         (["reconstruct.num_samples=2"], "num_samples 2 must be at least batch_size 4"),
         (["dataset.num=4", "reconstruct.batch_size=5"], "fewer samples than .*batch_size 5"),
-        (["reconstruct.alpha=0.4"], "alpha 0.4 scales temperatures .* got sensitivity null"),
-        (["reconstruct.loss=cubic"], "reconstruct.loss must be one of squared, huber; got cubic"),
+        (["reconstruct.alpha=0.4"], "unknown key reconstruct.alpha"),
     ],
 )
 def test_errors(model_dir, tmp_path, overrides, message):
