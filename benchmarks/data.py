@@ -26,8 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 
+from hestia_tune.config import StreamConfig  # noqa: E402
 from hestia_tune.data import streaming_text_dataset, write_token_shards  # noqa: E402
-from hestia_tune.data.rows import StreamConfig, open_rows, text_blocks  # noqa: E402
+from hestia_tune.data.rows import open_rows, text_blocks  # noqa: E402
 from hestia_tune.data.stream import LOT  # noqa: E402
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
 

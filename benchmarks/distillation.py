@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from quantizer import best_time
 
-from hestia_tune.sections import DistillationConfig
+from hestia_tune.config import DistillationConfig
 from hestia_tune.training.distillation import distillation_loss_sum
 
 

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 GROUPS = {"smollm2_135m": 64, "llama3_2_1b": 256}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 DENSE = ("bfloat16", "float32")
-KERNELS = ("auto", "auto, int8 head", "onnxruntime", "int4pack", "gemlite", "dequantize")
+KERNELS = ("auto", "onnxruntime", "int4pack", "gemlite", "dequantize")
 ON_CUDA = ("bfloat16", "auto", "int4pack", "gemlite", "dequantize")
 BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0")
 ONNX = {"ONNX": "float32", "ONNX, int8 head": "int8"}
@@ -52,7 +52,7 @@ def resident() -> int:
 
 def build(name: str):
     """The model of a packaged config on the meta device, and its rotary tables' builder."""
-    from hestia_tune.commands.configs import load_config
+    from hestia_tune.config.files import load_config
     from hestia_tune.models import build as builders
 
     return builders.plain_on_meta(load_config(name).model)
@@ -63,10 +63,10 @@ def write(name: str, work: Path, rows: list[str]) -> dict[str, int]:
     from convert import llama_config
     from torchtune.models.convert_weights import tune_to_hf
 
-    from hestia_tune.export.folder import ModelFolder
     from hestia_tune.export.gguf import write_gguf
     from hestia_tune.export.onnx import write_onnx
-    from hestia_tune.selection import select_linears
+    from hestia_tune.models.folder import ModelFolder
+    from hestia_tune.qat.selection import select_linears
     from hestia_tune.tensors import TernaryTensor
 
     model, generator = build(name), torch.Generator().manual_seed(0)
@@ -132,7 +132,6 @@ def run_torch(
     """One row: ``kernel``, or a dense model in "bfloat16" or "float32"."""
     from hestia_tune import use_kernel
     from hestia_tune.models import build as builders
-    from hestia_tune.models.decoding import round_head
     from hestia_tune.tensors import TernaryTensor
 
     torch.set_num_threads(threads)
@@ -151,9 +150,6 @@ def run_torch(
     model.load_state_dict(state, assign=True)
     del state, packed
     builders.ready_for_inference(model, device, dtype)
-    kernel, _, head = kernel.partition(", ")
-    if head:
-        round_head(model)
     if kernel not in DENSE:
         begin, use = time.perf_counter(), use_kernel(model, kernel)
         print(f"{use}; {time.perf_counter() - begin:.1f} s", file=sys.stderr)
@@ -276,7 +272,7 @@ def products(clock) -> None:
             x = torch.randn(rows, shape[1])
             calls = [partial(F.linear, x.to(dtype), w) for dtype, w in dense.items()]
             calls += [partial(kernel, x.bfloat16(), None) for kernel in kernels]
-            calls.insert(4, weight.dequantize_for_now)
+            calls.insert(4, weight.dequantize)
             times = [best(call, clock, 2) for call in calls]
             cells = " | ".join(f"{1e3 * seconds:.2f}" for seconds in times)
             print(f"| {shape[0]} x {shape[1]}, {rows} | {cells} |", flush=True)

@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hestia_tune
-from hestia_tune import quantized_linears, sharded
+from hestia_tune import quantized_linears
 from hestia_tune.models import llama
-from hestia_tune.qat import QATQuantizerBase
+from hestia_tune.qat import shards
+from hestia_tune.qat.prepare import QATQuantizerBase
 
 BASE = "AbsMean"
 
@@ -61,7 +62,7 @@ def make_step(component: QATQuantizerBase, args: argparse.Namespace) -> Callable
     sizes = {"embed_dim": args.dim, "intermediate_dim": 3 * args.dim, "num_layers": args.layers}
     model = llama(vocab_size=1024, num_heads=4, num_kv_heads=2, max_seq_len=128, **sizes)
     model = component.prepare(model).to(args.device)
-    sharded.quantize_shards(model)
+    shards.quantize_shards(model)
     mesh = init_device_mesh(args.device, (1,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -77,12 +78,12 @@ def make_step(component: QATQuantizerBase, args: argparse.Namespace) -> Callable
 
     def step() -> list[float]:
         start = now()
-        sharded.refresh(model, torch.float32)
+        shards.refresh(model, torch.float32)
         refreshed = now()
         logits = model(tokens[:, :-1]).flatten(0, 1)
         torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
         before = now()
-        sharded.pull_back(layers)
+        shards.pull_back(layers)
         after = now()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -12,13 +12,13 @@ import time
 import torch
 from torch.nn.functional import cross_entropy
 
-from hestia_tune.commands.configs import load_config
+from hestia_tune.config.files import load_config
+from hestia_tune.config.run import RunConfig
 from hestia_tune.data import text_dataset
-from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.models import build, checkpoints
-from hestia_tune.modules import quantized_linears
-from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
-from hestia_tune.training.options import Run
+from hestia_tune.models.folder import SafetensorsFolder
+from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 
 
 def main() -> None:
@@ -35,14 +35,14 @@ def main() -> None:
     other.tokenizer = {"eos_token": "<|endoftext|>"}
     other.model = {"_component_": "hestia_tune.models.hugging_face", "path": args.folder}
     for name, cfg in (("torchtune", plain), ("transformers", other)):
-        cfg, started = Run.of(cfg).cfg, time.perf_counter()
-        model = build.plain_on_meta(cfg.model)
-        folder = checkpoints.pretrained_folder(cfg.checkpointer)
-        weights = checkpoints.read_weights(cfg.checkpointer.model_type, SafetensorsFolder(folder))
+        config, started = RunConfig.parse(cfg), time.perf_counter()
+        model = build.plain_on_meta(config.model)
+        folder = checkpoints.pretrained_folder(config)
+        weights = checkpoints.read_weights(config.model_type, SafetensorsFolder(folder))
         model.load_state_dict({key: value.float() for key, value in weights}, assign=True)
         build.build_buffers(model, "cpu")
         data = text_dataset(
-            build.make_tokenizer(cfg.tokenizer, model),
+            build.make_tokenizer(config.tokenizer, model),
             source="parquet",
             data_files=args.text,
             split="train",
@@ -57,7 +57,7 @@ def main() -> None:
 
         with torch.no_grad():
             print(f"{name}: pretrained {loss(0):.6f}", flush=True)
-        build.instantiate(cfg.quantizer, "quantizer").prepare(model)
+        build.instantiate(config.quantizer, "quantizer").prepare(model)
         schedule = AnnealingSchedule(args.steps, rho=0.0, tau_init=0.3)
         driver = ScheduleDriver(schedule, quantized_linears(model), None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)

@@ -22,14 +22,15 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from hestia_tune.commands.configs import load_config
-from hestia_tune.commands.sensitivity import SensitivityRecipe
+from hestia_tune.config.files import load_config
+from hestia_tune.config.run import RunConfig
 from hestia_tune.models import build
-from hestia_tune.modules import quantized_linears
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.sensitivity.curvature import double_backward_attention, hutchpp
 from hestia_tune.sensitivity.segments import logits_of, mean_loss
+from hestia_tune.training.build import read_pretrained
 from hestia_tune.training.data import calibration_batches
+from hestia_tune.training.plan import plan
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
 
@@ -50,7 +51,7 @@ def spread(names: list[str], count: int) -> list[str]:
 def authors_way(model, weights, batches, settings) -> SensitivityArtifact:
     """Per layer and batch: forward, backward with a graph, Hutch++ with fixed counts."""
     tokens = [batch.num_predicted for batch in batches]
-    generator = torch.Generator().manual_seed(settings.seed or 0)
+    generator = torch.Generator().manual_seed(0)
     traces, errors = {}, {}
     for name, weight in tqdm(weights.items(), desc="the authors' way"):
         for parameter in model.parameters():
@@ -118,16 +119,13 @@ def main() -> None:
         OmegaConf.from_dotlist([*options.overrides, f"output_dir={options.output_dir}"]),
         {"sensitivity_estimation": settings, "sensitivity": None},
     )
-    recipe = SensitivityRecipe(cfg)
-    meta = build.build_on_meta(recipe.cfg.model, recipe.component)
-    tokenizer = build.make_tokenizer(recipe.cfg.tokenizer, meta)
-    drawn = calibration_batches(recipe.cfg, tokenizer, recipe.settings)
-    batches = [batch.to(recipe.device) for batch in drawn]
-    plain, section = build.plain_on_meta(recipe.cfg.model), recipe.cfg.checkpointer
-    load = build.instantiate(section, "checkpointer").load_checkpoint
-    state = build.read_checkpoint(load, plain, section)
-    model = build.load_on_all_ranks(recipe.cfg.model, state, recipe.device)
-    names = spread(list(quantized_linears(meta)), options.layers)
+    planned = plan(RunConfig.parse(cfg).changed(dtype="fp32"), trains=False)
+    config, estimation = planned.config, planned.config.sensitivity_estimation
+    sizes = (estimation.num_samples, estimation.batch_size)
+    drawn = calibration_batches(config, planned.tokenizer, *sizes)
+    batches = [batch.to(planned.device) for batch in drawn]
+    model = build.load_on_all_ranks(config.model, read_pretrained(planned), planned.device)
+    names = spread(planned.layers, options.layers)
     weights = {name: model.get_submodule(name).weight for name in names}
 
     def run(**changes) -> SensitivityArtifact:
@@ -139,7 +137,7 @@ def main() -> None:
         ways[f"adaptive {target:g}"] = lambda t=target: run(target_standard_error=t)
     if not options.skip_authors:
         ways["authors"] = lambda: authors_way(
-            model, weights, batches, EstimationConfig.parse(settings)
+            model, weights, batches, EstimationConfig.parse({"rank": 10} | settings)
         )
     results, wall, cores = {}, {}, {}
     for label, way in ways.items():

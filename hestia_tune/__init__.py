@@ -2,17 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from hestia_tune.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, Tequila
-from hestia_tune.modules import quantized_linears
-from hestia_tune.qat import (
+from hestia_tune.qat.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, Tequila
+from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.prepare import (
     Fairy2iConfig,
     Fairy2iQATQuantizer,
     HestiaConfig,
     HestiaQATQuantizer,
     MethodConfig,
 )
-from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
-from hestia_tune.selection import is_transformer_linear
+from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver, get_wsd_schedule
+from hestia_tune.qat.selection import is_transformer_linear
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.tensors import Fairy2iTensor, TernaryTensor, use_kernel
 
@@ -41,6 +41,7 @@ __all__ = [
     "Tequila",
     "TernaryTensor",
     "estimate_sensitivity",
+    "get_wsd_schedule",
     "is_transformer_linear",
     "load_quantized",
     "quantized_linears",

@@ -1,10 +1,13 @@
-"""What needs no run: ``python -m hestia_tune configs``, ``validate`` and ``compare``."""
+"""Commands that need no run: ``python -m hestia_tune configs``, ``options``, ``validate``,
+``compare``."""
 
 import argparse
 import sys
 
 from hestia_tune.commands.compare import compare_runs
-from hestia_tune.commands.configs import listing, text_of
+from hestia_tune.commands.listing import listing, options_page
+from hestia_tune.config.files import text_of
+from hestia_tune.errors import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     validate = commands.add_parser("validate", help="check a config as hestia_qat would")
     validate.add_argument("name", help="a packaged config, a path, or NAME+OTHER")
     validate.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    commands.add_parser("options", help="print the reference of all options as Markdown")
     compare = commands.add_parser("compare", help="one table of the validation losses of runs")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
     arguments = parser.parse_args(argv)
@@ -27,11 +31,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.command == "compare":
             print(compare_runs(arguments.runs))
+        elif arguments.command == "options":
+            print(options_page(), end="")
         elif arguments.name is None:
             print(listing())
         else:
             print(text_of(arguments.name), end="")
-    except (OSError, ValueError) as error:
+    except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

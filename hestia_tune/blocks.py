@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from hestia_tune.errors import InputError
+
 
 class BlockCall(NamedTuple):
     """What a block is called with after the hidden states."""
@@ -50,16 +52,29 @@ def outside_blocks(model: nn.Module) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def on_device(model: nn.Module, device: torch.device | str, *, whole: bool) -> Iterator[None]:
+def on_device(
+    model: nn.Module,
+    device: torch.device | str,
+    *,
+    whole: bool,
+    dtype: torch.dtype | None = None,
+) -> Iterator[None]:
     """A model that is not trained runs on a device, where a copy of it is: of the whole, or of what
-    is in no block and of the block that is running."""
+    is in no block and of the block that is running.
+
+    Args:
+        model: The model.
+        device: The device that the model runs on.
+        whole: Whether the whole model is copied there at once.
+        dtype: The dtype of the floating-point tensors of the copy; None leaves them as they are.
+    """
     values = tensors_of(model) if whole else outside_blocks(model)
     kept: dict[nn.Module, list[torch.Tensor]] = {}
 
     def copy_there(values: list[torch.Tensor]) -> list[torch.Tensor]:
         before = [value.data for value in values]
         for value in values:
-            value.data = value.data.to(device)
+            value.data = value.data.to(device, dtype if value.is_floating_point() else None)
         return before
 
     def restore(values: list[torch.Tensor], before: list[torch.Tensor]) -> None:
@@ -119,7 +134,7 @@ class BlockChain:
             hidden = self.run(index, hidden)
         found = self.logits(hidden)
         if not found.is_meta and (found - logits).norm() > 1e-3 * logits.norm() + 1e-6:
-            raise ValueError("the model is more than its blocks, one after the other")
+            raise InputError("the model is more than its blocks, one after the other")
 
 
 def as_one(logits: Any) -> torch.Tensor:
@@ -169,7 +184,7 @@ def record_blocks(
     (batch, seq_len). Runs its first block unless it is known whether that ``gives_tuple``.
 
     Raises:
-        ValueError: if the model has no blocks, or calls them in another way than one after the
+        InputError: if the model has no blocks, or calls them in another way than one after the
             other, hidden states first.
     """
     blocks = list(find_blocks(model).values())
@@ -192,6 +207,6 @@ def record_blocks(
         model(tokens, **(inputs or {}))
     in_order = [id(block) for block, *_ in seen] == [id(block) for block in blocks]
     if not seen or not in_order or not all(args for _, args, _ in seen):
-        raise ValueError("the model does not call the blocks of one list one after the other")
+        raise InputError("the model does not call the blocks of one list one after the other")
     calls = [BlockCall(args[1:], kwargs) for _, args, kwargs in seen]
     return BlockChain(model, blocks, seen[0][1][0], calls, kinds[0])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from hestia_tune.config import one_line
+from hestia_tune.errors import InputError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def locked(folder: str | Path) -> Iterator[None]:
         except (BlockingIOError, PermissionError):
             file.seek(0)
             holder = file.read().strip() or "another process"
-            raise ValueError(
+            raise InputError(
                 f"output_dir {folder} is being written by {holder}; wait for it or end it, or "
                 "choose another folder"
             ) from None
@@ -106,16 +106,18 @@ def inside(folder: Path, name: str) -> Path:
     """``folder / name``; a ValueError if that is not in ``folder``."""
     path = folder / name
     if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder)):
-        raise ValueError(f"{name} reaches outside of {folder}; only files in it are read")
+        raise InputError(f"{name} reaches outside of {folder}; only files in it are read")
     return path
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; a ValueError that names the file if it is damaged."""
+    """Return the content of a JSON file; InputError names a file that is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); get it again") from None
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); get it again") from None
+        raise InputError(f"{path} is damaged ({error}); get it again") from None
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -125,11 +127,9 @@ def read_state(path: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except FileNotFoundError:
-        raise
     except Exception as error:  # of any kind, as bytes fall
         reason = f"cannot be read, or is damaged ({one_line(error)})"
-        raise ValueError(f"{path} {reason}; get it again") from error
+        raise InputError(f"{path} {reason}; get it again") from error
 
 
 def require_writable_dir(path: str | Path) -> Path:
@@ -138,7 +138,7 @@ def require_writable_dir(path: str | Path) -> Path:
     The proof is a file without a name, so that a kill at any moment leaves nothing behind.
 
     Raises:
-        ValueError: If it cannot be written; the error names the folder and the reason.
+        InputError: If it cannot be written; the error names the folder and the reason.
     """
     path = Path(path)
     try:
@@ -146,7 +146,7 @@ def require_writable_dir(path: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"output_dir {path} cannot be written ({error.strerror}); choose another folder"
         ) from None
     return path

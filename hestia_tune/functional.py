@@ -113,8 +113,8 @@ def optimal_temperature(
         tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights (Sec. 4.1).
 
     Raises:
-        TypeError: on a weight that is not floating point.
-        ValueError: on no weights, all-zero weights, or NaN or infinity among them.
+        InputError: on a weight that is not floating point.
+        InputError: on no weights, all-zero weights, or NaN or infinity among them.
     """
 
     def checked() -> Iterator[torch.Tensor]:

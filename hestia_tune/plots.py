@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hestia_tune.files import staged
-from hestia_tune.schedule import AnnealingSchedule
+from hestia_tune.qat.schedule import AnnealingSchedule
 
 
 def plot_training_curves(

@@ -46,6 +46,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3": ("SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "Qwen3-MoE": ("Qwen3MoeConfig", {"head_dim": 16} | EXPERTS),
 }
+# Not in the table of families: their heads or linears are unusual.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    # The head calls a part of the backbone that transformers names.
+    "OPT": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}),
+    # Linears of a class with a forward of its own.
+    "Falcon": ("FalconConfig", {}),
+}
 
 
 def make_family(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
@@ -53,7 +60,7 @@ def make_family(folder: Path, family: str, seed: int = 0, **changes: Any) -> Pat
     import transformers
 
     make_model_dir(folder)  # for the tokenizer
-    name, differences = FAMILIES[family]
+    name, differences = (FAMILIES | OTHERS)[family]
     config = getattr(transformers, name)(**SHAPE | differences | changes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -11,10 +11,11 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from hestia_tune.commands.configs import config_path, load_config, packaged_configs, resolved
+from hestia_tune.config.files import config_path, load_config, packaged_configs, resolved
+from hestia_tune.config.run import RunConfig
+from hestia_tune.errors import InputError
 from hestia_tune.models.build import build_on_meta
-from hestia_tune.modules import quantized_linears
-from hestia_tune.training.options import Run
+from hestia_tune.qat.linear import quantized_linears
 
 REPOSITORY = Path(__file__).parents[1]
 # name -> (blocks, parameters, what the paper or the model's shape fixes)
@@ -31,6 +32,8 @@ EXPECTED = {
     "smollm3_3b": (36, 3_075_098_624, 128),
     "gemma3_1b": (26, 999_885_952, 128),
 }
+# Configs that are no run by themselves: others build on them, or are overlaid by them.
+PARTS = ("base", "paper")
 # config.json of those that come through transformers, as far as it is not the class's default.
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 28, "num_attention_heads": 16}
 QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
@@ -46,7 +49,7 @@ FOLDERS = {
 
 
 def test_every_packaged_config_is_expected():
-    assert set(packaged_configs()) == {*EXPECTED, "paper"}
+    assert set(packaged_configs()) == {*EXPECTED, *PARTS}
 
 
 @pytest.mark.parametrize("overlay", ["", "+paper"])
@@ -58,14 +61,13 @@ def test_config_builds_at_its_real_size(name, overlay, tmp_path):
         pytest.importorskip("transformers")
         (tmp_path / "config.json").write_text(json.dumps(FOLDERS[name]))
         cfg.model.path = str(tmp_path)
-    run = Run.of(cfg)
-    cfg, options = run.cfg, run.options
-    quantizer = config.instantiate(cfg.quantizer)
+    options = RunConfig.parse(cfg)
+    quantizer = config.instantiate(OmegaConf.create(options.quantizer))
     if group_size is None:
         assert quantizer.method.key() == "fairy2i, num_stages=2, granularity=tensor"
     else:
         assert quantizer.method.group_size == group_size
-    model = build_on_meta(cfg.model, quantizer)
+    model = build_on_meta(options.model, quantizer)
     layers = quantized_linears(model)
     assert len(layers) == 7 * blocks
     assert all(re.match(r"(model\.)?layers\.", name) for name in layers)
@@ -91,10 +93,10 @@ def test_config_builds_at_its_real_size(name, overlay, tmp_path):
         scales = sum(p.numel() for layer in layers.values() for p in layer.method_parameters())
         assert sum(p.numel() for p in model.parameters()) - scales == parameters
         # The same; one step is 256 sequences of 1024 on 8 GPUs.
-        assert cfg.optimizer.lr == 1.5e-3
-        assert cfg.optimizer.weight_decay == (0.0 if reconstructs else 0.1)
-        assert cfg.batch_size * cfg.gradient_accumulation_steps * 8 == 256
-        assert cfg.dataset.seq_len == 1024
+        assert options.optimizer["lr"] == 1.5e-3
+        assert options.optimizer["weight_decay"] == (0.0 if reconstructs else 0.1)
+        assert options.batch_size * options.gradient_accumulation_steps * 8 == 256
+        assert options.dataset["seq_len"] == 1024
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -103,21 +105,49 @@ def test_config_opens_with_its_commands(name):
     assert any(f"tune run hestia_qat --config {name}" in line for line in comment)
 
 
-def resolve(*argv):
+def resolved_config(*argv):
+    """(what the path after --config holds, the other arguments) while the command runs."""
     with resolved(["x", *argv]) as found:
-        return found[1:]
+        words = " ".join(found[1:]).replace("--config=", "--config ").split()
+        path = Path(words.pop(words.index("--config") + 1))
+        content = OmegaConf.load(path)
+    assert not path.exists()
+    return content, words
 
 
 def test_names_and_paths_are_resolved(tmp_path):
     copied = tmp_path / "mine+1.yaml"
     copied.write_text("a: 1")
-    assert resolve("--config", str(copied), "a=2") == ["--config", str(copied), "a=2"]
-    demo = str(packaged_configs()["demo"])
-    assert resolve("--config", "demo") == ["--config", demo]
-    assert resolve("--config=demo") == [f"--config={demo}"]
+    assert resolved_config("--config", str(copied), "a=2") == ({"a": 1}, ["--config", "a=2"])
+    demo = OmegaConf.load(config_path("demo"))
+    for argv in (("--config", "demo"), ("--config=demo",)):
+        assert resolved_config(*argv) == (demo, ["--config"])
     for name in (str(tmp_path / "none.yaml"), "demo+none", "none+paper"):
-        with pytest.raises(ValueError, match="packaged configs: demo, demo_fairy2i, gemma3_1b, "):
-            resolve("--config", name)
+        with pytest.raises(InputError, match="packaged configs: base, demo, demo_fairy2i, "):
+            resolved_config("--config", name)
+
+
+def test_a_config_may_have_a_base(tmp_path):
+    base, mine = tmp_path / "base.yaml", tmp_path / "mine.yaml"
+    base.write_text("base: demo\noptimizer: {lr: 1.0}\nseed: 5")
+    mine.write_text(f"base: {base}\nseed: 6\ndataset_val: null")
+    whole = load_config(str(mine))
+    expected = OmegaConf.load(config_path("demo"))
+    expected.optimizer.lr, expected.seed, expected.dataset_val = 1.0, 6, None
+    assert whole == expected
+    with pytest.raises(InputError, match="no config named 'nothing'"):
+        base.write_text("base: nothing")
+        load_config(str(mine))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [1", "mine.yaml cannot be read as YAML: "), ("- 1", "must be a mapping of options")],
+)
+def test_files_that_hold_no_config(tmp_path, text, message):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_config(str(tmp_path / "mine.yaml"))
 
 
 @pytest.mark.parametrize("argument", [("--config", "{}+{}"), ("--config={}+{}",)])
@@ -128,9 +158,8 @@ def test_one_config_is_laid_over_another(tmp_path, argument):
     over.write_text("quantizer: {group_size: null, scale: learned}\nnew: {key: [1]}\nmodel: null")
     first.write_text(f"new: null\n{config_path('demo').read_text()}")
     argument = [part.format(first, over) for part in argument]
-    with resolved(["x", *argument, "seed=1"]) as (_, *given, seed):
-        merged = OmegaConf.load(given[-1].removeprefix("--config="))
-    assert seed == "seed=1" and not Path(given[-1].removeprefix("--config=")).exists()
+    merged, words = resolved_config(*argument, "seed=1")
+    assert words == ["--config", "seed=1"]
     expected = OmegaConf.load(config_path("demo"))
     del expected["model"]
     expected.quantizer = {"_component_": "hestia_tune.HestiaQATQuantizer", "scale": "learned"}
@@ -145,7 +174,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 def test_listing_and_printing(tmp_path):
     listed = command(sys.executable, "-m", "hestia_tune", "configs", cwd=tmp_path)
     recipes, configs = listed.stdout.split("configs:\n")
-    assert [line.split()[0] for line in configs.splitlines()] == sorted([*EXPECTED, "paper"])
+    assert [line.split()[0] for line in configs.splitlines()] == sorted([*EXPECTED, *PARTS])
     names = [line.split()[0] for line in recipes.splitlines()[1:]]
     assert names == sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
     assert all(len(line.split()) > 2 for line in listed.stdout.splitlines() if line[:1] == " ")

@@ -9,11 +9,15 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune.config._utils import _get_component_from_path
 
-from hestia_tune.commands.configs import load_config, packaged_configs
-from hestia_tune.training.options import Run
+from hestia_tune.commands.listing import options_page
+from hestia_tune.config import Section
+from hestia_tune.config.files import load_config, packaged_configs
+from hestia_tune.config.run import RunConfig
+from hestia_tune.config.section import describe
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+SECTIONS = Section.__subclasses__()
 RECIPES = {path.stem for path in (REPOSITORY / "recipes").glob("*.py")}
 
 
@@ -62,7 +66,7 @@ def test_commands_parse(name, overrides):
     for word in overrides:
         if word.startswith("~"):
             del cfg[word[1:]]
-    Run.of(cfg)
+    RunConfig.parse(cfg)
     for key in ("dataset", "quantizer"):
         own = dict(cfg[key])
         component = _get_component_from_path(own.pop("_component_"))
@@ -78,6 +82,16 @@ def test_links_lead_somewhere(page):
         assert path.is_file(), f"{page.name} links to {target}"
         headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}
+
+
+def test_the_page_of_options_is_what_the_command_prints():
+    page = (REPOSITORY / "docs" / "options.md").read_text(encoding="utf-8")
+    assert page == options_page(), "run: python -m hestia_tune options > docs/options.md"
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_option_has_a_meaning(section):
+    assert [key for key, *_, meaning in describe(section) if not meaning] == []
 
 
 def test_readme_is_short_and_its_file_map_whole():

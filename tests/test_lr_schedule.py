@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hestia_tune.schedule import get_wsd_schedule
+from hestia_tune.qat.schedule import get_wsd_schedule
 
 
 def wsd_factor(step, total, warmup_ratio, decay_ratio, **options):

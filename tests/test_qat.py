@@ -1,6 +1,7 @@
 """Prepare and convert on small models without any trainer; real architectures: test_qat_models."""
 
 import copy
+import dataclasses
 import subprocess
 import sys
 
@@ -312,3 +313,18 @@ def test_what_cannot_be_swapped():
     layers = nn.ModuleList([nn.TransformerEncoderLayer(32, 2, 64)])
     HestiaQATQuantizer(group_size=32).prepare(layers)
     assert list(quantized_linears(layers)) == ["0.linear1", "0.linear2"]
+
+
+@pytest.mark.parametrize("target", ["dense", "ternary"])
+@pytest.mark.parametrize("name", ["weight", "scale_logit"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_converting_what_is_not_finite_names_the_layer(target, name, bad):
+    component = HestiaQATQuantizer(group_size=32, scale="learned")
+    component.config = dataclasses.replace(component.config, target=target)
+    model = component.prepare(make_model())
+    with torch.no_grad():
+        getattr(model.layers[1].up, name)[0, 0] = bad
+    with pytest.raises(FloatingPointError, match=r"^layers\.1\.up has NaN or infinity"):
+        component.convert(model)
+    with pytest.raises(FloatingPointError, match="^a linear has NaN or infinity"):
+        convert(model)

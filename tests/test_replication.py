@@ -13,14 +13,13 @@ from omegaconf import OmegaConf
 from torchao.quantization import quantize_
 
 import hestia_tune
-from hestia_tune.data.tokens import GeneratedConfig
-from hestia_tune.training.options import Run
+from hestia_tune.config import GeneratedConfig
+from hestia_tune.config.run import RunConfig
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks" / "replication"
 FEW = ["--lrs", "1e-3", "--seeds", "0", "1", "--steps", "2"]
 SMALLER = ["--overrides", "max_val_batches=1", "dataset.docstrings=False", "batch_size=2"]
-SMALLER += [f"sensitivity_estimation.{key}=2" for key in ("num_samples", "min_probes")]
-SMALLER += ["sensitivity_estimation.num_probes=2"]
+SMALLER += [f"sensitivity_estimation.{key}=2" for key in ("num_samples", "num_probes")]
 
 
 def run(script, *options):
@@ -90,13 +89,13 @@ def test_every_row_has_a_config_of_its_own_and_the_same_steps(methods, tmp_path)
     study = common.Study(common.settings_of("demo", []), tmp_path)
     for row in rows:
         cfg = study.config(row.method, methods.changes_of(row, 2e-3, 1, 250))
-        options = Run.of(OmegaConf.merge(cfg, {"output_dir": str(tmp_path)})).options
+        options = RunConfig.parse(OmegaConf.merge(cfg, {"output_dir": str(tmp_path)}))
         told = (options.max_steps, options.max_steps_per_epoch, options.seed)
         assert told == (250, None, 1) and options.optimizer["lr"] == 2e-3
         generated = "self_generated" in cfg.dataset["_component_"]
         assert generated == ("LLM-QAT" in row.name) == (options.distillation.weight == 1)
         assert cfg.dataset.get("seed", 0) == generated  # the run's, which is 1
-        assert (options.cage.strength > 0) == ("CAGE" in row.name)
+        assert (options.cage_strength > 0) == ("CAGE" in row.name)
         assert (options.init == "random") == ("scratch" in row.name)
         if generated:  # nothing is left of the dataset that it replaces
             inspect.signature(GeneratedConfig).bind(

@@ -20,9 +20,9 @@ from hestia_tune import (
     Tequila,
     quantized_linears,
 )
-from hestia_tune.modules import full_tensor
-from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
-from hestia_tune.sharded import pull_back, quantize_shards, refresh
+from hestia_tune.qat.linear import full_tensor
+from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.qat.shards import pull_back, quantize_shards, refresh
 
 STEPS = 4
 COMPONENTS = {

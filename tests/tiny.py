@@ -24,6 +24,7 @@ from torchtune.training.metric_logging import DiskLogger
 
 from hestia_tune.data import SequenceDataset
 from hestia_tune.models.builders import llama
+from hestia_tune.training import loader
 from hestia_tune.training.recipe import HestiaQATRecipe
 
 SHAPE = {
@@ -158,7 +159,8 @@ class FailingDataset(SequenceDataset):
 
 
 def failing_dataset(tokenizer, *, num: int, how: str) -> SequenceDataset:
-    """`random_dataset` whose worker fails."""
+    """`random_dataset` whose worker fails; a worker that hangs is waited for 3 seconds."""
+    loader.DATALOADER_TIMEOUT = 3
     dataset = FailingDataset(random_dataset(tokenizer, num=num).sequences.flatten().tolist(), 16)
     dataset.how = how
     return dataset
@@ -266,7 +268,7 @@ def make_config(model_dir: Path, output_dir: Path, *overrides: str) -> DictConfi
         "batch_size": 4,
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-3, "weight_decay": 0.1},
         "lr_scheduler": {
-            "_component_": "hestia_tune.schedule.get_wsd_schedule",
+            "_component_": "hestia_tune.get_wsd_schedule",
             "warmup_ratio": 0.2,
         },
         "metric_logger": {
@@ -284,7 +286,7 @@ def run(
     """Runs the recipe in this process and returns it, process group closed."""
     try:
         recipe = HestiaQATRecipe(cfg)
-        recipe.setup(recipe.run.cfg)
+        recipe.setup(recipe.config)
         recipe.train()
         before_cleanup(recipe)
     finally:

@@ -15,10 +15,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import distributed as dist
 
-from hestia_tune.commands.configs import load_config
-from hestia_tune.commands.sensitivity import SensitivityRecipe
+from hestia_tune.commands.sensitivity import estimate
+from hestia_tune.config.files import load_config
+from hestia_tune.config.run import RunConfig
 from hestia_tune.evaluation import versions
 from hestia_tune.files import write_atomically
+from hestia_tune.training.generation import generate_missing
 from hestia_tune.training.outputs import HARD
 from hestia_tune.training.recipe import HestiaQATRecipe
 
@@ -115,7 +117,7 @@ class Study:
             cfg.sensitivity = None
             estimation = {"curvature": method.curvature, "output": str(path)}
             cfg = OmegaConf.merge(cfg, {"sensitivity_estimation": estimation})
-            SensitivityRecipe(cfg).run()
+            estimate(cfg)
             self._artifacts.add(path)
         return str(path)
 
@@ -156,8 +158,9 @@ class Study:
             return record
         started = time.perf_counter()
         cfg.output_dir, cfg.sensitivity = str(folder), self.sensitivity(method)
+        generate_missing(RunConfig.parse(cfg))
         recipe = self.recipe(cfg)
-        recipe.setup(recipe.run.cfg)
+        recipe.setup(recipe.config)
         try:
             recipe.train()
             if not recipe.finished:

@@ -31,8 +31,9 @@ from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 
 from hestia_tune.files import write_atomically
-from hestia_tune.modules import quantized_linears
-from hestia_tune.qat import HestiaQATQuantizer
+from hestia_tune.qat.prepare import HestiaQATQuantizer
+from hestia_tune.qat.schedule import ScheduleDriver
+from hestia_tune.training import build
 from hestia_tune.training.recipe import HestiaQATRecipe
 
 NAMES = ("plain", "straight-through", "Hestia, uniform", "Fairy2i")
@@ -80,20 +81,9 @@ class NoDriver:
         return {}
 
 
-class CostRecipe(HestiaQATRecipe):
-    """Starts from random weights, and trains plain linears too."""
-
-    def make_driver(self, scores):
-        return super().make_driver(scores) if quantized_linears(self.model) else NoDriver()
-
-    def read_pretrained(self, plain, artifact):
-        generator = torch.Generator().manual_seed(0)
-        return {
-            name: torch.randn(value.shape, generator=generator) * 0.02
-            if value.dim() >= 2
-            else torch.ones(value.shape)
-            for name, value in plain.state_dict().items()
-        }
+def make_driver(schedule, layers, *others) -> ScheduleDriver | NoDriver:
+    """The driver of a model that may have no quantized linears."""
+    return ScheduleDriver(schedule, layers, *others) if layers else NoDriver()
 
 
 def config_of(options: argparse.Namespace, name: str):
@@ -112,7 +102,12 @@ def config_of(options: argparse.Namespace, name: str):
     }
     cfg.tokenizer = {"_component_": "cost.NoTokenizer"}
     changes = {"schedule": dict(method.schedule), "dataset_val": None}
-    changes |= {"code_statistics": False, "num_workers": 0, "overwrite_output": True}
+    changes |= {"num_workers": 0, "overwrite_output": True, "init": "random"}
+    # There is no folder of a pretrained model: random weights need no more than its config.
+    folder = Path(options.out, "model")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    changes["checkpointer"] = {"checkpoint_dir": str(folder), "checkpoint_files": []}
     for key in ("max_steps", "max_steps_per_epoch", "run_val_every_n_steps", "sensitivity"):
         cfg.pop(key, None)
     return OmegaConf.merge(cfg, changes, {"log_every_n_steps": 10**6})
@@ -134,9 +129,10 @@ def peak_resident() -> int:
 
 def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
     """Seconds of the fastest step and peak memory of one method, in this process."""
-    recipe = CostRecipe(config_of(options, name))
-    recipe.setup(recipe.run.cfg)
-    is_cuda = recipe.options.device == "cuda"
+    build.ScheduleDriver = make_driver
+    recipe = HestiaQATRecipe(config_of(options, name))
+    recipe.setup(recipe.config)
+    is_cuda = recipe.config.device == "cuda"
     batches, seconds = recipe.data.begin(0), []
 
     def step() -> None:

@@ -21,7 +21,7 @@ from common import HARD, METHODS, Study, many_runs, settings_of
 
 from hestia_tune.files import write_atomically
 from hestia_tune.methods.granularity import block_view
-from hestia_tune.modules import full_tensor, quantized_linears
+from hestia_tune.qat.linear import full_tensor, quantized_linears
 from hestia_tune.training.recipe import HestiaQATRecipe
 
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")

@@ -36,7 +36,6 @@ STARTS = {"absmax": "absmax", "least squares": "least_squares"}
 GENERATED = {
     "_component_": "hestia_tune.data.self_generated_dataset",
     "seq_len": 128,
-    "batch_size": 64,
     "epochs": None,
 }
 
@@ -95,11 +94,11 @@ def rows_of(out: Path, steps: int) -> list[Row]:
         *from_both("SEQ, 2 bits", "SEQ", bits=2),
         *from_both("DLT", "DLT"),
         row("Tequila", "Tequila"),
-        row("AbsMean + CAGE", "AbsMean", {"cage__strength": 10.0}),
+        row("AbsMean + CAGE", "AbsMean", {"cage_strength": 10.0}),
         row("LLM-QAT (AbsMean, per row)", "AbsMean", llm_qat, group_size="channel"),
         Row(HESTIA),
         Row(Method("Hestia, uniform", hestia, uniform)),
-        Row(Method("Hestia, uniform + CAGE", hestia, uniform), {"cage__strength": 10.0}),
+        Row(Method("Hestia, uniform + CAGE", hestia, uniform), {"cage_strength": 10.0}),
         Row(Method("Hestia, 1 bit", hestia | {"codebook": "binary"}, uniform)),
         Row(Method("Hestia, 2 bits", hestia | {"codebook": "int2"}, uniform)),
     ]
@@ -212,7 +211,7 @@ def main() -> None:
     if missing := [row.name for row in rows if not is_there(row)]:
         print(f"left out, for want of their component: {', '.join(missing)}\n", flush=True)
         rows = [row for row in rows if row.name not in missing]
-    quiet = ["run_val_every_n_steps=null", "log_every_n_steps=25", "code_statistics=False"]
+    quiet = ["run_val_every_n_steps=null", "log_every_n_steps=25"]
     base = settings_of(options.config, [*quiet, *options.overrides])
     comparison = Comparison(Study(base, options.out), options.lrs, options.seeds)
     with many_runs():

@@ -113,7 +113,6 @@ def main() -> None:
         options.config,
         ["run_val_every_n_steps=null", "log_every_n_steps=25", *options.overrides],
     )
-    base.code_statistics = False
     small = Small(Study(base, Path(options.out)), options.lrs, options.seeds, options.steps)
     with many_runs():
         if "search" in options.stages:

@@ -23,10 +23,10 @@ from typing import Any
 from common import HARD, many_runs, require_same, settings_of, slug
 from omegaconf import OmegaConf
 
-from hestia_tune.commands.reconstruct import reconstruct
-from hestia_tune.commands.sensitivity import with_sensitivity
+from hestia_tune.commands.sensitivity import estimate
+from hestia_tune.config.run import RunConfig
 from hestia_tune.files import write_atomically
-from hestia_tune.training.options import Run
+from hestia_tune.reconstruction.recipe import reconstruct
 from hestia_tune.training.outputs import RECONSTRUCTED
 from hestia_tune.training.recipe import HestiaQATRecipe
 
@@ -63,7 +63,7 @@ RECONSTRUCTIONS = {
         "quantizer.offset=learned",
     ],
     "learned scale, windows of 2": [*LEARNED, "reconstruct.window=2"],
-    "learned scale, windows of 4": [*LEARNED, "reconstruct.window=4", "reconstruct.stride=2"],
+    "learned scale, windows of 4": [*LEARNED, "reconstruct.window=4"],
     "learned scale, tau_init 0.15": [*LEARNED, "reconstruct.tau_init=0.15"],
     "learned scale, batches of 4": [*LEARNED, "reconstruct.batch_size=4"],
     **{
@@ -102,7 +102,7 @@ SYSTEMS = {
     "Hestia": [*UNIFORM, *WHOLE],
     "Hestia, learned scale, straight-through": [
         *(*UNIFORM, *LEARNED, *WHOLE),
-        *("reconstruct.tau_init=0", "reconstruct.kl_tau_init=0"),
+        "reconstruct.tau_init=0",
     ],
     "Hestia, learned scale": [*UNIFORM, *LEARNED, *WHOLE],
 }
@@ -118,17 +118,20 @@ def one_run(folder: Path, config: str, overrides: list[str], *, trains: bool) ->
         record = json.loads(path.read_text(encoding="utf-8"))
         require_same(record["settings"], settings, path)
         return record
-    run, started = Run.of(OmegaConf.merge(cfg, {"output_dir": str(folder)})), time.perf_counter()
-    if not trains or run.options.reconstruction == "auto":
+    run = RunConfig.parse(OmegaConf.merge(cfg, {"output_dir": str(folder)}))
+    started = time.perf_counter()
+    if not trains or run.reconstruction == "auto":
         first = reconstruct(run)
         if not first.finished:
             raise KeyboardInterrupt
         losses = first.losses
-        run = run.changed({"reconstruction": str(first.output)})
+        run = run.changed(reconstruction=str(first.output))
     if trains:
-        run, _ = with_sensitivity(run, run.options.schedule.alpha)
+        if run.sensitivity == "auto":
+            estimate(run)
+            run = run.changed(sensitivity=run.sensitivity_estimation.output)
         recipe = HestiaQATRecipe(run)
-        recipe.setup(recipe.run.cfg)
+        recipe.setup(recipe.config)
         recipe.train()
         if not recipe.finished:
             raise KeyboardInterrupt

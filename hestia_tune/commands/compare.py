@@ -7,6 +7,7 @@ plain straight-through training) it shows what that setting is worth.
 from collections.abc import Sequence
 from pathlib import Path
 
+from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
 from hestia_tune.training.outputs import HARD, results_table
 
@@ -21,21 +22,21 @@ def compare_runs(runs: Sequence[str]) -> str:
         runs: output folders of ``hestia_qat``, or their results.json.
 
     Raises:
-        FileNotFoundError: if a run has no results.
-        ValueError: if it has no validation losses, or is no run.
+        InputError: if a run has no results.
+        InputError: if it has no validation losses, or is no run.
     """
     found: dict[str, dict[str, float]] = {}
     for run in runs:
         path = Path(run)
         path = path / "results.json" if path.is_dir() else path
         if not path.is_file():
-            raise FileNotFoundError(f"{run} has no results.json; let the run finish first")
+            raise InputError(f"{run} has no results.json; let the run finish first")
         try:
             losses = read_json(path)["validation_loss"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is no results.json of a training run") from None
+            raise InputError(f"{path} is no results.json of a training run") from None
         if not losses:
-            raise ValueError(f"{path} has no validation losses; train with a dataset_val")
+            raise InputError(f"{path} has no validation losses; train with a dataset_val")
         found[run] = losses
     labels = dict.fromkeys(label for losses in found.values() for label in losses)
     labels.pop(HARD, None)

@@ -1,114 +1,128 @@
-"""``hestia_convert``: one model in, the formats that the config asks for out.
+"""``hestia_convert``: writes one model in the formats that the config asks for.
 
 Every format is written from the hard model's Hugging Face folder, tensor by tensor. A model that
-was not trained is made hard as it is read, by the method of the config, anew for each format. Only
-a method whose codes do not follow from hard weights is packed from latent weights, which the last
-checkpoint of the run holds. Everything that can be refused is refused before anything is written.
+was not trained is made hard by the config's method while it is read, again for each format. The
+codes of some methods do not follow from hard weights. Such a method is packed from the latent
+weights in the run's last checkpoint. What can be refused is refused before anything is written.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from omegaconf import DictConfig, OmegaConf
-from torchtune import utils
-
 import hestia_tune
-from hestia_tune.data.demo import demo_documents
+from hestia_tune.config.run import RunConfig
+from hestia_tune.errors import InputError
 from hestia_tune.export import (
     write_compressed_tensors,
     write_gguf,
     write_huggingface,
     write_onnx,
 )
-from hestia_tune.export.card import hub_name, write_card
-from hestia_tune.export.folder import DESCRIPTION_FILE, ModelFolder
-from hestia_tune.export.gguf import BLOCK_TYPES, activation_rounding
+from hestia_tune.export.card import write_card
+from hestia_tune.export.compressed_tensors import layout_of
+from hestia_tune.export.gguf import block_types
 from hestia_tune.export.onnx import block_of
+from hestia_tune.export.packed import packed_entries, write_packed
 from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.methods import GroupMethod
 from hestia_tune.models import build, checkpoints
-from hestia_tune.models.hugging_face_model import BUILDER
-from hestia_tune.models.load import load_plain
-from hestia_tune.models.packed import packed_entries, write_packed
-from hestia_tune.modules import quantized_linears
+from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, hub_name
+from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.tensors import check_format
-from hestia_tune.training.options import Run
 
-log = utils.get_logger("DEBUG")
+log = logging.getLogger(__name__)
+
+# Format -> packed format of the method; None is its own.
+_PACKED_FORMATS = {"torchao": None, "intx": "intx"}
 
 
 class ConvertRecipe:
-    """Converts the model of a config.
+    """Convert the model of a config.
 
     Attributes:
-        output: the folder that everything goes into.
+        output: The folder that all formats are written into.
 
     Raises:
-        TypeError, ValueError, FileNotFoundError, FileExistsError: before anything is written.
+        InputError: If the conversion is refused. Nothing has been written then.
     """
 
-    def __init__(self, cfg: DictConfig | Run):
-        run = Run.of(cfg)
-        self.cfg, self.options = run.cfg, run.options.convert
-        self.evaluation = Path(run.options.eval.output)
-        self.output = require_writable_dir(self.options.output)
-        named, model_type = self.options.source, self.cfg.checkpointer.model_type
+    def __init__(self, config: RunConfig | Mapping[str, Any]):
+        self.config = RunConfig.parse(config)
+        self.settings = self.config.convert
+        self.output = require_writable_dir(self.settings.output)
+        build.check_model_section(self.config)
+        component = build.make_component(self.config.quantizer)
+        self.method = component.method
+        self.formats = self.settings.formats or self.method.file_formats[:1]
+        self.model = build.build_on_meta(self.config.model, component)
+        self.layers = list(quantized_linears(self.model))
+        self.source = self._open_source()
+        self.description = self._describe()
+        self._check_formats()
+        self.checkpoint = self._find_checkpoint()
+
+    def _open_source(self) -> ModelFolder:
+        """Return the folder to convert; InputError if it is of another model or has no model."""
+        config, method, named = self.config, self.method, self.settings.source
         folder = {
-            "trained": Path(self.cfg.output_dir) / "hard_model",
-            "pretrained": checkpoints.pretrained_folder(self.cfg.checkpointer),
+            "trained": Path(config.output_dir) / "hard_model",
+            "pretrained": checkpoints.pretrained_folder(config),
         }.get(named, Path(named))
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
+            raise InputError(
                 f"there is no model in {folder} (no config.json); train first, or "
                 "convert.source=pretrained for the naive model"
             )
-        component = build.make_component(self.cfg.quantizer)
-        self.method = component.method
-        self.formats = self.options.formats or self.method.file_formats[:1]
-        self.model = build.build_on_meta(self.cfg.model, component)
-        self.layers = list(quantized_linears(self.model))
-        names = checkpoints.names_in_files(model_type, folder)
+        names = checkpoints.names_in_files(config.model_type, folder)
         if missing := [layer for layer in self.layers if f"{layer}.weight" not in names]:
-            raise ValueError(f"{folder} is of another model than the config's: no {missing[0]}")
-        quantized, is_hard, method = {}, (folder / DESCRIPTION_FILE).is_file(), None
-        if isinstance(self.method, GroupMethod):
-            method = self.method
-            quantized = {names[f"{layer}.weight"]: method.group_size for layer in self.layers}
-        quantize = bool(quantized) and not is_hard
-        self.source = ModelFolder(folder, quantized, quantize=quantize, method=method)
-        if self.method.adds_bias and not is_hard:
-            raise ValueError(
-                f"{self.method.name} leaves biases, which {folder} has not; train it first, or use "
+            raise InputError(f"{folder} is of another model than the config's: no {missing[0]}")
+        self.is_hard = (folder / DESCRIPTION_FILE).is_file()
+        if method.needs_training and not self.is_hard:
+            raise InputError(
+                f"{method.name} leaves biases, which {folder} has not; train it first, or use "
                 "AbsMean for the naive model, whose codes are the same"
             )
-        self.description = self._describe()
+        if not isinstance(method, GroupMethod):
+            return ModelFolder(folder, {})
+        quantized = {names[f"{layer}.weight"]: method.group_size for layer in self.layers}
+        return ModelFolder(folder, quantized, quantize=not self.is_hard, method=method)
+
+    def _check_formats(self) -> None:
+        """Raise InputError if a format cannot hold the model, or its target is in the way."""
         self.method.check_file_formats(self.formats)
-        if "torchao" in self.formats:
-            check_format(self.method, self.options.target)
+        for name in {"torchao", "intx"} & set(self.formats):
+            check_format(self.method, _PACKED_FORMATS[name])
+        if "gguf" in self.formats:
+            block_types(self.source, self.settings.block_type)
         if "onnx" in self.formats:
             block_of(self.source)
+        if "compressed_tensors" in self.formats:
+            layout_of(self.source)
         for name in self.formats:
-            if self.target(name).exists() and not self.options.overwrite:
-                raise FileExistsError(
+            if self.target(name).exists() and not self.settings.overwrite:
+                raise InputError(
                     f"{self.target(name)} exists; set convert.overwrite=True to replace it"
                 )
-        self.checkpoint: Path | None = None
-        if is_hard and not self.method.codes_follow_from_hard:
-            # The one whose latent weights the hard model was made from.
-            folder, step = folder.parent / "checkpoints", self.description["step"]
-            self.checkpoint = dict(checkpoints.complete_checkpoints(folder)).get(step)
-            if self.checkpoint is None:
-                raise FileNotFoundError(
-                    f"the codes of {self.method.key()} follow from latent weights, and there is no "
-                    f"checkpoint of step {step} in {folder}; train again"
-                )
+
+    def _find_checkpoint(self) -> Path | None:
+        """Return the checkpoint with the latent weights of a hard model that has no codes."""
+        if not self.is_hard or self.method.codes_follow_from_hard:
+            return None
+        folder, step = self.source.folder.parent / "checkpoints", self.description["step"]
+        found = dict(checkpoints.complete_checkpoints(folder)).get(step)
+        if found is None:
+            raise InputError(
+                f"the codes of {self.method.key()} follow from latent weights, and there is no "
+                f"checkpoint of step {step} in {folder}; train again"
+            )
+        return found
 
     def _describe(self) -> dict[str, Any]:
-        """Method and layers: of the hard model if it is one, else what the config says."""
-        key, section = self.method.key(), OmegaConf.to_container(self.cfg.model, resolve=True)
-        if section["_component_"] == BUILDER:  # what is written is whole in itself
+        """Return the content of hestia.json: how the hard model was made, or how it is made now."""
+        key, section = self.method.key(), dict(self.config.model)
+        if self.config.is_transformers_model:  # the folder that is written is complete
             section["path"] = "."
         found = self.source.description
         if found is None:
@@ -117,7 +131,7 @@ class ConvertRecipe:
             found |= {"base_model": hub_name(self.source.folder)}
             self.source.description = found
         if found["quantizer"] != key or set(found["layers"]) != set(self.layers):
-            raise ValueError(
+            raise InputError(
                 f"{self.source.folder} was trained with quantizer {found['quantizer']} on "
                 f"{len(found['layers'])} layers, the config has {key} on {len(self.layers)}; use "
                 "the config that trained it"
@@ -125,11 +139,15 @@ class ConvertRecipe:
         return found | {"model": section}
 
     def target(self, name: str) -> Path:
-        """Where a format goes."""
+        """Return the file or folder that a format is written to."""
         return self.output / ("model.gguf" if name == "gguf" else name)
 
     def run(self) -> dict[str, dict[str, Any]]:
-        """Writes every format; returns their summaries."""
+        """Write every format.
+
+        Returns:
+            Name of a format -> what its writer returned about sizes.
+        """
         summaries = {}
         for name in self.formats:
             target = self.target(name)
@@ -140,62 +158,43 @@ class ConvertRecipe:
                 {"hestia_tune": hestia_tune.__version__} | self.description,
                 form=name,
                 sizes=summaries[name],
-                evaluation=self.evaluation,
+                evaluation=Path(self.config.eval.output),
                 origin=self.source.folder,
             )
         write_json(self.output / "sizes.json", summaries)
         return summaries
 
     def _write(self, name: str, target: Path) -> dict[str, Any]:
-        source, options = self.source, {"overwrite": self.options.overwrite}
+        """Write one format and return what its writer says about sizes."""
+        source, options = self.source, {"overwrite": self.settings.overwrite}
         if name == "huggingface":
             return write_huggingface(source, target, description=self.description, **options)
         if name == "compressed_tensors":
             return write_compressed_tensors(source, target, **options)
         if name == "onnx":
-            return write_onnx(source, target, head=self.options.onnx_head, **options)
+            return write_onnx(source, target, head=self.settings.onnx_head, **options)
         if name == "gguf":
-            options |= {"block_type": self.options.block_type, "rounding": self._rounding()}
-            return write_gguf(source, target, **options)
+            return write_gguf(source, target, block_type=self.settings.block_type, **options)
         entries = packed_entries(
-            checkpoints.read_weights(self.cfg.checkpointer.model_type, source),
+            checkpoints.read_weights(self.config.model_type, source),
             {f"{layer}.weight" for layer in self.layers},
             self.method,
-            self.options.target,
+            _PACKED_FORMATS[name],
             latents=self.checkpoint and checkpoints.read_latents(self.checkpoint, self.model),
         )
         return write_packed(
             source,
             target,
             entries,
-            cfg=self.cfg,
+            config=self.config,
             method=self.method,
             description=self.description | {"hestia_tune": hestia_tune.__version__},
             **options,
         )
 
-    def _rounding(self) -> dict[str, float]:
-        """What TQ2_0 makes of the inputs of the weights that it fits, on 256 tokens of Python's
-        help; nothing if another block type is asked for."""
-        model_type, cfg, source = self.cfg.checkpointer.model_type, self.cfg, self.source
-        layers = {
-            ours.removesuffix(".weight"): theirs
-            for ours, theirs in checkpoints.names_in_files(model_type, source.folder).items()
-            if theirs in source.quantized
-            and BLOCK_TYPES["TQ2_0"].fits(source.shapes[theirs][1], source.quantized[theirs])
-        }
-        if self.options.block_type != "auto" or not layers:
-            return {}
-        model = load_plain(cfg, source)
-        build.ready_for_inference(model, "cpu", torch.bfloat16)
-        tokenizer = build.make_tokenizer(cfg.tokenizer, model)
-        text = "\n\n".join(demo_documents("validation"))[:4000]
-        tokens = tokenizer.encode(text, add_bos=True, add_eos=False)[: min(256, model.max_seq_len)]
-        return activation_rounding(model, layers, torch.tensor([tokens]))
-
 
 def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table at the end: sizes, bits per weight, ratio to bfloat16."""
+    """Return the table that is printed at the end: sizes, bits per weight, ratio to bfloat16."""
     lines = [
         "| format | size (MB) | bits per quantized weight | bits per weight, whole | of bf16 |",
         "|---|---:|---:|---:|---:|",
@@ -209,8 +208,8 @@ def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def run_convert(run: DictConfig | Run) -> int:
-    """Converts; returns the exit code."""
-    recipe = ConvertRecipe(run)
+def run_convert(config: RunConfig | Mapping[str, Any]) -> int:
+    """Convert the model of a config, print the sizes and return the exit code."""
+    recipe = ConvertRecipe(config)
     print(f"\n{sizes_table(recipe.run())}\n\n{recipe.output}")
     return 0

@@ -1,86 +1,81 @@
 """From a command line to a finished command: parsing, one-line errors, exit codes.
 
 Exit codes: 0 done; 1 an error; 130 stopped by Ctrl-C, in training and reconstruction also by
-SIGTERM and SIGHUP. An error that speaks of what the user gave is told in one line on stderr;
-anything else, being a mistake of ours, with its traceback. Set HESTIA_TRACEBACK=1 to see where any
-error came from.
+SIGTERM and SIGHUP. An `InputError`, which the user can mend, is one line on stderr. Any other
+error is a mistake in the code and keeps its traceback. HESTIA_TRACEBACK=1 shows every traceback.
 """
 
 import logging
 import os
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch.distributed as dist
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
-from torchtune.config._errors import InstantiationError
 from yaml import YAMLError
 
-from hestia_tune.commands.configs import resolved
-from hestia_tune.config import one_line
-from hestia_tune.training.options import Run
+from hestia_tune.config.files import resolved
+from hestia_tune.config.run import RunConfig
+from hestia_tune.errors import InputError, one_line
 
 INTERRUPTED = 130
-_PACKAGE = Path(__file__).parents[1]
-# That the first rank has to tell an error of all; torchrun ends it when another rank exits.
-_SECONDS_TO_TELL = 10.0
-# What checks of the user's input, files and data raise.
-_ABOUT_INPUT = (
-    *(ValueError, TypeError, OSError, ImportError, FloatingPointError),
-    *(YAMLError, OmegaConfBaseException),
-    InstantiationError,  # a component that is not there
-)
-# Of other packages, about what their users cannot change.
+# Notices of other packages about what their users cannot change.
 _NOTICES = ("'set_vital' is deprecated", "torch.distributed is disabled, unavailable or uninitia")
 
 
-def _is_mistake(error: Exception) -> bool:
-    """Whether a value or a type is wrong in an operation of our own, where nothing was raised to
-    tell the user."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    is_ours = _PACKAGE in Path(last.filename).parents
-    of_operation = is_ours and not (last.line or "raise").startswith("raise")
-    return of_operation and type(error) in (ValueError, TypeError)
-
-
-def main(command: Callable[[Run], int], name: str) -> int:
-    """Parses ``sys.argv`` as torchtune does (packaged config names included), runs ``command``."""
+def main(command: Callable[[RunConfig], int], name: str) -> int:
+    """Parse ``sys.argv`` as torchtune does, packaged config names included, and run ``command``."""
     for notice in _NOTICES:
         warnings.filterwarnings("ignore", message=notice)
-    library = logging.getLogger("hestia_tune")  # what it tells by the way
+    library = logging.getLogger("hestia_tune")
     if os.environ.get("RANK", "0") == "0" and not library.hasHandlers():
         library.setLevel(logging.INFO)
         library.addHandler(logging.StreamHandler())
     try:
-        parsed: list[DictConfig] = []
-        with resolved(sys.argv) as sys.argv:
-            try:
-                config.parse(parsed.append)()
-            except SystemExit as stop:  # the parser exits when its callback returns
-                if stop.code or not parsed:  # an error, or --help
-                    return int(stop.code or 0)
-        return command(Run.of(parsed[0]))
+        parsed = parse_command_line()
+        return parsed if isinstance(parsed, int) else command(parsed)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception as error:
-        about_input = isinstance(error, _ABOUT_INPUT) and not _is_mistake(error)
-        if os.environ.get("HESTIA_TRACEBACK") or not about_input:
+    except InputError as error:
+        if os.environ.get("HESTIA_TRACEBACK"):
             raise
-        # What was checked before the ranks met, or raised on all of them, is told once.
-        shared = getattr(error, "on_every_rank", not dist.is_initialized())
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or not shared:
-            where = "" if rank == "0" else f"[rank {rank}] "
-            print(f"{name}: error: {where}{one_line(error, limit=2000)}", file=sys.stderr)
-        else:
-            time.sleep(_SECONDS_TO_TELL)
-        # Several ranks are ended by torchrun; to wait for each other here could hang.
-        if dist.is_initialized() and dist.get_world_size() == 1:
-            dist.destroy_process_group()
+        _print_once(error, name)
         return 1
+
+
+def parse_command_line() -> RunConfig | int:
+    """Return the config of ``sys.argv``, or the exit code of a parser that has said all (--help).
+
+    Raises:
+        InputError: If the config or an override cannot be read, or a value is not allowed.
+    """
+    parsed: list[DictConfig] = []
+    with resolved(sys.argv) as sys.argv:
+        try:
+            config.parse(parsed.append)()
+        except SystemExit as stop:  # the parser exits when its callback returns
+            if stop.code or not parsed:
+                return int(stop.code or 0)
+        except (YAMLError, OmegaConfBaseException, ValueError) as error:
+            raise InputError(one_line(error, limit=2000)) from error
+    return RunConfig.parse(parsed[0])
+
+
+def _print_once(error: InputError, name: str) -> None:
+    """Print an error of this rank, or, of an error that all ranks raise, that of the first rank.
+
+    Before the ranks have met, every rank prints its own.
+    """
+    rank = os.environ.get("RANK", "0")
+    shared = dist.is_initialized() and getattr(error, "on_every_rank", False)
+    if rank == "0" or not shared:
+        where = "" if rank == "0" else f"[rank {rank}] "
+        print(f"{name}: error: {where}{one_line(error, limit=2000)}", file=sys.stderr, flush=True)
+    if shared:  # torchrun ends all ranks when one exits: the first rank has printed by then
+        dist.barrier()
+    # Ranks that fail alone are ended by torchrun; waiting for each other here could hang.
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()

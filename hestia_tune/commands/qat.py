@@ -1,47 +1,49 @@
 """``hestia_qat``: what it needs first (sensitivity, reconstruction), then the training."""
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from torchtune import utils
 
 from hestia_tune.commands.launch import INTERRUPTED
-from hestia_tune.commands.reconstruct import reconstruct
-from hestia_tune.commands.sensitivity import with_sensitivity
-from hestia_tune.distributed import together
+from hestia_tune.commands.sensitivity import estimate
+from hestia_tune.config.run import RunConfig
 from hestia_tune.files import locked
-from hestia_tune.models import build
 from hestia_tune.models.checkpoints import complete_checkpoints
-from hestia_tune.training.base import join_ranks
-from hestia_tune.training.options import Run
-from hestia_tune.training.outputs import check_formats
+from hestia_tune.reconstruction.recipe import reconstruct
+from hestia_tune.training.generation import generate_missing
+from hestia_tune.training.plan import plan
 from hestia_tune.training.recipe import HestiaQATRecipe
-from hestia_tune.training.setup import check_components, check_output
-
-log = utils.get_logger("DEBUG")
 
 
-def run_qat(run: Run) -> int:
-    """Trains; returns the exit code."""
-    run = Run.of(run)
-    options = run.options
-    with locked(options.output_dir):
-        check_output(options)  # so that no error waits until something is computed
-        component = build.make_component(run.cfg.quantizer)
-        check_formats(run, component.method)
-        if "auto" in (options.reconstruction, options.sensitivity):
-            join_ranks(options.device, options.dtype)
-            with together():
-                check_components(run, component)
-        run, first = with_reconstruction(run)
-        run, second = with_sensitivity(run, options.schedule.alpha)
-        if first or second:  # nothing to resume from, if stopped before
-            saved = complete_checkpoints(Path(options.output_dir) / "checkpoints")
-            resume = options.resume_from_checkpoint and bool(saved)
-            run = run.changed({"resume_from_checkpoint": resume})
-        recipe = HestiaQATRecipe(run)
-        recipe.setup(run.cfg)
+def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
+    """Train; return the exit code.
+
+    Everything is checked before a sensitivity or a reconstruction is computed.
+    """
+    config = RunConfig.parse(config)
+    if config.schedule.alpha == 0 and config.sensitivity == "auto":  # nothing would read it
+        config = config.changed(sensitivity=None)
+    with locked(config.output_dir):
+        config = _resume_if_possible(config)
+        generate_missing(config)
+        planned = plan(config)
+        # What a run may overwrite includes what it computes by itself.
+        replace = {"overwrite": True} if config.overwrite_output and not planned.resume else {}
+        if config.reconstruction == "auto":
+            recipe = reconstruct(config.changed(reconstruct=replace))
+            if not recipe.finished:
+                if dist.get_rank() == 0:
+                    print(recipe.summary())
+                raise KeyboardInterrupt
+            planned = planned.starting_from(reconstruction=str(recipe.output))
+        if config.sensitivity == "auto":
+            estimate(config.changed(sensitivity_estimation=replace))
+            planned = planned.starting_from(sensitivity=config.sensitivity_estimation.output)
+        recipe = HestiaQATRecipe(planned.config)
+        recipe.build(planned)
         recipe.train()
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):  # of a terminal that is gone
@@ -50,20 +52,10 @@ def run_qat(run: Run) -> int:
         return 0 if recipe.finished else INTERRUPTED
 
 
-def with_reconstruction(run: Run) -> tuple[Run, bool]:
-    """``reconstruction: auto``: the run with the path of the folder, computed if there is none;
-    whether it was computed.
-
-    Raises:
-        KeyboardInterrupt: if it was stopped; what was trained is kept.
-    """
-    options = run.options
-    if options.reconstruction != "auto":
-        return run, False
-    if options.overwrite_output and not options.resume_from_checkpoint:
-        run = run.changed({"reconstruct": {"overwrite": True}})
-    recipe = reconstruct(run)
-    if not recipe.finished:
-        utils.log_rank_zero(log, recipe.summary())
-        raise KeyboardInterrupt
-    return run.changed({"reconstruction": str(recipe.output)}), recipe.computed
+def _resume_if_possible(config: RunConfig) -> RunConfig:
+    """Start again a run that was stopped before its first step: it has no checkpoint yet."""
+    computes = "auto" in (config.reconstruction, config.sensitivity)
+    folder = Path(config.output_dir) / "checkpoints"
+    if computes and config.resume_from_checkpoint and not complete_checkpoints(folder):
+        return config.changed(resume_from_checkpoint=False)
+    return config

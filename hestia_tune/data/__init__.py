@@ -1,7 +1,8 @@
 """Text in, token sequences out."""
 
+from hestia_tune.config import StreamConfig
 from hestia_tune.data.demo import demo_dataset
-from hestia_tune.data.rows import DataStreamError, StreamConfig
+from hestia_tune.data.rows import DataStreamError
 from hestia_tune.data.sequences import PositionSampler, SequenceDataset
 from hestia_tune.data.stream import StreamingTextDataset, text_dataset
 from hestia_tune.data.tokens import (

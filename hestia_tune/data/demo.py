@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hestia_tune.data.sequences import SequenceDataset, encode_each
+from hestia_tune.errors import InputError
 
 # Of the names' hashes, one class in nine is about a tenth of the characters and, spread over many
 # short topics, of every kind of prose in the text.
@@ -37,13 +38,13 @@ def demo_documents(split: str) -> list[str]:
         split: "validation", with about a tenth of the characters, or "train".
 
     Raises:
-        ValueError: if ``split`` is another word.
+        InputError: if ``split`` is another word.
         ModuleNotFoundError: if this Python was installed without its help topics.
     """
     from pydoc_data.topics import topics
 
     if split not in ("train", "validation"):
-        raise ValueError(f'split must be "train" or "validation"; got {split!r}')
+        raise InputError(f'split must be "train" or "validation"; got {split!r}')
     train, held_out = [], []
     for name in sorted(topics):
         is_held_out = zlib.crc32(name.encode()) % _HASH_CLASSES == _VALIDATION_CLASS

@@ -8,57 +8,23 @@ many files was bad stands in its log, not in the error.
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 from datasets import IterableDataset
 
-from hestia_tune.config import Section, nearest, one_line, option
+from hestia_tune.config import StreamConfig, nearest
+from hestia_tune.errors import InputError, InputTypeError, one_line
 
 BLOCK_CHARACTERS = 1 << 24
 
 
-class DataStreamError(OSError):
+class DataStreamError(InputError):
     """The stream met data that it cannot read.
 
     It may come days into a run: the caller should save a checkpoint before it passes the error on.
     """
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamConfig(Section):
-    """The YAML's ``dataset`` section, if its component is ``streaming_text_dataset``."""
-
-    section: ClassVar[str] = "dataset"
-    # First argument of `datasets.load_dataset`: a hub name, or "parquet", "json", "text" with
-    # data_files (.gz, .zst and .bz2 too; a line of a text file is a document); or "token_shards", a
-    # tokenized set, with its folder as data_files.
-    source: str
-    seq_len: int = option(low=1)  # tokens per sequence
-    column: str = "text"  # the column that holds the text
-    data_files: Any = None  # paths, globs or URLs; or one of these for each split
-    name: str | None = None  # the configuration of a hub dataset
-    split: str = "train"  # the split to read
-    # The commit or branch of a hub dataset; to resume, the one that the run began with.
-    revision: str | None = None
-    # Documents that are shuffled together; 0 keeps the order; all else shuffles all sequences of a
-    # tokenized set.
-    shuffle_buffer: int = option(1000, low=0)
-    seed: int = option(0, low=0)  # of the shuffles, with the epoch's number
-    # Of all ranks together, rounded down to whole sequences on each; the data are read again, in a
-    # new order, if they hold less.
-    max_tokens: int | None = option(None, low=1)
-    # Passes over the data after which they end; null is no limit; the length of a text in epochs is
-    # not known before.
-    epochs: int | None = option(None, low=1)
-    document_masks: bool = False  # samples for torchtune.data.padded_collate_packed
-
-    @property
-    def files(self) -> str:
-        """What is read, for messages."""
-        return str(self.data_files or self.source)
 
 
 def open_rows(config: StreamConfig) -> tuple[IterableDataset, str, list[str]]:
@@ -69,16 +35,16 @@ def open_rows(config: StreamConfig) -> tuple[IterableDataset, str, list[str]]:
         the files' paths.
 
     Raises:
-        ValueError: if there is no such dataset, file or split, or it is empty.
+        InputError: if there is no such dataset, file or split, or it is empty.
         DataStreamError: if the first row cannot be read, or is no text.
     """
     known = ("parquet", "json", "text", "token_shards")
     if config.source in known and not config.data_files:
-        raise ValueError(f"source {config.source} needs data_files; give a path, a list or a glob")
+        raise InputError(f"source {config.source} needs data_files; give a path, a list or a glob")
     near = nearest(config.source, known)
     if near and config.source not in known and not os.path.exists(config.source):
         # Before the hub is asked, which without a network takes half a minute.
-        raise ValueError(f"no source {config.source}{near}")
+        raise InputError(f"no source {config.source}{near}")
     try:
         builder: Any = datasets.load_dataset_builder(
             config.source, config.name, data_files=config.data_files, revision=config.revision
@@ -89,9 +55,9 @@ def open_rows(config: StreamConfig) -> tuple[IterableDataset, str, list[str]]:
         if rows.num_shards < 128:  # to open more, to count their row groups, would take too long
             rows = rows.reshard()
     except Exception as error:  # of many unrelated types
-        raise ValueError(f"{config.files} could not be loaded: {one_line(error)}") from error
+        raise InputError(f"{config.files} could not be loaded: {one_line(error)}") from error
     if next(text_blocks(rows, config, 1), None) is None:
-        raise ValueError(f"{config.files} holds no rows")
+        raise InputError(f"{config.files} holds no rows")
     if rows.column_names:
         rows = rows.select_columns([config.column])
     paths = (builder.config.data_files or {}).get(config.split, [])
@@ -115,7 +81,7 @@ def text_blocks(rows: IterableDataset, config: StreamConfig, size: int) -> Itera
             (text,) = row.get(config.column, [None])
             if not isinstance(text, str):
                 found = f"{type(text).__name__}, not text; columns: {', '.join(row)}"
-                raise TypeError(f"column {config.column!r} holds {found}")
+                raise InputTypeError(f"column {config.column!r} holds {found}")
             block.append(text)
             characters += len(text)
             if len(block) == size or characters >= BLOCK_CHARACTERS:

@@ -25,8 +25,10 @@ from datasets.distributed import split_dataset_by_node
 from pyarrow import parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hestia_tune.data.rows import DataStreamError, StreamConfig, open_rows, text_blocks
+from hestia_tune.config import StreamConfig
+from hestia_tune.data.rows import DataStreamError, open_rows, text_blocks
 from hestia_tune.data.sequences import SequenceDataset, encode_each, training_sample
+from hestia_tune.errors import InputError
 
 # With fewer files (or row groups) for each share than this, shares would be too uneven; then every
 # share reads all rows and takes each num_shares-th. Reading costs little beside tokenizing.
@@ -58,7 +60,7 @@ class StreamingTextDataset(IterableDataset):
         batch_size: that of the data loader, to which several workers give whole batches.
 
     Raises:
-        ValueError: if something cannot be found.
+        InputError: if something cannot be found.
     """
 
     def __init__(self, tokenizer: Any, config: StreamConfig):
@@ -107,7 +109,7 @@ class StreamingTextDataset(IterableDataset):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on after ``state``; a ValueError if it is of another stream."""
         if state["stream"] != self.identity():
-            raise ValueError(
+            raise InputError(
                 "the saved place is that of another stream: files, column, seq_len, seed, "
                 "shuffle_buffer or the number of ranks or workers have changed; set them back, "
                 "start anew, or use a tokenized set (`tune run hestia_tokenize`)"
@@ -202,7 +204,7 @@ def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
     """
     config = StreamConfig.parse({"shuffle_buffer": 0, "epochs": 1} | options)
     if config.epochs is None and config.max_tokens is None:
-        raise ValueError("a text in memory must end; give epochs or max_tokens")
+        raise InputError("a text in memory must end; give epochs or max_tokens")
     stream = StreamingTextDataset(tokenizer, replace(config, document_masks=False))
     stream.rank, stream.world_size = 0, 1
     tokens = (token for sample in stream for token in sample["tokens"])

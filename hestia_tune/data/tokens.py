@@ -10,24 +10,25 @@ appears when it is whole: a writer that is killed begins anew.
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from hestia_tune.config import Section, option
-from hestia_tune.data.rows import StreamConfig
+from hestia_tune import cache
+from hestia_tune.config import GeneratedConfig, StreamConfig
 from hestia_tune.data.sequences import training_sample
 from hestia_tune.data.stream import StreamingTextDataset
 from hestia_tune.distributed import progress_bar
+from hestia_tune.errors import InputError
 from hestia_tune.files import checksum, read_json, staged
 
 FORMAT = "hestia_tune.data.tokens/2"
 INDEX, TOKENS = "index.json", "tokens.bin"
-_AT_ONCE = {"seq_len": 1 << 13, "max_tokens": None, "epochs": 1, "document_masks": False}
+_AT_ONCE = {"seq_len": 1 << 13, "epochs": 1, "document_masks": False}
 
 
 class TokenizedSet(Dataset):
@@ -42,7 +43,7 @@ class TokenizedSet(Dataset):
         order: length (None if the passes have no end), seed and shuffle of its `PositionSampler`.
 
     Raises:
-        ValueError: if the folder holds no set, is damaged, or was made with another tokenizer.
+        InputError: if the folder holds no set, is damaged, or was made with another tokenizer.
     """
 
     def __init__(self, tokenizer: Any, config: StreamConfig):
@@ -50,11 +51,11 @@ class TokenizedSet(Dataset):
         folder = Path(config.files)
         index = _read_index(folder)
         if index["tokenizer"] != _tokenizer_digest(tokenizer):
-            raise ValueError(f"{folder} was made with another tokenizer; tokenize anew")
+            raise InputError(f"{folder} was made with another tokenizer; tokenize anew")
         self.path, self._dtype = folder / TOKENS, np.dtype(index["dtype"])
         size = index["num_tokens"] * self._dtype.itemsize
         if self.path.stat().st_size != size:
-            raise ValueError(f"{self.path} does not have its {size} bytes; tokenize anew")
+            raise InputError(f"{self.path} does not have its {size} bytes; tokenize anew")
         if not dist.is_initialized() or dist.get_rank() == 0:
             verify_token_shards(folder)  # a second per gigabyte or two
         self._length = index["num_tokens"] // config.seq_len
@@ -62,7 +63,7 @@ class TokenizedSet(Dataset):
         most = config.max_tokens and config.max_tokens // config.seq_len
         length = min((limit for limit in (passes, most) if limit is not None), default=None)
         if 0 in (self._length, length):
-            raise ValueError(f"{folder} does not fill one sequence of {config.seq_len} tokens")
+            raise InputError(f"{folder} does not fill one sequence of {config.seq_len} tokens")
         self.order = {"length": length, "seed": config.seed, "shuffle": config.shuffle_buffer > 0}
 
     def __len__(self) -> int:
@@ -84,29 +85,11 @@ def streaming_text_dataset(tokenizer: Any, **options: Any) -> StreamingTextDatas
         options: those of :class:`hestia_tune.data.rows.StreamConfig`.
 
     Raises:
-        TypeError, ValueError: if something cannot be found or an option is out of range.
+        InputError: if something cannot be found or an option is out of range.
     """
     config = StreamConfig.parse(options)
     kind = TokenizedSet if config.source == "token_shards" else StreamingTextDataset
     return kind(tokenizer, config)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneratedConfig(Section):
-    """The YAML's ``dataset`` section, if its component is ``self_generated_dataset``.
-
-    `hestia_tune.training.generation` writes its set, before a run that names it.
-    """
-
-    section: ClassVar[str] = "dataset"
-    num_sequences: int = option(low=1)  # sequences to generate
-    seq_len: int = option(low=8)  # tokens of each, the random first one included
-    cache_dir: str  # folder of the set, which is generated once
-    temperature: float = option(1.0, low=1e-2, high=100)  # of the sampling
-    top_k: int | None = option(None, low=1)  # samples from so many of the likeliest; null from all
-    seed: int = option(0, low=0, high=2**63 - 1)  # of the sampling, and of the order in training
-    batch_size: int = option(32, low=1)  # generated together; decides what is drawn
-    epochs: int | None = option(1, low=1)  # passes over the set; null has no end
 
 
 def self_generated_dataset(tokenizer: Any, **options: Any) -> TokenizedSet:
@@ -118,7 +101,7 @@ def self_generated_dataset(tokenizer: Any, **options: Any) -> TokenizedSet:
         options: those of `GeneratedConfig`.
 
     Raises:
-        TypeError, ValueError: on an option out of range, or if the folder holds no such set.
+        InputError: on an option out of range, or if the folder holds no such set.
     """
     config = GeneratedConfig.parse(options)
     read = {key: getattr(config, key) for key in ("seq_len", "seed", "epochs")}
@@ -130,7 +113,7 @@ def verify_token_shards(folder: str | Path) -> None:
     """Reads all tokens of a set and raises a ValueError if they differ from their checksum."""
     path, index = Path(folder) / TOKENS, _read_index(Path(folder))
     if checksum(path) != index["sha256"]:
-        raise ValueError(f"{path} differs from its checksum; tokenize anew")
+        raise InputError(f"{path} differs from its checksum; tokenize anew")
 
 
 def write_token_shards(
@@ -146,10 +129,11 @@ def write_token_shards(
         The index, with ``num_tokens`` (EOS of each document included) and ``num_documents``.
 
     Raises:
-        ValueError: if the folder holds anything else, or the source cannot be found.
+        InputError: if the folder holds anything else, or the source cannot be found.
         DataStreamError: on data that cannot be read.
     """
-    stream = StreamingTextDataset(tokenizer, StreamConfig.parse(options | _AT_ONCE))
+    config = StreamConfig.parse(options | _AT_ONCE | {"max_tokens": max_tokens})
+    stream = StreamingTextDataset(tokenizer, replace(config, max_tokens=None))
     stream.rank, stream.world_size = 0, 1
 
     def parts():
@@ -180,13 +164,11 @@ def write_set(
         "tokenizer": _tokenizer_digest(tokenizer),
         "max_tokens": max_tokens,
     }
-    if folder.exists() and any(folder.iterdir()):
-        found = _read_index(folder)
-        if index.items() <= found.items():
-            return found
-        raise ValueError(
-            f"{folder} holds tokens made otherwise; choose another folder, or empty it"
-        )
+    if folder.is_file() or (folder.exists() and any(folder.iterdir())):
+        _read_index(folder)
+        found = cache.kept(folder / INDEX, index, remedy="choose another folder, or empty it")
+        assert found is not None
+        return found
 
     index |= {"num_tokens": 0, "num_documents": 0}
     documents = count_documents()  # max_tokens may be far more than there is
@@ -224,5 +206,5 @@ def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     index = read_json(path) if path.is_file() else {}
     if index.get("format") != FORMAT:
-        raise ValueError(f"{folder} holds no tokenized set: no {INDEX} of {FORMAT}")
+        raise InputError(f"{folder} holds no tokenized set: no {INDEX} of {FORMAT}")
     return index

@@ -1,47 +1,51 @@
-"""Results of several models side by side, with what the differences are worth.
+"""Compares the results of several models and tests whether the differences are significant.
 
-Rows are tasks and their average, columns models. Each model but the first is compared with it:
+The rows of the table are the tasks and their average, the columns are the models. The first model
+is the baseline. Every other model is compared with it by a test that depends on the scores:
 
-- a task on the same documents, scored right or wrong: McNemar's exact test, which asks whether the
-  documents that only one of the two gets right could be a coin's doing;
-- a task on the same documents with other scores: the paired t-test;
-- different documents, or a group of tasks: the z-test of two independent means;
-- the average of K tasks: the z-test of the mean of the K differences, whose standard error is
-  sqrt(sum of squares) / K, tasks being independent.
+- Same documents, scores right or wrong: McNemar's exact test. It asks whether the documents that
+  only one of the two models gets right could be due to chance.
+- Same documents, other scores: the paired t-test.
+- Different documents, or a group of tasks: the z-test of two independent means.
+- The average of K tasks: the z-test of the mean of the K differences. Tasks are independent, so the
+  standard error of the mean is sqrt(sum of the squared standard errors) / K.
 
-Two models answer the same documents alike, so paired tests see differences that the standard errors
-of the accuracies would hide. No correction is made for the number of comparisons.
+Two models give similar answers to the same documents. Paired tests therefore find differences that
+the standard errors of the accuracies would hide. The p-values are not corrected for the number of
+comparisons.
 """
 
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hestia_tune.files import write_atomically
 
 AVERAGE = "average"
-PERCENT = ("acc", "acc_norm")  # fractions; a table each, over the tasks that have them
+# Metrics that are fractions. Each has a table of the tasks that report it.
+PERCENT = ("acc", "acc_norm")
 _MEASURES = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
-_LEVELS = (0.05, 0.01, 0.001)  # a star each
+_LEVELS = (0.05, 0.01, 0.001)  # a p-value gets one star for each level that it is below
 
-# ``value``; its standard error ``stderr``, None if unknown; of a cell ``difference`` from the first
-# model, an estimate with ``p_value`` (two-sided, of no difference) and ``test``, the test's name.
+# ``value`` and its standard error ``stderr`` (None if unknown). A cell of a table also has
+# ``difference`` from the first model: an estimate with the name of the ``test`` and its two-sided
+# ``p_value`` of no difference.
 Estimate = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelResult:
-    """What one model did, ready for JSON.
+    """The scores of one model, as plain values for JSON.
 
     Args:
-        name: of its column; unlike the others'.
-        tasks: what `evaluate_tasks` returned; None if no tasks were run.
-        perplexity: name of a text -> what `perplexity` returned.
-        settings: what the model is (path, dtype, tau, pressure, ...), for the record.
+        name: Name of the model's column. No two models of a table have the same name.
+        tasks: What `evaluate_tasks` returned. None if no tasks were run.
+        perplexity: Name of a text -> what `perplexity` returned.
+        settings: What the model is (path, dtype, tau, pressure, ...), for the record.
     """
 
     name: str
@@ -49,27 +53,25 @@ class ModelResult:
     perplexity: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def joined(self, earlier: "ModelResult | None") -> "ModelResult":
-        """This result and what an earlier one of the same model has besides."""
-        if earlier is None:
-            return self
-        old, new = earlier.tasks or {}, self.tasks or {}
-        tasks = {key: {**old.get(key, {}), **new.get(key, {})} for key in {**old, **new}}
-        perplexity = {**earlier.perplexity, **self.perplexity}
-        asked = {**earlier.settings["asked"], **self.settings["asked"]}
-        settings = {**self.settings, "asked": asked}
-        return replace(self, tasks=tasks or None, perplexity=perplexity, settings=settings)
+    def save(self, path: str | Path) -> None:
+        """Write the result as a JSON file, from whose content `ModelResult` makes it again."""
+        _write(path, asdict(self))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The finished table of models, by `compare`; ``tables``: metric -> model -> task -> cell."""
+    """The models side by side, as `compare` returns them.
+
+    Attributes:
+        models: Name -> result.
+        tables: Metric -> model -> task or text -> cell (an estimate).
+    """
 
     models: Mapping[str, ModelResult]
     tables: Mapping[str, Mapping[str, Mapping[str, Estimate]]]
 
     def markdown(self) -> str:
-        """A table for the screen, a model per column, and what its signs mean."""
+        """Return a table for the screen with one column per model, and a legend."""
         names = list(self.models)
         rows = [["task or text", "measure", *names]]
         for metric, table in self.tables.items():
@@ -87,22 +89,25 @@ class Comparison:
             "** p < 0.01, *** p < 0.001, ? unknown."
         )
 
-    def save(self, path: str | Path, others: Sequence[ModelResult] = ()) -> None:
-        """Writes everything as JSON, whole or not at all, with NaN and infinity as null; ``others``
-        are kept in it, too, outside the tables."""
-        everything = asdict(self) | {"others": [asdict(one) for one in others]}
-        plain = json.loads(json.dumps(everything, default=str), parse_constant=lambda name: None)
-        text = json.dumps({"schema_version": 3} | plain, indent=1)
-        # One line per list of numbers, not one per number.
-        text = re.sub(r"\[[\s\d.,eE+\-]+\]", lambda found: "".join(found[0].split()), text)
-        write_atomically(path, text + "\n")
+    def save(self, path: str | Path) -> None:
+        """Write the tables and the results of the models as one JSON file."""
+        _write(path, {"schema_version": 3} | asdict(self))
+
+
+def _write(path: str | Path, values: Mapping[str, Any]) -> None:
+    """Write JSON, whole or not at all. NaN and infinity become null."""
+    plain = json.loads(json.dumps(values, default=str), parse_constant=lambda name: None)
+    text = json.dumps(plain, indent=1)
+    # Put each list of numbers on one line instead of one number per line.
+    text = re.sub(r"\[[\s\d.,eE+\-]+\]", lambda found: "".join(found[0].split()), text)
+    write_atomically(path, text + "\n")
 
 
 def compare(results: Sequence[ModelResult]) -> Comparison:
-    """Puts results of different names side by side; the others are compared with the first.
+    """Return the results side by side, each compared with the first.
 
-    A group of tasks with a value of its own stands for its tasks; a task with neither accuracy
-    is shown by its first metric, without an average.
+    A group of tasks that has a value of its own replaces its tasks. A task that reports neither
+    accuracy is shown by its first metric, without an average.
     """
     tables: dict[str, dict[str, dict[str, Estimate]]] = {}
     for result in results:
@@ -124,9 +129,9 @@ def compare(results: Sequence[ModelResult]) -> Comparison:
 
 
 def _task_scores(result: ModelResult) -> dict[str, dict[str, Estimate]]:
-    """Task or group -> metric -> estimate, without the tasks of a group that has a value.
+    """Return task or group -> metric -> estimate, without the tasks of a group that has a value.
 
-    lm-eval's keys are "acc,FILTER" and "acc_stderr,FILTER"; the filter "none" is not named.
+    lm-eval's keys are "acc,FILTER" and "acc_stderr,FILTER". The filter "none" is left out.
     """
     found: dict[str, dict[str, Estimate]] = {}
     if result.tasks is None:
@@ -145,9 +150,10 @@ def _task_scores(result: ModelResult) -> dict[str, dict[str, Estimate]]:
 
 
 def paired(scores: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """Compares scores of the same documents: McNemar's exact test for 0 and 1, else the t-test.
+    """Compare two models' scores of the same documents.
 
-    The standard error is that of the mean difference per document (n - 1 in the variance).
+    The test is McNemar's exact test if all scores are 0 or 1, otherwise the paired t-test. The
+    standard error belongs to the mean difference per document (n - 1 in the variance).
     """
     from scipy import stats
 
@@ -165,7 +171,7 @@ def paired(scores: Sequence[float], baseline: Sequence[float]) -> Estimate:
 
 
 def z_test(difference: float, stderr: float | None, test: str) -> Estimate:
-    """Two-sided p-value of a difference with a known standard error, by the normal distribution."""
+    """Return a difference with its two-sided p-value under the normal distribution."""
     p_value = None if stderr is None else float(difference == 0)
     if stderr:
         p_value = math.erfc(abs(difference) / stderr / math.sqrt(2))
@@ -188,7 +194,7 @@ def _difference(
 
 
 def _average(cells: Sequence[Estimate]) -> Estimate:
-    """The mean of tasks; tasks are independent, so variances add."""
+    """Return the mean of several tasks. Tasks are independent, so their variances add."""
 
     def mean(parts: Sequence[Estimate]) -> tuple[float, float | None]:
         errors = [part["stderr"] for part in parts]
@@ -204,7 +210,7 @@ def _average(cells: Sequence[Estimate]) -> Estimate:
 
 
 def _shown(cell: Estimate, metric: str) -> str:
-    """ "12.3 ± 1.0 (-4.5**)", fractions in percent."""
+    """Return a cell as text, such as "12.3 ± 1.0 (-4.5**)". Fractions become percent."""
     factor, digits = (100.0, 1) if metric in PERCENT else (1.0, 4)
     text = f"{factor * cell['value']:.{digits}f}"
     if cell["stderr"] is not None:

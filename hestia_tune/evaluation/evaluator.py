@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hestia_tune.config import nearest, require_number
+from hestia_tune.config import EvalConfig, nearest, require_number
 from hestia_tune.distributed import on_first_rank
+from hestia_tune.errors import InputError
 from hestia_tune.evaluation.compare import ModelResult, compare
 from hestia_tune.evaluation.perplexity import perplexity, read_documents
-from hestia_tune.export.folder import import_optional
-from hestia_tune.sections import EvalConfig
+from hestia_tune.models.folder import import_optional
 
 _SEED = 1234  # of few-shot draws and of whatever a task draws at random
 _PACKAGES = ("hestia-tune", "torch", "torchao", "torchtune", "lm_eval", "datasets", "tokenizers")
@@ -45,15 +45,14 @@ class Evaluator:
         max_seq_len: the model's longest input.
 
     Raises:
-        ValueError, FileNotFoundError, ConnectionError: on tasks or texts that are not there.
-        ImportError: with the command that installs what is missing.
+        InputError: on tasks or texts that are not there.
+        InputError: with the command that installs what is missing.
     """
 
     def __init__(self, settings: EvalConfig, tokenizer: Any, max_seq_len: int):
         self._lm = import_optional("hestia_tune.evaluation.lm", "eval").DecoderLM
         self.settings, self.tokenizer = settings, tokenizer
-        self.window = settings.window or max_seq_len
-        require_number("eval.window", self.window, 1, max_seq_len, "the model reads no more")
+        self.window = max_seq_len
         self._texts, self._tasks = {}, None
         try:
             for name, text in settings.perplexity.items():
@@ -64,24 +63,34 @@ class Evaluator:
             if settings.tasks:
                 self._tasks = load_tasks(settings.tasks, find_tasks(settings.include_path))
         except ConnectionError as error:
-            raise ConnectionError(
+            raise InputError(
                 f"the Hugging Face hub cannot be reached ({error}); get the data once with a "
                 "network (it stays in HF_HOME), or use local files (include_path, a text's path)"
             ) from error
 
     @torch.no_grad()
     def evaluate(
-        self, name: str, model: nn.Module, facts: Mapping[str, Any], device: torch.device
+        self, name: str, model: nn.Module, description: Mapping[str, Any], device: torch.device
     ) -> ModelResult:
-        """One `ModelResult`, see there and `DecoderLM`. Collective; the same on every rank."""
+        """Run the tasks and measure the texts on one model. Collective.
+
+        Args:
+            name: The model's column in the table.
+            model: A decoder as `DecoderLM` takes it.
+            description: What the model is. The result keeps it as its ``settings``.
+            device: The device of the model.
+
+        Returns:
+            The result, which is the same on every rank.
+        """
         settings = self.settings
         with plain_outputs(model):
             size = {"window": self.window, "batch_size": settings.batch_size}
             lm = self._lm(model, self.tokenizer, device=device, **size)
-            options = {"limit": settings.limit, "num_fewshot": settings.num_fewshot}
-            tasks = evaluate_tasks(lm, self._tasks, **options) if settings.tasks else None
+            limit = settings.limit
+            tasks = evaluate_tasks(lm, self._tasks, limit=limit) if settings.tasks else None
             texts = {label: perplexity(lm, *text) for label, text in self._texts.items()}
-        return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=facts)
+        return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=description)
 
 
 def find_tasks(include_path: str | None = None) -> Any:
@@ -89,7 +98,7 @@ def find_tasks(include_path: str | None = None) -> Any:
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not Path(include_path).is_dir():
-        raise FileNotFoundError(f"include_path {include_path} is not a folder; check the path")
+        raise InputError(f"include_path {include_path} is not a folder; check the path")
     ours = Path(__file__).parent / "tasks"
     return TaskManager(include_path=[str(path) for path in (ours, include_path) if path])
 
@@ -98,12 +107,12 @@ def load_tasks(names: Sequence[str], manager: Any) -> tuple[list[Any], Any]:
     """The tasks and groups of lm-eval by these names or YAML paths, their rows loaded; the manager.
 
     Raises:
-        ValueError: on a name that is no task, group or tag, with a near one.
+        InputError: on a name that is no task, group or tag, with a near one.
     """
     for name in names:
         if name not in manager.task_index and not (name.endswith(".yaml") and Path(name).is_file()):
             hint = f"{nearest(name, manager.all_tasks)}; `lm-eval ls tasks` lists all"
-            raise ValueError(f"unknown task {name!r}{hint}, include_path adds your own")
+            raise InputError(f"unknown task {name!r}{hint}, include_path adds your own")
     loaded: list[Any] = []
     logging.getLogger("lm_eval.api.task").addFilter(lambda told: "Custom kwargs" not in told.msg)
     with _undisturbed():
@@ -126,7 +135,7 @@ def evaluate_tasks(lm: Any, loaded: tuple[list[Any], Any], **options: Any) -> di
         ``documents`` and ``metrics`` -> scores in order of document.
 
     Raises:
-        FloatingPointError: naming a text with NaN in its logits.
+        NotFiniteError: naming a text with NaN in its logits.
     """
     from lm_eval.evaluator import simple_evaluate
 

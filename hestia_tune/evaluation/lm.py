@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedTokenizerFast
 
 from hestia_tune.distributed import gathered, progress_bar, raise_together
+from hestia_tune.errors import InputError, NotFiniteError
 
 _TOKENS = 2048  # per forward; with a vocabulary of 128k their logits are 1 GB, held three times
 
@@ -106,7 +107,7 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         """Greedy continuations, each token by a forward of the whole text, for want of caches.
 
         Raises:
-            ValueError: if a request asks for sampling, or for more tokens than the window has.
+            InputError: if a request asks for sampling, or for more tokens than the window has.
         """
         texts = []
         arguments: list[Any] = [request.args for request in requests]
@@ -115,7 +116,7 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
             until, most = settings["until"], settings["max_gen_toks"]
             if settings["do_sample"] or most >= self.max_length:
                 rule = f"only greedy decoding of fewer than {self.max_length} tokens is done"
-                raise ValueError(f"{rule}; got {settings}; change the task's generation_kwargs")
+                raise InputError(f"{rule}; got {settings}; change the task's generation_kwargs")
             tokens, new, text = self.tok_encode(prompt)[most - self.max_length :], [], ""
             while len(new) < most and not any(one in text for one in until):
                 logits = self._model_call(torch.tensor([tokens + new], device=self.device))
@@ -155,7 +156,7 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         is_nan = logits.isnan().flatten(1).any(1)  # (batch,)
         if is_nan.any():
             text = self.tok_decode(inps[is_nan][0].tolist())
-            raise FloatingPointError(
+            raise NotFiniteError(
                 f"NaN in the logits of {text[:200]!r}; check the model's weights and dtype"
             )
         return logits

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from hestia_tune.config import require_number
-from hestia_tune.sections import TextConfig
+from hestia_tune.config import TextConfig, require_number
+from hestia_tune.errors import InputError
 
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
@@ -47,8 +47,8 @@ def perplexity(
         ``byte_perplexity`` and ``bits_per_byte``.
 
     Raises:
-        ValueError: on a window that is too long.
-        FloatingPointError: naming a text with NaN in its logits.
+        InputError: on a window that is too long.
+        NotFiniteError: naming a text with NaN in its logits.
     """
     require_number("window", window, 1, lm.max_length)
     stride = stride or window
@@ -90,21 +90,21 @@ def read_documents(text: TextConfig) -> list[str]:
     """A text file as one document; the rows of a parquet, JSON or CSV file, or of a dataset.
 
     Raises:
-        FileNotFoundError: if the file does not exist.
-        ConnectionError: if the dataset is on a hub that cannot be reached.
-        ValueError: if there is no such column or split, or what is read is no text.
+        InputError: if the file does not exist.
+        InputError: if the dataset is on a hub that cannot be reached.
+        InputError: if there is no such column or split, or what is read is no text.
     """
     import datasets
 
     path, column = Path(text.source), text.column
     is_file = path.is_absolute() or path.suffix in (".txt", ".md", *_FILES)
     if is_file and not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; check the path")
+        raise InputError(f"{path} does not exist; check the path")
     if path.is_file() and path.suffix not in _FILES:
         try:
             found = [path.read_bytes().decode("utf-8")]
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 ({error}); convert it") from None
+            raise InputError(f"{path} is not UTF-8 ({error}); convert it") from None
     else:
         options: Any = {"path": text.source, "name": text.name, "split": text.split}
         if path.is_file():
@@ -112,9 +112,8 @@ def read_documents(text: TextConfig) -> list[str]:
             options = {"path": kind, "data_files": text.source, "split": "train"}
         rows = datasets.load_dataset(**options)
         if column not in rows.column_names:
-            raise ValueError(f"{path} has no column {column!r}; it has {rows.column_names}")
+            raise InputError(f"{path} has no column {column!r}; it has {rows.column_names}")
         found = rows[column][:]
-    found = found[: text.limit]
     if not any(found) or not all(isinstance(one, str) for one in found):
-        raise ValueError(f"{path} (column {column!r}) holds no text, or what is not text; check it")
+        raise InputError(f"{path} (column {column!r}) holds no text, or what is not text; check it")
     return found if text.join is None else [text.join.join(found)]

@@ -6,7 +6,6 @@ not know. Licence and language are those of the README.md that came with the pre
 
 import contextlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,13 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from hestia_tune.files import write_atomically
+from hestia_tune.models.folder import HUB_NAME
 
 CARD_FILE = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md")
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _KEPT = ("license", "license_name", "license_link", "language")
 # The others: transformers.
 _LIBRARIES = {"gguf": "gguf", "torchao": "hestia_tune", "onnx": "onnxruntime-genai"}
-
-
-def hub_name(path: str | Path) -> str:
-    """``owner/name`` of a folder in the hub's cache, or of what is no folder but a name on the
-    hub; else the folder's own name."""
-    if found := re.search(r"models--([^/]+)--([^/]+)/snapshots", str(Path(path).absolute())):
-        return "/".join(found.groups())
-    return Path(path).resolve().name if str(path) and Path(path).is_dir() else str(path)
 
 
 def write_card(

@@ -20,16 +20,26 @@ at the first forward pass, layer by layer, so this saves space on disk and not i
 config group alone: with one int group size that works, for per-channel layers too if it divides
 their rows; with two it is refused there. Loaded by compressed-tensors 0.15 to 0.20 (transformers
 5.23) and 0.12.2 (transformers 4.57).
+
+Before the folder gets its name, transformers loads it and runs it on 8 tokens, and the logits are
+compared with the hard model's. The two models are in memory one after the other, each dense in
+bfloat16 in the end: 2 bytes a weight, beside the packed weights.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hestia_tune.export.folder import ModelFolder, import_optional, write_safetensors
+from hestia_tune.errors import InputError, one_line
+from hestia_tune.export.folder import write_safetensors
+from hestia_tune.models.folder import ModelFolder, import_optional
 
 _FORMAT = "pack-quantized"
+# Of logits in bfloat16, relative: both models multiply the same weights, but where those are in
+# memory may change how a product is rounded. A layer that is not unpacked changes all of them.
+_LOGITS_TOLERANCE = 0.02
 
 
 def write_compressed_tensors(
@@ -44,13 +54,13 @@ def write_compressed_tensors(
             those of linear layers, the output head excepted.
 
     Raises:
-        ImportError: without the compressed-tensors package.
-        ValueError: if another layer is quantized, or none.
+        InputError: as `layout_of`.
+        InputError: if transformers does not load or run the folder, or gives other logits than
+            the hard model's.
     """
-    import_optional("compressed_tensors")
+    schemes, layout = layout_of(source)
     from compressed_tensors.compressors import BaseCompressor
 
-    schemes, layout = _layout(source)
     compressor = BaseCompressor.get_value_from_registry(_FORMAT)
 
     def stored(name: str) -> dict[str, Any]:
@@ -67,16 +77,53 @@ def write_compressed_tensors(
         return {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
 
     config = source.config | {"quantization_config": layout}
-    return write_safetensors(source, target, stored, config, source.description, overwrite)
+    description, check = source.description, partial(_check_logits, source)
+    return write_safetensors(source, target, stored, config, description, overwrite, check)
 
 
-def _layout(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
+@torch.no_grad()
+def _check_logits(source: ModelFolder, folder: Path) -> None:
+    """Raise ValueError unless transformers gives the hard model's logits for a packed folder.
+
+    Args:
+        source: The hard model.
+        folder: The folder that was written from it.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
+    tokens = torch.arange(8)[None] % config.vocab_size  # (1, 8)
+    rule = f"transformers must load a packed {config.model_type} with the hard model's logits"
+    remedy = "export to another format"
+    try:
+        packed = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False
+        )
+        found, kind = packed(tokens).logits, type(packed)
+        del packed  # before the hard model is loaded
+        weights = {name: source.read_hard(name) for name in source.shapes}
+        dense = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16)
+        expected = dense(tokens).logits
+    except Exception as error:  # of two libraries, which may raise anything
+        raise InputError(f"{rule}; it raises: {one_line(error)}; {remedy}") from error
+    error = (found - expected).norm() / expected.norm().clamp_min(1e-9)
+    if not error <= _LOGITS_TOLERANCE:
+        raise InputError(f"{rule}; their relative difference is {error:.2g}; {remedy}")
+
+
+def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     """The library's scheme of each quantized weight, and what config.json says about all of them.
 
     transformers, which builds the model on the meta device, tells which layers are linear: those
     that are not quantized have to be named too. There is one config group per group size, the int
     sizes first; see the module docstring.
+
+    Raises:
+        InputError: without the compressed-tensors package.
+        InputError: if another layer than a linear is quantized, or none, or a linear whose class
+            has a forward of its own.
     """
+    import_optional("compressed_tensors")
     import compressed_tensors
     import transformers
     from compressed_tensors import quantization
@@ -86,7 +133,7 @@ def _layout(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
         model = transformers.AutoModelForCausalLM.from_config(config)
     tied = getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ()
     if renamed := model.state_dict().keys() - source.shapes.keys() - set(tied):
-        raise ValueError(
+        raise InputError(
             f"transformers converts the weights of this {config.model_type} as it loads them, and "
             f"then unpacks none; {min(renamed)} is not in the files; export to another format"
         )
@@ -95,12 +142,18 @@ def _layout(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, size in source.quantized.items():
         module = name.removesuffix(".weight")
         if linears.get(module, head) is head:
-            raise ValueError(
+            raise InputError(
                 f"only linear layers other than the output head can be packed; leave out {name}"
+            )
+        if type(linears[module]).forward is not torch.nn.Linear.forward:
+            raise InputError(
+                f"transformers unpacks only plain linear layers; {module} is a "
+                f"{type(linears[module]).__name__} with a forward of its own; export to another "
+                "format"
             )
         targets.setdefault("channel" if size == "tensor" else size, []).append(module)
     if not targets:
-        raise ValueError("quantized must name linear layers; got none")
+        raise InputError("quantized must name linear layers; got none")
     schemes = {}
     for size in sorted(targets, key=lambda size: (isinstance(size, str), size)):
         how = {"strategy": "channel"} if size == "channel" else {"group_size": size}

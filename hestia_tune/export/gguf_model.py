@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hestia_tune.export.folder import ModelFolder, import_optional
+from hestia_tune.errors import InputError
+from hestia_tune.models.folder import ModelFolder, import_optional
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -37,7 +38,7 @@ def check_architecture(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     config.json.
 
     Raises:
-        ValueError: naming what llama.cpp does not have, or what is not translated here.
+        InputError: naming what llama.cpp does not have, or what is not translated here.
     """
     architecture = next(iter(config.get("architectures") or []), None)
     # rope_parameters is transformers 5's.
@@ -58,7 +59,7 @@ def check_architecture(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         facts.append(("no_rope_layers", config.get("no_rope_layers") or rotated, (expected,)))
     for key, value, known in facts:
         if value not in known:
-            raise ValueError(
+            raise InputError(
                 f"GGUF export knows the {key} {' or '.join(map(str, known))}; got {value!r}; "
                 "export to another format"
             )
@@ -74,7 +75,7 @@ class LlamaModel:
         names: name in the safetensors -> name in the GGUF file, of every tensor in it.
 
     Raises:
-        ValueError: on an architecture, an activation or a rotary scaling that llama.cpp does not
+        InputError: on an architecture, an activation or a rotary scaling that llama.cpp does not
             have, or that is not translated here; on tensors that are missing or unknown.
     """
 
@@ -97,7 +98,7 @@ class LlamaModel:
         wrong = [f"{name} is missing" for name in needed if f"{name}.weight" not in names]
         wrong += [f"{name} is unknown" for name, ours in names.items() if not ours]
         if wrong:
-            raise ValueError(
+            raise InputError(
                 f"{wrong[0]} in the {self.architecture} of {count} layers that config.json "
                 "describes; take the config that belongs to the model"
             )

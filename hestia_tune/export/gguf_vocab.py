@@ -22,6 +22,7 @@ from typing import Any
 import gguf
 from tokenizers import Tokenizer
 
+from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
             ``vocab_size`` without a token are filled up as unused.
 
     Raises:
-        FileNotFoundError: without ``tokenizer.json``.
-        ValueError: if llama.cpp has no tokenizer for it, or it has more tokens than the model.
+        InputError: without ``tokenizer.json``.
+        InputError: if llama.cpp has no tokenizer for it, or it has more tokens than the model.
     """
     file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     tokenizer = read_json(file)
@@ -98,7 +99,7 @@ def _split_name(tokenizer: dict, file: Path) -> str:
             pattern = steps[0]["pattern"].get("Regex")
             if steps[0]["behavior"] == "Isolated" and pattern in _SPLIT_NAMES:
                 return _SPLIT_NAMES[pattern]
-    raise ValueError(
+    raise InputError(
         f"llama.cpp selects its tokenizer by name, and {file} ({' + '.join(kinds)}) is none of "
         "those known here (Llama 3, Qwen2, SmolLM, GPT-2, SentencePiece BPE); export to another "
         "format"
@@ -123,7 +124,7 @@ def _tokens(
             elif kind == gguf.TokenType.NORMAL and len(token) == 6 and token.startswith("<0x"):
                 by_id[index] = (token, gguf.TokenType.BYTE)
     if max(by_id) >= vocab_size:
-        raise ValueError(
+        raise InputError(
             f"the model has {vocab_size} token ids, {file} has one up to {max(by_id)}; take the "
             "tokenizer that belongs to the model"
         )

@@ -7,7 +7,7 @@ folder, by blocks of 128, 64 or 32 columns (a scale that covers more is repeated
     NAME.qweight   int32 (in_features / 16, out_features): 2-bit fields of code + 1, the first
                    weight in the lowest bits
     NAME.qzeros    int32 (blocks, out_features / 16): fields of the zero point less one, 0
-    NAME.scales    float32 (blocks, out_features); 1 for the scale 0 of zeros
+    NAME.scales    float32 (blocks, out_features); 0 for a group of zeros
     NAME.g_idx     int32 (in_features,): a column's block
 
 Each becomes a `MatMulNBits` of 2 bits, query, key and value together. What was built is read back
@@ -27,17 +27,16 @@ from typing import Any
 
 import torch
 
-from hestia_tune.export.folder import (
-    DESCRIPTION_FILE,
-    ModelFolder,
-    check_target,
-    copy_side_files,
-    import_optional,
-    sizes,
-    write_folder,
-)
+from hestia_tune.errors import InputError
+from hestia_tune.export.folder import check_target, sizes, write_folder
 from hestia_tune.export.gguf_model import LINEARS
 from hestia_tune.files import staged
+from hestia_tune.models.folder import (
+    DESCRIPTION_FILE,
+    ModelFolder,
+    copy_side_files,
+    import_optional,
+)
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.group_tensor import GroupTensor
 from hestia_tune.tensors.kernels.onnxruntime import BLOCKS
@@ -80,12 +79,12 @@ def write_onnx(
         What `sizes` lists.
 
     Raises:
-        ValueError: on another head or number of bits, too.
+        InputError: on another head or number of bits, too.
         RuntimeError: if the builder fails, or the products that it wrote are not the model's.
-        ImportError, ValueError: as `block_of`.
+        InputError: as `block_of`.
     """
     if head not in _HEADS or activation_bits not in _ACTIVATION_BITS:
-        raise ValueError(
+        raise InputError(
             f"head must be one of {', '.join(_HEADS)}, activation_bits one of "
             f"{[*_ACTIVATION_BITS]}; got {head!r} and {activation_bits!r}"
         )
@@ -125,24 +124,24 @@ def block_of(source: ModelFolder) -> int:
     """Columns that share a scale in the file of a model.
 
     Raises:
-        ImportError: without onnxruntime-genai and what its builder needs.
-        ValueError: on another architecture, if other linears than the seven of every block are
+        InputError: without onnxruntime-genai and what its builder needs.
+        InputError: on another architecture, if other linears than the seven of every block are
             quantized, codes are of four levels, or no block divides the groups.
     """
     for package in ("onnx", "onnx_ir", "onnxruntime_genai", "transformers"):
         import_optional(package, "onnx")
     architecture = next(iter(source.config.get("architectures") or []), None)
     if architecture not in _ARCHITECTURES:
-        raise ValueError(
+        raise InputError(
             f"ONNX export knows the architectures {', '.join(_ARCHITECTURES)}; got {architecture}; "
             "export to another format"
         )
     if source.method.levels > 3:
-        raise ValueError("ONNX export holds ternary and binary codes; export to another format")
+        raise InputError("ONNX export holds ternary and binary codes; export to another format")
     layers = range(source.config["num_hidden_layers"])
     wanted = {f"model.layers.{layer}.{part}.weight" for layer in layers for part in LINEARS}
     if odd := wanted ^ source.quantized.keys():
-        raise ValueError(
+        raise InputError(
             f"ONNX export wants the seven linears of every block quantized, and no others; "
             f"{min(odd)} is another case; export to another format"
         )
@@ -151,13 +150,13 @@ def block_of(source: ModelFolder) -> int:
         rows, columns = source.shapes[name]
         widths |= {group if isinstance(group, int) else columns}
         if rows % _FIELDS:
-            raise ValueError(
+            raise InputError(
                 f"ONNX export wants out_features that are a multiple of {_FIELDS}; {name} has "
                 f"{rows}; export to another format"
             )
     fitting = [block for block in BLOCKS if all(width % block == 0 for width in widths)]
     if not fitting:
-        raise ValueError(
+        raise InputError(
             f"ONNX export wants groups, or whole rows, of a multiple of {BLOCKS[-1]} weights; got "
             f"{sorted(widths)}; export to another format"
         )
@@ -168,7 +167,7 @@ def _gptq(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:
     """See the module."""
     codes, (rows, columns) = hard.codes(), hard.shape
     scale = hard.scale.float().repeat_interleave(hard.block_size[-1] // block, 1)
-    scale = scale.masked_fill(scale == 0, 1.0).expand(rows, -1)
+    scale = scale.expand(rows, -1)
     return {
         "qweight": pack2(codes + 1).view(torch.int32).t().contiguous(),
         "qzeros": torch.zeros(columns // block, rows // _FIELDS, dtype=torch.int32),

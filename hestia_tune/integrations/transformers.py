@@ -2,7 +2,7 @@
 
 The values of a step follow from the Trainer's global step, so its own checkpoints, which hold the
 latent weights, resume with nothing added. `QuantizedLinear` pulls its gradient back itself; under
-FSDP that is `hestia_tune.sharded`'s work, which Trainer does not call, so that is refused.
+FSDP that is `hestia_tune.qat.shards`'s work, which Trainer does not call, so that is refused.
 """
 
 import logging
@@ -16,12 +16,13 @@ from transformers import TrainerCallback
 
 import hestia_tune
 from hestia_tune.config import ScheduleConfig
-from hestia_tune.export.card import hub_name, write_card
-from hestia_tune.export.folder import DESCRIPTION_FILE
+from hestia_tune.errors import InputError
+from hestia_tune.export.card import write_card
 from hestia_tune.files import staged, write_json
-from hestia_tune.modules import quantized_linears
-from hestia_tune.qat import HestiaConfig, QATConfigBase, QATQuantizerBase
-from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.models.folder import DESCRIPTION_FILE, hub_name
+from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.prepare import HestiaConfig, QATConfigBase, QATQuantizerBase
+from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class HestiaCallback(TrainerCallback):
             (`hestia_tune.SensitivityArtifact.scores`), or None for one temperature for all.
 
     Raises:
-        ValueError: when the Trainer is made, on what it would train wrongly.
+        InputError: when the Trainer is made, on what it would train wrongly.
     """
 
     def __init__(
@@ -62,14 +63,17 @@ class HestiaCallback(TrainerCallback):
             (sharded, "no FSDP or DeepSpeed; train with hestia_qat"),
             (args.load_best_model_at_end, "only the last step is hard; no load_best_model_at_end"),
             (own, "learned parameters take no weight_decay and no rate of their own"),
-            (method.adds_bias, f"{method.name} leaves biases in the model; train with hestia_qat"),
+            (
+                method.needs_training,
+                f"{method.name} leaves biases; train with hestia_qat",
+            ),
         ):
             if wrong:
-                raise ValueError(f"HestiaCallback: {rule}")
+                raise InputError(f"HestiaCallback: {rule}")
         self.layers = quantized_linears(self.component.prepare(model))
         weights = {name: layer.weight.detach() for name, layer in self.layers.items()}
         if odd := [f"{n} is {w.dtype}" for n, w in weights.items() if w.dtype != torch.float32]:
-            raise ValueError(f"latents must be float32; {odd[0]}; load it with dtype=torch.float32")
+            raise InputError(f"latents must be float32; {odd[0]}; load it with dtype=torch.float32")
         if self.tau_init == "auto":  # now, since to resume loads other weights
             self.tau_init = method.fit_temperature(weights.values())
 

@@ -19,5 +19,5 @@ class AbsMeanMethod(StraightThroughMethod):
     name: ClassVar[str] = "absmean"
 
     def scale_and_code(self, w, parameters, total, is_final):
-        scale = mean_scale(w, total, keep_ternary=is_final)
+        scale = mean_scale(w, total, keep_hard=is_final)
         return scale, nearest_code(w, scale)

@@ -17,13 +17,15 @@ from functools import partial
 from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
+from torch import Tensor
 
 from hestia_tune.config import require_number
+from hestia_tune.errors import InputError, InputTypeError, NotFiniteError
 from hestia_tune.methods.temperature import search_temperature
 
 Scalar = float | torch.Tensor
 # Sums a tensor over the parts of one weight that several processes hold.
-Total = Callable[[torch.Tensor], torch.Tensor]
+SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Method(ABC):
@@ -43,13 +45,13 @@ class Method(ABC):
     codes_follow_from_hard: ClassVar[bool] = True
     # Whether row i belongs together with row i + out_features / 2, so that shards must hold both.
     pairs_rows: ClassVar[bool] = False
-    # Whether latent weights also make a bias (`bias`, `bias_vjp`), which hard linears then have.
-    adds_bias: ClassVar[bool] = False
+    # Whether only trained models can be converted: the hard model has more than hard weights.
+    needs_training: ClassVar[bool] = False
     # Packed tensors that hold the codes (`hestia_tune.tensors.pack`), the first by default.
     packed_formats: tuple[str, ...] = ()
     # What hestia_convert can write, the first by default.
     file_formats: tuple[str, ...] = ("torchao",)
-    # Whether a scale covers several rows, so that parts of a weight need `Total`.
+    # Whether a scale covers several rows, so that parts of a weight need `SumOverRanks`.
     scales_span_rows: bool = False
     # Those of `parameter_names` that are trained.
     trained_parameters: tuple[str, ...] = ()
@@ -68,7 +70,7 @@ class Method(ABC):
         for name, words in self._words.items():
             if (value := getattr(self, name)) not in words:
                 rule = " or ".join(map(json.dumps, words))
-                raise ValueError(f"{name} must be {rule}; got {value!r}")
+                raise InputError(f"{name} must be {rule}; got {value!r}")
 
     def key(self) -> str:
         """The method and its fields, as in "ternary, group_size=128"; `from_key` reads it.
@@ -99,7 +101,7 @@ class Method(ABC):
         for name in names:
             if name not in self.file_formats:
                 known = ", ".join(self.file_formats)
-                raise ValueError(
+                raise InputError(
                     f"a model of {self.key()} is written as {known}; got {name}; set "
                     "convert.formats to one of those"
                 )
@@ -120,7 +122,7 @@ class Method(ABC):
         tau: torch.Tensor,
         pressure: torch.Tensor,
         parameters: Sequence[torch.Tensor] = (),
-        total: Total | None = None,
+        total: SumOverRanks | None = None,
     ) -> torch.Tensor:
         """(1 - p)·W + p·H(W; tau) (Eq. 7), same shape and dtype as ``weight``; tau 0 is hard.
 
@@ -140,7 +142,7 @@ class Method(ABC):
         tau: torch.Tensor,
         pressure: torch.Tensor,
         parameters: Sequence[torch.Tensor] = (),
-        total: Total | None = None,
+        total: SumOverRanks | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of the latent weight and of all ``parameters``, given that of the effective
         weight; zeros for a parameter that is not trained. Arguments as `effective_weight`'s."""
@@ -150,11 +152,13 @@ class Method(ABC):
         self,
         weight: torch.Tensor,
         parameters: Sequence[torch.Tensor] = (),
-        total: Total | None = None,
+        total: SumOverRanks | None = None,
     ) -> torch.Tensor:
-        """The deployable weight Q(W) (Eq. 2), same shape and dtype.
+        """Return the deployable weight Q(W) (Eq. 2), of the same shape and dtype.
 
-        Equals tau 0, pressure 1, unless ``weight`` is a hard weight already: that stays as it is.
+        It equals the effective weight at tau 0 and pressure 1, unless ``weight`` is hard already.
+        A hard weight does not change if ``parameters`` are its `initial_parameters`, except for
+        Fairy2i, DLT with an offset, and TWN with ``delta=0``. NaN gives NaN.
         """
 
     @abstractmethod
@@ -162,23 +166,6 @@ class Method(ABC):
         self, weight: torch.Tensor, parameters: Sequence[torch.Tensor] = ()
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Integer codes shaped like ``weight`` and the bfloat16 scales that multiply them."""
-
-    def bias(
-        self, weight: torch.Tensor, pressure: torch.Tensor, total: Total | None = None
-    ) -> torch.Tensor:
-        """(rows,): what is added to every output, of a method that ``adds_bias``; 0 at pressure 0.
-        Arguments as `effective_weight`'s."""
-        raise NotImplementedError(f"{self.name} adds no bias")
-
-    def bias_vjp(
-        self,
-        grad: torch.Tensor,
-        weight: torch.Tensor,
-        pressure: torch.Tensor,
-        total: Total | None = None,
-    ) -> torch.Tensor:
-        """The gradient of the latent weight, given that of `bias`."""
-        raise NotImplementedError(f"{self.name} adds no bias")
 
     def fit_temperature(self, weights: Iterable[torch.Tensor]) -> float:
         """tau that minimises the mean squared relaxation error over all ``weights`` together.
@@ -190,7 +177,7 @@ class Method(ABC):
                 evaluated where they were.
 
         Raises:
-            ValueError: if the weights are not finite, or all zero.
+            InputError: if the weights are not finite, or all zero.
         """
         held = [(weight.detach().cpu(), weight.device) for weight in weights]
 
@@ -229,12 +216,12 @@ def as_scalar(value: Scalar, name: str, weight: torch.Tensor) -> torch.Tensor:
     A tensor is taken as it is, because a look at its value would wait for the device.
 
     Raises:
-        TypeError: if ``value`` is neither a number nor a 0-D tensor.
-        ValueError: if a number is outside [0, inf) for tau or [0, 1] for pressure.
+        InputError: if ``value`` is neither a number nor a 0-D tensor.
+        InputError: if a number is outside [0, inf) for tau or [0, 1] for pressure.
     """
     if isinstance(value, torch.Tensor):
         if value.dim() != 0:
-            raise TypeError(
+            raise InputTypeError(
                 f"{name} must be a float or a 0-D tensor; got shape {tuple(value.shape)}"
             )
         return value
@@ -246,7 +233,21 @@ def require_float(weight: torch.Tensor) -> None:
     """Raises TypeError unless ``weight`` is a floating-point tensor."""
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
         kind = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
-        raise TypeError(f"weight must be a floating-point tensor; got {kind}")
+        raise InputTypeError(f"weight must be a floating-point tensor; got {kind}")
+
+
+def require_finite(name: str, *tensors: torch.Tensor) -> None:
+    """Raise FloatingPointError if a latent weight or a learned parameter is not finite.
+
+    Args:
+        name: Name of the layer or of the weight, for the error.
+        tensors: The latent weight and the method's parameters. Meta tensors are not checked.
+    """
+    if not all(value.is_meta or value.isfinite().all() for value in tensors):
+        raise NotFiniteError(
+            f"{name} has NaN or infinity in its latent weight or learned parameters; a hard model "
+            "must be finite; go back to an earlier checkpoint, and lower the learning rate"
+        )
 
 
 @functools.cache
@@ -258,47 +259,41 @@ def fused(key: str, formula: str):
     return torch.compile(getattr(Method.from_key(key), formula), dynamic=True)
 
 
-def step_of_method(first: str, result: str):
-    """Makes a function a step that is one operator, ``hestia::NAME``, in a compiled region.
+@torch.library.custom_op("hestia::effective_weight", mutates_args=())
+def _effective_weight_operator(
+    weight: Tensor, tau: Tensor, pressure: Tensor, parameters: list[Tensor], key: str
+) -> Tensor:
+    return fused(key, "effective_weight")(weight, tau, pressure, parameters)
+
+
+@_effective_weight_operator.register_fake
+def _(weight, tau, pressure, parameters, key):
+    return Method.from_key(key).effective_weight(weight, tau, pressure, parameters)
+
+
+@torch.library.custom_op("hestia::weight_grad", mutates_args=())
+def _weight_grad_operator(
+    grad: Tensor, weight: Tensor, tau: Tensor, pressure: Tensor, parameters: list[Tensor], key: str
+) -> list[Tensor]:
+    return list(fused(key, "vjp")(grad, weight, tau, pressure, parameters))
+
+
+@_weight_grad_operator.register_fake
+def _(grad, weight, tau, pressure, parameters, key):
+    return list(Method.from_key(key).vjp(grad, weight, tau, pressure, parameters))
+
+
+def weight_grad(method: Method, grad: torch.Tensor, *latent) -> Sequence[torch.Tensor]:
+    """Return the gradients of the latent weight and the parameters (`Method.vjp`), by one operator
+    in a compiled region.
 
     Args:
-        first, result: schema of the tensors before the latent weight, and of what it returns.
-
-    The function takes a lookup of the method's formulas by name, the first tensors, and what all
-    steps have: the latent weight, tau, pressure and a list of parameters. The step takes the method
-    in place of the lookup. Eager mode finds the method's own formulas, the operator fused ones.
+        grad: The gradient of the effective weight.
+        latent: The latent weight, tau, pressure and the list of parameters.
     """
-
-    def register(function: Callable) -> Callable:
-        def run(*arguments):
-            return function(partial(fused, arguments[-1]), *arguments[:-1])
-
-        def eager(method, *tensors):
-            return function(partial(getattr, method), *tensors)
-
-        def step(method, *tensors):
-            if torch.compiler.is_compiling():
-                return operator(*tensors, method.key())
-            return eager(method, *tensors)
-
-        latent = "Tensor weight, Tensor tau, Tensor pressure, Tensor[] parameters, str key"
-        schema, name = f"({first}{latent}) -> {result}", f"hestia::{function.__name__}"
-        operator = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
-        operator.register_fake(lambda *args: eager(Method.from_key(args[-1]), *args[:-1]))
-        return step
-
-    return register
-
-
-@step_of_method("", "Tensor")
-def whole_weight(formula, *latent):
-    return formula("effective_weight")(*latent)
-
-
-@step_of_method("Tensor grad, ", "Tensor[]")
-def weight_grad(formula, grad, *latent):
-    """Gradients of the latent weight and the parameters, given that of the effective weight."""
-    return list(formula("vjp")(grad, *latent))
+    if torch.compiler.is_compiling():
+        return _weight_grad_operator(grad, *latent, method.key())
+    return method.vjp(grad, *latent)
 
 
 class _EffectiveWeight(torch.autograd.Function):
@@ -308,9 +303,10 @@ class _EffectiveWeight(torch.autograd.Function):
     def forward(ctx, weight, method, tau, pressure, *parameters):
         ctx.method = method
         ctx.save_for_backward(weight, tau, pressure, *parameters)
-        if not method.is_one_operator:
-            return method.effective_weight(weight, tau, pressure, parameters)
-        return whole_weight(method, weight, tau, pressure, list(parameters))
+        latent = (weight, tau, pressure, list(parameters))
+        if method.is_one_operator and torch.compiler.is_compiling():
+            return _effective_weight_operator(*latent, method.key())
+        return method.effective_weight(*latent)
 
     @staticmethod
     def backward(ctx, grad):
@@ -318,20 +314,6 @@ class _EffectiveWeight(torch.autograd.Function):
         step = partial(weight_grad, ctx.method) if ctx.method.is_one_operator else ctx.method.vjp
         grads = step(grad, weight, tau, pressure, parameters)
         return grads[0], None, None, None, *grads[1:]
-
-
-class AddedBias(torch.autograd.Function):
-    """weight, method, pressure -> `Method.bias`; saves the weight."""
-
-    @staticmethod
-    def forward(ctx, weight, method, pressure):
-        ctx.method = method
-        ctx.save_for_backward(weight, pressure)
-        return method.bias(weight, pressure)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.method.bias_vjp(grad, *ctx.saved_tensors), None, None
 
 
 def effective_weight(

@@ -1,8 +1,17 @@
-"""Dual learnable ternarization (TernaryLLM, arXiv 2406.07177): Q(w) = a·T + c, a and c learned.
+"""Dual learnable ternarization: Q(w) = a·T + c, with a learned step a and a learned offset c.
 
-T is LSQ's code clip(round(w/a), -1, 1), a group's offset c starts at 0, and dQ/dc = 1; the other
-slopes are LSQ's. The levels c - a, c, c + a are rounded to bfloat16, so that a dense hard model is
-exact, but they are no products of a scale and a code: there is no packed format.
+T is LSQ's code clip(round(w/a), -1, 1). The offset c of a group starts at 0, and dQ/dc = 1, divided
+by nothing. The other slopes and the starts of a are those of `LearnedStepMethod`. This is the DLT
+in the code of Tencent's Sherry and AngelSlim. The slopes are Sherry's, which divides the gradient
+of a step by the square root of the size of the whole matrix, and not of the group.
+
+The DLT of TernaryLLM (arXiv 2406.07177), the paper that introduced the name, differs. There a
+threshold that follows from mean|w| chooses the codes, as in TWN, and a only multiplies them. The
+start "absmax" is not from that paper.
+
+The levels c - a, c, c + a are rounded to bfloat16, so that a dense hard model is exact. They are no
+products of a scale and a code, so that there is no packed format. A hard model with an offset
+changes if it is prepared again: the offset starts at 0, and the codes are chosen without it.
 """
 
 from dataclasses import dataclass

@@ -5,6 +5,7 @@ The relaxation is that of Eqs. 5 and 6 with another codebook: with z = w/s and l
     pi_q  proportional to exp(-(z - q)^2/tau)    H = s·E[q]    dH/dw = (2/tau)·Var[q]
 
 For {-1, 1} that is H = s·tanh(2z/tau), and s = mean|w| (which leaves the least squared error too).
+Of a hard weight, which has one magnitude, s is that magnitude.
 For four levels s is that of the least squares; the paper's rebuttal, which reports 2 bits, does not
 say which grid it took. Var[q] is the sum over pairs of levels of pi·pi'·(q - q')^2: positive terms,
 so that it keeps its digits where one level is certain (`hestia_tune.methods.ternary`).
@@ -46,7 +47,7 @@ class EvenMethod(GroupMethod):
 
     def scale_and_code(self, w, parameters, total, is_final):
         if self.codebook == "binary":
-            scale = mean_scale(w, total, keep_ternary=True)
+            scale = mean_scale(w, total, keep_hard=is_final, levels=2)
         else:
             scale = least_squares_scale(w, 4)
         return scale, nearest_code(w, scale, self.levels)
@@ -66,7 +67,7 @@ class EvenMethod(GroupMethod):
         scale, code = self.scale_and_code(w, parameters, total, False)
         levels, pi, unit = self._softmax(w, scale, tau.clamp(min=MIN_TAU))
         soft = unit * sum(q * p for q, p in zip(levels, pi, strict=True))
-        return torch.where(tau > 0, soft, scale * code)
+        return torch.where(tau > 0, soft, self.values(scale, code, parameters))
 
     def slopes(self, w, tau, parameters, total):
         scale, _ = self.scale_and_code(w, parameters, total, False)

@@ -64,7 +64,8 @@ from typing import ClassVar
 
 import torch
 
-from hestia_tune.methods.base import Method, Total, compute_dtype
+from hestia_tune.errors import InputError
+from hestia_tune.methods.base import Method, SumOverRanks, compute_dtype
 from hestia_tune.methods.granularity import check_count
 from hestia_tune.methods.groups import SCALE_EPS, round_to_bfloat16
 from hestia_tune.methods.ternary import MIN_TAU
@@ -96,10 +97,10 @@ def split(weight: torch.Tensor) -> Complex:
         then W.
 
     Raises:
-        ValueError: if ``weight`` is not a matrix. (`Fairy2iMethod.check_layer` refuses odd ones.)
+        InputError: if ``weight`` is not a matrix. (`Fairy2iMethod.check_layer` refuses odd ones.)
     """
     if weight.dim() != 2:
-        raise ValueError(
+        raise InputError(
             f"weight must have the shape (out_features, in_features); got {tuple(weight.shape)}"
         )
     top, bottom = weight.chunk(2)
@@ -128,7 +129,7 @@ def _nearest(z: Complex):
     return real, torch.maximum(abs_re, abs_im), torch.minimum(abs_re, abs_im)
 
 
-def _scales(z: Complex, over_rows: bool, total: Total | None = None) -> Complex:
+def _scales(z: Complex, over_rows: bool, total: SumOverRanks | None = None) -> Complex:
     """(s_re, s_im) of (2, n, groups, group), bfloat16-rounded: (2, n or 1, groups, 1).
 
     Args:
@@ -215,6 +216,8 @@ def _sum_of_stages(stages: list[Complex]) -> Complex:
 class Fairy2iMethod(Method):
     """Complex codes {1, i, -1, -i} in residual stages, for weights with even dimensions.
 
+    A hard weight changes if it is quantized again: its codes do not follow from it.
+
     Args:
         num_stages: residual stages, 1 to 4, each one bit per real weight; the paper uses 2.
         granularity: "tensor" for one pair of scales for U and one for W (the paper's), or the
@@ -241,14 +244,14 @@ class Fairy2iMethod(Method):
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
         if in_features % 2 or out_features % 2:
-            raise ValueError(
+            raise InputError(
                 f"a complex weight needs even in_features and out_features; got {in_features} and "
                 f"{out_features} of {name}; leave the layer out with `exclude`, or set "
                 "`skip_incompatible: true`"
             )
         columns = in_features // 2
         if isinstance(self.granularity, int) and columns % self.granularity:
-            raise ValueError(
+            raise InputError(
                 f"granularity {self.granularity} does not divide the {columns} complex columns "
                 f'(in_features {in_features} / 2) of {name}; use one that does, or "tensor"'
             )
@@ -261,7 +264,7 @@ class Fairy2iMethod(Method):
         return re.unflatten(-1, (-1, group)), im.unflatten(-1, (-1, group))
 
     def _stages(
-        self, z: Complex, quantize: Callable[[Complex], Complex], total: Total | None = None
+        self, z: Complex, quantize: Callable[[Complex], Complex], total: SumOverRanks | None = None
     ):
         """(inputs, scales, outputs) of the stages; ``quantize`` maps a residual to its code."""
         inputs, scales, outputs = [z], [], []

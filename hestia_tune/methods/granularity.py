@@ -14,6 +14,8 @@ from math import inf
 
 import torch
 
+from hestia_tune.errors import InputError, InputTypeError
+
 GroupSize = int | str
 
 
@@ -23,13 +25,13 @@ def check_count(
     """Checks an option that is a positive int up to ``most``, or one of ``words``.
 
     Raises:
-        TypeError: if ``value`` is neither an int nor a string; begins with the ``rule``.
-        ValueError: if it is out of range or another word; likewise.
+        InputError: if ``value`` is neither an int nor a string; begins with the ``rule``.
+        InputError: if it is out of range or another word; likewise.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{rule}; got {value!r} of type {type(value).__name__}")
+        raise InputTypeError(f"{rule}; got {value!r} of type {type(value).__name__}")
     if value not in words and (isinstance(value, str) or not 1 <= value <= most):
-        raise ValueError(f"{rule}; got {value!r}")
+        raise InputError(f"{rule}; got {value!r}")
 
 
 def validate_group_size(group_size: GroupSize) -> None:
@@ -43,7 +45,7 @@ def check_divides(group_size: GroupSize, in_features: int, name: str = "the weig
     if isinstance(group_size, int) and in_features % group_size:
         usable = [g for g in range(32, in_features + 1, 32) if in_features % g == 0]
         sizes = "".join(f"{g}, " for g in usable)
-        raise ValueError(
+        raise InputError(
             f"group_size {group_size} does not divide in_features {in_features} of {name}; "
             f'use one of {sizes}"channel" or "tensor"'
         )
@@ -52,7 +54,7 @@ def check_divides(group_size: GroupSize, in_features: int, name: str = "the weig
 def block_view(weight: torch.Tensor, group_size: GroupSize) -> torch.Tensor:
     """Views (out_features, in_features) as (rows, groups, group); see the module docstring."""
     if weight.dim() != 2:
-        raise ValueError(
+        raise InputError(
             f"weight must have the shape (out_features, in_features); got {tuple(weight.shape)}"
         )
     if group_size == "tensor":

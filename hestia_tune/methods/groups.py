@@ -12,6 +12,10 @@ a relative error of at most 1/64 of the scale, 3e-5 of the weights' squared erro
 
 Scales are sums in float64, so that they depend neither on device nor on order; codes are found by
 comparisons, which are exact, and not by a division, which a compiler may approximate.
+
+Scales have a lower bound, `SCALE_EPS`, so that nothing is divided by zero. A scale at the bound
+belongs to a group of zeros, or of weights or a step below it. Two and four levels have no code 0,
+so the hard weights of such a group have the scale 0. Zeros stay zeros in every file format.
 """
 
 from abc import abstractmethod
@@ -22,7 +26,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from hestia_tune.methods.base import Method, Total, compute_dtype
+from hestia_tune.errors import InputError
+from hestia_tune.methods.base import Method, SumOverRanks, compute_dtype
 from hestia_tune.methods.granularity import (
     GroupSize,
     block_view,
@@ -31,6 +36,8 @@ from hestia_tune.methods.granularity import (
 )
 
 SCALE_EPS = 1e-8
+# The bound, rounded to the 6 significant bits of a scale or to 8, is not above this.
+_LEAST_SCALE = SCALE_EPS * (1 + 2**-6)
 # The smallest and the largest magnitude of a code.
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
 _PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",)}
@@ -60,33 +67,39 @@ def round_scale(scale: torch.Tensor, levels: int) -> torch.Tensor:
 
 
 def mean_scale(
-    blocks: torch.Tensor, total: Total | None = None, *, keep_ternary: bool = False
+    blocks: torch.Tensor,
+    total: SumOverRanks | None = None,
+    *,
+    keep_hard: bool = False,
+    levels: int = 3,
 ) -> torch.Tensor:
     """gamma = mean|w| + eps (Eq. 1) of each (..., group), bfloat16-rounded; shape (..., 1).
 
     Args:
         blocks: (rows, groups, group).
         total: sums over the other parts of a group, if this is one.
-        keep_ternary: take gamma itself of a group that is gamma·{-1, 0, 1} already, gamma a
-            bfloat16 number. Its mean is gamma times the share of nonzeros, so that quantizing it a
-            second time would shrink it. By Cauchy-Schwarz, nonzero |w| are equal where
+        keep_hard: take gamma itself of a group that is hard already, gamma a bfloat16 number. The
+            mean of a group gamma·{-1, 0, 1} is gamma times the share of nonzeros, so that a second
+            quantization would shrink the group. By Cauchy-Schwarz, nonzero |w| are equal where
             (sum|w|)^2 = nonzeros·sum w^2; float64 holds both sides exactly for a bfloat16 gamma.
+        levels: 3; or 2, for which a hard group has no zeros.
     """
     magnitude = blocks.detach().abs()
     sums = [magnitude.sum(-1, keepdim=True, dtype=torch.float64)]
     sums.append(torch.full_like(sums[0], blocks.shape[-1]))
-    if keep_ternary:
+    if keep_hard:
         sums.append(magnitude.double().square().sum(-1, keepdim=True))
         sums.append((magnitude > 0).sum(-1, keepdim=True, dtype=torch.float64))
     if total is not None:
         sums = total(torch.stack(sums)).unbind()
     scale = round_scale(sums[0] / sums[1] + SCALE_EPS, 3)
-    if keep_ternary:
-        magnitudes, _, squares, nonzeros = sums
-        gamma = magnitudes / nonzeros.clamp(min=1.0)
+    if keep_hard:
+        magnitudes, count, squares, nonzeros = sums
+        kept = nonzeros.clamp(min=1.0) if levels == 3 else count
+        gamma = magnitudes / kept
         rounded = round_scale(gamma, 3)
-        ternary = (magnitudes * magnitudes == nonzeros * squares) & (rounded == gamma) & (gamma > 0)
-        scale = torch.where(ternary, rounded, scale)
+        is_hard = (magnitudes * magnitudes == kept * squares) & (rounded == gamma) & (gamma > 0)
+        scale = torch.where(is_hard, rounded, scale)
     return scale.to(compute_dtype(blocks))
 
 
@@ -115,13 +128,37 @@ def least_squares_scale(blocks: torch.Tensor, levels: int = 3) -> torch.Tensor:
     return round_scale(scale.clamp(min=SCALE_EPS), levels).to(compute_dtype(blocks))
 
 
+def scale_of_hard(blocks: torch.Tensor, levels: int) -> torch.Tensor:
+    """Return the scales of groups that are hard already, and 0 for all other groups.
+
+    A hard group is a scale, as `round_scale` rounds it, times codes. A method that starts from this
+    scale does not change a hard weight.
+
+    Args:
+        blocks: (..., group).
+        levels: 3 or 4.
+
+    Returns:
+        (..., 1).
+    """
+    low, high = blocks.detach().abs().aminmax(dim=-1, keepdim=True)
+    # Of four levels the smallest code is ±1, or ±3 if all are ±3.
+    scale = torch.where(round_scale(low, 4) == low, low, low / 3) if levels == 4 else high
+    is_hard = (nearest_code(blocks, scale, levels) * scale == blocks).all(-1, keepdim=True)
+    return torch.where(is_hard & (round_scale(scale, levels) == scale), scale, 0.0)
+
+
 def nearest_code(w: torch.Tensor, scale: torch.Tensor, levels: int = 3) -> torch.Tensor:
     """The code whose product with the scale is nearest, in the dtype of ``w``; a tie takes the
-    inner one, and 0 without a code 0 the positive one."""
+    inner one, and 0 without a code 0 the positive one. The code of a NaN, or with the scale NaN, is
+    NaN."""
+    magnitude = w.abs()
+    zero = magnitude * (0.0 * scale)  # in place of a constant, so that a NaN is not lost
     if levels == 3:
-        return torch.where(w.abs() > 0.5 * scale, torch.sign(w), torch.zeros_like(w))
-    sign = torch.where(w < 0, -torch.ones_like(w), torch.ones_like(w))
-    return sign if levels == 2 else torch.where(w.abs() > 2.0 * scale, 3.0 * sign, sign)
+        return torch.where(magnitude > 0.5 * scale, torch.sign(w), zero)
+    one = zero + 1.0
+    sign = torch.where(w < 0, -one, one)
+    return sign if levels == 2 else torch.where(magnitude > 2.0 * scale, 3.0 * sign, sign)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +182,8 @@ class GroupMethod(Method):
     @property
     def file_formats(self) -> tuple[str, ...]:
         formats = "torchao", "huggingface", "compressed_tensors", "gguf"
-        return (*formats, "onnx") if self.levels < 4 else formats
+        formats += ("onnx",) if self.levels < 4 else ()
+        return (*formats, "intx") if "intx" in self.packed_formats else formats
 
     @property
     def packed_formats(self) -> tuple[str, ...]:
@@ -165,7 +203,7 @@ class GroupMethod(Method):
     def require_rows(self, what: str) -> None:
         """Raises ValueError if a scale covers several rows, which ``what`` cannot have."""
         if self.group_size == "tensor":
-            raise ValueError(
+            raise InputError(
                 f'{what} needs scales that lie within rows; got group_size "tensor"; use "channel" '
                 "or an int"
             )
@@ -175,7 +213,7 @@ class GroupMethod(Method):
         self,
         w: torch.Tensor,
         parameters: Sequence[torch.Tensor],
-        total: Total | None,
+        total: SumOverRanks | None,
         is_final: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale, (rows, groups, 1) or (1, 1, 1), and all codes, in the dtype of ``w``.
@@ -191,14 +229,18 @@ class GroupMethod(Method):
         self, scale: torch.Tensor, code: torch.Tensor, parameters: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """The hard weights of codes."""
-        return scale * code
+        return self.hard_scale(scale) * code
+
+    def hard_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return the scales of hard weights: 0 for a scale at its bound, if no code is 0."""
+        return scale if self.levels == 3 else torch.where(scale <= _LEAST_SCALE, 0.0, scale)
 
     def relaxed(
         self,
         w: torch.Tensor,
         tau: torch.Tensor,
         parameters: Sequence[torch.Tensor],
-        total: Total | None,
+        total: SumOverRanks | None,
     ) -> torch.Tensor:
         """H(w; tau), shaped like ``w``; without a temperature the hard weights, as here.
         Arguments as `scale_and_code`'s, tau in the dtype of ``w``."""
@@ -209,7 +251,7 @@ class GroupMethod(Method):
         w: torch.Tensor,
         tau: torch.Tensor,
         parameters: Sequence[torch.Tensor],
-        total: Total | None,
+        total: SumOverRanks | None,
     ) -> tuple[torch.Tensor, ...]:
         """dH/dw and what `parameter_grads` needs, at every weight; arguments as `relaxed`'s."""
         raise NotImplementedError
@@ -240,7 +282,7 @@ class GroupMethod(Method):
         self,
         weight: torch.Tensor,
         parameters: Sequence[torch.Tensor] = (),
-        total: Total | None = None,
+        total: SumOverRanks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(`blocks` of the weight, scale, code) of the deployable weight."""
         w = self.blocks(weight.detach())
@@ -253,4 +295,5 @@ class GroupMethod(Method):
 
     def codes(self, weight, parameters=()):
         _, scale, code = self.quantized(weight, parameters)
-        return code.to(torch.int8).view_as(weight), scale.squeeze(-1).to(torch.bfloat16)
+        scale = self.hard_scale(scale).squeeze(-1)
+        return code.to(torch.int8).view_as(weight), scale.to(torch.bfloat16)

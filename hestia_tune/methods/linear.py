@@ -15,18 +15,63 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from hestia_tune.methods.base import Method, step_of_method, weight_grad
-
-
-@step_of_method("Tensor x, Tensor? bias, ", "Tensor")
-def linear(formula, x, bias, *latent):  # (..., in) x (out, in)^T
-    return F.linear(x, formula("effective_weight")(*latent).to(x.dtype), bias)
+from hestia_tune.methods.base import Method, fused, weight_grad
 
 
-@step_of_method("Tensor grad, ", "Tensor")
-def input_grad(formula, grad, *latent):  # (..., out) x (out, in)
-    return grad @ formula("effective_weight")(*latent).to(grad.dtype)
+def _multiply(x, effective, bias):  # (..., in) x (out, in)^T
+    return F.linear(x, effective.to(x.dtype), bias)
+
+
+def _multiply_back(grad, effective):  # (..., out) x (out, in)
+    return grad @ effective.to(grad.dtype)
+
+
+@torch.library.custom_op("hestia::linear", mutates_args=())
+def _linear_operator(
+    x: Tensor,
+    bias: Tensor | None,
+    weight: Tensor,
+    tau: Tensor,
+    pressure: Tensor,
+    parameters: list[Tensor],
+    key: str,
+) -> Tensor:
+    return _multiply(x, fused(key, "effective_weight")(weight, tau, pressure, parameters), bias)
+
+
+@_linear_operator.register_fake
+def _(x, bias, weight, tau, pressure, parameters, key):
+    effective = Method.from_key(key).effective_weight(weight, tau, pressure, parameters)
+    return _multiply(x, effective, bias)
+
+
+@torch.library.custom_op("hestia::input_grad", mutates_args=())
+def _input_grad_operator(
+    grad: Tensor, weight: Tensor, tau: Tensor, pressure: Tensor, parameters: list[Tensor], key: str
+) -> Tensor:
+    return _multiply_back(grad, fused(key, "effective_weight")(weight, tau, pressure, parameters))
+
+
+@_input_grad_operator.register_fake
+def _(grad, weight, tau, pressure, parameters, key):
+    effective = Method.from_key(key).effective_weight(weight, tau, pressure, parameters)
+    return _multiply_back(grad, effective)
+
+
+def _linear(method: Method, x, bias, *latent) -> torch.Tensor:
+    """Return the product with the effective weight, by one operator in a compiled region."""
+    if torch.compiler.is_compiling():
+        return _linear_operator(x, bias, *latent, method.key())
+    return _multiply(x, method.effective_weight(*latent), bias)
+
+
+def _input_grad(method: Method, grad, *latent) -> torch.Tensor:
+    """Return the gradient of the input, by one operator in a compiled region."""
+    if torch.compiler.is_compiling():
+        return _input_grad_operator(grad, *latent, method.key())
+    return _multiply_back(grad, method.effective_weight(*latent))
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -37,7 +82,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.method, ctx.has_bias = method, bias is not None
         kept = x if weight.requires_grad else None
         ctx.save_for_backward(kept, weight, tau, pressure, *parameters)
-        return linear(method, x, bias, weight, tau, pressure, list(parameters))
+        return _linear(method, x, bias, weight, tau, pressure, list(parameters))
 
     @staticmethod
     def backward(ctx, grad):
@@ -47,7 +92,7 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_x = grad_bias = None
         grads = [None] * (1 + len(parameters))
         if needs_x:
-            grad_x = input_grad(ctx.method, grad, *latent)
+            grad_x = _input_grad(ctx.method, grad, *latent)
         grad_NO = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
             grad_eff = grad_NO.t() @ x.reshape(-1, x.shape[-1])  # (out, N) x (N, in)

@@ -1,8 +1,10 @@
 """Learned step size quantization (arXiv 1902.08153), ternary: Q(w) = a·clip(round(w/a), -1, 1).
 
-The slopes are those of `LearnedStepMethod` with reach 1, outside 1 and norm the square root of the
-number of weights that share a step: the paper's gradient scale 1/sqrt(N·Q_P), Q_P = 1. Its N is the
-size of the weight, with one step for all of it.
+The slopes are those of `LearnedStepMethod` with reach 1 and outside 1. The gradient of a step is
+divided by the square root of the group's size. The paper divides by sqrt(N·Q_P), with Q_P = 1 here
+and N the size of the whole weight, which has one step.
+
+The paper starts at 2·mean|w|/sqrt(Q_P). The start "absmax" is the one of ParetoQ's code.
 """
 
 from dataclasses import dataclass

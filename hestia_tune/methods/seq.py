@@ -8,6 +8,10 @@ With z = w/a clipped to ±0.99,
 so that the levels share the range evenly. The slopes are those of `LearnedStepMethod` with reach
 0.99; outside is 1 for ternary, though its outer level is 2/3 (so it is published), and 3/4 for two
 bits. The forward of the ternary one is that of LSQ with the step 2a/3; its gradients differ.
+
+ParetoQ's code has one step per row and divides its gradient by the square root of the size of the
+whole matrix. Here the gradient is divided by the square root of the group's size. The start
+"absmax" is ParetoQ's.
 """
 
 from dataclasses import dataclass

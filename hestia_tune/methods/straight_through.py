@@ -17,6 +17,7 @@ from hestia_tune.methods.groups import (
     least_squares_scale,
     nearest_code,
     round_scale,
+    scale_of_hard,
 )
 
 Start = Literal["absmax", "least_squares"]
@@ -37,17 +38,21 @@ class LearnedStepMethod(GroupMethod):
         dQ/dw = 1[|z| <= reach]
         dQ/da = (Q/a - z where |z| <= reach, else ±outside) / norm
 
-    with norm the square root of the number of weights that share a step.
+    The norm is the square root of the number of weights that share a step. ParetoQ's code divides
+    by the square root of the size of the whole matrix instead.
+
+    A group of pretrained weights that is hard already keeps its values with both starts: a is such
+    that its scale is the group's.
 
     Args:
         group_size: as in `GroupMethod`, but not "tensor".
-        start: a of the pretrained weights, so that it is their largest |w| ("absmax", as
-            published), or that the codes leave the "least_squares".
+        start: How the pretrained weights determine a: "absmax", their largest |w|, as in ParetoQ's
+            code; or "least_squares", where the codes leave the least squared error.
 
     Parameters of a layer: ``step``, (out_features, groups), float32.
 
     Raises:
-        TypeError, ValueError: on a wrong option.
+        InputError: on a wrong option.
     """
 
     trained_parameters = ("step",)
@@ -65,7 +70,8 @@ class LearnedStepMethod(GroupMethod):
             step = w.abs().amax(-1)
         else:
             step = least_squares_scale(w, self.levels).squeeze(-1) / ratio
-        return (step.to(torch.float32),)
+        kept = scale_of_hard(w, self.levels).squeeze(-1)  # ratio·(kept/ratio) is rounded to kept
+        return (torch.where(kept > 0, kept / ratio, step).to(torch.float32),)
 
     def scale_and_code(self, w, parameters, total, is_final):
         scale = (self.facts[0] * parameters[0]).clamp(min=SCALE_EPS).unsqueeze(-1)

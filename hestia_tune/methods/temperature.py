@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from hestia_tune.errors import InputError
+
 NUM_BINS = 8192
 # Beyond 8 scales the relaxation is 1 for every temperature in the search range.
 MAX_Z = 8.0
@@ -29,7 +31,7 @@ def search_temperature(
             the neighbours of the best.
 
     Raises:
-        ValueError: if the errors are not finite, or all zero.
+        InputError: if the errors are not finite, or all zero.
     """
     low, high = (math.log(bound) for bound in SEARCH_RANGE)
     for round_number in range(rounds):
@@ -37,7 +39,7 @@ def search_temperature(
         found = [float(error) for error in errors([math.exp(value) for value in grid])]
         # (Later brackets may be free of error: of weights that are ternary already.)
         if round_number == 0 and not (max(found) > 0 and all(map(math.isfinite, found))):
-            raise ValueError(
+            raise InputError(
                 "tau_init auto needs finite weights that are not all zero; give tau_init a number"
             )
         best = found.index(min(found))

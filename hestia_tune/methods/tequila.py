@@ -30,7 +30,7 @@ class TequilaMethod(AbsMeanMethod):
     """
 
     name: ClassVar[str] = "tequila"
-    adds_bias: ClassVar[bool] = True
+    needs_training: ClassVar[bool] = True
     epsilon: float = 1e-3
 
     def __post_init__(self):
@@ -38,12 +38,14 @@ class TequilaMethod(AbsMeanMethod):
         require_number("epsilon", self.epsilon, 0, 1, "1e-3 as published")
 
     def bias(self, weight, pressure, total=None):
+        """Return what is added to every output, (rows,); 0 at pressure 0."""
         w, _, code = self.quantized(weight, (), total)
         dead = torch.where(code == 0, w, 0.0).view_as(weight)  # (rows, in_features)
         bias = pressure * self.epsilon * dead.sum(-1, dtype=torch.float64)
         return round_to_bfloat16(bias.to(torch.float32)).to(w.dtype)
 
     def bias_vjp(self, grad, weight, pressure, total=None):
+        """Return the gradient of the latent weight, given the gradient of the bias."""
         w, _, code = self.quantized(weight, (), total)
         dead = (code == 0).to(w.dtype).view_as(weight)
         slope = (pressure * self.epsilon).to(w.dtype)

@@ -39,12 +39,14 @@ from typing import ClassVar, Literal
 
 import torch
 
+from hestia_tune.errors import InputError
 from hestia_tune.methods.groups import (
     GroupMethod,
     least_squares_scale,
     mean_scale,
     nearest_code,
     round_to_bfloat16,
+    scale_of_hard,
 )
 from hestia_tune.methods.temperature import relaxation_histogram, temperature_from_histogram
 
@@ -84,7 +86,7 @@ class TernaryMethod(GroupMethod):
         offset: "none", or "learned": codes are chosen by w - o·g, with a parameter o that starts
             at 0.
         start: g of learned parameters, by the pretrained weights: their "absmean", or the scale
-            of "least_squares".
+            of "least_squares". A group that is hard already keeps its scale with both.
 
     Parameters of a layer, all (out_features, groups): ``scale_logit`` (t), ``threshold_logit``
     (s) and ``offset`` (o), those that are learned; and then ``scale_start`` (g), not trained.
@@ -103,7 +105,7 @@ class TernaryMethod(GroupMethod):
         if self.trained_parameters:
             self.require_rows("a learned scale, threshold or offset")
         elif self.start != "absmean":
-            raise ValueError(
+            raise InputError(
                 f'start "{self.start}" is where a learned scale, threshold or offset starts; '
                 "nothing is learned; set scale: learned"
             )
@@ -120,11 +122,13 @@ class TernaryMethod(GroupMethod):
     def initial_parameters(self, weight):
         if not self.trained_parameters:
             return ()
-        scale = mean_scale if self.start == "absmean" else least_squares_scale
-        start = scale(self.blocks(weight.detach())).squeeze(-1).to(torch.float32)
+        w = self.blocks(weight.detach())
+        start = (mean_scale if self.start == "absmean" else least_squares_scale)(w)
+        kept = scale_of_hard(w, self.levels)
+        start = torch.where(kept > 0, kept, start).squeeze(-1).to(torch.float32)
         return *(torch.zeros_like(start) for _ in self.trained_parameters), start
 
-    def _groups(self, w, parameters, total=None, keep_ternary=False):
+    def _groups(self, w, parameters, total=None, keep_hard=False):
         """(gamma, delta, w - b): of (rows, groups, 1) the first two; delta is gamma and b nothing
         if they are not learned."""
         values = dict(zip(self.parameter_names, parameters, strict=True))
@@ -133,7 +137,7 @@ class TernaryMethod(GroupMethod):
             scale = (2.0 * torch.sigmoid(values["scale_logit"]) * start).to(torch.float32)
             scale = round_to_bfloat16(scale).to(w.dtype).unsqueeze(-1)
         else:
-            scale = mean_scale(w, total, keep_ternary=keep_ternary)
+            scale = mean_scale(w, total, keep_hard=keep_hard)
         step, shifted = scale, w
         if self.threshold == "learned":
             step = (2.0 * torch.sigmoid(values["threshold_logit"]) * start).to(w.dtype)
@@ -189,12 +193,12 @@ class TernaryMethod(GroupMethod):
         histogram = None
         for weight in weights:
             if not torch.isfinite(weight).all():
-                raise ValueError("tau_init auto needs finite weights; got NaN or infinity")
+                raise InputError("tau_init auto needs finite weights; got NaN or infinity")
             blocks = self.blocks(weight.detach())
             scale, *_ = self._groups(blocks, self.initial_parameters(weight))
             z, scale = blocks.abs() / scale, scale.expand_as(blocks)
             part = relaxation_histogram(z.flatten(), scale.flatten())
             histogram = part if histogram is None else histogram + part
         if histogram is None:
-            raise ValueError("tau_init auto needs at least one weight; got none")
+            raise InputError("tau_init auto needs at least one weight; got none")
         return temperature_from_histogram(histogram)

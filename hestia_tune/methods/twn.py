@@ -3,6 +3,7 @@
 With delta the option and t = delta·mean|w| of a group, Q(w) = s·sign(w) where |w| >= t, else 0, and
 s the mean of those |w|: both of the latent weights as they are, detached. dQ/dw = 1 for every w.
 A hard weight has one magnitude besides 0, which is its s, so quantizing it again changes nothing.
+With a delta of 0 it changes the weight, because zeros then count in s.
 """
 
 from dataclasses import dataclass

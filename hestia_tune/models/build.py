@@ -1,51 +1,65 @@
-"""From the YAML's sections to a prepared model on the meta device, and to one ready for inference.
+"""From the sections of a config to a model: on the meta device, whole, or ready for inference.
 
-The order matters. Linears are swapped right after the model is made on the meta device, before
-anything else sees them (compile, activation checkpointing and FSDP are training's, in
-`hestia_tune.training.sharding`), and before weights are loaded, so that a wrong config fails in a
-second whatever the size of the model.
+Linears are swapped right after the model is made on the meta device, before compile, activation
+checkpointing, FSDP and the loading of weights see them. So a wrong config fails in a second,
+whatever the size of the model.
 """
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, ListConfig
+from omegaconf import OmegaConf
 from torch import nn
-from torchtune import config, training, utils
+from torchtune import config, training
 from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _get_component_from_path
 from torchtune.modules import TiedLinear
 from torchtune.training.checkpointing import ModelType
 
 from hestia_tune.blocks import find_blocks
-from hestia_tune.config import nearest, one_line
-from hestia_tune.distributed import on_first_rank
+from hestia_tune.config import nearest
+from hestia_tune.config.run import RunConfig
+from hestia_tune.errors import InputError, InputTypeError, one_line
 from hestia_tune.files import read_json
 from hestia_tune.models.builders import llama
-from hestia_tune.models.checkpoints import MODEL_TYPES, require_biases
-from hestia_tune.models.decoding import group_heads
-from hestia_tune.models.hugging_face_model import BUILDER
-from hestia_tune.modules import quantized_linears
-from hestia_tune.qat import QATQuantizerBase
+from hestia_tune.models.checkpoints import MODEL_TYPES, check_shapes
+from hestia_tune.models.hugging_face_model import check_logits
+from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.prepare import QATQuantizerBase
 
 log = logging.getLogger(__name__)
 
 
-def instantiate(section: DictConfig | None, key: str, *args: Any, **options: Any) -> Any:
-    """The component of a section of the YAML, ``args`` before and ``options`` besides its own; None
-    of none.
+def instantiate(section: Mapping | None, key: str, *args: Any, **options: Any) -> Any:
+    """Make the component of a section of the YAML; of None, return None.
+
+    Args:
+        section: The section, with ``_component_``.
+        key: The section's name, for errors.
+        args: Arguments of the component before the section's own.
+        options: Keyword arguments of the component beside the section's own.
 
     Raises:
-        ValueError: naming the ``key``, if the component is not there or refuses its options.
+        InputError: If the component does not exist or refuses its options.
     """
     try:
-        return config.instantiate(section, *args, **options)
+        return config.instantiate(section and OmegaConf.create(dict(section)), *args, **options)
     except (TypeError, ValueError, OSError, ImportError, InstantiationError) as error:
-        raise ValueError(f"{key}: {one_line(error)}") from error
+        given = "" if isinstance(error, InputError) else f"; check its options {section}"
+        raise InputError(f"{key}: {one_line(error)}{given}") from error
+
+
+def find_component(name: Any, key: str) -> Any:
+    """Return what a dotted name means; InputError, naming the ``key``, if it means nothing."""
+    try:
+        return _get_component_from_path(str(name))
+    except InstantiationError as error:
+        raise InputError(f"{key}: {one_line(error)}") from error
 
 
 # Of transformers: those that scale by 1 + weight.
@@ -65,56 +79,56 @@ _HF_NAMES = {
 }
 
 
-def check_model_section(cfg_model: DictConfig, cfg_checkpointer: DictConfig) -> None:
-    """Compares the model type, and the options of `hestia_tune.models.llama`, with config.json.
+def check_model_section(run: RunConfig) -> None:
+    """Compare the model type, and the options of `hestia_tune.models.llama`, with config.json.
 
     torchtune's own builders name a model as a whole and have no options to be wrong in.
 
     Raises:
-        ValueError: naming the option and both values; a model that is built in another way than it
-            was trained loads without an error, and is worse.
+        InputError: If they differ. A model that is built in another way than it was trained loads
+            without an error, and is worse.
     """
-    file = Path(str(cfg_checkpointer.get("checkpoint_dir"))) / "config.json"
-    if cfg_model["_component_"] == BUILDER or not file.is_file():  # that is all it is built from
+    file = Path(str(run.checkpointer.get("checkpoint_dir"))) / "config.json"
+    if run.is_transformers_model or not file.is_file():  # config.json is all it is built from
         return
     stored = read_json(file)
-    given, found = cfg_checkpointer.get("model_type"), stored.get("model_type")
-    if given not in ModelType.__members__:
+    found = stored.get("model_type")
+    if run.model_type not in ModelType.__members__:
         known = ", ".join(ModelType.__members__)
-        raise ValueError(f"checkpointer.model_type must be one of {known}; got {given}")
+        raise InputError(f"checkpointer.model_type must be one of {known}; got {run.model_type}")
     fitting = [name for name, family in MODEL_TYPES.items() if family == found]
-    if fitting and given in MODEL_TYPES and given not in fitting:
-        raise ValueError(
-            f"checkpointer.model_type is {given}, {file} has model_type {found}; use "
+    if fitting and run.model_type in MODEL_TYPES and run.model_type not in fitting:
+        raise InputError(
+            f"checkpointer.model_type is {run.model_type}, {file} has model_type {found}; use "
             f"{' or '.join(fitting)}, or another model's folder"
         )
-    if cfg_model["_component_"] != "hestia_tune.models.llama":
+    if run.model["_component_"] != "hestia_tune.models.llama":
         return
     rope = stored.get("rope_parameters") or {}  # transformers 5's
     stored |= rope if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
     defaults = {k: p.default for k, p in inspect.signature(llama).parameters.items()}
-    given = {"rope_scaling": None} | defaults | dict(cfg_model)
+    given = {"rope_scaling": None} | defaults | run.model
     for ours, theirs in _HF_NAMES.items():
         if theirs in stored and ours in given and given[ours] != stored[theirs]:
-            raise ValueError(
+            raise InputError(
                 f"model.{ours} is {given[ours]}, {file} has {theirs} {stored[theirs]}; use that "
                 "value, or another model's folder"
             )
 
 
-def plain_on_meta(cfg_model: DictConfig) -> nn.Module:
-    """The model in float32 on the meta device, not prepared."""
+def plain_on_meta(section: Mapping) -> nn.Module:
+    """Return the model of a section in float32 on the meta device, not prepared."""
     with training.set_default_dtype(torch.float32), torch.device("meta"):
-        return instantiate(cfg_model, "model")
+        return instantiate(section, "model")
 
 
-def build_on_meta(cfg_model: DictConfig, component: QATQuantizerBase) -> nn.Module:
-    """The prepared model in float32 on the meta device.
+def build_on_meta(section: Mapping, component: QATQuantizerBase) -> nn.Module:
+    """Return the prepared model of a section in float32 on the meta device.
 
     Raises:
-        ValueError: if the method cannot take the model's layers; the error names the layer.
+        InputError: If the method cannot take the model's layers; the message names the layer.
     """
-    return component.prepare(plain_on_meta(cfg_model))
+    return component.prepare(plain_on_meta(section))
 
 
 def kept_in_blocks(model: nn.Module) -> str:
@@ -136,11 +150,17 @@ def kept_in_blocks(model: nn.Module) -> str:
 
 
 def load_on_all_ranks(
-    cfg_model: DictConfig, state: Mapping[str, torch.Tensor] | None, device: torch.device | str
+    section: Mapping, state: Mapping[str, torch.Tensor] | None, device: torch.device | str
 ) -> nn.Module:
-    """The model in float32, whole, on the device of every rank; the first has ``state``."""
+    """Return the model in float32, whole, on the device of every rank.
+
+    Args:
+        section: The model section.
+        state: The state dict on the first rank, None on the others.
+        device: Device of the weights.
+    """
     with training.set_default_dtype(torch.float32), torch.device(device):
-        model = instantiate(cfg_model, "model")
+        model = instantiate(section, "model")
     if state:
         model.load_state_dict(state)
     for value in model.state_dict().values():
@@ -148,61 +168,55 @@ def load_on_all_ranks(
     return model
 
 
-def make_component(section: DictConfig) -> QATQuantizerBase:
-    """The component of the ``quantizer`` section; TypeError if it is none of this package's."""
+def make_component(section: Mapping) -> QATQuantizerBase:
+    """Return the component of the ``quantizer`` section; InputError if it is another package's."""
     component = instantiate(section, "quantizer")
     if not isinstance(component, QATQuantizerBase):
         rule = "quantizer must be a component such as hestia_tune.HestiaQATQuantizer"
-        raise TypeError(f"{rule}; got {section['_component_']}")
+        raise InputTypeError(f"{rule}; got {section['_component_']}")
     return component
 
 
-def checked_on_meta(cfg: DictConfig, component: QATQuantizerBase) -> nn.Module:
-    """`build_on_meta`, and whether the model can serve what the config asks of it."""
-    require_biases(component.method, cfg.checkpointer.model_type)
-    model = build_on_meta(cfg.model, component)
-    check_model_options(cfg, model)
-    if kept := kept_in_blocks(model):
-        utils.log_rank_zero(log, kept)
-    return model
+def check_model_options(run: RunConfig, model: nn.Module) -> None:
+    """Check the options of a config that depend on the model (on the meta device).
 
-
-def check_model_options(cfg: DictConfig, model: nn.Module) -> None:
-    """Raises ValueError for options of a config that the model (on the meta device) cannot serve:
-    sequences that are too long, layers that are not there."""
+    Raises:
+        InputError: If sequences are longer than the model's, or a module is not there.
+    """
     longest: Any = model.max_seq_len
-    for key in ("dataset", "dataset_val"):
-        for one in cfg[key] if isinstance(cfg[key], ListConfig) else [cfg[key] or {}]:
-            if (one.get("seq_len") or 0) > longest:
-                raise ValueError(
-                    f"{key}.seq_len must be at most the model's max_seq_len, {longest}; got "
-                    f"{one['seq_len']}"
-                )
-    if cfg.model["_component_"] != BUILDER and cfg.checkpointer.model_type not in MODEL_TYPES:
-        text = (
-            f"hestia_convert and hestia_eval do not read {cfg.checkpointer.model_type} models: the "
+    parts = [("dataset", one) for one in run.datasets]
+    for key, one in [*parts, ("dataset_val", run.dataset_val or {})]:
+        if isinstance(one, Mapping) and (one.get("seq_len") or 0) > longest:
+            raise InputError(
+                f"{key}.seq_len must be at most the model's max_seq_len, {longest}; got "
+                f"{one['seq_len']}"
+            )
+    if not run.is_transformers_model and run.model_type not in MODEL_TYPES:
+        log.warning(
+            f"hestia_convert and hestia_eval do not read {run.model_type} models: the "
             "hard model of this run can be loaded by other programs only"
         )
-        utils.log_rank_zero(log, text, level=logging.WARNING)
     names = dict(model.named_modules())
-    for key in ("custom_sharded_layers", "frozen_modules"):
-        for name in cfg[key] or []:
-            if name not in names:
-                raise ValueError(f"{key}: the model has no module {name}{nearest(name, names)}")
-    for name in cfg.frozen_modules or []:
+    for name in run.frozen_modules or []:
+        if name not in names:
+            raise InputError(
+                f"frozen_modules: the model has no module {name}{nearest(name, names)}"
+            )
         if quantized_linears(names[name]):
-            raise ValueError(
+            raise InputError(
                 f"frozen_modules: {name} has quantized linears, which are what is trained; name "
                 "modules without any, such as tok_embeddings"
             )
+    if kept := kept_in_blocks(model):
+        log.info(kept)
 
 
-def make_tokenizer(cfg_tokenizer: DictConfig, model: nn.Module) -> Any:
-    """The tokenizer of a config; ValueError if it has more ids than the model has embeddings."""
-    tokenizer = instantiate(cfg_tokenizer, "tokenizer")
+def make_tokenizer(section: Mapping, model: nn.Module) -> Any:
+    """Return the tokenizer; InputError if it has more ids than the model has embeddings."""
+    tokenizer = instantiate(section, "tokenizer")
     rows: Any = model.tok_embeddings.num_embeddings
     if getattr(tokenizer, "vocab_size", 0) > rows:
-        raise ValueError(
+        raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model {rows} embeddings; use the "
             "tokenizer that the model was trained with"
         )
@@ -210,51 +224,50 @@ def make_tokenizer(cfg_tokenizer: DictConfig, model: nn.Module) -> Any:
 
 
 def read_checkpoint(
-    load: Callable[[], dict[str, Any]], model: nn.Module, cfg_checkpointer: DictConfig
+    checkpointer: Any, run: RunConfig, shapes: Mapping[str, torch.Size]
 ) -> dict[str, torch.Tensor]:
-    """The state dict that ``load`` reads, as torchtune's checkpointers do, checked against
-    ``model`` (on the meta device, prepared or not).
+    """Return the state dict that a checkpointer component reads.
+
+    Args:
+        checkpointer: The component.
+        run: The config that it is from.
+        shapes: Name -> shape of every entry that the model has.
 
     Raises:
-        ValueError: if it cannot be read, is of another model, or holds NaN or infinity.
+        InputError: If it cannot be read, is of another model, or holds NaN or infinity; and see
+            `check_logits`.
     """
-    source, model_type = cfg_checkpointer.checkpoint_dir, cfg_checkpointer.get("model_type")
+    source = run.checkpointer["checkpoint_dir"]
     try:
-        loaded = load()[training.MODEL_KEY]
+        loaded = checkpointer.load_checkpoint()[training.MODEL_KEY]
     except Exception as error:  # torchtune's converters raise errors of many unrelated types
-        reason = f"could not be read as {model_type}: {one_line(error)}"
-        raise ValueError(f"the checkpoint in {source} {reason}") from error
-    check_state_dict(model, loaded, source)
+        reason = f"could not be read as {run.model_type}: {one_line(error)}"
+        raise InputError(f"the checkpoint in {source} {reason}") from error
+    check_shapes(shapes, {name: value.shape for name, value in loaded.items()}, source)
     for name, value in loaded.items():
         if not value.is_floating_point():
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint in {source} is quantized already: {name} is {value.dtype}; give "
                 "the folder of the original model"
             )
         if not torch.isfinite(value).all():
-            raise ValueError(f"NaN or infinity in the pretrained weights: {name}")
+            raise InputError(f"NaN or infinity in the pretrained weights: {name}")
+    if run.is_transformers_model:
+        check_logits(plain_on_meta(run.model), loaded)
     return loaded
 
 
-def pretrained_state(
-    cfg: DictConfig, load: Callable[[], dict[str, Any]]
-) -> dict[str, torch.Tensor] | None:
-    """`read_checkpoint` on the first rank, for the model of a config; None on the others.
-    Collective."""
-    plain = plain_on_meta(cfg.model)
-    return on_first_rank(lambda: read_checkpoint(load, plain, cfg.checkpointer), share=False)
-
-
 def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, torch.Tensor]:
-    """A state dict to train from scratch: float32 on the CPU, the same for the same seed.
+    """Return a state dict to train from scratch: float32 on the CPU, the same for the same seed.
 
     Matrices, embeddings included, are normal with the standard deviation ``initializer_range`` of
-    the folder's config.json (0.02 if it has none), as Hugging Face's own Llamas begin; biases are
-    0, norms 1, or 0 where 1 is added to them.
+    the folder's config.json (0.02 if it has none), as Hugging Face's own Llamas begin. Biases are
+    0; norms are 1, or 0 where 1 is added to them.
 
     Args:
-        plain: not prepared, on the meta device; names and shapes.
-        folder: of the config.
+        plain: The model, not prepared, on the meta device: names and shapes.
+        folder: Folder with config.json.
+        seed: Seed of the weights.
     """
     modules = plain.named_modules()
     zero = {f"{name}.weight" for name, m in modules if type(m).__name__ in _NORMS_AROUND_ZERO}
@@ -266,20 +279,13 @@ def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, t
         state[name] = torch.full(value.shape, 0.0 if is_zero else 1.0)
         if value.dim() >= 2:
             state[name].normal_(std=std, generator=generator)
+    check_logits(plain, state)
     return state
 
 
-def check_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Raises ValueError if the names or shapes of ``state`` are not those of ``model``."""
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in state.items()}
-    for name in expected | found:
-        here, there = (shapes.get(name, "absent") for shapes in (expected, found))
-        if here != there:
-            raise ValueError(
-                f"the checkpoint in {source} is of another model than the config's: {name} is "
-                f"{there} instead of {here}"
-            )
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """Return name -> shape of every entry of a model's state dict."""
+    return {name: value.shape for name, value in model.state_dict().items()}
 
 
 def build_buffers(model: nn.Module, device: torch.device | str) -> None:
@@ -321,5 +327,4 @@ def ready_for_inference(
 
     model._apply(moved)  # as `Module.to`: a packed tensor is swapped with all its parts
     build_buffers(model, device)
-    group_heads(model)
     return model.requires_grad_(False).eval()

@@ -21,7 +21,7 @@ def llama(
             max_seq_len, as in torchtune.
 
     Raises:
-        TypeError, ValueError: on a size that is missing, unknown or does not divide another.
+        InputError: on a size that is missing, unknown or does not divide another.
     """
     return llama3_2(
         rope_base=rope_base,

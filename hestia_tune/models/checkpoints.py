@@ -3,8 +3,6 @@
 Writing checkpoints is in `hestia_tune.training.checkpoint`, which describes the folder.
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -13,16 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from omegaconf import DictConfig
 from torch import nn
 from torchtune.models import convert_weights
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
-from hestia_tune.config import one_line
-from hestia_tune.export.folder import SafetensorsFolder
-from hestia_tune.files import checksum, read_json
+from hestia_tune.cache import digest
+from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
+from hestia_tune.errors import InputError, one_line
+from hestia_tune.files import checksum, read_json, read_state
 from hestia_tune.methods import Method
 from hestia_tune.models import hugging_face_files
+from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_model import local_folder
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
@@ -36,11 +35,6 @@ MODEL_TYPES = {
     "MISTRAL": "mistral",
     "QWEN2": "qwen2",
 }
-
-
-def digest(value: Any) -> str:
-    """A short digest of anything JSON holds."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -69,18 +63,17 @@ def find_damage(folder: Path) -> str | None:
     return None
 
 
-def pretrained_folder(cfg_checkpointer: DictConfig) -> Path:
-    """Where the pretrained model of a config is."""
-    named = str(cfg_checkpointer.checkpoint_dir)
-    is_any = cfg_checkpointer.get("model_type") == hugging_face_files.MODEL_TYPE
-    return local_folder(named) if is_any else Path(named)
+def pretrained_folder(config: RunConfig) -> Path:
+    """Return the folder of a config's pretrained model."""
+    named = str(config.checkpointer["checkpoint_dir"])
+    return local_folder(named) if config.is_transformers_model else Path(named)
 
 
 def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The latent weights of a training checkpoint of ``model`` (prepared, on the meta device),
     whole, in float32 on the CPU; ValueError if the checkpoint is damaged."""
     if problem := find_damage(folder):
-        raise ValueError(f"{problem}; take another checkpoint")
+        raise InputError(f"{problem}; take another checkpoint")
     shapes = model.state_dict().items()
     state = {f"{MODEL_PREFIX}{name}": torch.empty_like(p, device="cpu") for name, p in shapes}
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
@@ -95,9 +88,9 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
         source: with config.json.
 
     Raises:
-        ValueError: on a model type that torchtune maps in another way.
+        InputError: on a model type that torchtune maps in another way.
     """
-    if model_type == hugging_face_files.MODEL_TYPE:
+    if model_type == TRANSFORMERS_MODEL_TYPE:
         return hugging_face_files.read_weights(source)
     to_torchtune = _converter(model_type, source.folder)
     parts = (to_torchtune({name: source.read(name)}) for name in source.shapes)
@@ -107,7 +100,7 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
 def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
     """The model's name -> the name in the files; arguments and errors of `read_weights`."""
     shapes = SafetensorsFolder(folder).shapes
-    if model_type == hugging_face_files.MODEL_TYPE:
+    if model_type == TRANSFORMERS_MODEL_TYPE:
         return {name: name for name in shapes}
     to_torchtune = _converter(model_type, folder)
     return {
@@ -117,7 +110,26 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
     }
 
 
-def without_added_biases(
+def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:
+    """Return the model's names and shapes of the weights in a checkpoint's files, unread.
+
+    None if they cannot be told from the files: weights that are not safetensors, or that
+    transformers converts, or no files.
+    """
+    names, folder = config.checkpointer.get("checkpoint_files"), pretrained_folder(config)
+    if config.model_type not in MODEL_TYPES or not isinstance(names, list) or not names:
+        return None
+    if not all(name.endswith(".safetensors") and (folder / name).is_file() for name in names):
+        return None
+    to_torchtune, found = _converter(config.model_type, folder), {}
+    for file in (folder / name for name in names):
+        for name, value in read_state(file).items():
+            if "rotary_emb." not in name:
+                found |= to_torchtune({name: torch.empty(value.shape, device="meta")})
+    return {name: value.shape for name, value in found.items()}
+
+
+def split_biases(
     state: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A Llama's state dict without biases, by torchtune's names, and the biases by those in files.
@@ -135,8 +147,37 @@ def without_added_biases(
     return weights, {f"{n[:-6]}bias": v.squeeze(1).contiguous() for n, v in found.items()}
 
 
+def check_shapes(
+    expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size], source: str
+) -> None:
+    """Raise InputError if names or shapes that were ``found`` are not the model's."""
+    for name in {**expected, **found}:
+        here, there = (
+            tuple(shapes[name]) if name in shapes else "absent" for shapes in (expected, found)
+        )
+        if here != there:
+            raise InputError(
+                f"the checkpoint in {source} is of another model than the config's: {name} is "
+                f"{there} instead of {here}"
+            )
+
+
+def load_weights(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
+    """Put the tensors of a state dict in place of a plain model's own.
+
+    Linears get the biases that the state dict has and they have not.
+
+    Raises:
+        InputError: If other names or shapes differ; ``source`` is where the state dict is from.
+    """
+    add_biases(model, state)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    check_shapes(shapes, {name: value.shape for name, value in state.items()}, source)
+    model.load_state_dict(state, assign=True)
+
+
 def add_biases(model: nn.Module, names: Iterable[str]) -> None:
-    """Gives linears of a plain model the biases that are among ``names`` and that it lacks."""
+    """Give linears of a plain model the biases that are among ``names`` and that they lack."""
     modules = dict(model.named_modules())
     for name in names:
         linear = modules.get(name.removesuffix(".bias"))
@@ -144,10 +185,10 @@ def add_biases(model: nn.Module, names: Iterable[str]) -> None:
             linear.bias = nn.Parameter(linear.weight.new_empty(linear.out_features))
 
 
-def require_biases(method: Method, model_type: str) -> None:
-    """Raises ValueError if a method adds biases and the architecture has no room for them."""
-    if method.adds_bias and not model_type.startswith("LLAMA"):
-        raise ValueError(
+def check_can_hold(method: Method, model_type: str) -> None:
+    """Raise InputError if the architecture has no room for the biases that a method leaves."""
+    if method.needs_training and not model_type.startswith("LLAMA"):
+        raise InputError(
             f"{method.name} leaves a bias in every linear, which only Llamas have room for; got "
             f"model_type {model_type}; use another method"
         )
@@ -167,7 +208,7 @@ def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
     """One tensor of a Hugging Face state dict to that of torchtune."""
     if model_type not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
-        raise ValueError(
+        raise InputError(
             f"model_type {model_type} is not supported here; it must be one of {known}"
         )
     config = read_json(folder / "config.json")

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torchtune.training import MODEL_KEY
 
-from hestia_tune.export.folder import (
+from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
+from hestia_tune.errors import InputError
+from hestia_tune.models.folder import (
     SafetensorsFolder,
     copy_side_files,
     import_optional,
@@ -22,8 +24,6 @@ from hestia_tune.export.folder import (
 )
 from hestia_tune.models.hugging_face_model import hugging_face, local_folder, read_config
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
-
-MODEL_TYPE = "HUGGING_FACE"
 
 
 def model_on_meta(folder: str | Path) -> Any:
@@ -38,7 +38,7 @@ def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]
     What the model's class says to ignore, and copies of tied weights, are left out.
 
     Raises:
-        ValueError: if transformers has to convert names, and misses some or has too many.
+        InputError: if transformers has to convert names, and misses some or has too many.
     """
     model = model_on_meta(source.folder)
     names, ignored = model.state_dict(), model._keys_to_ignore_on_load_unexpected or ()
@@ -59,7 +59,7 @@ def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]
     )
     for kind in ("missing", "unexpected", "mismatched"):
         if wrong := sorted(map(str, report[f"{kind}_keys"])):
-            raise ValueError(f"weights are {kind} in {source.folder}: {wrong[0]}")
+            raise InputError(f"weights are {kind} in {source.folder}: {wrong[0]}")
     for name, value in loaded.state_dict().items():
         if name in names:
             yield name, source.read(name) if name in source.shapes else value
@@ -74,19 +74,21 @@ class HuggingFaceCheckpointer:
         model_type, should_load_recipe_state: given by torchtune; there is one of each here.
 
     Raises:
-        FileNotFoundError: if there is no such model.
-        ValueError: on a recipe state of torchtune's or another model type, or as `side_files`.
+        InputError: if there is no such model.
+        InputError: on a recipe state of torchtune's or another model type, or as `side_files`.
     """
 
     def __init__(
         self,
         checkpoint_dir: str,
         output_dir: str,
-        model_type: str = MODEL_TYPE,
+        model_type: str = TRANSFORMERS_MODEL_TYPE,
         should_load_recipe_state: bool = False,
     ):
-        if should_load_recipe_state or model_type != MODEL_TYPE:
-            raise ValueError(f"only weights of model_type {MODEL_TYPE} are read; got {model_type}")
+        if should_load_recipe_state or model_type != TRANSFORMERS_MODEL_TYPE:
+            raise InputError(
+                f"only weights of model_type {TRANSFORMERS_MODEL_TYPE} are read; got {model_type}"
+            )
         self.folder, self._output_dir = local_folder(checkpoint_dir), Path(output_dir)
         side_files(self.folder)  # which `save_checkpoint` copies, after the training
 
@@ -100,10 +102,10 @@ class HuggingFaceCheckpointer:
         """Writes a folder like the one that was read: its names, its config and its tokenizer.
 
         Raises:
-            ValueError: on an intermediate checkpoint; recipes here save states themselves.
+            InputError: on an intermediate checkpoint; recipes here save states themselves.
         """
         if intermediate_checkpoint:
-            raise ValueError("only weights are saved; got intermediate_checkpoint=True")
+            raise InputError("only weights are saved; got intermediate_checkpoint=True")
         folder = self._output_dir / f"epoch_{epoch}"
         model_on_meta(self.folder).save_pretrained(folder, state_dict=state_dict[MODEL_KEY])
         for written in folder.glob("*config.json"):  # by transformers; the model's own follow
@@ -120,7 +122,7 @@ class AutoTokenizer(HuggingFaceTokenizer):
         eos_token, max_seq_len: as of `HuggingFaceTokenizer`, whose errors it raises.
 
     Raises:
-        ValueError: if transformers knows no tokenizer for the folder, or none in Rust.
+        InputError: if transformers knows no tokenizer for the folder, or none in Rust.
     """
 
     def __init__(self, path: str, eos_token: str | None = None, max_seq_len: int | None = None):
@@ -130,12 +132,12 @@ class AutoTokenizer(HuggingFaceTokenizer):
                 folder, local_files_only=True, trust_remote_code=False
             )
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise ValueError(f"no tokenizer in {folder}: {error}") from error
+            raise InputError(f"no tokenizer in {folder}: {error}") from error
         if not found.is_fast:
-            raise ValueError(f"the {type(found).__name__} of {folder} is not of tokenizers (Rust)")
+            raise InputError(f"the {type(found).__name__} of {folder} is not of tokenizers (Rust)")
         with tempfile.TemporaryDirectory() as copy:
             found.save_pretrained(copy)
             try:
                 super().__init__(copy, eos_token, max_seq_len)
             except ValueError as error:
-                raise ValueError(str(error).replace(copy, str(folder))) from error
+                raise InputError(str(error).replace(copy, str(folder))) from error

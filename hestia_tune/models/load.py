@@ -13,32 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
-from hestia_tune.export.folder import DESCRIPTION_FILE, SafetensorsFolder
+from hestia_tune.cache import digest
+from hestia_tune.config.run import RunConfig
+from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
 from hestia_tune.models import build, checkpoints
+from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder
+from hestia_tune.models.hugging_face_model import check_logits
 from hestia_tune.models.packed import load_quantized
-from hestia_tune.modules import quantized_linears
-from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact
 
 NAMES = ("pretrained", "naive", "trained", "packed", "checkpoint", "checkpoint_hard")
 
 
-def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
+def locate(name: str, config: RunConfig) -> tuple[str, Path]:
     """(kind, folder) of a model; kind is "folder", "naive", "packed", "checkpoint" or
     "checkpoint_hard".
 
     Raises:
-        FileNotFoundError: if it is not there; the message says what would make it.
+        InputError: if it is not there; the message says what would make it.
     """
-    output_dir, pretrained = Path(cfg.output_dir), checkpoints.pretrained_folder(cfg.checkpointer)
+    output_dir, pretrained = Path(config.output_dir), checkpoints.pretrained_folder(config)
     if name in ("checkpoint", "checkpoint_hard"):
         found = checkpoints.complete_checkpoints(output_dir / "checkpoints")
         if not found:
-            raise FileNotFoundError(f"no complete checkpoint in {output_dir}; train first")
+            raise InputError(f"no complete checkpoint in {output_dir}; train first")
         return name, found[-1][1]
     folder = {
         "pretrained": pretrained,
@@ -49,7 +52,7 @@ def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
     if (folder / checkpoints.META_FILE).is_file():
         return "checkpoint", folder
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
+        raise InputError(
             f"model {name!r}: no config.json in {folder}; make it first with hestia_qat or "
             f"hestia_convert, or give another folder, or one of {', '.join(NAMES)}"
         )
@@ -59,20 +62,9 @@ def locate(name: str, cfg: DictConfig) -> tuple[str, Path]:
     return ("naive" if name == "naive" else "folder"), folder
 
 
-def load_plain(cfg: DictConfig, source: SafetensorsFolder) -> nn.Module:
-    """The model of a config with the weights of a folder as they are, and the biases that these
-    have and it has not; a ValueError if they are of another model."""
-    state = dict(checkpoints.read_weights(cfg.checkpointer.model_type, source))
-    model = build.plain_on_meta(cfg.model)
-    checkpoints.add_biases(model, state)
-    build.check_state_dict(model, state, str(source.folder))
-    model.load_state_dict(state, assign=True)
-    return model
-
-
 def load_model(
     name: str,
-    cfg: DictConfig,
+    config: RunConfig,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -85,28 +77,32 @@ def load_model(
         sensitivity: path of the artifact that a checkpoint was trained with, if with one.
 
     Raises:
-        FileNotFoundError, ValueError: if it is not there, of another model, or not finite.
+        InputError: if it is not there, of another model, or not finite.
     """
-    kind, folder = locate(name, cfg)
+    kind, folder = locate(name, config)
     facts: dict[str, Any] = {"source": str(folder), "kind": kind, "dtype": str(dtype)}
     if kind == "packed":
         # As it computes to the last bit, not as fast as it can.
         return load_quantized(folder, device=device, dtype=dtype, kernel="dequantize"), facts
-    component = build.make_component(cfg.quantizer)
+    component = build.make_component(config.quantizer)
     if kind in ("folder", "naive"):
-        model = load_plain(cfg, SafetensorsFolder(folder))
+        source = SafetensorsFolder(folder)
+        state = dict(checkpoints.read_weights(config.model_type, source))
+        model = build.plain_on_meta(config.model)
+        check_logits(model, state)
+        checkpoints.load_weights(model, state, str(folder))
         if kind == "naive":
             facts["quantizer"] = component.method.key()
             model = component.convert(component.prepare(model.float()))
         return build.ready_for_inference(model, device, dtype), facts
     meta = checkpoints.read_meta(folder)
     if meta["identity"]["quantizer"] != component.method.key():
-        raise ValueError(
+        raise InputError(
             f"{folder} was trained with quantizer {meta['identity']['quantizer']}, the config has "
             f"{component.method.key()}; use the config that trained it"
         )
     facts |= {"quantizer": component.method.key(), "step": meta["step"]}
-    model = build.build_on_meta(cfg.model, component)
+    model = build.build_on_meta(config.model, component)
     model.load_state_dict(checkpoints.read_latents(folder, model), assign=True)
     build.ready_for_inference(model, device, dtype)
     layers = quantized_linears(model)
@@ -117,8 +113,8 @@ def load_model(
         return model, facts
     identity, step = meta["identity"], meta["step"]
     scores = None if sensitivity is None else SensitivityArtifact.load(sensitivity).scores
-    if checkpoints.digest(scores) != identity["sensitivity"]:
-        raise ValueError(
+    if digest(scores) != identity["sensitivity"]:
+        raise InputError(
             f"the checkpoint was trained with other sensitivity scores than {sensitivity}; set "
             "sensitivity to the file that it was trained with (null if with none)"
         )

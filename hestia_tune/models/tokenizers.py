@@ -8,7 +8,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torchtune.data import Message
 from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
-from hestia_tune.config import one_line
+from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import read_json
 
 
@@ -30,25 +30,25 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         vocab_size: number of token ids, special ones included.
 
     Raises:
-        FileNotFoundError: naming the file that the folder lacks.
-        ValueError: if ``eos_token`` is no token of the vocabulary.
+        InputError: naming the file that the folder lacks.
+        InputError: if ``eos_token`` is no token of the vocabulary.
     """
 
     def __init__(self, path: str, eos_token: str | None = None, max_seq_len: int | None = None):
         folder = Path(path)
         files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
         if missing := [file for file in files if not file.is_file()]:
-            raise FileNotFoundError(f"{missing[0]} does not exist; check tokenizer.path")
+            raise InputError(f"{missing[0]} does not exist; check tokenizer.path")
         read_json(files[1])
         try:
             super().__init__(str(files[0]), tokenizer_config_json_path=str(files[1]))
         except Exception as error:  # of its own, without a type
-            raise ValueError(f"{files[0]} is damaged ({one_line(error)}); get it again") from error
+            raise InputError(f"{files[0]} is damaged ({one_line(error)}); get it again") from error
         self.max_seq_len = max_seq_len
         if eos_token is not None:
             self.eos_id = self.tokenizer.token_to_id(eos_token)
             if self.eos_id is None:
-                raise ValueError(f"tokenizer.eos_token {eos_token!r} is not in {files[0]}")
+                raise InputError(f"tokenizer.eos_token {eos_token!r} is not in {files[0]}")
         pad, turn_end = (self._special_token(f"{key}_token") for key in ("pad", "eos"))
         found = None if pad is None else self.tokenizer.token_to_id(pad)
         self.pad_id = self.eos_id if found is None else found

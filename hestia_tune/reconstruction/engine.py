@@ -10,7 +10,7 @@ which no window but the last sees.
 
 Legend: W latent weights, E effective weights, h hidden states (batch, seq_len, dim), h* their
 target. A step makes E of every linear from W (one fused kernel), computes with E as plain linears,
-and pulls the gradient of E back to W, as `hestia_tune.sharded` does.
+and pulls the gradient of E back to W, as `hestia_tune.qat.shards` does.
 
 Cost: a window costs as many forwards and backwards as it has steps; in memory stand one window with
 its optimizer, and two hidden states a token, a third with ``kl_blocks``
@@ -34,17 +34,22 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
+from hestia_tune.config import ReconstructionConfig
 from hestia_tune.distributed import gathered, of_all_ranks
-from hestia_tune.modules import quantized_linears
+from hestia_tune.errors import NotFiniteError
+from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
 from hestia_tune.reconstruction.losses import divergence, squared_error
 from hestia_tune.reconstruction.optimizer import WindowOptimizer
 from hestia_tune.reconstruction.streams import Stream, prefetched
-from hestia_tune.schedule import AnnealingSchedule, ScheduleDriver
-from hestia_tune.sections import ReconstructionConfig
 
 log = logging.getLogger(__name__)
 
+# Last fraction of a window's steps, at temperature 0: scales and norms settle on hard codes.
+HARD_FRACTION = 0.1
+# Largest initial temperature of the stage towards predictions.
+KL_TAU_INIT = 0.05
 # Norms of tokens are capped at as many times their median.
 _NORM_CAP = 4.0
 # Batches on which the errors that are told are measured.
@@ -90,6 +95,7 @@ class Reconstruction:
         chains: the model on each batch of this rank's sequences, one after the other and as many
             on every rank: hidden states (batch_size / ranks, seq_len, dim).
         counted: bool (batch_size / ranks, seq_len) of each batch: positions that count.
+        seed: Seed of the order of batches.
         device: where windows are trained.
         dtype: of the products.
         compiled: run the method's formulas as fused kernels.
@@ -104,6 +110,7 @@ class Reconstruction:
         chains: Iterable[BlockChain],
         counted: Sequence[torch.Tensor],
         *,
+        seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         compiled: bool = False,
@@ -111,10 +118,10 @@ class Reconstruction:
     ):
         self.blocks, self.head, self.settings = [*find_blocks(model).values()], head, settings
         self.device, self.dtype = torch.device(device), dtype
-        self.seed, self._compiled = settings.seed or 0, compiled
+        self.seed, self._compiled = seed, compiled
         self._names = {id(layer): name for name, layer in quantized_linears(model).items()}
         count, self.num_batches = len(self.blocks), len(counted)
-        plan = windows(count, settings.window, settings.stride)
+        plan = windows(count, settings.window, max(1, settings.window // 2))
         has_any = [bool(quantized_linears(block)) for block in self.blocks]
         self.windows = [(begin, end) for begin, end in plan if any(has_any[begin:end])]
         self.steps = [settings.epochs * self.num_batches] * len(self.windows)  # of each window
@@ -268,7 +275,7 @@ class Reconstruction:
     def _kl_settings(self) -> ReconstructionConfig:
         settings, names = self.settings, ("lr", "parameter_lr", "norm_lr")
         rates = {name: min(1.0, settings.kl_rate * getattr(settings, name)) for name in names}
-        return replace(settings, **rates, tau_init=settings.kl_tau_init, rho=0.0)
+        return replace(settings, **rates, tau_init=min(KL_TAU_INIT, settings.tau_init))
 
     def _train(self, index: int, state: Mapping[str, Any] | None) -> Iterator[WindowResult | None]:
         self._index, self._started = index, time.perf_counter()
@@ -287,8 +294,10 @@ class Reconstruction:
         layers = self._layers(blocks)
         names = {layer.name: layer.layer for layer in layers}
         steps = self.steps[index]
-        shape = {key: getattr(settings, key) for key in ("rho", "tau_init", "hard_fraction")}
-        driver = ScheduleDriver(AnnealingSchedule(steps, **shape), names)
+        schedule = AnnealingSchedule(
+            steps, rho=0.0, tau_init=settings.tau_init, hard_fraction=HARD_FRACTION
+        )
+        driver = ScheduleDriver(schedule, names)
         naive = self._error(blocks, layers, source, measure)
         self._optimizer = WindowOptimizer(window, layers, settings, steps)
         if state is not None:
@@ -317,7 +326,7 @@ class Reconstruction:
         if not math.isfinite(error):
             key = "lr" if name == "error" else "kl_rate"
             with of_all_ranks():
-                raise FloatingPointError(
+                raise NotFiniteError(
                     f"blocks {begin} to {end - 1}: the {name} is not finite after training; lower "
                     f"reconstruct.{key}, now {getattr(self.settings, key)}"
                 )

@@ -1,7 +1,7 @@
 """The linears of a window in training, and the blocks that they stand in."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from torch import nn
 from torch.func import functional_call
 
 from hestia_tune.blocks import BlockCall, hidden_of
-from hestia_tune.methods.base import fused
-from hestia_tune.modules import QuantizedLinear, quantized_linears
+from hestia_tune.qat.linear import QuantizedLinear, quantized_linears
+from hestia_tune.qat.shards import LatentRows
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -52,56 +52,32 @@ def call_block(
 
 
 class TrainedLayer:
-    """What is trained of a quantized linear, and what it computes with, as leaves of the graph.
+    """A quantized linear in training: what is trained, and what it computes with, as leaves.
 
     Attributes:
-        effective: by name, what stands for the linear's own: E, and the bias of a method that
-            ``adds_bias``.
+        effective: Name -> what the linear computes with: E as "weight", and what it derives.
     """
 
     def __init__(self, layer: QuantizedLinear, name: str, compiled: bool):
-        self.layer, self.name, self.method = layer, name, layer.method
-        self._compiled = compiled
-        self.weight = layer.weight.detach()
+        self.layer, self.name, method = layer, name, layer.method
+        self._rows = LatentRows(layer, compiled=compiled)
+        self.weight = layer.weight.detach().requires_grad_()
         self.parameters = [
-            value.detach().requires_grad_(key in self.method.trained_parameters)
-            for key, value in zip(
-                self.method.parameter_names, layer.method_parameters(), strict=True
-            )
+            value.detach().requires_grad_(key in method.trained_parameters)
+            for key, value in zip(method.parameter_names, layer.method_parameters(), strict=True)
         ]
-        self.weight.requires_grad_()
         self.effective: dict[str, torch.Tensor] = {}
 
-    def _formula(self, name: str) -> Callable[..., Any]:
-        return fused(self.method.key(), name) if self._compiled else getattr(self.method, name)
-
-    @torch.no_grad()
     def refresh(self, dtype: torch.dtype, *, hard: bool = False) -> None:
-        """Makes E, rounded once, a leaf that collects a gradient; or the hard weight."""
-        fake, latent = self.layer.weight_fake_quantizer, self.weight.detach()
-        if hard:
-            pressure = torch.ones_like(fake.pressure)
-            effective = self.method.hard(latent, self.parameters)
-        else:
-            pressure, formula = fake.pressure, self._formula("effective_weight")
-            effective = formula(latent, fake.tau, pressure, self.parameters)
-        self.effective = {"weight": effective.to(dtype).requires_grad_(not hard)}
-        if self.method.adds_bias:
-            added = self.method.bias(latent, pressure)
-            self.effective["added_bias"] = added.requires_grad_(not hard)
+        """Make E, rounded once, a leaf that collects a gradient; or the hard weight."""
+        made = self._rows.quantize(dtype, is_hard=hard)
+        self.effective = {name: value.requires_grad_(not hard) for name, value in made.items()}
 
-    @torch.no_grad()
     def pull_back(self) -> None:
-        """The gradients of what is trained, from that of E and of the bias, which go."""
-        fake, latent = self.layer.weight_fake_quantizer, self.weight.detach()
-        grads = {key: value.grad for key, value in self.effective.items()}
-        self.effective, grad = {}, grads["weight"]
-        assert grad is not None
-        formula = self._formula("vjp")
-        grad, *others = formula(grad.float(), latent, fake.tau, fake.pressure, self.parameters)
-        if self.method.adds_bias:
-            grad = grad + self.method.bias_vjp(grads["added_bias"], latent, fake.pressure)
-        self.weight.grad = grad
+        """Set the gradients of what is trained, from those of the leaves, which go."""
+        grads = {name: value.grad.float() for name, value in self.effective.items()}
+        self.effective = {}
+        self.weight.grad, *others = self._rows.pull_back(grads)
         for value, other in zip(self.parameters, others, strict=True):
             if value.requires_grad:
                 value.grad = other

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hestia_tune.config import ReconstructionConfig
 from hestia_tune.reconstruction.layers import TrainedLayer
-from hestia_tune.sections import ReconstructionConfig
 
 _WARMUP_STEPS = 10
 

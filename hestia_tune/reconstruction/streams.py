@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from hestia_tune.errors import InputError
+
 
 class Stream:
     """Hidden states of this rank, by batches of fixed sequences.
@@ -45,7 +47,7 @@ class Stream:
             try:  # a full disk is an error now, not a crash later
                 getattr(os, "posix_fallocate", lambda *_: None)(file.fileno(), 0, size)
             except OSError as error:
-                raise OSError(
+                raise InputError(
                     f"{folder}: {size / 2**30:.2f} GiB of hidden states: {error.strerror}; make "
                     "room or raise reconstruct.memory"
                 ) from error

@@ -1,6 +1,6 @@
 """How sensitive each quantized layer is, and the file that says so."""
 
-from hestia_tune.sections import EstimationConfig
+from hestia_tune.config import EstimationConfig
 from hestia_tune.sensitivity.artifact import SensitivityArtifact, model_fingerprint
 from hestia_tune.sensitivity.estimation import estimate_sensitivity
 from hestia_tune.sensitivity.segments import CalibrationBatch

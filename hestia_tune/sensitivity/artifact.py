@@ -14,7 +14,6 @@ The schedule reads the scores alone. Reading is strict: a temperature that silen
 default would look like a run that worked.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -27,9 +26,9 @@ from typing import Any
 
 import torch
 
-from hestia_tune.config import require_number
+from hestia_tune.config import EstimationConfig, require_number
+from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.files import write_atomically
-from hestia_tune.sections import EstimationConfig
 from hestia_tune.sensitivity.segments import CalibrationBatch
 
 ByLayer = Mapping[str, float]  # by fully qualified name
@@ -66,12 +65,12 @@ def sensitivity_scores(
     its own score and, through mu and sigma, a little of all others.
 
     Raises:
-        ValueError: if no layer is resolved.
+        InputError: if no layer is resolved.
     """
     errors_of = standard_errors or dict.fromkeys(traces, 0.0)
     known = {name: h for name, h in traces.items() if is_resolved(h, errors_of[name])}
     if not known:
-        raise ValueError(
+        raise InputError(
             "no layer's trace is known to be positive; take more samples or probes, or "
             "curvature: fisher, whose traces are never negative"
         )
@@ -98,7 +97,7 @@ class SensitivityArtifact:
     """Curvature traces and scores of the quantized layers of one model.
 
     Raises:
-        TypeError, ValueError: naming the layer whose number is out of range; if columns name other
+        InputError: naming the layer whose number is out of range; if columns name other
             layers; if scores are to be made and no trace is resolved.
     """
 
@@ -118,7 +117,7 @@ class SensitivityArtifact:
 
     def __post_init__(self):
         if not isinstance(self.estimator, dict) or not isinstance(self.dataset, dict):
-            raise TypeError("estimator and dataset must be mappings")
+            raise InputTypeError("estimator and dataset must be mappings")
         if not self.probes:
             object.__setattr__(self, "probes", dict.fromkeys(self.traces, 0))
         for column, (key, low, high) in _COLUMNS.items():
@@ -126,7 +125,7 @@ class SensitivityArtifact:
                 object.__setattr__(self, "scores", self._scored[0])
             values = getattr(self, column)
             if not values or values.keys() != self.traces.keys():
-                raise ValueError(f"{column} and traces must name the same layers, at least one")
+                raise InputError(f"{column} and traces must name the same layers, at least one")
             for name, value in values.items():
                 require_number(f"{key} of {name}", value, low, high)
 
@@ -161,17 +160,17 @@ class SensitivityArtifact:
         """Reads what `save` wrote.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: if it is not such a document, whole and of this schema version.
+            InputError: if there is no such file.
+            InputError: if it is not such a document, whole and of this schema version.
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"sensitivity file {path} does not exist; {_COMPUTE}")
+            raise InputError(f"sensitivity file {path} does not exist; {_COMPUTE}")
         try:
             document = json.loads(path.read_text("utf-8"))
             version = document["schema_version"]
             if version != SCHEMA_VERSION:
-                raise ValueError(f"schema_version must be {SCHEMA_VERSION}; got {version}")
+                raise InputError(f"schema_version must be {SCHEMA_VERSION}; got {version}")
             layers = document["layers"].items()
             columns = {
                 column: {name: entry[key] for name, entry in layers}
@@ -180,31 +179,15 @@ class SensitivityArtifact:
             return cls(**columns, **{key: document[key] for key in _HEADER})
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             fault = f"it lacks the field {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"sensitivity file {path} is not valid: {fault}; {_COMPUTE}") from None
-
-    def of_estimation(self, identity: Mapping[str, Any]) -> "SensitivityArtifact":
-        """This artifact, with scores of the gain kappa that is asked for.
-
-        Raises:
-            ValueError: if an `estimation_identity` differs in anything but kappa.
-        """
-        wanted, found = identity["estimator"], self.estimator
-        differing = [key for key in wanted if key != "kappa" and found.get(key) != wanted[key]]
-        if self.model_fingerprint != identity["model_fingerprint"]:
-            differing.append("the model's weights")
-        if self.dataset.get("digest") != identity["dataset"]["digest"]:
-            differing.append("the calibration samples")
-        if differing:
-            raise ValueError(f"it is of another estimation, and differs in {', '.join(differing)}")
-        return dataclasses.replace(self, scores={}, estimator=wanted)
+            raise InputError(f"sensitivity file {path} is not valid: {fault}; {_COMPUTE}") from None
 
     def check_model(self, names: Iterable[str], fingerprint: str | None = None) -> None:
         """Raises ValueError unless these are its layers and, if given, this its fingerprint."""
         odd = set(names) ^ set(self.scores)
         if odd:
-            raise ValueError(f"the sensitivity file and the model differ in {min(odd)}; {_COMPUTE}")
+            raise InputError(f"the sensitivity file and the model differ in {min(odd)}; {_COMPUTE}")
         if fingerprint not in (None, self.model_fingerprint):
-            raise ValueError(f"the sensitivity file was computed for other weights; {_COMPUTE}")
+            raise InputError(f"the sensitivity file was computed for other weights; {_COMPUTE}")
 
 
 def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
@@ -218,13 +201,19 @@ def estimation_identity(
     weights: Mapping[str, torch.Tensor],
     batches: Sequence[CalibrationBatch],
     settings: EstimationConfig,
+    seed: int,
 ) -> dict[str, Any]:
-    """What the numbers of an estimation depend on, by field of the artifact.
+    """Return what the numbers of an estimation depend on, by field of the artifact.
 
-    ``weights`` are the pretrained ones by fully qualified name, in any dtype.
+    Args:
+        weights: Fully qualified name -> pretrained weight, in any dtype.
+        batches: The calibration samples.
+        settings: The settings of the estimation.
+        seed: Seed of the probes.
     """
-    methods = {"hessian": "hutch++" if settings.fixed else "hutchinson", "fisher": "gauss-newton"}
-    estimator = {"method": methods[settings.curvature], **asdict(settings)}
+    hessian = "hutchinson" if settings.rank is None else "hutch++"
+    methods = {"hessian": hessian, "fisher": "gauss-newton"}
+    estimator = {"method": methods[settings.curvature], **asdict(settings), "seed": seed}
     del estimator["output"], estimator["overwrite"]
     inputs = (value for b in batches for value in (b.tokens, b.labels, *b.model_inputs.values()))
     dataset = {"num_batches": len(batches), "digest": _digest(("", value) for value in inputs)}

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hestia_tune.config import EstimationConfig
 from hestia_tune.distributed import gathered, progress_bar
-from hestia_tune.sections import EstimationConfig
+from hestia_tune.errors import InputError, InputTypeError, NotFiniteError
 from hestia_tune.sensitivity import curvature
 from hestia_tune.sensitivity.artifact import (
     ByLayer,
@@ -82,6 +83,7 @@ def estimate_sensitivity(
     batches: Sequence[CalibrationBatch],
     settings: EstimationConfig | None = None,
     *,
+    seed: int = 0,
     journal: Journal | None = None,
 ) -> SensitivityArtifact:
     """The sensitivity artifact of a model, from calibration batches, with a progress bar.
@@ -95,19 +97,20 @@ def estimate_sensitivity(
         weights: fully qualified name -> weight of each layer that will be quantized.
         batches: the calibration samples.
         settings: None takes the defaults.
+        seed: Seed of the probes.
         journal: keeps measurements for a later call; None does not.
 
     Raises:
-        TypeError: if a weight is of lower precision than float32.
-        ValueError: if there is nothing to measure, or no trace comes out positive.
-        FloatingPointError: naming the layer and the batch, if a product is not finite.
+        InputError: if a weight is of lower precision than float32.
+        InputError: if there is nothing to measure, or no trace comes out positive.
+        NotFiniteError: naming the layer and the batch, if a product is not finite.
     """
     settings = settings or EstimationConfig()
     if not weights or not any(batch.num_predicted for batch in batches):
-        raise ValueError("sensitivity needs at least one layer and one token to predict")
+        raise InputError("sensitivity needs at least one layer and one token to predict")
     for name, weight in weights.items():
         if weight.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"{name} is {weight.dtype}; load the model in float32")
+            raise InputTypeError(f"{name} is {weight.dtype}; load the model in float32")
     started = time.perf_counter()
     flags = [(p, "requires_grad", p.requires_grad) for p in model.parameters()]
     flags += [(m, "training", m.training) for m in model.modules()]
@@ -115,13 +118,14 @@ def estimate_sensitivity(
         model.eval().requires_grad_(False)
         for weight in weights.values():
             weight.requires_grad_()
-        columns = _Estimation(model, weights, batches, settings, journal or Journal()).columns()
+        journal = journal or Journal()
+        columns = _Estimation(model, weights, batches, settings, seed, journal).columns()
     finally:
         for owner, flag, value in flags:
             setattr(owner, flag, value)
     artifact = SensitivityArtifact(
         **columns,
-        **estimation_identity(weights, batches, settings),
+        **estimation_identity(weights, batches, settings, seed),
         tokens_seen=sum(batch.num_predicted for batch in batches),
         wall_time_seconds=round(time.perf_counter() - started, 3),
     )
@@ -149,20 +153,26 @@ class _Estimation:
     weights: Mapping[str, nn.Parameter]
     batches: Sequence[CalibrationBatch]
     settings: EstimationConfig
+    seed: int
     journal: Journal
+
+    @property
+    def is_sketched(self) -> bool:
+        """Whether every batch is measured once by Hutch++."""
+        return self.settings.rank is not None
 
     def columns(self) -> dict[str, dict[str, Any]]:
         """Runs all rounds: traces, standard errors and probes, each by layer."""
         settings, num_batches = self.settings, len(self.batches)
-        floor = max(settings.min_probes, math.ceil(_LEAST_PROBES / num_batches))
-        floor = 1 if settings.fixed else min(floor, settings.num_probes)
+        floor = max(2, math.ceil(_LEAST_PROBES / num_batches))  # a standard error needs 2
+        floor = 1 if self.is_sketched else min(floor, settings.num_probes)
         wanted, counts = dict.fromkeys(self.weights, floor), {}
         while wanted != counts:
             counts = wanted
             self._round(counts)
             found = {name: self._combined(name, count) for name, count in counts.items()}
             traces, errors, probes = ({n: f[k] for n, f in found.items()} for k in range(3))
-            if not settings.fixed:
+            if not self.is_sketched:
                 wanted = self._wanted(counts, traces, errors)
         return {"traces": traces, "standard_errors": errors, "probes": probes}
 
@@ -172,7 +182,7 @@ class _Estimation:
         shares, batches = tokens / tokens.sum(), range(len(tokens))
         measured = [[self.journal.values[name, b, k] for k in range(count)] for b in batches]
         found = torch.tensor(measured, dtype=torch.float64)  # (batches, count, 1 or 3)
-        if self.settings.fixed:
+        if self.is_sketched:
             means, deviations, probes = found[:, 0].unbind(-1)  # (batches,) each
             variances = deviations.square()
         else:
@@ -186,8 +196,7 @@ class _Estimation:
         settings = self.settings
         resolved = {name for name in traces if is_resolved(traces[name], errors[name])}
         if resolved:
-            gain = {"kappa": settings.kappa, "epsilon": settings.epsilon}
-            _, score_errors = sensitivity_scores(traces, errors, **gain)
+            _, score_errors = sensitivity_scores(traces, errors, kappa=settings.kappa)
         wanted = {}
         for name, count in counts.items():
             if name in resolved:
@@ -215,7 +224,7 @@ class _Estimation:
                 for measured in self._measurements(keys):
                     for (name, batch, _), values in measured.items():
                         if not math.isfinite(sum(values)):
-                            raise FloatingPointError(
+                            raise NotFiniteError(
                                 f"the curvature of {name} on calibration batch {batch} is "
                                 f"{values[0]}; check the weights, and the data of that batch"
                             )
@@ -229,7 +238,7 @@ class _Estimation:
         settings, weights, index = self.settings, self.weights, keys[0][1]
         device = next(iter(weights.values())).device
         batch = self.batches[index].to(device)
-        generator = partial(probe_generator, settings.seed or 0, device=device)
+        generator = partial(probe_generator, self.seed, device=device)
         if settings.curvature == "fisher":
             probes = sorted({probe for _, _, probe in keys})
             sources = (generator(("", index, probe)) for probe in probes)
@@ -239,7 +248,7 @@ class _Estimation:
             return
         first, segments = cut(self.model, weights, batch)
         hessian = curvature.HessianBatch(first, segments)
-        if settings.fixed:
+        if self.is_sketched:
             for key in keys:
                 found = curvature.hutchpp(
                     partial(hessian.products, key[0]),

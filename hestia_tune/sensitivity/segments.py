@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hestia_tune.blocks import as_one, record_blocks
-from hestia_tune.config import warn_once
+from hestia_tune.errors import InputError, warn_once
 
 IGNORE_INDEX = -100
 
@@ -93,7 +93,7 @@ def cut(
             start, measured = chain.hidden.sum(), list(weights.values())
             before = torch.autograd.grad(start, measured, allow_unused=True)
         if any(grad is not None for grad in before) or sum(map(len, parts)) > len(weights):
-            raise ValueError("a weight that is measured is used in more than one place")
+            raise InputError("a weight that is measured is used in more than one place")
         with torch.no_grad():  # or the whole graph would be there, which the cut avoids
             chain.check(logits_of(model, batch))
     except ValueError as error:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from hestia_tune.errors import InputError
 from hestia_tune.methods import Method
+from hestia_tune.methods.base import require_finite
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
@@ -57,7 +59,7 @@ def check_format(method: Method, packed_format: str | None) -> str:
     packed_format = packed_format or next(iter(method.packed_formats), None)
     if packed_format not in method.packed_formats:
         known = ", ".join(method.packed_formats) or "none"
-        raise ValueError(f"{method.key()} packs as {known}; got {packed_format}; use one of those")
+        raise InputError(f"{method.key()} packs as {known}; got {packed_format}; use one of those")
     return packed_format
 
 
@@ -68,6 +70,7 @@ def pack(
     parameters: Sequence[torch.Tensor] = (),
     *,
     is_hard: bool = False,
+    name: str = "the weight",
 ) -> torch.Tensor:
     """The packed hard weight of a latent weight, in its dtype.
 
@@ -78,9 +81,11 @@ def pack(
         parameters: of the method, if it has any.
         is_hard: whether ``weight`` is the hard weight already, which is then packed as it is; only
             of a method whose ``codes_follow_from_hard``.
+        name: Name of the weight, for the error about numbers that are not finite.
 
     Raises:
-        ValueError: if the method has no packed format of that name, or if a weight that should be
+        NotFiniteError: if the latent weight or a parameter has NaN or infinity.
+        InputError: if the method has no packed format of that name, or if a weight that should be
             hard is not.
     """
     packed_format = check_format(method, packed_format)
@@ -88,5 +93,6 @@ def pack(
         read = read_hard(weight, method.group_size, method.levels)
         codes, scale = read.codes(), read.scale
     else:
+        require_finite(name, weight, *parameters)
         codes, scale = method.codes(weight, parameters)
     return _FROM_CODES[packed_format](codes, scale, dtype=weight.dtype)

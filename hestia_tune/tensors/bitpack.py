@@ -7,13 +7,9 @@ under ``torch.compile``.
 """
 
 import functools
-import threading
 
 import torch
 import torch.nn.functional as F
-
-CODES_PER_BYTE = 4  # of 2 bits
-ZERO_CODES = 0b01010101  # four ternary codes 0, each as 1
 
 
 def packed_width(width: int, bits: int = 2) -> int:
@@ -46,29 +42,3 @@ def unpack_codes(packed: torch.Tensor, width: int, bits: int) -> torch.Tensor:
 # Of 2 bits.
 pack2 = functools.partial(pack_codes, bits=2)
 unpack2 = functools.partial(unpack_codes, bits=2)
-
-
-class Scratch(threading.local):
-    """Memory of a thread on the CPU for one weight at a time; it stays, as large as the largest.
-
-    A fresh dense weight costs several times as much as its numbers do: the system hands its pages
-    out, zeroed, one by one, and has them back a moment later.
-    """
-
-    _memory = torch.empty(0, dtype=torch.int64, device="cpu")
-
-    def take(self, size: int) -> torch.Tensor:
-        """int64 (size,), overwritten by whoever takes it next."""
-        if size > self._memory.numel():
-            with torch.inference_mode(False):
-                self._memory = torch.empty(size, dtype=torch.int64, device="cpu")
-        return self._memory[:size]
-
-
-@functools.cache
-def ternary_masks() -> torch.Tensor:
-    """Of every byte its four codes in 16 bits each, as one int64: none of them for 0, all but the
-    sign for 1, all for -1. (256,)"""
-    every = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None]
-    of_code = torch.tensor([-1, 0, 2**15 - 1, 0], dtype=torch.int16, device="cpu")
-    return of_code[unpack2(every, CODES_PER_BYTE).long()].view(torch.int64).flatten()

@@ -6,19 +6,17 @@ would be, to the last bit, in that dtype. Memory at rest is 2.125 bits a weight 
 1.125 of binary codes.
 
 Layout. A weight (out_features, in_features) is ``qdata`` (out_features, ceil(in_features / n)), n
-codes a byte (`bitpack`), and ``scale`` (out_features, groups), (out_features, 1) or (1, 1). Rows,
-columns and shards of a weight are such tensors too, as long as their groups are whole. A transpose
-has the same parts and a flag.
-
-Operators that all packed tensors have are `PackedTensor`'s; the others are in `group_operators`.
-What kinds there are is in `ternary_tensor`.
+codes a byte (`bitpack`), and ``scale`` (out_features, groups), (out_features, 1) or (1, 1). A
+transpose has the same parts and a flag. The kinds of `GroupTensor` are in `ternary_tensor`.
 """
 
 import functools
+import threading
 from typing import ClassVar, TypeVar
 
 import torch
 
+from hestia_tune.errors import InputError
 from hestia_tune.methods.base import compute_dtype, require_float
 from hestia_tune.methods.granularity import GroupSize, block_view
 from hestia_tune.methods.groups import nearest_code
@@ -26,6 +24,29 @@ from hestia_tune.tensors.bitpack import pack_codes, packed_width, unpack_codes
 from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_bfloat16
 
 T = TypeVar("T", bound="GroupTensor")
+# Bits of a code -> a dtype of the size that the codes of one byte have in bfloat16.
+_AT_ONCE = {1: torch.complex128, 2: torch.int64}
+
+
+class _Scratch(threading.local):
+    """Memory on the CPU for one dense weight of a thread, as large as the largest so far.
+
+    The system hands out fresh memory page by page. For a large weight this takes several times as
+    long as computing its numbers.
+    """
+
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return (size,) numbers, which the thread's next call overwrites."""
+        num_bytes = size * dtype.itemsize
+        if num_bytes > self.memory.numel():
+            with torch.inference_mode(False):
+                self.memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return self.memory[:num_bytes].view(dtype)
+
+
+_scratch = _Scratch()
 
 
 class GroupTensor(PackedTensor):
@@ -49,7 +70,6 @@ class GroupTensor(PackedTensor):
     levels: ClassVar[int]
     bits: ClassVar[int]
     hard_rule: ClassVar[str]
-    limits = "can be cut between groups and bytes, transposed, sharded, copied and multiplied"
 
     @classmethod
     def _grid(cls) -> tuple[int, int]:
@@ -57,16 +77,14 @@ class GroupTensor(PackedTensor):
         return (1, 1) if cls.levels == 3 else (cls.levels - 1, 2)
 
     def check_shapes(self, shape, qdata_shape, scale_shape):
-        *rows, width = shape
-        if qdata_shape != (*rows, packed_width(width, self.bits)):
-            raise ValueError(
+        if len(shape) != 2 or qdata_shape != (shape[0], packed_width(shape[1], self.bits)):
+            raise InputError(
                 f"qdata must hold {8 // self.bits} codes a byte along the last axis of the shape "
                 f"{shape}; got the shape {qdata_shape}; use {type(self).__name__}.from_codes"
             )
-        *scale_rows, groups = scale_shape
-        per_group = width // max(1, groups)
-        if scale_rows not in (rows, [1] * len(rows)) or groups * per_group != width:
-            raise ValueError(
+        (rows, width), (*scale_rows, groups) = shape, scale_shape
+        if scale_rows not in ([rows], [1]) or groups * (width // max(1, groups)) != width:
+            raise InputError(
                 "scale must have the shape (out_features or 1, groups) with groups that divide "
                 f"in_features; got {scale_shape} for a weight {shape}"
             )
@@ -77,11 +95,6 @@ class GroupTensor(PackedTensor):
         in_features) per channel, (out_features, in_features) per tensor."""
         sizes = zip(self.weight_shape, self.scale.shape, strict=True)
         return tuple(weights // max(1, scales) for weights, scales in sizes)
-
-    @property
-    def has_scale_per_row(self) -> bool:
-        """Whether each row has scales of its own; otherwise one covers all rows."""
-        return self.scale.shape[0] == self.weight_shape[0]
 
     @classmethod
     def from_codes(
@@ -96,13 +109,13 @@ class GroupTensor(PackedTensor):
             dtype: the dtype to present.
 
         Raises:
-            TypeError: on another dtype of codes, scales or ``dtype``.
-            ValueError: on other shapes or codes, or scales that bfloat16 would round.
+            InputError: on another dtype of codes, scales or ``dtype``.
+            InputError: on other shapes or codes, or scales that bfloat16 would round.
         """
         largest, distance = cls._grid()
         check_codes(codes, -largest, largest)
         if distance == 2 and not codes.is_meta and (codes & 1 == 0).any():
-            raise ValueError(f"codes of a {cls.__name__} must be odd; got an even one")
+            raise InputError(f"codes of a {cls.__name__} must be odd; got an even one")
         packed = pack_codes((codes + largest) // distance, cls.bits)
         return cls(packed, exact_bfloat16(scale).contiguous(), codes.shape, dtype)
 
@@ -119,8 +132,8 @@ class GroupTensor(PackedTensor):
             group_size: an int that divides in_features, "channel" or "tensor".
 
         Raises:
-            TypeError: on a weight that is not floating point.
-            ValueError: naming the first row and group that are not such products, or whose scale is
+            InputError: on a weight that is not floating point.
+            InputError: naming the first row and group that are not such products, or whose scale is
                 no bfloat16 value; or on a group size that does not divide in_features.
         """
         require_float(weight)
@@ -132,7 +145,7 @@ class GroupTensor(PackedTensor):
         if not weight.is_meta and not exact.all():
             row, group = (~exact).squeeze(-1).nonzero()[0].tolist()
             shown = blocks[row, group].abs().unique()[-3:].tolist()
-            raise ValueError(
+            raise InputError(
                 f"a hard weight has {cls.hard_rule} per group of {group_size}, a bfloat16 value; "
                 f"row {row}, group {group} has {shown}; convert the model first, or use the "
                 "group_size it was trained with"
@@ -142,40 +155,27 @@ class GroupTensor(PackedTensor):
 
     def codes(self) -> torch.Tensor:
         """int8, of this tensor's shape."""
-        if self.is_transposed:
-            return self.t().codes().t()
-        return self._unpacked(torch.int8)
+        codes = self._unpacked(self.qdata, self.weight_shape[-1]).to(torch.int8)
+        return codes.t() if self.is_transposed else codes
 
-    def _unpacked(self, dtype: torch.dtype) -> torch.Tensor:
+    def _unpacked(self, qdata: torch.Tensor, width: int) -> torch.Tensor:
+        """Return the codes of packed bytes, in bfloat16."""
         largest, distance = self._grid()
-        fields = unpack_codes(self.qdata, self.weight_shape[-1], self.bits).to(dtype)
-        return (fields * distance if distance > 1 else fields) - largest
+        return unpack_codes(qdata, width, self.bits).to(torch.bfloat16) * distance - largest
 
-    def dequantize_weight(self) -> torch.Tensor:
+    def dequantize_weight(self, *, for_now: bool = False) -> torch.Tensor:
         """(out_features, in_features), scale times code, in the presented dtype."""
-        codes = self._unpacked(self.scale.dtype)
+        width, packed = self.weight_shape[-1], self.qdata
+        # Neither a fake tensor nor one of another device.
+        is_plain = type(packed) is torch.Tensor and packed.device.type == "cpu"
+        if torch.compiler.is_compiling() or not is_plain:
+            codes = self._unpacked(packed, width)
+        else:  # Look up all codes of a byte at once, which takes less than half the time.
+            every_byte = torch.arange(256, dtype=torch.uint8, device="cpu").unsqueeze(-1)
+            table = self._unpacked(every_byte, 8 // self.bits).view(_AT_ONCE[self.bits]).flatten()
+            out = _scratch.take(packed.numel(), table.dtype) if for_now else None
+            found = torch.index_select(table, 0, packed.int().flatten(), out=out)
+            codes = found.view(packed.shape).view(torch.bfloat16)[:, :width]
         blocks = codes.unflatten(-1, (self.scale.shape[-1], self.block_size[-1]))
         # A code times a bfloat16 scale is exact; only then comes the presented dtype.
         return blocks.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(self.dtype)
-
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """What FSDP2 gathers: the packed codes, and the scales unless one covers all rows.
-
-        Raises:
-            ValueError: if the rows do not divide evenly. FSDP2 gathers uneven shards only from
-                tensors of the weight's own shape, which packed codes have not.
-        """
-        if outer_size[0] % mesh.size():
-            raise ValueError(
-                f"FSDP can shard a {type(self).__name__} only evenly; got {outer_size[0]} rows on "
-                f"{mesh.size()} ranks; use a number of ranks that divides them"
-            )
-        return self.parts if self.has_scale_per_row else (self.qdata,), tuple(outer_size)
-
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        """The whole weight from what was gathered, presented in ``param_dtype``."""
-        if out is not None:  # FSDP2 has refilled the memory of the parts in place
-            return None
-        qdata, scale = (*all_gather_outputs, self.scale)[:2]
-        whole = self.rebuilt(qdata, scale, shape=metadata, dtype=param_dtype)
-        return whole, tuple(all_gather_outputs)

@@ -9,6 +9,7 @@ weight, four times the packed codes.
 import torch
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
+from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.tensors.ternary_tensor import TernaryTensor
 
 
@@ -24,14 +25,16 @@ def to_intx(
         dtype: bfloat16, float32 or float16; torchao keeps the scales in it.
 
     Raises:
-        TypeError, ValueError: as `TernaryTensor.from_codes`, or on a scale too large for float16.
+        InputError: as `TernaryTensor.from_codes`, or on a scale too large for float16.
     """
     if dtype not in (torch.bfloat16, torch.float32, torch.float16):
-        raise TypeError(f"torchao's intx has bfloat16, float32 or float16 weights; got {dtype}")
+        raise InputTypeError(
+            f"torchao's intx has bfloat16, float32 or float16 weights; got {dtype}"
+        )
     packed = TernaryTensor.from_codes(codes, scale, dtype=dtype)
     kept = packed.scale.to(dtype).expand(codes.shape[0], -1).contiguous()
     if dtype == torch.float16 and not scale.is_meta and (scale > 65504).any():
-        raise ValueError("scales must be at most 65504 for float16; use bfloat16")
+        raise InputError("scales must be at most 65504 for float16; use bfloat16")
     return IntxUnpackedToInt8Tensor(
         qdata=codes,
         scale=kept,

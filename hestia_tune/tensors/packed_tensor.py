@@ -3,8 +3,11 @@
 Operators that are registered on `PackedTensor` are inherited by every kind of it (torchao copies a
 parent's table). Products all come to `packed_linear`: of a weight that has a kernel
 (`hestia_tune.tensors.kernels`), and that this one takes, they read the packed codes; others
-dequantize and call the dense operator, at the cost in time and in memory of one dense weight. What
-cannot be kept packed exactly is an error and never a silent dense copy.
+dequantize and call the dense operator, at the cost in time and in memory of one dense weight.
+
+A packed weight is whole: it can be moved, copied and transposed, but not cut, joined or sharded. A
+packed model of 1B weights takes 0.8 GB, so every rank loads a copy. An operator that would need a
+part of a weight, or a dense one, is an error and never a silent dense copy.
 """
 
 import contextlib
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 
-from hestia_tune.config import one_line, warn_once
+from hestia_tune.errors import InputError, InputTypeError, one_line, warn_once
 from hestia_tune.methods import Method
 from hestia_tune.methods.base import require_float
 from hestia_tune.tensors.kernels import Kernel
@@ -29,11 +32,11 @@ aten = torch.ops.aten
 def check_codes(codes: torch.Tensor, low: int, high: int) -> None:
     """Raises unless ``codes`` are int8 from ``low`` to ``high``."""
     if codes.dtype != torch.int8:
-        raise TypeError(f"codes must be int8; got {codes.dtype}")
+        raise InputTypeError(f"codes must be int8; got {codes.dtype}")
     if not codes.is_meta and codes.numel():
         found = [value.item() for value in codes.aminmax()]
         if found[0] < low or found[1] > high:
-            raise ValueError(f"codes must be {low} to {high}; got {found[0]} to {found[1]}")
+            raise InputError(f"codes must be {low} to {high}; got {found[0]} to {found[1]}")
 
 
 def exact_bfloat16(scale: torch.Tensor) -> torch.Tensor:
@@ -43,7 +46,7 @@ def exact_bfloat16(scale: torch.Tensor) -> torch.Tensor:
     same = (rounded.to(scale.dtype) == scale) | scale.isnan()
     if not scale.is_meta and not same.all():
         value = scale[~same][0].item()
-        raise ValueError(
+        raise InputError(
             f"scales must be bfloat16 values, so that every export is exact; got {value!r}; "
             "round them before the codes are chosen"
         )
@@ -63,16 +66,14 @@ class PackedTensor(TorchAOBaseTensor):
         is_transposed: whether this is `t()` of a weight, whose parts it then holds.
 
     Raises:
-        TypeError: on another dtype.
-        ValueError: if the parts do not fit the shape.
+        InputError: on another dtype.
+        InputError: if the parts do not fit the shape.
     """
 
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale"]
     tensor_attribute_names: ClassVar[list[str]] = ["shape", "dtype", "is_transposed"]
     # What codes and scales come from.
     method_type: ClassVar[Callable[..., Method]]
-    # What can be done with one, in the error of an operator that cannot.
-    limits: ClassVar[str]
     is_transposed = False
     # What multiplies by it in place of its dense weight; see `hestia_tune.use_kernel`.
     kernel: Kernel | None = None
@@ -86,9 +87,11 @@ class PackedTensor(TorchAOBaseTensor):
     def __init__(self, qdata, scale, shape, dtype, is_transposed=False):
         super().__init__()
         if (types := (qdata.dtype, scale.dtype)) != (torch.uint8, torch.bfloat16):
-            raise TypeError(f"qdata must be uint8 and scale bfloat16; got {types}")
+            raise InputTypeError(f"qdata must be uint8 and scale bfloat16; got {types}")
         if dtype not in _PRESENTED_DTYPES:
-            raise TypeError(f"a packed weight presents one of {_PRESENTED_DTYPES}; got {dtype}")
+            raise InputTypeError(
+                f"a packed weight presents one of {_PRESENTED_DTYPES}; got {dtype}"
+            )
         self.qdata, self.scale, self.is_transposed = qdata, scale, is_transposed
         self.check_shapes(self.weight_shape, tuple(qdata.shape), tuple(scale.shape))
 
@@ -106,8 +109,8 @@ class PackedTensor(TorchAOBaseTensor):
             options: fields of the method (`TernaryMethod`, `Fairy2iMethod`), such as group_size.
 
         Raises:
-            TypeError: on a weight that is not floating point, or options of another type.
-            ValueError: on options that do not fit the weight.
+            InputError: on a weight that is not floating point, or options of another type.
+            InputError: on options that do not fit the weight.
         """
         require_float(weight)
         codes, scales = cls.method_type(**options).codes(weight)
@@ -138,7 +141,9 @@ class PackedTensor(TorchAOBaseTensor):
             if result is not NotImplemented:
                 return result
             raise NotImplementedError(
-                f"a {cls.__name__} {cls.limits}; got {func}; call dequantize() first"
+                f"a {cls.__name__} can be multiplied in a linear, transposed, moved and copied "
+                f"whole, not cut, joined or sharded; got {func}; call dequantize() first (under "
+                "FSDP load it whole on every rank and pass it in `ignored_params`)"
             )
         outside = func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
         with torch.inference_mode(False) if outside else contextlib.nullcontext():
@@ -163,15 +168,15 @@ class PackedTensor(TorchAOBaseTensor):
         """Packed codes and scales."""
         return self.qdata, self.scale
 
-    def dequantize(self) -> torch.Tensor:
-        """The dense weight in the presented dtype, turned if this is a transpose."""
-        dense = self.dequantize_weight()
-        return dense.t() if self.is_transposed else dense
+    def dequantize(self, *, for_now: bool = False) -> torch.Tensor:
+        """Return the dense weight in the presented dtype, turned if this is a transpose.
 
-    def dequantize_for_now(self) -> torch.Tensor:
-        """`dequantize` for use at once and not to be kept: the thread's next call, for whatever
-        weight, may overwrite it."""
-        return self.dequantize()
+        Args:
+            for_now: Whether the weight is used at once and not kept. The next such call of this
+                thread may overwrite it.
+        """
+        dense = self.dequantize_weight(for_now=for_now)
+        return dense.t() if self.is_transposed else dense
 
     def rebuilt(self: T, qdata: torch.Tensor, scale: torch.Tensor, **changes: Any) -> T:
         """A tensor of other parts; its attributes are those of this one but for ``changes``."""
@@ -198,8 +203,8 @@ def packed_linear(
             except Exception as error:  # of any library, and there is a way without it
                 warn_once(f"no longer by {kernel.name}: {one_line(error)}; dequantized")
                 weight.kernel = None
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return F.linear(as_dense(x), weight.dequantize_for_now(), bias)
+        if not (torch.is_grad_enabled() and x.requires_grad):  # nothing is saved for a backward
+            return F.linear(as_dense(x), weight.dequantize(for_now=True), bias)
     return F.linear(as_dense(x), as_dense(weight), bias)
 
 
@@ -245,18 +250,16 @@ def addmm(bias, x, weight, *, beta=1, alpha=1):  # (n, in) x (in, out) -> (n, ou
 
 @PackedTensor.operator(aten.permute.default)
 def permute(self, dims):
-    """Itself or, of a matrix, the transpose: views of both parts, shape and flag turned."""
-    if [dim % self.dim() for dim in dims] == list(range(self.dim())):
+    """Return the same tensor or its transpose, which has views of both parts and another flag."""
+    if dims[0] % 2 == 0:
         return self.detach()
     parts = (part.detach() for part in self.parts)
     return self.rebuilt(*parts, shape=self.shape[::-1], is_transposed=not self.is_transposed)
 
 
 @PackedTensor.operator([aten.t.default, aten.transpose.int])
-def transpose(self, first=0, second=-1):
-    order = list(range(self.dim()))
-    order[first], order[second] = order[second], order[first]
-    return permute(self, order)
+def transpose(self, first=0, second=1):
+    return permute(self, [1, 0] if (second - first) % 2 else [0, 1])
 
 
 @PackedTensor.operator([aten._to_copy.default, aten.to.dtype_layout])
@@ -280,7 +283,7 @@ def copy_(target, source, non_blocking=False):
     if not isinstance(target, PackedTensor):
         return target.copy_(source.dequantize())
     if _layout(source) != _layout(target):
-        raise ValueError(
+        raise InputError(
             f"only a {type(target).__name__} of the same shape and scales can be copied into "
             f"{target!r}; got {source!r}; build it with from_codes or from_hp, or load it with "
             "assign=True"

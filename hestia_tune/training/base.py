@@ -13,24 +13,26 @@ import torch.distributed as dist
 import torchtune
 from torchtune import utils
 
-from hestia_tune.config import one_line, warn_once
 from hestia_tune.distributed import ensure_process_group
+from hestia_tune.errors import InputError, one_line, warn_once
 
 
 def join_ranks(device_name: str, dtype: str) -> torch.device:
-    """The device of this process, which is then in a group; a ValueError if there is no such.
+    """Return the device of this process, which then is in a process group.
 
-    ``dtype``, that of compute, is told of if the device makes it slow.
+    Args:
+        device_name: The config's device.
+        dtype: The config's dtype of products; a warning says so if the processor is slow with it.
+
+    Raises:
+        InputError: If there is no such device.
     """
     if device_name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {device_name}: torch finds no GPU here; use device=cpu")
+        raise InputError(f"device {device_name}: torch finds no GPU here; use device=cpu")
     try:
         device = utils.get_device(device_name)
     except RuntimeError as error:
-        failure = ValueError(f"device {device_name}: {one_line(error)}; use cuda or cpu")
-        # It may be one rank's alone, which has no group to tell the others by.
-        failure.on_every_rank = False  # pyright: ignore[reportAttributeAccessIssue]
-        raise failure from error
+        raise InputError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
     ensure_process_group(device)
     is_told = dist.get_rank() == 0 and device.type == "cpu" and dtype == "bf16"
     has_mkldnn = torch.backends.mkldnn.is_available()
@@ -46,7 +48,7 @@ _path = Path(torchtune.__file__).parent.parent / "recipes" / "full_finetune_dist
 _spec: Any = importlib.util.spec_from_file_location("torchtune_full_finetune_distributed", _path)
 _module: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)
-# A recipe goes on in the group that is there: ending one of gloo and forming another under torchrun
-# hangs now and then. The module is this private copy.
+# A recipe goes on in the group that is there: ending a gloo group and forming another one under
+# torchrun hangs now and then. The module is this private copy.
 _module.init_process_group = lambda backend: None
 FullFinetuneRecipeDistributed = _module.FullFinetuneRecipeDistributed

@@ -11,6 +11,7 @@ system.
 """
 
 import contextlib
+import dataclasses
 import json
 import random
 from collections.abc import Mapping
@@ -22,7 +23,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -32,18 +32,20 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from hestia_tune.config import one_line
+from hestia_tune.cache import digest
+from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import gathered, of_all_ranks, on_first_rank, together
+from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, remove, staged
 from hestia_tune.models import checkpoints
-from hestia_tune.modules import plain_shard
-from hestia_tune.qat import QATQuantizerBase
+from hestia_tune.qat.linear import plain_shard
+from hestia_tune.qat.prepare import QATQuantizerBase
 
 _OPTIMIZER_PREFIX = "optimizer."
 _BYTES_PER_FILE = 2**30
 _SAME_TO_RESUME = (
-    *("init", "optimizer", "lr_scheduler", "clip_grad_norm"),
-    *("shuffle", "dtype", "distillation", "cage", "frozen_modules"),
+    *("seed", "init", "optimizer", "lr_scheduler", "clip_grad_norm"),
+    *("shuffle", "dtype", "distillation", "cage_strength", "frozen_modules"),
 )
 
 
@@ -85,7 +87,7 @@ def save_checkpoint(
     Collective: every rank calls it. ``meta`` and ``rank_state`` are JSON.
 
     Raises:
-        OSError: if it cannot be written, on every rank; what was there before is whole.
+        InputError: If it cannot be written, on every rank; what was there before is whole.
     """
     final = folder / f"step_{step}"
     tensors, settings = _state(model, optimizer)
@@ -102,11 +104,11 @@ def save_checkpoint(
 
     def finish() -> None:
         if missing := set(meta["files"]) - {path.name for path in temporary.iterdir()}:
-            raise ValueError(
+            raise InputError(
                 f"{temporary} lacks {sorted(missing)[0]}: output_dir must be on a file system that "
                 "all nodes share"
             )
-        meta["digest"] = checkpoints.digest(meta)
+        meta["digest"] = digest(meta)
         (temporary / checkpoints.META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         stack.close()
         found = checkpoints.complete_checkpoints(folder)
@@ -121,7 +123,7 @@ def save_checkpoint(
             on_first_rank(finish, share=False)
     except (CheckpointException, OSError) as error:
         causes = getattr(error, "failures", {0: (error,)}).values()
-        failure = OSError(
+        failure = InputError(
             f"{final} could not be written ({one_line(next(iter(causes))[0])}); make room, and go "
             "on from the checkpoint before it with resume_from_checkpoint=True"
         )
@@ -182,34 +184,22 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> No
     )
 
 
-def config_identity(cfg: DictConfig, component: QATQuantizerBase) -> dict[str, Any]:
-    """What of a config must be the same when a run is resumed."""
-    plain: Any = OmegaConf.to_container(cfg, resolve=True)
-    sections = plain["dataset"] if isinstance(plain["dataset"], list) else [plain["dataset"]]
+def config_identity(config: RunConfig, component: QATQuantizerBase) -> dict[str, Any]:
+    """Return what of a config must be the same when a run is resumed."""
+    sections = dataclasses.asdict(config)
     return {
         "quantizer": component.method.key(),
-        **{key: plain[key] for key in _SAME_TO_RESUME},
-        "dataset.seq_len": [section.get("seq_len") for section in sections],
+        **{key: sections[key] for key in _SAME_TO_RESUME},
+        "dataset.seq_len": [section.get("seq_len") for section in config.datasets],
     }
 
 
 def check_same(identity: dict[str, Any], resume_meta: dict[str, Any]) -> None:
-    """A ValueError if a checkpoint's run was another one in this part of its identity."""
+    """Raise InputError if a checkpoint's run was another one in this part of its identity."""
     for key, value in identity.items():
         saved = resume_meta["identity"].get(key)
         if saved != value:
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint to resume from has {key} {saved}, this run {value}; "
-                "use the same, or start anew with resume_from_checkpoint=False"
+                "use the same, or start again with resume_from_checkpoint=False"
             )
-
-
-def check_config(cfg: DictConfig, component: QATQuantizerBase, folder: Path) -> None:
-    """`check_same` of a config and the newest checkpoint in a folder that can be read."""
-    for _, path in reversed(checkpoints.complete_checkpoints(folder)):
-        try:
-            meta = checkpoints.read_meta(path)
-        except (OSError, ValueError):  # damaged: the run goes on from the one before
-            continue
-        check_same(config_identity(cfg, component), meta)
-        return

@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtune.modules import loss
 
+from hestia_tune.config import DistillationConfig
+from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import on_first_rank
-from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.models import build
-from hestia_tune.models.checkpoints import read_weights
+from hestia_tune.models.checkpoints import check_shapes, read_weights
+from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.reconstruction.losses import GradientAtOnce
-from hestia_tune.sections import DistillationConfig
 from hestia_tune.training import sharding
-from hestia_tune.training.options import Run
 
 _LOSSES = {
     "kl": loss.ForwardKLLoss,
@@ -77,46 +77,38 @@ def _divergence(
 
 
 def make_teacher(
-    run: Run,
+    config: RunConfig,
     pretrained: dict[str, torch.Tensor],
     mesh: DeviceMesh,
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Module:
-    """The model to distil from, frozen and sharded like the model. Collective.
+    """Return the model to distil from, frozen and sharded like the model. Collective.
 
     Args:
-        run: its ``distillation.teacher`` names the model.
-        pretrained: the pretrained state dict, on the first rank.
-        mesh, dtype, device: of the run.
+        config: The run's config; ``distillation.teacher`` names the model.
+        pretrained: The pretrained state dict on the first rank.
+        mesh: The ranks that share the model.
+        dtype: Dtype of weights and products.
+        device: Device of this rank.
 
     Raises:
-        FileNotFoundError, ValueError: if a folder holds no model of this shape.
+        InputError: If a folder holds no model of this shape.
     """
-    cfg = run.cfg
-    teacher = build.plain_on_meta(cfg.model).requires_grad_(False).eval()
-    if run.options.distillation.teacher != "pretrained":
-        pretrained = on_first_rank(partial(_read_teacher, run, teacher), share=False) or {}
-    if cfg.compile:
+    teacher = build.plain_on_meta(config.model).requires_grad_(False).eval()
+    if config.distillation.teacher != "pretrained":
+        read = partial(_read_teacher, config, build.shapes_of(teacher))
+        pretrained = on_first_rank(read, share=False) or {}
+    if config.compile:
         sharding.compile_blocks(teacher)
-    sharding.shard(teacher, mesh, dtype, run.options)
-    sharding.materialize(teacher.to(dtype), pretrained, device, cfg.fsdp_cpu_offload, dtype=dtype)
+    sharding.shard(teacher, mesh, dtype, config)
+    offload = config.fsdp_cpu_offload
+    sharding.materialize(teacher.to(dtype), pretrained, device, offload, dtype=dtype)
     return teacher
 
 
-def teacher_folder(run: Run) -> Path:
-    """The folder of ``distillation.teacher``; FileNotFoundError if it holds no model."""
-    folder = Path(run.options.distillation.teacher)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f'distillation.teacher {folder} has no config.json; give "pretrained" or a Hugging '
-            "Face folder"
-        )
-    return folder
-
-
-def _read_teacher(run: Run, teacher: nn.Module) -> dict[str, torch.Tensor]:
-    folder = teacher_folder(run)
-    state = dict(read_weights(run.cfg.checkpointer.model_type, SafetensorsFolder(folder)))
-    build.check_state_dict(teacher, state, str(folder))
+def _read_teacher(config: RunConfig, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
+    folder = Path(config.distillation.teacher)
+    state = dict(read_weights(config.model_type, SafetensorsFolder(folder)))
+    check_shapes(shapes, {name: value.shape for name, value in state.items()}, str(folder))
     return state

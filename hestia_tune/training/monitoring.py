@@ -15,9 +15,10 @@ from torchtune import training
 
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import of_all_ranks
+from hestia_tune.errors import NotFiniteError
 from hestia_tune.files import write_atomically
-from hestia_tune.modules import QuantizedLinear, local_rows
-from hestia_tune.selection import clean_fqn
+from hestia_tune.qat.linear import QuantizedLinear, local_rows
+from hestia_tune.qat.selection import clean_fqn
 
 
 class StepResult(NamedTuple):
@@ -106,14 +107,14 @@ class CodeStatistics:
 @of_all_ranks()
 @torch.no_grad()
 def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
-    """Raises FloatingPointError that names the parameters with NaN or infinity. Collective."""
+    """Raise NotFiniteError that names the parameters with NaN or infinity. Collective."""
     named = dict(model.named_parameters())
     flags = [(~local_rows(value).isfinite()).any().to(device) for value in named.values()]
     bad = torch.stack(flags).to(torch.int32)
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     found = [clean_fqn(name) for name, flag in zip(named, bad.tolist(), strict=True) if flag]
     if found:
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"NaN or infinity in the weights after step {step}: {', '.join(found[:3])}"
             f"{' ...' if len(found) > 3 else ''}; start anew with a lower learning rate "
             "or clip_grad_norm"
@@ -125,7 +126,7 @@ def check_loss(
     loss_sum: float, num_tokens: float, model: nn.Module, device: torch.device, step: int
 ) -> None:
     """Stops before a bad gradient reaches the weights: a DataStreamError without a token, a
-    FloatingPointError if the loss is not finite, which names the parameters that are not, if any.
+    NotFiniteError if the loss is not finite, which names the parameters that are not, if any.
     Collective if the loss is not finite."""
     if num_tokens == 0:
         raise DataStreamError(
@@ -133,7 +134,7 @@ def check_loss(
         )
     if not math.isfinite(loss_sum):
         check_finite(model, device, step)
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"the loss of step {step + 1} is {loss_sum} though all weights are finite; look at "
             "the data, or start anew with a lower learning rate"
         )
@@ -141,9 +142,9 @@ def check_loss(
 
 @of_all_ranks()
 def check_gradient(norm: float | None, step: int) -> None:
-    """A FloatingPointError if the norm of the gradient, where it is known, is not finite."""
+    """A NotFiniteError if the norm of the gradient, where it is known, is not finite."""
     if norm is not None and not math.isfinite(norm):
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"the gradient of step {step + 1} is not finite though its loss is; start anew with a "
             "lower learning rate"
         )

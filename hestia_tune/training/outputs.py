@@ -15,33 +15,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, ListConfig
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
-from hestia_tune.export.card import hub_name, write_card
-from hestia_tune.export.folder import DESCRIPTION_FILE, INDEX_FILE
-from hestia_tune.export.gguf_model import check_architecture
+from hestia_tune.config.run import RunConfig
+from hestia_tune.distributed import of_all_ranks
+from hestia_tune.export.card import write_card
 from hestia_tune.files import read_json, staged, write_json
-from hestia_tune.methods import Method
+from hestia_tune.methods.base import require_finite
 from hestia_tune.models import checkpoints
-from hestia_tune.modules import full_tensor, quantized_linears
-from hestia_tune.training.options import Run
+from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, hub_name
+from hestia_tune.qat.linear import full_tensor, quantized_linears
 
 PRETRAINED, HARD = "pretrained", "trained, hard"
 RECONSTRUCTED = "reconstructed, hard"
-
-
-def check_formats(run: Run, method: Method) -> None:
-    """Refuses a model that hestia_convert could not write as its section says, before training: a
-    ValueError names the format that the method has not, or what llama.cpp lacks."""
-    formats = run.options.convert.formats or ()
-    method.check_file_formats(formats)
-    file = checkpoints.pretrained_folder(run.cfg.checkpointer) / "config.json"
-    if "gguf" in formats and file.is_file():
-        check_architecture(read_json(file))
 
 
 def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -49,38 +38,46 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Collective, one parameter at a time; the other ranks get an empty dict. The method makes the
     hard weight from the float32 latent weight, as in the forward pass.
+
+    Raises:
+        NotFiniteError: On every rank, if a weight or a learned parameter has NaN or infinity.
+            The error names the weight.
     """
     layers, state = quantized_linears(model), {}
-    own = {f"{n}.{key}" for n, layer in layers.items() for key in layer.method.parameter_names}
-    own |= {f"{name}.added_bias" for name in layers}
+    own = {
+        f"{name}.{key}"
+        for name, layer in layers.items()
+        for key in (*layer.method.parameter_names, *layer.derived_names)
+    }
     for name, value in get_model_state_dict(model).items():
         if name in own:
             continue
         layer = layers.pop(name.removesuffix(".weight"), None)
         latent, parameters = (full_tensor(value), ()) if layer is None else layer.whole_latents()
+        with of_all_ranks():
+            require_finite(name, latent, *parameters)
         if dist.get_rank() == 0:
             hard = latent if layer is None else layer.method.hard(latent, parameters)
             state[name] = hard.to(torch.bfloat16).cpu()
-            if layer is not None and layer.method.adds_bias:  # such linears have none of their own
-                bias = layer.hard_bias(latent).to(torch.bfloat16)
-                state[f"{name.removesuffix('weight')}bias"] = bias.cpu()
+            if layer is not None and (bias := layer.hard_bias(latent)) is not None:
+                state[f"{name.removesuffix('weight')}bias"] = bias.to(torch.bfloat16).cpu()
     if layers:
         raise RuntimeError(f"quantized weights are missing from the state dict: {[*layers]}")
     return state
 
 
-def provenance(cfg: DictConfig, tokens: int) -> dict[str, Any]:
-    """What the model card says of a run's model and data: names, and no paths of this machine."""
-    sections = cfg.dataset if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]
+def provenance(config: RunConfig, tokens: int) -> dict[str, Any]:
+    """Return what the model card says of a run's model and data: names, no local paths."""
     data = []
-    for section in sections:
+    for section in config.datasets:
         source, files = section.get("source"), section.get("data_files")
         if files and source in ("parquet", "json", "text", "token_shards"):
-            files = files[section.get("split", "train")] if isinstance(files, DictConfig) else files
+            files = files[section.get("split", "train")] if isinstance(files, dict) else files
             data += [Path(file).name for file in ([files] if isinstance(files, str) else files)]
         else:
             data.append(source or section["_component_"])
-    return {"base_model": hub_name(cfg.checkpointer.checkpoint_dir), "data": data, "tokens": tokens}
+    base = hub_name(config.checkpointer["checkpoint_dir"])
+    return {"base_model": base, "data": data, "tokens": tokens}
 
 
 def write_hard_model(
@@ -103,7 +100,7 @@ def write_hard_model(
         if isinstance(writer, FullModelHFCheckpointer):  # by torchtune's names
             if writer._weight_map is None:  # it has read nothing: one file for all
                 writer._weight_map = defaultdict(lambda: "00001")
-            state, biases = checkpoints.without_added_biases(state, writer._config)
+            state, biases = checkpoints.split_biases(state, writer._config)
         logging.disable(logging.INFO)  # it would praise the temporary folder
         try:
             writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)

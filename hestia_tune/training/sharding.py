@@ -10,12 +10,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torchtune import training
-from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from hestia_tune.blocks import find_blocks
+from hestia_tune.config.run import RunConfig
+from hestia_tune.errors import InputError
 from hestia_tune.models.build import build_buffers
-from hestia_tune.modules import quantized_linears
-from hestia_tune.training.options import RunOptions
+from hestia_tune.qat.linear import quantized_linears
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -24,38 +24,34 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
 
 
-def apply_activation_checkpointing(model: nn.Module, run: RunOptions) -> None:
-    """Full (enabled) or selective (ac_mode), as in torchtune."""
-    if run.enable_activation_checkpointing and run.ac_mode is None:
-        classes = {type(block) for block in find_blocks(model).values()}
-        training.set_activation_checkpointing(model, auto_wrap_policy=classes)
-    elif not run.enable_activation_checkpointing and run.ac_mode is not None:
-        apply_selective_activation_checkpointing(model, run.ac_mode, run.ac_option)
+def apply_activation_checkpointing(model: nn.Module) -> None:
+    """Recompute the activations of each block in the backward pass, as torchtune does."""
+    classes = {type(block) for block in find_blocks(model).values()}
+    training.set_activation_checkpointing(model, auto_wrap_policy=classes)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, run: RunOptions) -> None:
+def shard(
+    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, config: RunConfig
+) -> None:
     """FSDP2 on every block and on the whole, in place, by the options of a run.
 
     Parameters stay float32; forward and backward see them in ``compute_dtype`` (of the quantized
     linears, the effective weight); gradients are reduced in float32.
 
     Raises:
-        ValueError: if the model has no blocks.
+        InputError: if the model has no blocks.
     """
-    options: Any = {"mesh": mesh, "reshard_after_forward": run.fsdp_reshard_after_forward}
+    options: Any = {"mesh": mesh, "reshard_after_forward": config.fsdp_reshard_after_forward}
     if compute_dtype != torch.float32:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32
         )
-    if run.fsdp_cpu_offload:
+    if config.fsdp_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    named = {*find_blocks(model), *(run.custom_sharded_layers or ())}
-    parts = [module for name, module in model.named_modules() if name in named]
+    blocks = find_blocks(model)
+    parts = [module for name, module in model.named_modules() if name in blocks]
     if not parts:
-        raise ValueError(
-            "the model has no blocks to shard (no list of modules); "
-            "name them by custom_sharded_layers"
-        )
+        raise InputError("the model has no blocks to shard (no list of modules); use another model")
     for module in reversed(parts):
         fully_shard(module, **options)
     fully_shard(model, **options)
@@ -83,8 +79,8 @@ def materialize(
             initial = layer.method.initial_parameters(latents[f"{name}.weight"])
             for key, value in zip(layer.method.parameter_names, initial, strict=True):
                 latents.setdefault(f"{name}.{key}", value)  # a reconstruction brings its own
-            if layer.added_bias is not None:
-                latents[f"{name}.added_bias"] = torch.zeros(layer.out_features)
+            for key in layer.derived_names:
+                latents[f"{name}.{key}"] = torch.zeros(layer.out_features)
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
     )

@@ -11,11 +11,11 @@ from torch import nn
 
 pytest.importorskip("lm_eval", reason="perplexity needs lm-eval's scoring")
 
+from hestia_tune.config import TextConfig  # noqa: E402
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
 from hestia_tune.evaluation.perplexity import perplexity  # noqa: E402
 from hestia_tune.evaluation.perplexity import read_documents as documents_of  # noqa: E402
 from hestia_tune.models.builders import llama  # noqa: E402
-from hestia_tune.sections import TextConfig  # noqa: E402
 
 
 def read_documents(source, **options):
@@ -139,7 +139,7 @@ def test_wrong_values_are_refused():
         measure(model, ["a"], window=8, stride=9)
     with torch.no_grad():
         model.tok_embeddings.weight.fill_(float("nan"))
-    with pytest.raises(FloatingPointError, match="NaN in the logits"):
+    with pytest.raises(ValueError, match="NaN in the logits"):
         measure(model, ["abc"], window=8)
 
 
@@ -154,7 +154,7 @@ def test_text_file_is_one_document(tmp_path):
     with pytest.raises(ValueError, match="holds no text"):
         read_documents(file)
     for missing in (tmp_path / "other", "other.txt", "other.parquet"):
-        with pytest.raises(FileNotFoundError, match="other"):
+        with pytest.raises(ValueError, match="other"):
             read_documents(missing)
 
 
@@ -164,7 +164,7 @@ def test_parquet_column(tmp_path, monkeypatch):
     table = pyarrow.table({"text": ["a", "", "b"], "n": [1, 2, 3], "holes": ["x", None, "y"]})
     pyarrow.parquet.write_table(table, file)
     assert read_documents(file) == ["a", "", "b"]
-    assert read_documents(str(file), limit=2, join="\n\n") == ["a\n\n"]
+    assert read_documents(str(file), join="\n\n") == ["a\n\n\n\nb"]
     with pytest.raises(ValueError, match="no column 'txt'; it has .'text', 'n'"):
         read_documents(file, column="txt")
     for column in ("n", "holes"):

@@ -10,9 +10,9 @@ from eval_tasks_local import make_manager, make_task_folder  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hestia_tune import evaluation  # noqa: E402
+from hestia_tune.config import EvalConfig, TextConfig  # noqa: E402
 from hestia_tune.evaluation import Evaluator, evaluator  # noqa: E402
 from hestia_tune.evaluation.evaluator import find_tasks, load_tasks  # noqa: E402
-from hestia_tune.sections import EvalConfig, TextConfig  # noqa: E402
 
 FIVE = ["arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande"]
 
@@ -50,7 +50,7 @@ def test_unknown_task_suggests_near_ones(manager):
     message = "unknown task 'tiny_choise'; did you mean tiny_choice.*include"
     with pytest.raises(ValueError, match=message):
         load_tasks(["tiny_rolling", "tiny_choise"], manager)
-    with pytest.raises(FileNotFoundError, match="include_path /no/such is not a folder"):
+    with pytest.raises(ValueError, match="include_path /no/such is not a folder"):
         find_tasks("/no/such")
 
 
@@ -64,10 +64,10 @@ def test_a_hub_out_of_reach_is_explained(manager, monkeypatch):
     message = "hub cannot be reached .Couldn't reach 'a/b'.*include_path"
     monkeypatch.setattr(evaluator, "find_tasks", lambda folder: manager)
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(ConnectionError, match=message):
+    with pytest.raises(ValueError, match=message):
         make(tasks=[], perplexity={"t": TextConfig(source="a/b")})
     monkeypatch.setattr(manager, "load", unreachable)
-    with pytest.raises(ConnectionError, match=message):
+    with pytest.raises(ValueError, match=message):
         make(tasks=["tiny_choice"])
     monkeypatch.setattr(manager, "load", lambda names: {}[names[0]])
     with pytest.raises(KeyError):  # not a matter of networks

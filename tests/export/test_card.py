@@ -8,9 +8,11 @@ from huggingface_hub import ModelCard
 from tiny import NUM_QUANTIZED, make_config, make_model_dir, run
 
 from hestia_tune.commands.convert import ConvertRecipe
-from hestia_tune.commands.reconstruct import ReconstructionRecipe
+from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group
-from hestia_tune.export.card import hub_name, write_card
+from hestia_tune.export.card import write_card
+from hestia_tune.models.folder import hub_name
+from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 from hestia_tune.training.outputs import provenance
 
 BASE_CARD = "---\nlicense: apache-2.0\nlanguage: [en]\nbase_model: other/base\n---\n# Its own\n"
@@ -140,4 +142,5 @@ def test_names_of_models_and_data(tmp_path):
         ({"source": "owner/data", "data_files": "part/*.parquet"}, ["owner/data"]),
     ):
         cfg.dataset = section
-        assert provenance(cfg, 5) == {"base_model": tmp_path.name, "data": names, "tokens": 5}
+        expected = {"base_model": tmp_path.name, "data": names, "tokens": 5}
+        assert provenance(RunConfig.parse(cfg), 5) == expected

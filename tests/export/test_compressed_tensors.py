@@ -9,9 +9,10 @@ import torch
 from gguf_models import DEMO, edit_json, random_qwen2, ternarize
 from safetensors.torch import load_file, save_file
 
+from hestia_tune.errors import InputError
 from hestia_tune.export import folder as folder_export
 from hestia_tune.export.compressed_tensors import write_compressed_tensors
-from hestia_tune.export.folder import ModelFolder
+from hestia_tune.models.folder import ModelFolder
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -206,7 +207,7 @@ def test_the_target(demo, tmp_path):
     folder, quantized = demo
     target = tmp_path / "out"
     write_compressed_tensors(ModelFolder(folder, quantized), target)
-    with pytest.raises(FileExistsError, match="overwrite=True"):
+    with pytest.raises(ValueError, match="overwrite=True"):
         write_compressed_tensors(ModelFolder(folder, quantized), target)
     before = {file: file.read_bytes() for file in target.iterdir()}
     with pytest.raises(ValueError, match="is not a hard weight"):
@@ -252,7 +253,7 @@ def test_models_that_transformers_does_not_build(demo, tmp_path, changes):
 def test_missing_files(demo, tmp_path, file):
     folder, quantized = demo
     (folder / file).unlink()
-    refuse(folder, tmp_path, quantized, FileNotFoundError, file)
+    refuse(folder, tmp_path, quantized, InputError, file)
 
 
 def test_scales_that_bfloat16_does_not_hold(demo, tmp_path):
@@ -263,6 +264,28 @@ def test_scales_that_bfloat16_does_not_hold(demo, tmp_path):
     state[NAME][2] *= 1.001
     save_file(state, folder / "model.safetensors")
     refuse(folder, tmp_path, quantized, ValueError, f"exact in bfloat16; {NAME}")
+
+
+@pytest.mark.parametrize("how", ["raises", "differs"])
+def test_a_folder_that_transformers_does_not_load_as_it_is(demo, tmp_path, monkeypatch, how):
+    folder, quantized = demo
+    auto = transformers.AutoModelForCausalLM
+    genuine = auto.from_pretrained
+
+    def other(*args, **options):
+        if how == "raises":
+            raise AttributeError("'OddLinear' object has no\nattribute 'weight'")
+        model = genuine(*args, **options)
+        model.model.norm.weight.data.mul_(torch.linspace(0.9, 1.1, 128))
+        return model
+
+    monkeypatch.setattr(auto, "from_pretrained", other)
+    reason = {
+        "raises": "it raises: 'OddLinear' object has no attribute 'weight'",
+        "differs": "their relative difference is 0.*",
+    }[how]
+    message = f"packed llama .*; {reason}; export to another format"
+    refuse(folder, tmp_path, quantized, ValueError, message)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -285,7 +308,7 @@ def test_without_the_package_the_remedy_is_named(demo, tmp_path, monkeypatch):
     folder, quantized = demo
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
     remedy = r"pip install 'hestia-tune\[compressed-tensors\]'"
-    refuse(folder, tmp_path, quantized, ImportError, remedy)
+    refuse(folder, tmp_path, quantized, InputError, remedy)
 
 
 def test_a_real_model(tmp_path):

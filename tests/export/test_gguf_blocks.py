@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from hestia_tune.config import ConvertConfig
 from hestia_tune.export.gguf import BLOCK_TYPES, choose_block_type
 from hestia_tune.functional import hard_ternary
 from hestia_tune.tensors import TernaryTensor
@@ -86,6 +87,15 @@ def test_the_gguf_package_knows_the_types(name):
 def test_types_stand_smallest_first():
     bits = [8 * kind.num_bytes / kind.block for kind in BLOCK_TYPES.values()]
     assert bits == sorted(bits) == [1.6875, 2.0625, 2.25, 4.5]
+
+
+def test_the_config_allows_every_type_and_by_default_the_one_that_holds_most():
+    for names in (*NAMES, [*NAMES]):
+        assert ConvertConfig(block_type=names).block_type == names
+    default = BLOCK_TYPES[ConvertConfig().block_type]
+    for group_size in (32, 64, 96, 128, 256, "channel", "tensor"):
+        for levels in (2, 3, 4):
+            assert default.fits(768, group_size, levels)
 
 
 @pytest.mark.parametrize("rows", [1, 12])

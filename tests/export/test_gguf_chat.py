@@ -11,8 +11,8 @@ import pytest
 from gguf_models import ternarize
 from test_gguf_client import Client, Reference
 
-from hestia_tune.export.folder import ModelFolder
 from hestia_tune.export.gguf import write_gguf
+from hestia_tune.models.folder import ModelFolder
 
 TOOL = Path(__file__).parents[3] / "shared" / "tools" / "smollm2_from_pypi.sh"
 pytestmark = [

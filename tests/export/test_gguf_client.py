@@ -14,8 +14,8 @@ import torch
 from gguf_models import DEMO, edit_json, pre_tokenizer, random_qwen2, ternarize
 from safetensors.torch import load_file, save_file
 
-from hestia_tune.export.folder import ModelFolder
 from hestia_tune.export.gguf import write_gguf
+from hestia_tune.models.folder import ModelFolder
 
 xllamacpp = pytest.importorskip("xllamacpp")
 transformers = pytest.importorskip("transformers")

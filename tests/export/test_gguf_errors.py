@@ -12,8 +12,9 @@ import pytest
 from gguf_models import edit_json, read_tensor_infos
 from safetensors.torch import load_file, save_file
 
-from hestia_tune.export.folder import ModelFolder
+from hestia_tune.errors import InputError
 from hestia_tune.export.gguf import TensorType, write_gguf
+from hestia_tune.models.folder import ModelFolder
 
 
 def refuse(folder, tmp_path, quantized, error, match, **options):
@@ -28,7 +29,7 @@ def test_an_existing_target_is_kept(demo, tmp_path):
     folder, quantized = demo
     target = tmp_path / "m.gguf"
     target.write_text("mine")
-    with pytest.raises(FileExistsError, match="overwrite=True"):
+    with pytest.raises(ValueError, match="overwrite=True"):
         write_gguf(ModelFolder(folder, quantized), target)
     assert target.read_text() == "mine"
     write_gguf(ModelFolder(folder, quantized), target, overwrite=True)
@@ -72,13 +73,15 @@ def test_unsupported_configs(demo, tmp_path, changes, match):
 def test_missing_files(demo, tmp_path, file):
     folder, quantized = demo
     (folder / file).unlink()
-    refuse(folder, tmp_path, quantized, FileNotFoundError, file)
+    refuse(folder, tmp_path, quantized, InputError, file)
 
 
 def test_wrong_options(demo, tmp_path):
     folder, quantized = demo
     name = next(iter(quantized))
-    refuse(folder, tmp_path, quantized, ValueError, "TQ1_0, TQ2_0.*Q8_0", block_type="Q8_0")
+    for wrong in ("Q8_0", "auto", ["Q4_0", "Q8_0"], []):
+        match = "block_type must be one or several of TQ1_0, TQ2_0"
+        refuse(folder, tmp_path, quantized, ValueError, match, block_type=wrong)
     refuse(folder, tmp_path, quantized, ValueError, "TQ2_0 would straddle", block_type="TQ2_0")
     refuse(folder, tmp_path, {"nothing": 128}, ValueError, "nothing")
     refuse(folder, tmp_path, {name: 100}, ValueError, f"100 does not divide .*{name}")
@@ -95,7 +98,8 @@ def test_a_scale_outside_float16_names_the_layer(demo, tmp_path, value):
     state = load_file(folder / "model.safetensors")
     state[name][9, :128] = state[name][9, :128].sign() * value
     save_file(state, folder / "model.safetensors")
-    refuse(folder, tmp_path, quantized, ValueError, f"group 0 of row 9 of {name} has the scale")
+    match = f"group 0 of row 9 of {name} has the scale .*convert.formats, or .*quantizer.exclude"
+    refuse(folder, tmp_path, quantized, ValueError, match)
 
 
 def test_weights_that_are_not_finite_name_the_tensor(demo, tmp_path):
@@ -166,4 +170,4 @@ def test_a_full_disk_leaves_nothing(demo, tmp_path):
 def test_without_the_package_the_remedy_is_named(demo, tmp_path, monkeypatch):
     folder, quantized = demo
     monkeypatch.setitem(sys.modules, "gguf", None)
-    refuse(folder, tmp_path, quantized, ImportError, r"pip install 'hestia-tune\[gguf\]'")
+    refuse(folder, tmp_path, quantized, InputError, r"pip install 'hestia-tune\[gguf\]'")

@@ -19,10 +19,10 @@ from gguf_models import (
 )
 from safetensors.torch import load_file, save_file
 
-from hestia_tune.export.folder import ModelFolder
-from hestia_tune.export.gguf import write_gguf
+from hestia_tune.export.gguf import BLOCK_TYPES, write_gguf
 from hestia_tune.export.gguf_model import ROPE_FACTORS, LlamaModel
 from hestia_tune.functional import hard_ternary
+from hestia_tune.models.folder import ModelFolder
 
 
 def fields(path) -> dict[str, object]:
@@ -31,7 +31,7 @@ def fields(path) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("group_size", "block_type"),
-    [(128, "Q4_0"), (32, "auto"), ("channel", "TQ1_0,Q4_0"), ("tensor", "TQ2_0,Q4_0")],
+    [(128, "Q4_0"), (32, "Q4_0"), ("channel", "TQ1_0,Q4_0"), ("tensor", "TQ2_0,Q4_0")],
 )
 def test_llama_comes_back_through_the_stock_reader(tmp_path, group_size, block_type):
     quantized = ternarize(DEMO, tmp_path / "model", group_size)
@@ -54,21 +54,22 @@ def test_qwen2_comes_back_through_the_stock_reader(tmp_path, group_size, block_t
 @pytest.mark.parametrize(
     ("group_size", "block_type", "expected"),
     [
-        ("channel", "auto", "Q4_0"),
-        (256, "auto", "Q4_0"),
-        ("channel", "small", "Q2_0"),
-        (256, "small", "Q2_0"),
-        (32, "small", "Q4_0"),
-        (32, "auto", "Q4_0"),
-        ("channel", "smallest", "TQ1_0"),
-        (128, "smallest", "Q2_0"),
+        ("channel", None, "Q4_0"),
+        (256, None, "Q4_0"),
+        ("channel", ("Q2_0", "Q4_0"), "Q2_0"),
+        (256, "Q2_0", "Q2_0"),
+        (32, ["Q2_0", "Q4_0"], "Q4_0"),
+        (32, None, "Q4_0"),
+        ("channel", tuple(BLOCK_TYPES), "TQ1_0"),
+        (128, tuple(BLOCK_TYPES), "Q2_0"),
         (128, ("TQ2_0", "Q4_0"), "Q4_0"),
     ],
 )
 def test_choices_of_block_types(tmp_path, group_size, block_type, expected):
     quantized = random_qwen2(tmp_path / "model", group_size)
     path = tmp_path / "m.gguf"
-    summary = write_gguf(ModelFolder(tmp_path / "model", quantized), path, block_type=block_type)
+    options = {} if block_type is None else {"block_type": block_type}
+    summary = write_gguf(ModelFolder(tmp_path / "model", quantized), path, **options)
     assert summary["types"] == {"BF16": 2, "F32": 11, expected: 14}
 
 
@@ -76,7 +77,7 @@ def test_q2_0_needs_no_entry_in_the_packages_enum(demo, tmp_path):
     folder, quantized = demo
     members = list(gguf.GGMLQuantizationType)
     path = tmp_path / "model.gguf"
-    summary = write_gguf(ModelFolder(folder, quantized), path, block_type="small")
+    summary = write_gguf(ModelFolder(folder, quantized), path, block_type="Q2_0")
     assert list(gguf.GGMLQuantizationType) == members
     assert summary["types"] == {"F16": 1, "F32": 9, "Q2_0": 28}
     expected, data = expected_tensors(folder), path.read_bytes()
@@ -137,7 +138,7 @@ def test_ids_without_a_token_are_filled_up(tmp_path):
 def test_summary_counts_bits(demo, tmp_path):
     folder, quantized = demo
     path = tmp_path / "model.gguf"
-    summary = write_gguf(ModelFolder(folder, quantized), path, block_type="small")
+    summary = write_gguf(ModelFolder(folder, quantized), path, block_type="Q2_0")
     shapes = {k: v.shape for k, v in load_file(folder / "model.safetensors").items()}
     total = sum(shape.numel() for shape in shapes.values())
     assert summary["bytes"] == path.stat().st_size
@@ -178,7 +179,7 @@ def test_a_float32_folder_and_shards_with_an_index(demo, tmp_path):
     assert summary["types"] == {"F32": 10, "Q4_0": 28}
     assert_same(read_stock(tmp_path / "m.gguf"), expected)
     (folder / "b.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="b.safetensors"):
+    with pytest.raises(ValueError, match="b.safetensors"):
         write_gguf(ModelFolder(folder, quantized), tmp_path / "other.gguf")
 
 

@@ -13,8 +13,10 @@ from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from hestia_tune.errors import InputError
 from hestia_tune.export import folder as folder_export
-from hestia_tune.export.folder import ModelFolder, SafetensorsFolder, write_huggingface
+from hestia_tune.export.folder import write_huggingface
+from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
 
 transformers = pytest.importorskip("transformers")
 
@@ -223,7 +225,7 @@ def test_overwrite_replaces_the_whole_folder(demo, tmp_path):
     target = tmp_path / "out"
     ternarize(DEMO, target, 32)
     (target / "stale.json").write_text("old")
-    with pytest.raises(FileExistsError, match="overwrite=True"):
+    with pytest.raises(ValueError, match="overwrite=True"):
         write_huggingface(ModelFolder(folder, quantized), target)
     write_huggingface(ModelFolder(folder, quantized), target, overwrite=True)
     assert not (target / "stale.json").exists()
@@ -240,7 +242,7 @@ def test_what_is_no_model_is_never_replaced(demo, tmp_path):
     link.symlink_to(folder)
     for target in (home, file, link, folder, tmp_path):
         before = snapshot(tmp_path)
-        with pytest.raises(FileExistsError):
+        with pytest.raises(ValueError):
             write_huggingface(ModelFolder(folder, quantized), target, overwrite=True)
         assert snapshot(tmp_path) == before
 
@@ -249,7 +251,7 @@ def test_what_is_no_model_is_never_replaced(demo, tmp_path):
 def test_missing_files(demo, tmp_path, file):
     folder, quantized = demo
     (folder / file).unlink()
-    refuse(folder, tmp_path, quantized, FileNotFoundError, file)
+    refuse(folder, tmp_path, quantized, InputError, file)
 
 
 def test_wrong_options(demo, tmp_path):
@@ -305,7 +307,7 @@ def test_a_full_disk_leaves_nothing(demo, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:  # writing past the limit fails as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
-        refuse(folder, tmp_path, quantized, OSError, "too large")
+        refuse(folder, tmp_path, quantized, InputError, "too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

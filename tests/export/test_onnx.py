@@ -10,10 +10,12 @@ from families import make_family
 from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
 from safetensors.torch import load_file, save_file
 
+from hestia_tune.errors import InputError
 from hestia_tune.export import onnx as onnx_export
-from hestia_tune.export.folder import ModelFolder, SafetensorsFolder, write_huggingface
+from hestia_tune.export.folder import write_huggingface
 from hestia_tune.export.onnx import write_onnx
 from hestia_tune.methods import Method
+from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
 
 transformers = pytest.importorskip("transformers")
 og = pytest.importorskip("onnxruntime_genai")
@@ -85,7 +87,7 @@ def test_logits_are_the_hard_models(tmp_path, monkeypatch, kind, group_size, bit
     assert summary["bytes"] == held > 0
     if kind == "demo" and bits == 32:
         assert (target / "LICENSE.txt").read_text() == "as you like"
-        with pytest.raises(FileExistsError, match="overwrite=True replaces"):
+        with pytest.raises(ValueError, match="overwrite=True replaces"):
             write_onnx(source, target)
         monkeypatch.setattr(onnx_export, "_check", failing)
         with pytest.raises(RuntimeError, match="as asked"):
@@ -138,7 +140,7 @@ def test_what_the_builder_could_not_take(tmp_path, monkeypatch):
     wrong = ModelFolder(narrow, dict.fromkeys(layers, "channel"))
     refused(wrong, tmp_path, ValueError, r"multiple of 16; .*gate_proj\.weight has 200")
     monkeypatch.setitem(sys.modules, "onnxruntime_genai", None)
-    refused(ModelFolder(folder, quantized), tmp_path, ImportError, r"hestia-tune\[onnx\]")
+    refused(ModelFolder(folder, quantized), tmp_path, InputError, r"hestia-tune\[onnx\]")
 
 
 def test_a_weight_that_is_not_hard_is_named(tmp_path):

@@ -18,7 +18,7 @@ from hestia_tune.methods import (
     TWNMethod,
 )
 from hestia_tune.methods.groups import least_squares_scale, round_to_bfloat16
-from hestia_tune.modules import QuantizedLinear
+from hestia_tune.qat.linear import QuantizedLinear
 
 LEARNED = [
     LSQMethod(group_size=8),

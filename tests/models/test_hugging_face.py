@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, family_config, make_family
-from omegaconf import OmegaConf
 from tiny import make_config, make_model_dir
 
 from hestia_tune import HestiaQATQuantizer
 from hestia_tune.blocks import find_blocks, record_blocks, share_equal
-from hestia_tune.export.folder import SafetensorsFolder
+from hestia_tune.config.run import SELF_GENERATED, RunConfig
+from hestia_tune.errors import InputError
 from hestia_tune.export.gguf_model import check_architecture
 from hestia_tune.models import AutoTokenizer, HuggingFaceCheckpointer, HuggingFaceTokenizer
 from hestia_tune.models.build import build_buffers, kept_in_blocks
+from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
 from hestia_tune.models.hugging_face_model import hugging_face
-from hestia_tune.modules import quantized_linears
+from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.sensitivity.curvature import HessianBatch
 from hestia_tune.sensitivity.segments import (
     CalibrationBatch,
@@ -29,7 +30,6 @@ from hestia_tune.sensitivity.segments import (
     mean_loss,
 )
 from hestia_tune.training.generation import generate_missing
-from hestia_tune.training.options import Run
 
 transformers = pytest.importorskip("transformers")
 
@@ -179,7 +179,7 @@ def test_a_model_without_a_longest_sequence_is_refused(tmp_path):
 
 
 def test_a_folder_that_is_none(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="no config.json"):
+    with pytest.raises(ValueError, match="no config.json"):
         hugging_face(str(tmp_path))
     asked = []
 
@@ -188,9 +188,9 @@ def test_a_folder_that_is_none(tmp_path, monkeypatch):
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(FileNotFoundError, match="someone/model is no folder here.*no network"):
+    with pytest.raises(ValueError, match="someone/model is no folder here.*no network"):
         hugging_face("someone/model")
-    with pytest.raises(FileNotFoundError, match="no config.json"):
+    with pytest.raises(ValueError, match="no config.json"):
         hugging_face("./models/model")
     assert asked == ["someone/model"]
 
@@ -204,22 +204,23 @@ def test_a_name_on_the_hub(tmp_path, monkeypatch):
 
 
 def test_the_config_needs_no_more_than_a_path(tmp_path):
-    run = Run.of(family_config(tmp_path / "model", tmp_path / "out"))
-    assert run.cfg.tokenizer.path == run.cfg.checkpointer.checkpoint_dir == str(tmp_path / "model")
+    config = RunConfig.parse(family_config(tmp_path / "model", tmp_path / "out"))
+    folder = str(tmp_path / "model")
+    assert config.tokenizer["path"] == config.checkpointer["checkpoint_dir"] == folder
     other = family_config(
         tmp_path / "model",
         tmp_path / "out",
         "checkpointer._component_=torchtune.training.FullModelHFCheckpointer",
     )
     with pytest.raises(ValueError, match="must be hestia_tune.models.HuggingFaceCheckpointer"):
-        Run.of(other)
+        RunConfig.parse(other)
     mixed = make_config(
         make_model_dir(tmp_path / "llama"),
         tmp_path / "out",
         "checkpointer._component_=hestia_tune.models.HuggingFaceCheckpointer",
     )
     with pytest.raises(ValueError, match="must be torchtune.training.FullModelHFCheckpointer"):
-        Run.of(mixed)
+        RunConfig.parse(mixed)
 
 
 def test_the_tokenizer_is_that_of_transformers(tmp_path):
@@ -247,8 +248,9 @@ def test_a_link_out_of_the_folder_is_refused_before_training(tmp_path):
 def test_transformers_models_generate_no_text_of_their_own(tmp_path):
     cfg = family_config(make_family(tmp_path / "model", "Qwen3"), tmp_path)
     text = {"num_sequences": 2, "seq_len": 8, "cache_dir": str(tmp_path / "text")}
-    with pytest.raises(ValueError, match="by models that torchtune builds"):
-        generate_missing(Run.of(cfg).cfg, None, OmegaConf.create(text))
+    cfg.dataset = {"_component_": SELF_GENERATED} | text
+    with pytest.raises(InputError, match="by models that torchtune builds"):
+        generate_missing(RunConfig.parse(cfg))
 
 
 def test_a_folder_without_some_weights(tmp_path):

@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from hestia_tune import Fairy2iTensor, TernaryTensor
+from hestia_tune.export.packed import packed_entries
 from hestia_tune.methods import Fairy2iMethod, TernaryMethod
 from hestia_tune.models import PackedWeights
 from hestia_tune.models.build import instantiate
-from hestia_tune.models.packed import packed_entries
 from hestia_tune.training.outputs import write_hard_model
 
 

@@ -31,7 +31,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 STEPS = ("epochs=2", "run_val_every_n_steps=3")  # 12 of them
 TWO_RANKS = ("--nproc_per_node", "2")
 RESUME = "resume_from_checkpoint=True"
-WORKERS = ("num_workers=2", "prefetch_factor=1")
+WORKERS = ("num_workers=2",)
 # torchrun kills ranks that have not ended after 30 s, on a busy machine too soon.
 PATIENT = (
     ("--shutdown_timeout", "300") if "--shutdown_timeout" in get_args_parser().format_help() else ()
@@ -108,13 +108,13 @@ def test_sigterm_to_every_process_under_torchrun(model_dir, tmp_path):
     ("how", "message"), [("sleep", "timed out after 3 seconds"), ("kill", "exited unexpectedly")]
 )
 def test_a_data_worker_that_hangs_or_dies(model_dir, tmp_path, how, message):
-    options = ("shuffle=False", "num_workers=1", "dataloader_timeout=3", "batch_size=4")
+    options = ("shuffle=False", "num_workers=1", "batch_size=4")
     data = ("dataset._component_=tiny.failing_dataset", "dataset.num=24", f"dataset.how={how}")
     cfg = make_config(model_dir, tmp_path / "run", *options, *data)
     failed = tune_run("--config", write_config(cfg, tmp_path / "config.yaml"))
     assert failed.returncode == 1
     (line,) = [x for x in failed.stderr.splitlines() if "hestia_qat: error:" in x]
-    assert message in line and "raise dataloader_timeout, or lower num_workers" in line
+    assert message in line and "lower num_workers, or look at the source of the data" in line
     # Three batches of four came before the thirteenth sample; the last may die with its worker.
     ((step, _),) = complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert step in (2, 3)
@@ -256,7 +256,7 @@ def test_a_full_disk_while_saving(model_dir, uninterrupted, tmp_path, monkeypatc
         return write(self, plan, planner)
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", write_data)
-    with pytest.raises(OSError, match="step_6 could not be written .*No space left.*make room"):
+    with pytest.raises(ValueError, match="step_6 could not be written .*No space left.*make room"):
         run(make_config(model_dir, tmp_path, *options))
     folder = tmp_path / "checkpoints"
     assert full and [path.name for path in folder.iterdir()] == ["step_3"]

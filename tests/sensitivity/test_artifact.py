@@ -71,42 +71,6 @@ def test_unresolved_layers_score_as_the_smallest_resolved_one(tmp_path, kappa):
         )
 
 
-def identity_of(artifact, *, fingerprint="sha256:0", digest=None, **estimator) -> dict:
-    """What `estimation_identity` gives for the artifact's own estimation, or for another."""
-    return {
-        "model_fingerprint": fingerprint,
-        "estimator": artifact.estimator | estimator,
-        "dataset": {"num_batches": 1, "digest": digest},
-    }
-
-
-@pytest.mark.parametrize("loaded", [False, True])
-@pytest.mark.parametrize("kappa", [0.0, 0.5, 3.0])
-def test_rescored_for_another_gain(tmp_path, loaded, kappa):
-    artifact = unresolved_artifact(epsilon=0.1)
-    if loaded:
-        artifact.save(tmp_path / "s.json")
-        artifact = SensitivityArtifact.load(tmp_path / "s.json")
-    other = artifact.of_estimation(identity_of(artifact, kappa=kappa))
-    assert other == unresolved_artifact(kappa=kappa, epsilon=0.1)
-    assert other.of_estimation(identity_of(artifact)) == artifact
-
-
-@pytest.mark.parametrize(
-    ("changes", "differing"),
-    [
-        ({"epsilon": 0.2}, "epsilon"),
-        ({"method": "hutch++", "kappa": 2.0, "rank": 3}, "method, rank"),
-        ({"fingerprint": "sha256:1"}, "the model's weights"),
-        ({"digest": "sha256:2"}, "the calibration samples"),
-    ],
-)
-def test_an_artifact_of_another_estimation_says_in_what_it_differs(changes, differing):
-    artifact = unresolved_artifact()
-    with pytest.raises(ValueError, match=f"is of another estimation, and differs in {differing}$"):
-        artifact.of_estimation(identity_of(artifact, **changes))
-
-
 def test_the_error_of_a_trace_that_is_not_used_moves_no_score():
     """An unresolved layer's score is made of another trace; its own error says nothing."""
     expected = unresolved_artifact().score_standard_errors
@@ -136,7 +100,7 @@ def test_a_failing_save_keeps_the_old_file(tmp_path, monkeypatch, failing):
 
         owner = (os, "replace") if failing == "rename" else (type(path), "write_text")
         monkeypatch.setattr(*owner, fail)
-    with pytest.raises((OSError, ValueError)):
+    with pytest.raises(ValueError if failing == "document" else OSError):
         artifact.save(path)
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ["sensitivity.json"]

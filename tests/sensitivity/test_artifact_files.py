@@ -6,6 +6,7 @@ import pytest
 from test_artifact import make_artifact
 
 from hestia_tune import SensitivityArtifact
+from hestia_tune.errors import InputError
 
 
 def write(path, change) -> None:
@@ -135,7 +136,5 @@ def test_numbers_that_overflow_are_refused(tmp_path):
 
 
 def test_a_missing_file_says_what_to_do(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match="nowhere.json does not exist; compute it with `tune"
-    ):
+    with pytest.raises(InputError, match="nowhere.json does not exist; compute it with `tune"):
         SensitivityArtifact.load(tmp_path / "nowhere.json")

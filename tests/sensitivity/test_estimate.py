@@ -27,6 +27,8 @@ from hestia_tune.sensitivity.artifact import sensitivity_scores
 from hestia_tune.sensitivity.curvature import hutchpp
 from hestia_tune.sensitivity.estimation import probe_generator
 
+# Nothing is known that well, so every layer gets num_probes.
+EXHAUSTIVE = {"target_standard_error": 1e-6}
 DENSE = {"hessian": dense_hessian, "fisher": dense_gauss_newton}
 
 
@@ -34,13 +36,13 @@ def one_layer(seed: int = 3):
     return decoder(seed, num_layers=1)
 
 
-def run(model, batches, *, journal=None, weights=None, **settings):
+def run(model, batches, *, seed=0, weights=None, **settings):
     return estimate_sensitivity(
         model,
         weights_of(model) if weights is None else weights,
         batches,
         EstimationConfig(**settings),
-        journal=journal,
+        seed=seed,
     )
 
 
@@ -50,7 +52,8 @@ def test_traces_agree_with_the_exact_ones_within_their_errors(curvature, seed):
     model = decoder(3)
     batches = fitted_batches(model)
     exact = exact_traces(model, weights_of(model), batches, DENSE[curvature])
-    found = run(model, batches, curvature=curvature, min_probes=24, num_probes=24, seed=seed)
+    found = run(model, batches, seed=seed, curvature=curvature, num_probes=24, **EXHAUSTIVE)
+    assert set(found.probes.values()) == {24 * len(batches)}
     assert list(found.traces) == list(exact)
     for name, trace in exact.items():
         assert 0 < found.standard_errors[name] < 0.5 * abs(trace)
@@ -60,11 +63,11 @@ def test_traces_agree_with_the_exact_ones_within_their_errors(curvature, seed):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"min_probes": 20, "num_probes": 20},
-        {"curvature": "fisher", "min_probes": 50, "num_probes": 50},
-        {"fixed": True, "rank": 1, "num_probes": 20},
+        {"num_probes": 20, **EXHAUSTIVE},
+        {"curvature": "fisher", "num_probes": 50, **EXHAUSTIVE},
+        {"rank": 1, "num_probes": 20},
     ],
-    ids=["hessian", "fisher", "fixed"],
+    ids=["hessian", "fisher", "hutchpp"],
 )
 def test_standard_errors_cover_as_often_as_stated(settings):
     """2 standard errors, some 40 degrees of freedom: 95%, pooled over 7 layers and 24 seeds."""
@@ -126,8 +129,8 @@ def test_layers_get_as_many_probes_as_they_need():
 @pytest.mark.parametrize(
     ("batches", "settings", "lowest", "highest"),
     [
-        (4, {"min_probes": 3, "num_probes": 5}, 3, 5),
-        (4, {"min_probes": 4, "num_probes": 4}, 4, 4),
+        (4, {"num_probes": 5}, 2, 5),
+        (4, {"num_probes": 2}, 2, 2),
         (1, {"num_probes": 20}, 8, 20),  # a floor of 8 in all
         (3, {"num_probes": 20}, 3, 20),
         (1, {"num_probes": 4}, 4, 4),  # but not above the cap
@@ -149,11 +152,10 @@ def test_floor_and_cap(batches, settings, lowest, highest, curvature):
         assert (highest in per_batch) if target == 1e-6 else (lowest in per_batch)
 
 
-def test_fixed_is_hutchpp_on_every_batch():
+def test_a_rank_is_hutchpp_on_every_batch():
     model = one_layer()
     batches = fitted_batches(model, 3)
-    settings = EstimationConfig(fixed=True, rank=3, num_probes=5, seed=4)
-    found = estimate_sensitivity(model, weights_of(model), batches, settings)
+    found = run(model, batches, seed=4, rank=3, num_probes=5)
     tokens = [data.num_predicted for data in batches]
     for name, weight in weights_of(model).items():
         traces, variance = [], 0.0
@@ -176,11 +178,11 @@ def test_fixed_is_hutchpp_on_every_batch():
         assert found.probes[name] == (2 * 3 + 5) * 3
 
 
-def test_fixed_is_exact_when_the_sketch_covers_the_weight():
+def test_hutchpp_is_exact_when_the_sketch_covers_the_weight():
     model = one_layer()
     batches = fitted_batches(model, 2)
     exact = exact_traces(model, weights_of(model), batches)
-    found = run(model, batches, fixed=True, rank=40, num_probes=2)
+    found = run(model, batches, rank=40, num_probes=2)
     assert found.traces == pytest.approx(exact, rel=1e-8)
     assert found.probes["layers.0.w1"] == (2 * 12 + 2) * 2
 
@@ -201,7 +203,7 @@ def test_what_the_artifact_says():
     assert (
         run(model, batches, curvature="fisher", num_probes=4).estimator["method"] == "gauss-newton"
     )
-    assert run(model, batches, fixed=True, rank=1, num_probes=2).estimator["method"] == "hutch++"
+    assert run(model, batches, rank=1, num_probes=2).estimator["method"] == "hutch++"
     other = run(model, [*batches[:3], batch(9)], num_probes=4).dataset["digest"]
     assert other != found.dataset["digest"]
 
@@ -299,7 +301,7 @@ def test_a_float64_decoder_of_torchtune_goes_through(curvature):
         with torch.no_grad():  # what it predicts itself: near a minimum, where traces are positive
             labels = model(tokens).argmax(-1)
         batches = [CalibrationBatch(tokens=tokens, labels=labels)]
-        settings = EstimationConfig(curvature=curvature, seed=0, min_probes=20, num_probes=20)
+        settings = EstimationConfig(curvature=curvature, num_probes=20, **EXHAUSTIVE)
         found[dtype] = estimate_sensitivity(model, layers, batches, settings).traces
     assert found[torch.float64] == pytest.approx(found[torch.float32], rel=1e-3, abs=1e-6)
     assert found[torch.float64] != found[torch.float32]

@@ -16,7 +16,7 @@ from hestia_tune.sensitivity.estimation import Journal
 CASES = {
     "adaptive": (3, {"num_probes": 12, "target_standard_error": 0.03}),
     "one batch": (1, {"num_probes": 12}),
-    "fixed": (3, {"fixed": True, "rank": 2, "num_probes": 3}),
+    "hutchpp": (3, {"rank": 2, "num_probes": 3}),
     "fisher": (3, {"curvature": "fisher", "num_probes": 30, "target_standard_error": 0.03}),
 }
 

@@ -214,7 +214,7 @@ def test_a_model_that_only_looks_like_a_chain_is_measured_whole():
     model = decoder(seed=3)
     batches = fitted_batches(model)
     model.__class__ = WithPositions
-    settings = EstimationConfig(fixed=True, rank=200, num_probes=2)  # exact: rank covers all
+    settings = EstimationConfig(rank=200, num_probes=2)  # exact: rank covers all
     found = estimate_sensitivity(model, weights_of(model), batches, settings)
     exact = exact_traces(model, list(found.traces), batches)
     assert found.traces == pytest.approx(exact, rel=1e-6)

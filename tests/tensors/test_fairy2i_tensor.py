@@ -1,17 +1,8 @@
 """A Fairy2iTensor: exact, small, and under torch what a dense weight would be, or an error."""
 
-import copy
-
 import pytest
 import references_fairy2i as reference
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hestia_tune.methods.fairy2i import Fairy2iMethod
 from hestia_tune.tensors import Fairy2iTensor
@@ -31,17 +22,6 @@ def latent(seed=0, shape=(10, 32), dtype=torch.float32, std=0.7):
 def packed(num_stages=2, granularity="tensor", dtype=torch.float32, shape=(10, 32), seed=0):
     weight = latent(seed, shape, dtype)
     return Fairy2iTensor.from_hp(weight, num_stages=num_stages, granularity=granularity)
-
-
-def packed_linear(num_stages=2, granularity="tensor", dtype=torch.float32, shape=(10, 32)):
-    linear = nn.Linear(shape[1], shape[0], dtype=dtype).requires_grad_(False)
-    weight = packed(num_stages, granularity, dtype, shape)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
-
-
-def inputs(dtype=torch.float32, shape=(3, 32), seed=1):
-    return latent(seed, shape, dtype, std=1.0)
 
 
 def assert_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -247,60 +227,3 @@ def test_transpose(num_stages, granularity, shape, inference):
             assert_same(transpose(turned), weight)
         for same in (weight.transpose(1, -1), weight.permute(0, 1)):
             assert_same(same, weight)
-
-
-REFUSED = {
-    "rows": lambda w: w[2:5],
-    "columns": lambda w: w[:, 16:],
-    "every other row": lambda w: w[::2],
-    "one row": lambda w: w[3],
-    "an entry": lambda w: w[3, 3],
-    "rows by index": lambda w: w[torch.tensor([0, 1])],
-    "pieces": lambda w: w.chunk(2),
-    "pieces of columns": lambda w: w.split([16, 16], dim=1),
-    "rows apart": lambda w: w.unbind(0),
-    "flat": lambda w: w.view(-1),
-    "another shape": lambda w: w.reshape(5, 64),
-    "one axis more": lambda w: w.unsqueeze(0),
-    "expanded": lambda w: w.expand(2, 10, 32),
-    "other strides": lambda w: w.as_strided((5, 32), (64, 1)),
-    "joined": lambda w: torch.cat([w, w]),
-    "stacked": lambda w: torch.stack([w, w]),
-    "padded": lambda w: F.pad(w, [0, 0, 0, 2]),
-    "zeros": lambda w: w.new_zeros(4, 32),
-    "arithmetic": lambda w: w + 1,
-    "in place": lambda w: w.mul_(2),
-    "sum": lambda w: w.sum(),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("inference", [False, True])
-def test_what_cannot_stay_packed_is_an_error(name, inference):
-    weight = packed()
-    message = "rows i and n .* share codes .*; got aten.*dequantize"
-    with torch.inference_mode(inference):
-        for value in (weight, weight.t()):
-            with pytest.raises(NotImplementedError, match=message):
-                REFUSED[name](value)
-
-
-@pytest.fixture
-def two_ranks():
-    """A mesh of this process and one that does not exist; nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
-
-
-def test_sharding_is_refused_and_ignoring_works(two_ranks):
-    message = "share codes .*load the weight whole on every rank"
-    for placement in (Shard(0), Shard(1), Replicate()):
-        with pytest.raises(NotImplementedError, match=message):
-            distribute_tensor(packed(), two_ranks, [placement])
-    model = nn.Sequential(packed_linear(), nn.Linear(10, 4))
-    with pytest.raises(NotImplementedError, match=message):
-        fully_shard(copy.deepcopy(model), mesh=two_ranks)
-    fully_shard(model, mesh=two_ranks, ignored_params={model[0].weight})
-    assert type(model[0].weight.data) is Fairy2iTensor
-    assert model(inputs()).shape == (3, 4)

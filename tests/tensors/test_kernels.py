@@ -2,10 +2,6 @@
 
 import copy
 import io
-import multiprocessing
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +10,7 @@ from torch import nn
 
 from hestia_tune import Fairy2iTensor, TernaryTensor, use_kernel
 from hestia_tune.tensors import BinaryTensor, INT2Tensor
-from hestia_tune.tensors.kernels import Kernel, choice, onnxruntime
+from hestia_tune.tensors.kernels import Kernel, choice
 from hestia_tune.tensors.kernels.complex_stack import stacked
 from hestia_tune.tensors.kernels.int4pack import Int4Pack
 from hestia_tune.tensors.kernels.onnxruntime import OnnxRuntime
@@ -252,42 +248,38 @@ class Fast(Slow):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Kernels of known speed: seconds of a row at first, and of another."""
-    monkeypatch.setattr(choice, "_measured", {})
+    """Kernels of known speed: seconds of a row."""
+    monkeypatch.setattr(choice, "_chosen", {})
     monkeypatch.setattr(choice, "KERNELS", {kind.name: kind for kind in (Slow, Broken, Fast)})
-    times = {"slow": (5.0, 5.0), "fast": (1.0, 3.0), "broken": (0.0, 0.0)}
+    times = {"dequantize": 10.0, "slow": 5.0, "fast": 1.0, "broken": 0.0}
     calls = []
 
     def seconds(function, *args):
-        if not isinstance(function, Kernel):  # dequantizing, or the dense product of 32 rows
-            return 32.0 if args else 10.0
-        calls.append(function.name)
+        name = function.name if isinstance(function, Kernel) else "dequantize"
+        assert len(args[0]) == 1
+        calls.append(name)
         function(*args)
-        first, others = times[function.name]
-        return first if len(args[0]) == 1 else 32 * others
+        return times[name]
 
     monkeypatch.setattr(choice, "_seconds", seconds)
     return times, calls
 
 
-def test_auto_takes_the_fastest_and_its_rows(timed):
-    times, calls = timed
+def test_auto_takes_the_fastest_for_one_row(timed):
+    _, calls = timed
     model = nn.ModuleList(layer(ternary(8, 64, 32, seed=seed)) for seed in range(3))
     model.append(layer(ternary(8, 32, 32)))
     use = use_kernel(model)
     assert set(use.layers.values()) == {"fast"} and len(use.layers) == 4
-    assert model[2].weight.kernel.max_rows == 5  # 10 / (3 - 1)
-    assert sorted(calls) == sorted(["slow", "broken", "fast", "fast"] * 2)  # once for each shape
+    assert sorted(calls) == sorted(["dequantize", "slow", "broken", "fast"] * 2)  # once a shape
     assert "not broken for (8, 64): no such instruction" in str(use)
-    times["fast"] = (1.0, 1.0)
-    choice._measured.clear()
     use_kernel(model)
-    assert model[0].weight.kernel.max_rows == float("inf")
+    assert len(calls) == 8
 
 
 def test_auto_dequantizes_what_no_kernel_makes_faster(timed):
     times, _ = timed
-    times |= {"fast": (12.0, 1.0), "slow": (12.0, 1.0)}
+    times |= {"fast": 12.0, "slow": 12.0}
     linear = layer(ternary(8, 64, 32))
     assert use_kernel(linear).layers == {"weight": "dequantize"}
     assert linear.weight.kernel is None
@@ -310,15 +302,26 @@ def test_auto_measures_real_kernels_on_this_machine():
 
 
 def test_a_kernel_that_fails_later_is_never_an_error(monkeypatch, caplog):
-    monkeypatch.setattr(choice, "_measured", {})
+    monkeypatch.setattr(choice, "_chosen", {})
     monkeypatch.setattr(choice, "KERNELS", {OfOneRow.name: OfOneRow})
     linear = layer(ternary(8, 64, 32))
-    use = use_kernel(linear, "of_one_row")
-    kernel, x = linear.weight.kernel, torch.randn(4, 64)
-    assert kernel.max_rows == 1 and "of_one_row for single rows of (8, 64): no such" in str(use)
-    kernel.max_rows = 8  # as if none had been tried
+    assert use_kernel(linear, "of_one_row").layers == {"weight": "of_one_row"}
+    x = torch.randn(4, 64)
     assert torch.equal(linear(x), F.linear(x, linear.weight.dequantize()))
     assert linear.weight.kernel is None and "no longer by of_one_row: no such grid" in caplog.text
+
+
+def test_onnxruntime_multiplies_single_rows_only():
+    for package in OnnxRuntime.packages:
+        pytest.importorskip(package)
+    linear = layer(ternary(32, 128, 64))
+    use_kernel(linear, "onnxruntime")
+    x = torch.randn(2, 128)
+    assert torch.equal(linear(x), F.linear(x, linear.weight.dequantize()))
+    assert torch.equal(linear(x[:1]), linear.weight.kernel(x[:1], None))
+    assert not torch.equal(linear(x[:1]), F.linear(x[:1], linear.weight.dequantize()))
+    weight = Fairy2iTensor.from_hp(torch.randn(32, 128))
+    assert choice.make(weight, OnnxRuntime).max_rows == 1
 
 
 def test_other_packed_weights_are_told_of():
@@ -333,117 +336,9 @@ def test_names(monkeypatch):
     with pytest.raises(ValueError, match="kernel must be one of auto, dequantize, .*got 'int3'"):
         use_kernel(nn.Linear(2, 2), "int3")
     monkeypatch.setattr(OnnxRuntime, "packages", ("no_such_package",))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     linear = layer(ternary(8, 64, 32))
-    with pytest.raises(ImportError, match=r"pip install 'hestia-tune\[cpu\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'hestia-tune\[cpu\]'"):
         use_kernel(linear, "onnxruntime")
-    monkeypatch.setattr(choice, "_measured", {})
+    monkeypatch.setattr(choice, "_chosen", {})
     use = use_kernel(linear)  # goes without
     assert any("hestia-tune[cpu]" in note for note in use.notes)
-
-
-@pytest.mark.parametrize("shape", [(64, 256, 128), (33, 96, 32), (7, 100, "channel")], ids=str)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_parts_of_onnxruntime(shape, rows, monkeypatch):
-    """As many as torch has threads: in turn or at once, their products are the whole's."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
-    monkeypatch.setattr(onnxruntime, "_MIN_PART", 1)
-    ran = []
-
-    def workers():
-        ran.append(True)
-        return onnxruntime.ThreadPoolExecutor(1)
-
-    monkeypatch.setattr(onnxruntime, "_workers", workers)
-    weight = ternary(*shape)
-    x, bias = inputs(weight, rows)
-    found = []
-    for threads in (1, 2, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda number=threads: number)
-        for shortest in (2**30, 1):
-            monkeypatch.setattr(onnxruntime, "_MIN_LONG", shortest)
-            found.append(choice.make(weight, OnnxRuntime)(x, bias))
-    assert len(ran) == 3  # one other part, then two
-    assert all(torch.equal(one, found[0]) for one in found)
-    assert relative_error(found[0], x, weight, bias) < 0.01
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(16, 256), (12, 192), (33, 96), (7, 100), (5, 7)], ids=str)
-def test_a_dense_weight_in_8_bits(shape, dtype, monkeypatch):
-    """Exact codes of each block's levels: seen by activations that are whole numbers up to 127."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
-    monkeypatch.setattr(onnxruntime, "_ROWS_AT_ONCE", 5)
-    (rows, columns), generator = shape, torch.Generator().manual_seed(0)
-    weight = torch.randn(shape, generator=generator).to(dtype)
-    weight[1] = 0
-    x = torch.randint(-127, 128, (4, columns), generator=generator).float()
-    block = next((block for block in (128, 64, 32) if columns % block == 0), 32)
-    expected = torch.zeros(4, rows, dtype=torch.float64)
-    for start in range(0, columns, block):
-        x[:, start] = 127  # so the activations' levels are whole numbers
-        part = weight[:, start : start + block].float()
-        level = part.abs().amax(1, keepdim=True) / 127
-        rounded = (part / level.clamp(min=1e-9)).round() * level
-        expected += x[:, start : start + block].double() @ rounded.double().T
-    found = onnxruntime.rounded(weight)(x)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-3)
-
-
-def test_long_products_end_torchs_waiting_threads(monkeypatch):
-    """They keep their core for milliseconds, which a part of the product needs."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
-    maps = Path("/proc/self/maps")
-    if not maps.exists() or "libgomp" not in maps.read_text() or onnxruntime._openmp() is None:
-        pytest.skip("not GNU's OpenMP, or an old one")
-    pool = ThreadPoolExecutor(1)
-    monkeypatch.setattr(onnxruntime, "_workers", lambda: pool)
-    monkeypatch.setattr(onnxruntime, "_MIN_PART", 1)
-    monkeypatch.setattr(onnxruntime, "_MIN_LONG", 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        kernel, (x, _) = (
-            choice.make(weight := ternary(64, 256, 128), OnnxRuntime),
-            inputs(weight, 3),
-        )
-        expected = kernel(x, None)  # from now on there is a worker of ours
-        torch.ones(2**20).add(1)
-        with_torchs = num_threads()
-        assert torch.equal(kernel(x, None), expected)
-        deadline = time.monotonic() + 10
-        while num_threads() >= with_torchs and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert num_threads() == with_torchs - 1
-        assert torch.ones(2**20).add(1).eq(2).all() and num_threads() == with_torchs
-    finally:
-        torch.set_num_threads(before)
-
-
-def num_threads() -> int:
-    """Of this process, by the system's count."""
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def test_a_forked_process_has_workers_of_its_own(monkeypatch):
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
-    monkeypatch.setattr(onnxruntime, "_MIN_PART", 1)
-    monkeypatch.setattr(onnxruntime, "_MIN_LONG", 1)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    weight = ternary(64, 256, 128)
-    kernel, (x, _) = choice.make(weight, OnnxRuntime), inputs(weight, 3)
-    expected = kernel(x, None)
-    torch.ones(2**20).add(1)  # for which OpenMP has a thread
-    child = multiprocessing.get_context("fork").Process(target=kernel, args=(x, None))
-    child.start()
-    child.join(60)
-    code = child.exitcode
-    child.kill()
-    assert code == 0  # None if it waits for threads that are not there
-    torch.set_num_threads(before)
-    assert torch.equal(kernel(x, None), expected)

@@ -7,8 +7,13 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hestia_tune.methods import Fairy2iMethod, TernaryMethod
 from hestia_tune.tensors import pack, packed_tensor
@@ -259,6 +264,65 @@ def test_exported_is_eager(method, decompose):
     program = torch.export.export(linear, (x,))
     program = program.run_decompositions() if decompose else program
     assert torch.equal(program.module()(x), linear(x))
+
+
+REFUSED = {
+    "rows": lambda w: w[2:5],
+    "columns": lambda w: w[:, 16:],
+    "every other row": lambda w: w[::2],
+    "one row": lambda w: w[3],
+    "an entry": lambda w: w[3, 3],
+    "rows by index": lambda w: w[torch.tensor([0, 1])],
+    "pieces": lambda w: w.chunk(2),
+    "pieces of columns": lambda w: w.split([16, 16], dim=1),
+    "rows apart": lambda w: w.unbind(0),
+    "flat": lambda w: w.view(-1),
+    "another shape": lambda w: w.reshape(5, 64),
+    "one axis more": lambda w: w.unsqueeze(0),
+    "expanded": lambda w: w.expand(2, 10, 32),
+    "other strides": lambda w: w.as_strided((5, 32), (64, 1)),
+    "joined": lambda w: torch.cat([w, w]),
+    "stacked": lambda w: torch.stack([w, w]),
+    "padded": lambda w: F.pad(w, [0, 0, 0, 2]),
+    "zeros": lambda w: w.new_zeros(4, 32),
+    "arithmetic": lambda w: w + 1,
+    "in place": lambda w: w.mul_(2),
+    "sum": lambda w: w.sum(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("inference", [False, True])
+@one_of_each
+def test_what_cannot_stay_packed_is_an_error(method, name, inference):
+    weight = packed(method, shape=(10, 32))
+    message = "whole, not cut, joined or sharded; got aten.*dequantize"
+    with torch.inference_mode(inference):
+        for value in (weight, weight.t()):
+            with pytest.raises(NotImplementedError, match=message):
+                REFUSED[name](value)
+
+
+@pytest.fixture
+def two_ranks():
+    """A mesh of this process and one that does not exist; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@one_of_each
+def test_sharding_is_refused_and_ignoring_works(method, two_ranks):
+    message = "not cut, joined or sharded.*load it whole on every rank"
+    for placement in (Shard(0), Shard(1), Replicate()):
+        with pytest.raises(NotImplementedError, match=message):
+            distribute_tensor(packed(method), two_ranks, [placement])
+    model = nn.Sequential(packed_linear(method), nn.Linear(10, 4))
+    with pytest.raises(NotImplementedError, match=message):
+        fully_shard(copy.deepcopy(model), mesh=two_ranks)
+    fully_shard(model, mesh=two_ranks, ignored_params={model[0].weight})
+    assert type(model[0].weight.data) is type(packed(method))
+    assert model(inputs()).shape == (3, 4)
 
 
 @pytest.mark.gpu

@@ -9,24 +9,21 @@ from tiny import SHAPE, logged, make_config, run, tune_run, write_config
 from torch.nn import functional as F
 
 from hestia_tune import Fairy2iQATQuantizer, HestiaQATQuantizer
-from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.models import llama
 from hestia_tune.models.checkpoints import read_weights
-from hestia_tune.modules import full_tensor, quantized_linears
-from hestia_tune.schedule import get_wsd_schedule
-from hestia_tune.sections import CageConfig
-from hestia_tune.sharded import pull_to_codes
+from hestia_tune.models.folder import SafetensorsFolder
+from hestia_tune.qat.linear import full_tensor, quantized_linears
+from hestia_tune.qat.schedule import get_wsd_schedule
+from hestia_tune.qat.shards import cage_strength, pull_to_codes
 
 STRAIGHT_THROUGH = ("schedule.rho=0", "schedule.tau_init=0", "schedule.alpha=0")
-CAGE = ("cage.strength=40", "cage.silent=0.5")
+CAGE = ("cage_strength=40",)
 
 
 def test_strength_is_silent_then_linear():
-    settings = CageConfig(strength=10, silent=0.8)
-    found = [settings.at(step / 10) for step in range(11)]
+    found = [cage_strength(10, step / 10) for step in range(11)]
     assert found == pytest.approx([0.0] * 9 + [5.0, 10.0])
-    assert CageConfig(strength=3, silent=0).at(0.5) == pytest.approx(1.5)
-    assert CageConfig().at(1.0) == 0
+    assert cage_strength(0, 1.0) == 0
 
 
 def absmean(weight, size):
@@ -125,7 +122,7 @@ def test_a_loop_by_hand_is_the_recipe(model_dir, tmp_path):
         F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        strength = 40 * max(0, step - 0.5 * recipe.total_steps) / (0.5 * recipe.total_steps)
+        strength = 40 * max(0, step - 0.8 * recipe.total_steps) / (0.2 * recipe.total_steps)
         pulls.append(strength * optimizer.param_groups[0]["lr"])
         with torch.no_grad():
             for layer in layers.values():
@@ -188,8 +185,8 @@ def test_a_run_resumes_bit_for_bit_and_with_the_same_pull_only(model_dir, tmp_pa
     run(make_config(model_dir, tmp_path / "cut", *every))
     (tmp_path / "cut" / "checkpoints" / "step_6" / "meta.json").unlink()
     again = (*every, "resume_from_checkpoint=True")
-    with pytest.raises(ValueError, match="has cage .*'strength': 40.0.*this run .*2.0"):
-        run(make_config(model_dir, tmp_path / "cut", *again, "cage.strength=2"))
+    with pytest.raises(ValueError, match="has cage_strength 40.*this run 2"):
+        run(make_config(model_dir, tmp_path / "cut", *again, "cage_strength=2"))
     run(make_config(model_dir, tmp_path / "cut", *again))
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
     hard = [next((tmp_path / k / "hard_model").glob("*.safetensors")) for k in ("cut", "whole")]

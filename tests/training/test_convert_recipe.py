@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from tiny import NUM_QUANTIZED, SHAPE, make_config, make_model_dir, run, tune_run, write_config
+from tiny import NUM_QUANTIZED, SHAPE, make_config, run, tune_run, write_config
 from torchao.quantization import IntxUnpackedToInt8Tensor
 from torchtune import training
 from torchtune.data import Message
@@ -16,14 +16,13 @@ from torchtune.models.convert_weights import hf_to_tune
 
 import hestia_tune
 from hestia_tune import TernaryTensor
-from hestia_tune.commands import convert as convert_command
 from hestia_tune.commands.convert import ConvertRecipe, run_convert
+from hestia_tune.errors import InputError
 from hestia_tune.export import folder as folder_export
-from hestia_tune.export.folder import SafetensorsFolder
-from hestia_tune.export.gguf import LIMIT, write_gguf
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models.builders import llama
 from hestia_tune.models.checkpoints import names_in_files, read_weights
+from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
 TOKENS = torch.tensor([[5, 9, 200, 13, 42], [1, 2, 3, 4, 5]])
@@ -94,24 +93,17 @@ def test_all_formats_and_the_table(model_dir, output_dir, capsys):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("overrides", "kind"),
-    [
-        ((), TernaryTensor),
-        (("convert.target=intx",), IntxUnpackedToInt8Tensor),
-    ],
+    ("name", "kind"), [("torchao", TernaryTensor), ("intx", IntxUnpackedToInt8Tensor)]
 )
-def test_the_packed_model_is_the_hard_model(model_dir, output_dir, overrides, kind, dtype):
-    converted, _ = convert(model_dir, output_dir, *overrides)
-    model = hestia_tune.load_quantized(converted / "torchao", dtype=dtype, kernel="dequantize")
+def test_the_packed_model_is_the_hard_model(model_dir, output_dir, name, kind, dtype):
+    converted, _ = convert(model_dir, output_dir, f"convert.formats=[{name}]")
+    model = hestia_tune.load_quantized(converted / name, dtype=dtype, kernel="dequantize")
     assert len(packed_layers(model, kind)) == NUM_QUANTIZED
     with torch.no_grad():
         expected = dense_model(output_dir / "hard_model", dtype)(TOKENS)
         assert torch.equal(model(TOKENS), expected)
-        fast = hestia_tune.load_quantized(converted / "torchao", dtype=dtype, kernel="int4pack")
+        fast = hestia_tune.load_quantized(converted / name, dtype=dtype, kernel="int4pack")
         assert (fast(TOKENS) - expected).norm() < 0.02 * expected.norm()
-        options = {"dtype": dtype, "kernel": "dequantize", "head": "int8"}
-        rounded = hestia_tune.load_quantized(converted / "torchao", **options)(TOKENS)
-        assert 0 < (rounded - expected).norm() < 0.03 * expected.norm()
     kernels = [p.kernel for p in fast.parameters() if isinstance(p, TernaryTensor)]
     assert all(kernels) and len(kernels) == (NUM_QUANTIZED if kind is TernaryTensor else 0)
 
@@ -140,7 +132,7 @@ def test_naive_conversion_of_the_pretrained_model(model_dir, tmp_path):
 def test_what_is_there_is_not_overwritten_without_being_told(model_dir, output_dir):
     converted, _ = convert(model_dir, output_dir, "convert.formats=[gguf]")
     before = (converted / "model.gguf").read_bytes()
-    with pytest.raises(FileExistsError, match=r"model.gguf exists; set convert.overwrite=True"):
+    with pytest.raises(ValueError, match=r"model.gguf exists; set convert.overwrite=True"):
         convert(model_dir, output_dir, "convert.formats=[torchao,gguf]")
     assert not (converted / "torchao").exists()
     assert (converted / "model.gguf").read_bytes() == before
@@ -153,24 +145,27 @@ def test_what_is_there_is_not_overwritten_without_being_told(model_dir, output_d
         (["quantizer.group_size=16"], "was trained with quantizer ternary, group_size=32"),
         (["quantizer.include=['layers.*.mlp.*']"], "on 14 layers, the config has"),
         (["convert.source=/nowhere"], "there is no model in /nowhere"),
-        (["convert.formats=[guf]"], "one of torchao, .*; got guf"),
-        (["convert.formats=[]"], "must name at least one format"),
+        (["convert.formats=[guf]"], "one of torchao, intx, .*; got guf"),
+        (["convert.formats=[]"], "convert.formats must name at least one"),
         (["convert.formats=gguf"], "convert.formats: give a list"),
-        (["convert.target=fairy2i"], "group_size=32 packs as ternary, intx; got fairy2i"),
-        (["convert.target=fairy2i"], "group_size=32 packs as ternary, intx; got fairy2i"),
         (["quantizer.groupsize=32"], "quantizer: .*groupsize"),
         (["convert.overwite=True"], "did you mean overwrite"),
+        (["convert.formats=[torchao,gguf]", "convert.block_type=Q8_0"], "TQ2_0, TQ1_0; got Q8_0"),
+        (
+            ["convert.formats=[torchao,gguf]", "convert.block_type=[TQ2_0,Q2_0]"],
+            "TQ2_0 or Q2_0 would straddle .*; try block_type Q4_0",
+        ),
         (["checkpointer.model_type=GEMMA"], "model_type GEMMA is not supported"),
     ],
 )
 def test_errors_come_before_anything_is_written(model_dir, output_dir, overrides, message):
-    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+    with pytest.raises(InputError, match=message):
         convert(model_dir, output_dir, *overrides)
     assert not any((output_dir / "converted").glob("*"))
 
 
 def test_without_training_it_says_what_to_do(model_dir, tmp_path):
-    with pytest.raises(FileNotFoundError, match="train first, or convert.source=pretrained"):
+    with pytest.raises(ValueError, match="train first, or convert.source=pretrained"):
         convert(model_dir, tmp_path)
 
 
@@ -227,7 +222,7 @@ def test_load_quantized_names_what_is_missing(model_dir, output_dir, tmp_path):
         hestia_tune.load_quantized(folder)
     (folder / "hestia.json").write_text(json.dumps(about))
     (folder / "model.pt").unlink()
-    with pytest.raises(FileNotFoundError, match="model.pt"):
+    with pytest.raises(ValueError, match="model.pt"):
         hestia_tune.load_quantized(folder)
 
 
@@ -295,12 +290,12 @@ def test_the_tokenizer_takes_messages(model_dir, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["ternary", "intx"])
-def test_torchtunes_own_generate_runs_it(model_dir, output_dir, tmp_path, target):
+@pytest.mark.parametrize("name", ["torchao", "intx"])
+def test_torchtunes_own_generate_runs_it(model_dir, output_dir, tmp_path, name):
     path = write_config(make_config(model_dir, output_dir), tmp_path / "config.yaml")
-    done = tune_run("--config", path, f"convert.target={target}", recipe="hestia_convert")
+    done = tune_run("--config", path, f"convert.formats=[{name}]", recipe="hestia_convert")
     assert done.returncode == 0, done.stderr
-    yaml = output_dir / "converted" / "torchao" / "generate.yaml"
+    yaml = output_dir / "converted" / name / "generate.yaml"
     assert OmegaConf.load(yaml).dtype == "bf16"
     arguments = ("prompt.user=abc", "top_k=1", "max_new_tokens=8")
     done = tune_run("--config", str(yaml), *arguments, recipe="generate")
@@ -319,26 +314,18 @@ def test_torchtunes_own_generate_runs_it(model_dir, output_dir, tmp_path, target
     assert tokenizer.decode(tokens).strip() in done.stderr + done.stdout
 
 
-def test_gguf_for_speed_measures_the_activations(tmp_path, monkeypatch):
-    """A model whose rows TQ2_0 holds: each weight is of that type if its inputs stand it."""
-    sizes = {"embed_dim": 256, "intermediate_dim": 512}
-    model_dir = make_model_dir(tmp_path / "model", **sizes)
-    overrides = [f"model.{key}={value}" for key, value in sizes.items()]
-    overrides += ["quantizer.group_size=channel", "convert.source=pretrained"]
-    overrides += ["convert.formats=[gguf]", "convert.overwrite=True"]
-    seen = {}
-
-    def write(source, path, *, rounding, **options):
-        seen.update(rounding)
-        return write_gguf(source, path, rounding=rounding, **options)
-
-    monkeypatch.setattr(convert_command, "write_gguf", write)
-    _, summaries = convert(model_dir, tmp_path / "run", *overrides)
-    types = summaries["gguf"]["types"]
-    assert len(seen) == NUM_QUANTIZED and all(0 < error < 0.1 for error in seen.values())
-    fast = sum(error <= LIMIT for error in seen.values())
-    assert types.get("TQ2_0", 0) == fast and types.get("Q4_0", 0) == NUM_QUANTIZED - fast
-    assert fast > 0
-    seen.clear()
-    _, summaries = convert(model_dir, tmp_path / "run", *overrides, "convert.block_type=small")
-    assert summaries["gguf"]["types"]["Q2_0"] == NUM_QUANTIZED and not seen
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"Q4_0": NUM_QUANTIZED}),
+        (("convert.block_type=Q4_0",), {"Q4_0": NUM_QUANTIZED}),
+        # The rows of the down projections have 96 weights, which blocks of 64 do not divide.
+        (("convert.block_type=[Q2_0,Q4_0]",), {"Q2_0": NUM_QUANTIZED - 2, "Q4_0": 2}),
+    ],
+)
+def test_gguf_takes_the_first_block_type_that_holds_a_weight(
+    model_dir, tmp_path, overrides, expected
+):
+    options = ("quantizer.group_size=channel", "convert.source=pretrained", *overrides)
+    _, summaries = convert(model_dir, tmp_path, "convert.formats=[gguf]", *options)
+    assert summaries["gguf"]["types"].items() >= expected.items()

@@ -1,7 +1,8 @@
-"""``hestia_eval``: every kind of model in one table, going on, the preset, two ranks, errors; and
-tasks in training."""
+"""``hestia_eval``: every kind of model in one table, results that are kept, the preset, two ranks,
+errors; and tasks in training."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from torch import distributed
 
 pytest.importorskip("lm_eval")
 
+
 from hestia_tune.commands import evaluate as command  # noqa: E402
 from hestia_tune.commands.convert import run_convert  # noqa: E402
 from hestia_tune.commands.evaluate import run_evaluation  # noqa: E402
+from hestia_tune.config.run import RunConfig  # noqa: E402
+from hestia_tune.errors import InputError  # noqa: E402
 from hestia_tune.evaluation import evaluator  # noqa: E402
 from hestia_tune.models.load import load_model  # noqa: E402
-from hestia_tune.training.options import Run  # noqa: E402
 
 FIVE = ["arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande"]
 ALL = "[pretrained,naive,trained,packed,checkpoint,checkpoint_hard]"
@@ -83,14 +86,14 @@ def test_every_kind_of_model_in_one_table(model_dir, trained, tasks, text, capsy
     settings = {n: m["settings"] for n, m in found["models"].items()}
     assert settings["checkpoint"]["step"] == 6 and settings["checkpoint"]["pressure"] == 1
     assert settings["naive"]["quantizer"] == "ternary, group_size=32"
-    assert settings["naive"]["run"]["versions"]["torch"] == torch.__version__
+    assert settings["naive"]["identity"]["versions"]["torch"] == torch.__version__
 
 
 def test_a_checkpoint_in_the_middle_is_relaxed_at_its_own_temperature(model_dir, trained, tasks):
     step = trained / "checkpoints" / "step_4"
     cfg = config(model_dir, trained, tasks, f"eval.models=['{step}',checkpoint_hard]")
     model, about = load_model(
-        str(step), Run.of(cfg).cfg, device=torch.device("cpu"), dtype=torch.float32
+        str(step), RunConfig.parse(cfg), device=torch.device("cpu"), dtype=torch.float32
     )
     assert about["step"] == 4 and 0 < about["tau"][0] < 0.3
     quantizer = model.layers[0].mlp.w1.weight_fake_quantizer
@@ -111,6 +114,23 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
     assert run_evaluation(cfg) == 0
     models = json.loads((trained / "paths.json").read_text())["models"]
     assert len({m["perplexity"]["held_out"]["nll"] for m in models.values()}) == 1
+    files = {path.name: json.loads(path.read_text()) for path in (trained / "paths").iterdir()}
+    assert len(files) == 3 and files["trained.json"] == models["trained"]
+    assert {result["name"]: result for result in files.values()} == models
+
+
+def test_paths_that_differ_in_one_sign_have_files_of_their_own(
+    model_dir, trained, tasks, text, tmp_path
+):
+    names = [str(tmp_path / "one" / "model"), str(tmp_path / "one_model")]
+    for name, source in zip(names, (model_dir, trained / "hard_model"), strict=True):
+        shutil.copytree(source, name)
+    options = ("eval.tasks=[]", f"eval.perplexity.t.source={text}")
+    cfg = config(model_dir, tmp_path, tasks, f"eval.models={names}", *options)
+    assert run_evaluation(cfg) == 0
+    files = [json.loads(path.read_text()) for path in (tmp_path / "evaluation").iterdir()]
+    assert {result["name"] for result in files} == set(names)
+    assert len({result["perplexity"]["t"]["nll"] for result in files}) == 2
 
 
 @pytest.mark.parametrize(
@@ -124,7 +144,7 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
         ("eval.models=pretrained", "eval.models: give a list"),
         ("eval.tasks=[]", "eval needs tasks or perplexity"),
         ("eval.tasks=[tiny_choise]", "tiny_choice"),
-        ("eval.window=1000", "eval.window must be in .1, 64.; got 1000"),
+        ("eval.window=32", "unknown key eval.window"),
         ("eval.perplexity.x=3", "eval.perplexity.x: .* the mapping .* value: 3"),
         ("eval.perplexity.x={sorce: y}", "did you mean source"),
         ("eval.perplexity.x={source: /nowhere.txt}", "/nowhere.txt does not exist"),
@@ -143,7 +163,7 @@ def test_errors_come_before_any_model_is_loaded(
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(command, "load_model", fail)
-    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+    with pytest.raises(InputError, match=message):
         run_evaluation(config(model_dir, tmp_path, tasks, "eval.models=[pretrained]", override))
     assert not (tmp_path / "evaluation.json").exists()
 
@@ -176,52 +196,56 @@ def test_tasks_during_training_go_to_the_metric_logger(model_dir, tmp_path, task
 def test_a_finished_model_is_not_evaluated_again(
     model_dir, trained, tasks, text, tmp_path, monkeypatch
 ):
-    path, loaded = tmp_path / "evaluation.json", []
+    path, folder = tmp_path / "evaluation.json", tmp_path / "evaluation"
+    names, loaded, stops = ["pretrained", "naive", "trained"], [], [KeyboardInterrupt]
 
-    def counted(name, *args, **options):
+    def load_and_note(name, *args, **options):
         loaded.append(name)
-        if len(loaded) == 2 and not path.with_suffix(".stopped").exists():
-            path.with_suffix(".stopped").touch()
-            raise KeyboardInterrupt
+        if name == "naive" and stops:
+            raise stops.pop()
         return load_model(name, *args, **options)
 
     def evaluate(*overrides):
+        """Names of the models that were loaded, and the content of the final file."""
         loaded.clear()
-        options = ("eval.models=[pretrained,naive,trained]", f"eval.perplexity.t.source={text}")
+        options = (f"eval.models={names}", f"eval.perplexity.t.source={text}")
         run_evaluation(
             config(model_dir, trained, tasks, *options, f"eval.output={path}", *overrides)
         )
         found = json.loads(path.read_text())
-        assert list(found["models"]) == ["pretrained", "naive", "trained"]
-        assert list(found["tables"]["acc"]) == ["pretrained", "naive", "trained"]
+        assert set(found) == {"schema_version", "models", "tables"}
+        assert list(found["models"]) == list(found["tables"]["acc"]) == names
+        kept = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+        assert kept == found["models"]
         return list(loaded), found
 
-    monkeypatch.setattr(command, "load_model", counted)
+    monkeypatch.setattr(command, "load_model", load_and_note)
     with pytest.raises(KeyboardInterrupt):
         evaluate()
-    assert list(json.loads(path.read_text())["models"]) == ["pretrained"]
-    names, first = evaluate()
-    assert names == ["naive", "trained"]
-    names, again = evaluate()
-    assert names == [] and again == first
-    # Other settings, another text, another model: measured anew.
-    assert evaluate("eval.limit=5")[0] == ["pretrained", "naive", "trained"]
-    # What other settings measured is kept beside it, and another text is added to the first.
-    names, back = evaluate()
-    assert names == [] and back["tables"] == first["tables"]
-    assert {one["settings"]["run"]["eval"]["limit"] for one in back["others"]} == {5}
-    other = text.with_name("other.txt")
-    other.write_text(text.read_text()[:200])
-    names, more = evaluate(f"eval.perplexity.u.source={other}")
-    assert names == ["pretrained", "naive", "trained"]
-    assert set(more["tables"]["token_perplexity"]["naive"]) == {"t", "u"}
-    assert evaluate()[0] == []
+    assert not path.exists() and [file.name for file in folder.iterdir()] == ["pretrained.json"]
+    loaded_names, first = evaluate()
+    assert loaded_names == ["naive", "trained"]
+    loaded_names, again = evaluate()
+    assert loaded_names == [] and again == first
+    # The order of the models belongs to the table and not to a result.
+    names.reverse()
+    loaded_names, turned = evaluate()
+    assert loaded_names == [] and turned["models"] == first["models"]
+    names.reverse()
+    # Other settings and other texts replace the results.
+    loaded_names, other = evaluate("eval.limit=5")
+    assert loaded_names == names and other["tables"] != first["tables"]
+    loaded_names, back = evaluate()
+    assert loaded_names == names and back == first
+    assert evaluate("eval.perplexity.t.max_tokens=40")[0] == names
     text.write_text(text.read_text() + "More of it.")
-    assert evaluate("eval.limit=5")[0] == ["pretrained", "naive", "trained"]
+    assert evaluate()[0] == names
+    # Another model, or a file that is damaged, concerns one result.
     (trained / "hard_model" / "config.json").touch()
-    assert evaluate("eval.limit=5")[0] == ["trained"]
-    path.write_text("not JSON")
-    assert evaluate("eval.limit=5")[0] == ["pretrained", "naive", "trained"]
+    assert evaluate()[0] == ["trained"]
+    for damaged in ("not JSON", "[]", '{"name": "naive"}', '{"nom": 3}'):
+        (folder / "naive.json").write_text(damaged)
+        assert evaluate()[0] == ["naive"]
 
 
 def with_ours(folder):

@@ -15,11 +15,11 @@ from torchtune.models.convert_weights import hf_to_tune
 from hestia_tune import Fairy2iQATQuantizer, Fairy2iTensor
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.commands.sensitivity import SensitivityRecipe
+from hestia_tune.commands.sensitivity import estimate
+from hestia_tune.config.run import RunConfig
 from hestia_tune.functional import hard_fairy2i
 from hestia_tune.models.load import load_model
-from hestia_tune.modules import full_tensor
-from hestia_tune.training.options import Run
+from hestia_tune.qat.linear import full_tensor
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -47,7 +47,7 @@ def test_the_hard_model_is_that_of_the_latent_weights(model_dir, tmp_path, granu
         latents.update({name: full_tensor(value).clone() for name, value in state.items()})
 
     recipe = run(config(model_dir, tmp_path, granularity=granularity), keep)
-    assert recipe.component.method.key() == f"fairy2i, num_stages=2, granularity={granularity}"
+    assert recipe.plan.component.method.key() == f"fairy2i, num_stages=2, granularity={granularity}"
     losses = json.loads((tmp_path / "results.json").read_text())["validation_loss"]
     assert list(losses) == ["pretrained", "naive fairy2i", "trained, hard"]
     assert "zero_fraction" not in (tmp_path / "metrics.jsonl").read_text()
@@ -89,7 +89,7 @@ def test_sensitivity_drives_it(model_dir, tmp_path):
     options = ("sensitivity_estimation.num_samples=4", "sensitivity_estimation.curvature=fisher")
     assert run_qat(config(model_dir, tmp_path, *options, "sensitivity=auto")) == 0
     assert logged(tmp_path, "tau_max")[1] > logged(tmp_path, "tau_min")[1]
-    artifact = SensitivityRecipe(config(model_dir, tmp_path, *options)).run()  # reused
+    artifact = estimate(config(model_dir, tmp_path, *options))  # reused
     assert len(artifact.scores) == 14
 
 
@@ -99,7 +99,7 @@ def test_tau_init_auto(model_dir, tmp_path):
 
 
 def test_naive_and_checkpoints_load_for_evaluation(model_dir, tmp_path):
-    cfg = Run.of(config(model_dir, tmp_path)).cfg
+    cfg = RunConfig.parse(config(model_dir, tmp_path))
     run(config(model_dir, tmp_path))
     arguments = {"device": torch.device("cpu"), "dtype": torch.float32}
     naive, _ = load_model("naive", cfg, **arguments)
@@ -149,10 +149,10 @@ def test_the_packed_model_is_the_hard_model(model_dir, tmp_path, dtype):
     found = ConvertRecipe(cfg).run()["torchao"]
     assert found["quantized_bits_per_weight"] == pytest.approx(2, abs=0.1)
     arguments = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
-    packed, about = load_model("packed", Run.of(cfg).cfg, **arguments)
+    packed, about = load_model("packed", RunConfig.parse(cfg), **arguments)
     assert about["kind"] == "packed"
     assert isinstance(packed.layers[1].mlp.w2.weight, Fairy2iTensor)
-    dense, _ = load_model("trained", Run.of(cfg).cfg, **arguments)
+    dense, _ = load_model("trained", RunConfig.parse(cfg), **arguments)
     tokens = torch.tensor([[1, 2, 3, 200]])
     assert torch.equal(packed(tokens), dense(tokens))
 
@@ -161,23 +161,23 @@ def test_packing_the_naive_model_and_what_cannot_be(model_dir, tmp_path):
     cfg = config(model_dir, tmp_path, "convert.source=pretrained")
     ConvertRecipe(cfg).run()
     arguments = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
-    packed, _ = load_model("packed", Run.of(cfg).cfg, **arguments)
+    packed, _ = load_model("packed", RunConfig.parse(cfg), **arguments)
     pretrained, _ = load_model(
-        "pretrained", Run.of(cfg).cfg, **arguments | {"dtype": torch.float32}
+        "pretrained", RunConfig.parse(cfg), **arguments | {"dtype": torch.float32}
     )
     for block, latent in zip(packed.layers, pretrained.layers, strict=True):
         expected = hard_fairy2i(latent.mlp.w1.weight).to(torch.bfloat16)
         assert torch.equal(block.mlp.w1.weight.dequantize(), expected)
     refused = {
         "convert.formats=[gguf]": "is written as torchao; got gguf",
-        "convert.target=intx": "packs as fairy2i; got intx",
+        "convert.formats=[intx]": "is written as torchao; got intx",
     }
     for option, message in refused.items():
         with pytest.raises(ValueError, match=message):
             ConvertRecipe(config(model_dir, tmp_path, "convert.source=pretrained", option))
     run(config(model_dir, tmp_path / "b", "max_steps=1"))
     shutil.rmtree(tmp_path / "b" / "checkpoints")
-    with pytest.raises(FileNotFoundError, match="follow from latent weights, and there is no"):
+    with pytest.raises(ValueError, match="follow from latent weights, and there is no"):
         ConvertRecipe(config(model_dir, tmp_path / "b"))
 
 

@@ -12,10 +12,10 @@ from tiny import logged, run, tune_run, write_config
 import hestia_tune
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.launch import main
-from hestia_tune.commands.reconstruct import ReconstructionRecipe
-from hestia_tune.commands.sensitivity import SensitivityRecipe
+from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.export.gguf_model import check_architecture
 from hestia_tune.models.checkpoints import complete_checkpoints
+from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,9 +72,8 @@ def test_files_load_in_transformers_with_equal_logits(trained, monkeypatch):
     formats = ["torchao", "huggingface", "compressed_tensors"]
     if family == "Qwen3-MoE":
         formats.pop()
-        refused = ConvertRecipe(config_of(trained, "convert.formats=[compressed_tensors]"))
         with pytest.raises(ValueError, match="converts the weights of this qwen3_moe"):
-            refused.run()
+            ConvertRecipe(config_of(trained, "convert.formats=[compressed_tensors]"))
     recipe = ConvertRecipe(config_of(trained, f"convert.formats=[{','.join(formats)}]"))
     recipe.run()
     expected = logits(folder / "out" / "hard_model")
@@ -85,16 +84,12 @@ def test_files_load_in_transformers_with_equal_logits(trained, monkeypatch):
     shutil.copytree(recipe.output / "torchao", moved)
     (folder / "model").rename(folder / "gone")
     try:
-        model, rounded = (
-            hestia_tune.load_quantized(moved, dtype=torch.float32, kernel="dequantize", head=head)
-            for head in ("dense", "int8")
-        )
+        model = hestia_tune.load_quantized(moved, dtype=torch.float32, kernel="dequantize")
     finally:
         (folder / "gone").rename(folder / "model")
     assert any(isinstance(p, hestia_tune.TernaryTensor) for p in model.parameters())
     with torch.no_grad():
         assert torch.equal(model(TOKENS), expected)
-        assert 0 < (rounded(TOKENS) - expected).norm() < 0.03 * expected.norm()
 
 
 def test_gguf_is_written_or_refused_before_training(trained, monkeypatch, capsys):
@@ -117,13 +112,12 @@ def test_gguf_is_written_or_refused_before_training(trained, monkeypatch, capsys
         assert recipe.run()["gguf"]["types"]["Q4_0"] == len(recipe.layers)
 
 
-def test_sensitivity(trained, caplog):
+def test_sensitivity(trained):
     """The recipe; the Fisher traces, since those of a random model's Hessian have any sign."""
     section = {"num_samples": 2, "curvature": "fisher", "target_standard_error": 0.5}
     cfg = config_of(trained)
     cfg.sensitivity_estimation = section
-    recipe = SensitivityRecipe(cfg)
-    artifact = recipe.run()
+    artifact = estimate(cfg)
     torch.distributed.destroy_process_group()
     description = json.loads((trained[1] / "out" / "hard_model" / "hestia.json").read_text())
     assert list(artifact.scores) == description["layers"]
@@ -167,12 +161,11 @@ def test_reconstruction(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("family", [*QUICK, "OPT"])
 @pytest.mark.parametrize(
     "overrides",
     [
         ("enable_activation_checkpointing=True",),
-        ("ac_mode=selective", "ac_option=1"),
         ("enable_activation_offloading=True", "enable_activation_checkpointing=True"),
         ("compile=True",),
         ("loss._component_=torch.nn.CrossEntropyLoss",),
@@ -208,7 +201,7 @@ def test_documents_in_one_sequence_train(tmp_path):
     cfg.dataset = data
     assert run(cfg).finished
     cfg.sensitivity_estimation = {"num_samples": 2, "num_probes": 2}
-    assert SensitivityRecipe(cfg).run().scores
+    assert estimate(cfg).scores
     torch.distributed.destroy_process_group()
 
 

@@ -8,11 +8,11 @@ from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, 
 
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat
+from hestia_tune.config.run import RunConfig
 from hestia_tune.methods import TequilaMethod
-from hestia_tune.models.checkpoints import require_biases
+from hestia_tune.models.checkpoints import check_can_hold
 from hestia_tune.models.load import load_model
-from hestia_tune.modules import quantized_linears
-from hestia_tune.training.options import Run
+from hestia_tune.qat.linear import quantized_linears
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -68,14 +68,14 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
     for key, value in hard_weights(tmp_path / "whole").items():
         assert torch.equal(hard[key], value), key
 
-    method = whole.component.method
+    method = whole.plan.component.method
     left_out = {"onnx"} | ({"gguf"} if method.group_size == "tensor" else set())
     formats = [name for name in method.file_formats if name not in left_out]
     options += (f"convert.formats=[{','.join(formats)}]",)
     cfg = config(model_dir, cut, name, *options)
     found = ConvertRecipe(cfg).run()
     assert set(found) == set(formats)
-    cfg = Run.of(cfg).cfg
+    cfg = RunConfig.parse(cfg)
     trained, _ = load_model("trained", cfg, **ARGUMENTS)
     checkpoint, about = load_model("checkpoint_hard", cfg, **ARGUMENTS)
     assert about["quantizer"] == method.key()
@@ -83,7 +83,7 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
     for fqn, layer in quantized_linears(checkpoint).items():
         exported = method.hard(*layer.whole_latents()).to(torch.bfloat16)
         assert torch.equal(exported, weights[f"{fqn}.weight"])
-        if method.adds_bias:
+        if method.needs_training:
             bias = layer.hard_bias(layer.weight)
             assert bias.any() and torch.equal(bias.to(torch.bfloat16), weights[f"{fqn}.bias"])
     tokens = torch.tensor([[1, 2, 3, 200]])
@@ -106,14 +106,14 @@ def test_transformers_loads_the_biases(model_dir, tmp_path):
         tmp_path / "hard_model", dtype=torch.float32, output_loading_info=True
     )
     assert not about["missing_keys"] and not about["unexpected_keys"]
-    ours, _ = load_model("trained", Run.of(cfg).cfg, **ARGUMENTS | {"dtype": torch.float32})
+    ours, _ = load_model("trained", RunConfig.parse(cfg), **ARGUMENTS | {"dtype": torch.float32})
     tokens = torch.tensor([[1, 2, 3, 200]])
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
     bias = ours.layers[0].attn.q_proj.bias
     assert bias.any() and not ours.layers[0].mlp.w1.bias.any()
     with pytest.raises(ValueError, match="only Llamas have room for; got model_type MISTRAL"):
-        require_biases(TequilaMethod(), "MISTRAL")
+        check_can_hold(TequilaMethod(), "MISTRAL")
 
 
 @pytest.mark.slow
@@ -136,18 +136,21 @@ def test_two_ranks_equal_one_process(tmp_path, name):
 
 def test_a_schedule_without_a_temperature_is_the_pressure_alone(model_dir, tmp_path):
     plain = config(model_dir, tmp_path, "lsq")
-    assert Run.of(plain).options.schedule.rho == 0
-    assert Run.of(Run.of(plain).cfg).options.reconstruct.tau_init == 0
-    ramp = Run.of(OmegaConf.merge(plain, {"schedule": {"rho": 0.5}, "sensitivity": "auto"}))
-    assert ramp.options.schedule.rho == 0.5 and ramp.options.schedule.tau_init == 0
+    assert RunConfig.parse(plain).schedule.rho == 0
+    assert RunConfig.parse(plain).reconstruct.tau_init == 0
+    ramp = RunConfig.parse(
+        OmegaConf.merge(plain, {"schedule": {"rho": 0.5}, "sensitivity": "auto"})
+    )
+    assert ramp.schedule.rho == 0.5 and ramp.schedule.tau_init == 0
     for changes, message in (
         ({"schedule": {"tau_init": 0.3}}, "schedule.tau_init=0.3 is read by.*delete.*~schedule"),
         ({"schedule": {"alpha": 0.4}}, "schedule.alpha=0.4"),
-        ({"reconstruct": {"hard_fraction": 0.2}}, "reconstruct.hard_fraction=0.2"),
-        ({"sensitivity": "scores.json"}, "sensitivity=scores.json sets temperatures"),
+        ({"schedule": {"hard_fraction": 0.2}}, "schedule.hard_fraction=0.2"),
+        ({"reconstruct": {"tau_init": 0.2}}, "reconstruct.tau_init=0.2"),
+        ({"sensitivity": "scores.json"}, "sensitivity=scores.json is read by methods with"),
     ):
         with pytest.raises(ValueError, match=message):
-            Run.of(OmegaConf.merge(plain, changes))
+            RunConfig.parse(OmegaConf.merge(plain, changes))
 
 
 @pytest.mark.slow
@@ -165,7 +168,7 @@ def test_one_override_of_a_packaged_config(tmp_path):
 def test_a_format_that_cannot_hold_the_codes_is_refused_before_training(model_dir, tmp_path):
     cfg = config(model_dir, tmp_path, "dlt", "convert.formats=[gguf]")
     with pytest.raises(ValueError, match="is written as huggingface; got gguf; set convert"):
-        run_qat(Run.of(cfg))
+        run_qat(RunConfig.parse(cfg))
     assert not (tmp_path / "metrics.jsonl").exists()
     with pytest.raises(ValueError, match="unexpected keyword argument 'delta'"):
         run(OmegaConf.merge(cfg, {"quantizer": {"delta": 0.7}}))

@@ -17,11 +17,11 @@ from tiny import (
     write_config,
 )
 
-from hestia_tune.export.folder import SafetensorsFolder
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import read_weights
+from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_model import hugging_face
-from hestia_tune.modules import full_tensor
+from hestia_tune.qat.linear import full_tensor
 
 RANDOM = ("init=random",)
 

@@ -1,6 +1,7 @@
 """``hestia_reconstruct``: what it writes, going on, two ranks; hestia_qat from what it wrote."""
 
 import contextlib
+import functools
 import json
 import shutil
 import subprocess
@@ -11,16 +12,16 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_run, write_config
-from torchtune.config._errors import InstantiationError
 
-from hestia_tune.commands import reconstruct
 from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.commands.reconstruct import ReconstructionRecipe, run_reconstruct
+from hestia_tune.commands.reconstruct import run_reconstruct
 from hestia_tune.functional import hard_ternary
-from hestia_tune.models import build
-from hestia_tune.models.checkpoints import require_biases
-from hestia_tune.modules import full_tensor, quantized_linears
+from hestia_tune.models import checkpoints
+from hestia_tune.models.checkpoints import check_can_hold
+from hestia_tune.qat.linear import full_tensor, quantized_linears
+from hestia_tune.reconstruction import recipe as reconstruct
+from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -76,9 +77,9 @@ def test_once_it_is_there_nothing_is_done_again_and_nothing_else_replaced(model_
     recipe.run()
     assert recipe.finished and not recipe.computed
     assert (folder / "reconstruction.json").stat().st_mtime_ns == written
-    with pytest.raises(ValueError, match="of another settings; set reconstruct.overwrite=True"):
+    with pytest.raises(ValueError, match="another settings.lr; set reconstruct.overwrite=True"):
         ReconstructionRecipe(config(model_dir, folder.parent, "reconstruct.lr=0.1")).run()
-    with pytest.raises(ValueError, match="of another quantizer"):
+    with pytest.raises(ValueError, match="made with another quantizer"):
         other = config(model_dir, folder.parent, "quantizer.group_size=16")
         ReconstructionRecipe(other).run()
 
@@ -185,8 +186,8 @@ def test_other_settings_of_the_last_stage_keep_the_windows(
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(11))
     other = ("reconstruct.kl_epochs=1", "reconstruct.kl_blocks=1")
     assert run_reconstruct(config(model_dir, tmp_path, *other)) == 130
-    with pytest.raises(ValueError, match=r"is of another settings; set reconstruct.overwrite"):
-        run_reconstruct(config(model_dir, tmp_path, "reconstruct.lr=2e-2"))
+    with pytest.raises(ValueError, match=r"another settings.lr; set reconstruct.overwrite"):
+        run_reconstruct(config(model_dir, tmp_path, *other, "reconstruct.lr=2e-2"))
     rest = StopsAfter(100)
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: rest)
     assert run_reconstruct(config(model_dir, tmp_path)) == 0
@@ -211,7 +212,7 @@ def test_other_settings_of_the_last_stage_keep_the_windows(
 )
 def test_what_training_would_refuse_is_told_before(model_dir, tmp_path, overrides, message):
     cfg = config(model_dir, tmp_path, "reconstruction=auto", *overrides)
-    with pytest.raises((ValueError, OSError, InstantiationError), match=message):
+    with pytest.raises(ValueError, match=message):
         run_qat(cfg)
     assert not (tmp_path / "reconstruction").exists()
 
@@ -239,7 +240,7 @@ def test_a_save_that_fails_ends_only_a_run_that_is_stopped(model_dir, tmp_path, 
     few = ("reconstruct.epochs=1", "reconstruct.kl_blocks=0", "dataset_val=null")
     assert run_reconstruct(config(model_dir, tmp_path, *few)) == 0
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(1))
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(ValueError, match="could not be written .no space left.; make room"):
         run_reconstruct(config(model_dir, tmp_path / "stopped", *few))
 
 
@@ -336,7 +337,8 @@ def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
     cfg.quantizer = {"_component_": "hestia_tune.Tequila", "group_size": 32, "epsilon": 0.05}
     cfg.schedule = {}
     with monkeypatch.context() as patch:
-        patch.setattr(build, "require_biases", lambda method, _: require_biases(method, "MISTRAL"))
+        mistral = functools.partial(check_can_hold, model_type="MISTRAL")
+        patch.setattr(checkpoints, "check_can_hold", lambda method, _: mistral(method))
         with pytest.raises(ValueError, match="only Llamas have room for; got model_type MISTRAL"):
             run_reconstruct(cfg)
     assert run_reconstruct(cfg) == 0
@@ -366,7 +368,7 @@ def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reconstruct.stride=2"], "stride 2 must not be above window 1"),
+        (["reconstruct.stride=2"], "unknown key reconstruct.stride"),
         (["reconstruct.num_samples=2"], "num_samples 2 must be at least batch_size 4"),
         (["dataset.num=4", "reconstruct.batch_size=5"], "fewer samples than .*batch_size 5"),
         (["reconstruct.alpha=0.4"], "unknown key reconstruct.alpha"),
@@ -379,7 +381,7 @@ def test_errors(model_dir, tmp_path, overrides, message):
 
 def test_training_refuses_what_is_not_its_own(model_dir, finished, tmp_path):
     folder, _ = finished
-    with pytest.raises(FileNotFoundError, match="holds none that is finished"):
+    with pytest.raises(ValueError, match="holds none that is finished"):
         run(config(model_dir, tmp_path, f"reconstruction={tmp_path / 'none'}"))
     other = config(model_dir, tmp_path, f"reconstruction={folder}", "quantizer.group_size=16")
     with pytest.raises(ValueError, match="was made by quantizer ternary, group_size=32"):

@@ -11,7 +11,7 @@ from torch import distributed
 
 from hestia_tune import SensitivityArtifact
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.commands.sensitivity import SensitivityRecipe, run_sensitivity
+from hestia_tune.commands.sensitivity import run_sensitivity
 from hestia_tune.sensitivity import curvature
 from hestia_tune.sensitivity.artifact import sensitivity_scores
 
@@ -87,7 +87,7 @@ def test_out_of_memory_names_the_remedy(model_dir, tmp_path, monkeypatch):
 def test_the_same_seed_gives_the_same_artifact(model_dir, tmp_path):
     first = estimate(model_dir, tmp_path / "a")
     second = estimate(model_dir, tmp_path / "b")
-    other = estimate(model_dir, tmp_path / "c", "sensitivity_estimation.seed=4")
+    other = estimate(model_dir, tmp_path / "c", "seed=4")
     assert first.traces == second.traces and first.scores == second.scores
     assert first.dataset["digest"] != other.dataset["digest"]
 
@@ -105,13 +105,13 @@ def test_an_artifact_of_this_estimation_is_reused(model_dir, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("override", "difference"),
     [
-        ("sensitivity_estimation.num_probes=3", "num_probes"),
-        ("dataset.seed=5", "the calibration samples"),
+        ("sensitivity_estimation.num_probes=3", "estimator.num_probes"),
+        ("dataset.seed=5", "dataset.digest"),
     ],
 )
 def test_another_is_not_overwritten_without_being_told(model_dir, tmp_path, override, difference):
     first = estimate(model_dir, tmp_path)
-    with pytest.raises(ValueError, match=f"differs in {difference}; set .*overwrite=True"):
+    with pytest.raises(ValueError, match=f"made with another {difference}; set .*overwrite=True"):
         estimate(model_dir, tmp_path, override)
     assert SensitivityArtifact.load(tmp_path / "sensitivity.json") == first
     replaced = estimate(model_dir, tmp_path, override, "sensitivity_estimation.overwrite=True")
@@ -135,11 +135,11 @@ def test_another_kappa_needs_no_new_estimation(model_dir, tmp_path, monkeypatch)
 def test_another_models_artifact_and_a_damaged_one_stay(model_dir, tmp_path):
     estimate(model_dir, tmp_path)
     other = make_model_dir(tmp_path / "other_model", seed=1)
-    with pytest.raises(ValueError, match="differs in the model's weights"):
+    with pytest.raises(ValueError, match="was made with another model_fingerprint"):
         estimate(other, tmp_path)
     path = tmp_path / "sensitivity.json"
     path.write_text(path.read_text()[:200])
-    with pytest.raises(ValueError, match="is not valid.*overwrite=True"):
+    with pytest.raises(ValueError, match="is damaged.*overwrite=True"):
         estimate(model_dir, tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_a_short_dataset_gives_all_it_has(model_dir, tmp_path, caplog):
     [
         ("sensitivity_estimation.curvature=exact", "curvature must be one of hessian, fisher"),
         ("sensitivity_estimation.num_prob=3", "did you mean num_probes"),
-        ("sensitivity_estimation.min_probes=1", "min_probes must be at least 2"),
+        ("sensitivity_estimation.num_probes=1", "num_probes must be at least 2"),
         ("sensitivity_estimation=3", "int is not .* mapping sensitivity_estimation. value: 3"),
         ("dataset.num=0", "dataset could not be loaded: it has no samples"),
         ("checkpointer.checkpoint_files=[nothing.safetensors]", "checkpointer: No file with name"),
@@ -247,7 +247,7 @@ def test_the_recipe_leaves_the_journal_of_others(model_dir, tmp_path):
     foreign = tmp_path / "sensitivity.json.0000" / "rank0.jsonl"
     foreign.parent.mkdir()
     foreign.write_text("[1]\n")
-    SensitivityRecipe(make_config(model_dir, tmp_path, *FEW)).run()
+    estimate(model_dir, tmp_path)
     assert foreign.exists()
 
 

@@ -10,7 +10,7 @@ from torch import distributed
 from torch.utils.data import DistributedSampler
 from torchtune.training.metric_logging import DiskLogger
 
-from hestia_tune.commands.sensitivity import SensitivityRecipe
+from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.commands.tokenize import run_tokenize
 from hestia_tune.data import DataStreamError, PositionSampler
 from hestia_tune.models import checkpoints
@@ -125,13 +125,12 @@ def test_validation_on_a_held_out_stream(model_dir, tmp_path, files):
         (["dataset.column=content"], "content"),
         (["dataset.data_files=/nowhere/*.jsonl"], "dataset could not be loaded"),
         (["num_workers=-1"], "num_workers must be at least 0"),
-        (["prefetch_factor=2"], "prefetch_factor needs num_workers"),
         (["dataset.seq_length=3"], "unknown key dataset.seq_length; did you mean seq_len"),
         (["max_steps=0"], "max_steps must be at least 1"),
     ],
 )
 def test_errors_before_the_first_step(model_dir, tmp_path, files, overrides, message):
-    with pytest.raises((ValueError, RuntimeError), match=message):
+    with pytest.raises(ValueError, match=message):
         run(config(model_dir, tmp_path, files, *overrides))
 
 
@@ -213,7 +212,7 @@ class BreakingLogger(DiskLogger):
 
 def test_a_stream_that_ends_too_soon_says_so(model_dir, tmp_path, files):
     options = ("dataset.max_tokens=null", "dataset.epochs=1", "max_steps=4000", "dataset_val=null")
-    options += ("log_every_n_steps=1000", "code_statistics=False", "batch_size=60")
+    options += ("log_every_n_steps=1000", "batch_size=60")
     with pytest.raises(DataStreamError, match="the stream ended before the last step"):
         run(config(model_dir, tmp_path, files, *options))
     assert checkpoints.complete_checkpoints(tmp_path / "checkpoints")
@@ -221,16 +220,16 @@ def test_a_stream_that_ends_too_soon_says_so(model_dir, tmp_path, files):
 
 def test_calibration_samples_of_a_stream(model_dir, tmp_path, files):
     options = ("sensitivity_estimation.num_samples=5", "sensitivity_estimation.curvature=fisher")
-    first = SensitivityRecipe(config(model_dir, tmp_path / "a", files, *options)).run()
-    second = SensitivityRecipe(config(model_dir, tmp_path / "b", files, *options)).run()
+    first = estimate(config(model_dir, tmp_path / "a", files, *options))
+    second = estimate(config(model_dir, tmp_path / "b", files, *options))
     assert first.traces == second.traces and first.dataset["num_samples"] == 5
-    other = config(model_dir, tmp_path / "c", files, *options, "sensitivity_estimation.seed=9")
-    assert SensitivityRecipe(other).run().dataset["digest"] != first.dataset["digest"]
+    other = config(model_dir, tmp_path / "c", files, *options, "seed=9")
+    assert estimate(other).dataset["digest"] != first.dataset["digest"]
 
 
 def tokenized(model_dir, folder, files):
     """Overrides that train on the text as a tokenized set."""
-    run_tokenize(config(model_dir, folder, files, "tokenize.max_tokens=9999999"))
+    run_tokenize(config(model_dir, folder, files, max_tokens=9999999))
     return ("dataset.source=token_shards", f"dataset.data_files={folder}/tokens")
 
 

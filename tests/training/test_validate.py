@@ -41,6 +41,7 @@ def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monk
         monkeypatch,
         capsys,
         path,
+        "overwrite_output=True",
         "dataset._component_=hestia_tune.data.self_generated_dataset",
         f"dataset.cache_dir={tmp_path / 'text'}",
     )
@@ -71,7 +72,11 @@ def test_what_a_run_computed_first_does_not_stop_its_resuming(
     model_dir, tmp_path, monkeypatch, capsys
 ):
     small = ("reconstruct.num_samples=4", "reconstruct.batch_size=4", "reconstruct.epochs=1")
-    small += ("sensitivity_estimation.num_samples=4", "sensitivity_estimation.fixed=True")
+    small += (
+        "sensitivity_estimation.num_samples=4",
+        "sensitivity_estimation.rank=2",
+        "sensitivity_estimation.num_probes=2",
+    )
     small += ("schedule.alpha=0.4", "distillation.weight=1", "max_steps=2")
     auto = ("reconstruction=auto", "sensitivity=auto")
     cfg = make_config(model_dir, tmp_path / "run", *small, *auto)

@@ -1,8 +1,8 @@
 """Products that read packed codes, each by one library, behind `packed_linear`.
 
 A kernel holds a weight a second time, in its library's own layout, which is what its speed costs.
-It is the attribute ``kernel`` of the weight, and of nothing that is saved, copied, cut or moved,
-which is codes and scales as ever. A product that a kernel does not take (another dtype or device,
+It is the attribute ``kernel`` of the weight, and of nothing that is saved, copied or moved, which
+is codes and scales as ever. A product that a kernel does not take (another dtype or device,
 more rows than it is good for, a graph that is compiled or differentiated, codes that have changed
 since) dequantizes: `packed_linear` asks `takes` and never fails for want of a kernel.
 
@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+
+from hestia_tune.errors import InputError
 
 
 class Kernel(abc.ABC):
@@ -57,7 +59,7 @@ class Kernel(abc.ABC):
         """Raises ImportError, with the remedy, if the library is not there."""
         if not all(importlib.util.find_spec(package) for package in cls.packages):
             needed = " and ".join(cls.packages)
-            raise ImportError(
+            raise InputError(
                 f"the kernel {cls.name} needs {needed}: pip install 'hestia-tune[{cls.extra}]'"
             )
 
@@ -105,12 +107,9 @@ class Kernel(abc.ABC):
         return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
 
 
-def version(tensor: torch.Tensor) -> int:
-    """How often it was written to in place; what was made in inference mode has no count, 0."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _versions(weight: Any) -> list[int]:
-    """Those of a packed weight, which torch counts for the whole, and its parts."""
+    """Return how often a packed weight, which torch counts as a whole, and its parts were written
+    to in place. Tensors made in inference mode have no count, which is 0 here."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [version(tensor) for tensor in (weight, weight.qdata, weight.scale)]
+        tensors = (weight, weight.qdata, weight.scale)
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

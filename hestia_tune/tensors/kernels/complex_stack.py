@@ -41,7 +41,8 @@ class ComplexStack(Kernel):
         super().__init__(weight)
         stack = stacked(weight)
         self._inner, self._stages = make(stack), weight.qdata.shape[0]
-        self.name, self.num_bytes = self._inner.name, self._inner.num_bytes
+        self.name, self.max_rows = self._inner.name, self._inner.max_rows
+        self.num_bytes = self._inner.num_bytes
         self._inner.watch(weight)  # and no longer keeps the stack, unless its library reads it
 
     def product(self, x):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hestia_tune.config import nearest
+from hestia_tune.errors import InputError
 
 _IN_NUMBERED_BLOCK = re.compile(r"(^|\.)\d+\.")
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
@@ -44,10 +45,10 @@ def select_linears(
         exclude: patterns of linears to leave out again.
 
     Raises:
-        ValueError: if a pattern matches no linear, nothing is left, or the model is a bare linear.
+        InputError: if a pattern matches no linear, nothing is left, or the model is a bare linear.
     """
     if isinstance(model, nn.Linear):
-        raise ValueError("the model is itself a linear and cannot be swapped in place; wrap it")
+        raise InputError("the model is itself a linear and cannot be swapped in place; wrap it")
     linears = {
         clean_fqn(fqn): module
         for fqn, module in model.named_modules(remove_duplicate=False)
@@ -60,7 +61,7 @@ def select_linears(
             hits = fnmatch.filter(linears, pattern)
             if not hits:
                 examples = ", ".join(list(linears)[:3])
-                raise ValueError(
+                raise InputError(
                     f"{option} pattern {pattern!r} matches no linear of the model"
                     f"{nearest(pattern, linears)}; its linears are named like {examples}"
                 )
@@ -73,7 +74,7 @@ def select_linears(
         chosen = matching(include, "include")
     chosen -= matching(exclude, "exclude")
     if not chosen:
-        raise ValueError(
+        raise InputError(
             f"no linear of the model is selected (it has {len(linears)}); "
             "name those to quantize by include, for example include=['*']"
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hestia_tune import methods
-from hestia_tune.qat import MethodConfig, QATQuantizerBase
+from hestia_tune.qat.prepare import MethodConfig, QATQuantizerBase
 
 
 class StraightThroughComponent(QATQuantizerBase):
@@ -24,7 +24,7 @@ class StraightThroughComponent(QATQuantizerBase):
         options: of the method, such as ``group_size`` (128).
 
     Raises:
-        TypeError, ValueError: on an option that the method does not have, or a wrong value.
+        InputError: on an option that the method does not have, or a wrong value.
     """
 
     method_type: ClassVar[type[methods.GroupMethod]]

@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hestia_tune.config import ScheduleConfig, Section, require_number
+from hestia_tune.errors import InputError, InputTypeError
 
 if TYPE_CHECKING:
-    from hestia_tune.modules import QuantizedLinear
+    from hestia_tune.qat.linear import QuantizedLinear
 
 
 class AnnealingSchedule:
@@ -35,7 +36,7 @@ class AnnealingSchedule:
             number.
 
     Raises:
-        TypeError, ValueError: on options out of range.
+        InputError: on options out of range.
     """
 
     def __init__(
@@ -48,14 +49,16 @@ class AnnealingSchedule:
         hard_fraction: float = 0.0,
     ):
         if isinstance(total_steps, bool) or not isinstance(total_steps, int):
-            raise TypeError(f"total_steps must be an int; got {total_steps!r}")
+            raise InputTypeError(f"total_steps must be an int; got {total_steps!r}")
         if total_steps < 1:
-            raise ValueError(f"total_steps must be at least 1; got {total_steps}")
+            raise InputError(f"total_steps must be at least 1; got {total_steps}")
         config = ScheduleConfig(
             rho=rho, tau_init=tau_init, alpha=alpha, hard_fraction=hard_fraction
         )
         if isinstance(config.tau_init, str):
-            raise TypeError('tau_init must be a number here; resolve "auto" by optimal_temperature')
+            raise InputTypeError(
+                'tau_init must be a number here; resolve "auto" by optimal_temperature'
+            )
         if config.rho == 1:
             warnings.warn(
                 "schedule.rho 1 leaves no step to anneal: the pressure rises over the whole run, "
@@ -105,13 +108,13 @@ class ScheduleDriver:
         scores: sensitivity score per name, or None for the uniform schedule (every score 0, the
             paper's "w/o Hessian").
         after_write: called when the values have changed, for what depends on them
-            (`hestia_tune.sharded.refresh`).
+            (`hestia_tune.qat.shards.refresh`).
 
     Attributes:
         layers: as given.
 
     Raises:
-        ValueError: if there are no layers, or the names of ``scores`` are not those of ``layers``.
+        InputError: if there are no layers, or the names of ``scores`` are not those of ``layers``.
     """
 
     def __init__(
@@ -122,10 +125,10 @@ class ScheduleDriver:
         after_write: Callable[[], None] | None = None,
     ):
         if not layers:
-            raise ValueError("the model has no quantized layers; prepare it first")
+            raise InputError("the model has no quantized layers; prepare it first")
         if scores is not None and set(scores) != set(layers):
             odd = sorted(set(scores) ^ set(layers))
-            raise ValueError(f"sensitivity scores and quantized layers differ in {odd[:3]}")
+            raise InputError(f"sensitivity scores and quantized layers differ in {odd[:3]}")
         self.schedule = schedule
         self.layers = dict(layers)
         self._after_write = after_write or (lambda: None)
@@ -201,7 +204,7 @@ def get_wsd_schedule(
         last_epoch: index of the last step done, filled in by the recipe.
 
     Raises:
-        TypeError, ValueError: on ratios out of range.
+        InputError: on ratios out of range.
     """
     for name, value in (
         ("warmup_ratio", warmup_ratio),
@@ -210,7 +213,7 @@ def get_wsd_schedule(
     ):
         require_number(f"lr_scheduler.{name}", value, 0, 1, "it is a fraction")
     if warmup_ratio + decay_ratio > 1:
-        raise ValueError(
+        raise InputError(
             f"warmup_ratio + decay_ratio must be at most 1; got {warmup_ratio} + {decay_ratio}"
         )
 

@@ -21,11 +21,18 @@ from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from hestia_tune.config import require_number
-from hestia_tune.methods import EvenMethod, Fairy2iMethod, Method, TernaryMethod
+from hestia_tune.errors import InputError, InputTypeError
+from hestia_tune.methods import (
+    EvenMethod,
+    Fairy2iMethod,
+    Method,
+    TernaryMethod,
+)
 from hestia_tune.methods.fairy2i import Granularity
 from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.modules import QuantizedLinear, quantized_linears
-from hestia_tune.selection import clean_fqn, select_linears
+from hestia_tune.qat.linear import QuantizedLinear, quantized_linears
+from hestia_tune.qat.selection import clean_fqn, select_linears
+from hestia_tune.qat.tequila_linear import TequilaLinear  # noqa: F401  (registers itself)
 from hestia_tune.tensors import pack
 
 log = logging.getLogger(__name__)
@@ -51,13 +58,13 @@ class QATConfigBase(AOBaseConfig):
 
     def __post_init__(self):
         if self.step not in ("prepare", "convert"):
-            raise ValueError(f'step must be "prepare" or "convert"; got {self.step!r}')
+            raise InputError(f'step must be "prepare" or "convert"; got {self.step!r}')
         require_number("tau", self.tau, 0, 100, "the paper starts at 0.3")
         require_number("pressure", self.pressure, 0, 1, "1 is fully quantized")
         allowed = ("dense", *self.method().packed_formats)
         if self.target not in allowed:
             words = ", ".join(f'"{word}"' for word in allowed)
-            raise ValueError(f"target must be one of {words}; got {self.target!r}")
+            raise InputError(f"target must be one of {words}; got {self.target!r}")
 
     @abc.abstractmethod
     def method(self) -> Method:
@@ -72,10 +79,12 @@ class QATConfigBase(AOBaseConfig):
         return pack(method, latent, self.target, parameters)
 
 
-def transform(module: nn.Module, config: QATConfigBase) -> nn.Module:
-    """What ``quantize_`` does to a linear: the same for every method."""
+def transform(module: nn.Module, config: QATConfigBase, name: str = "a linear") -> nn.Module:
+    """What ``quantize_`` does to a linear: the same for every method. The name is for the errors of
+    "convert"; ``quantize_`` does not give one."""
     if config.step == "convert":
-        return module.to_hard_linear(config.pack) if isinstance(module, QuantizedLinear) else module
+        is_quantized = isinstance(module, QuantizedLinear)
+        return module.to_hard_linear(config.pack, name) if is_quantized else module
     if isinstance(module, QuantizedLinear):
         return module
     method = config.method()
@@ -118,7 +127,7 @@ class HestiaConfig(QATConfigBase):
         step, tau, pressure: see `QATConfigBase`.
 
     Raises:
-        TypeError, ValueError: on values that are out of range.
+        InputError: on values that are out of range.
 
     Note:
         ``quantize_`` by itself takes every linear, the output head too; pass
@@ -139,7 +148,7 @@ class HestiaConfig(QATConfigBase):
         if self.codebook == "ternary":
             return ternary
         if ternary != TernaryMethod(**group):
-            raise ValueError(
+            raise InputError(
                 "scale, threshold, offset and start are options of the codebook ternary; got "
                 f"{ternary.key()} with the codebook {self.codebook}; leave them out"
             )
@@ -158,7 +167,7 @@ class Fairy2iConfig(QATConfigBase):
         step, tau, pressure: see `QATConfigBase`.
 
     Raises:
-        TypeError, ValueError: on values that are out of range.
+        InputError: on values that are out of range.
     """
 
     num_stages: int = 2
@@ -203,13 +212,15 @@ class QATQuantizerBase:
         if scale_lr is not None:
             require_number("the method's learning rate", scale_lr, 0, 1)
             if not self.method.trained_parameters:
-                raise ValueError(
+                raise InputError(
                     "scale_lr is read by methods that learn a scale, threshold or offset; "
                     f"{self.method.key()} learns none; leave it out"
                 )
         for option, patterns in (("include", include), ("exclude", exclude)):
             if isinstance(patterns, str):
-                raise TypeError(f"{option} must be a list of patterns; got the string {patterns!r}")
+                raise InputTypeError(
+                    f"{option} must be a list of patterns; got the string {patterns!r}"
+                )
         self.parameter_lr = scale_lr
         self._include = None if include is None else list(include)
         self._exclude = list(exclude or ())
@@ -220,7 +231,7 @@ class QATQuantizerBase:
         """Swaps the selected linears for quantized ones, in place; returns ``model``.
 
         Raises:
-            ValueError: if a pattern matches nothing, or a layer cannot be quantized; the error
+            InputError: if a pattern matches nothing, or a layer cannot be quantized; the error
                 names the layer, and the model is as it was.
         """
         chosen = select_linears(model, self._include, self._exclude)
@@ -235,7 +246,7 @@ class QATQuantizerBase:
                 self.skipped.append(fqn)
                 del chosen[fqn]
         if not chosen:
-            raise ValueError(
+            raise InputError(
                 f"none of the {len(self.skipped)} selected linears can be quantized by "
                 f"{self.method.key()}"
             )
@@ -254,15 +265,20 @@ class QATQuantizerBase:
 
         Linears that shared a latent weight share the hard one; a weight shared with something that
         is not quantized, such as an embedding, is shared no longer.
+
+        Raises:
+            InputError: If nothing is prepared.
+            NotFiniteError: If a latent weight or a learned parameter has NaN or infinity. The
+                error names the layer. The layers before it are converted.
         """
         named = model.named_modules(remove_duplicate=False)
         layers = {fqn: module for fqn, module in named if isinstance(module, QuantizedLinear)}
         if not layers:
-            raise ValueError("nothing in the model is prepared; call prepare(model) before convert")
+            raise InputError("nothing in the model is prepared; call prepare(model) before convert")
         config = dataclasses.replace(self.config, step="convert")
         hard: dict[int, nn.Parameter] = {}
         for fqn, layer in layers.items():
-            linear = transform(layer, config)
+            linear = transform(layer, config, clean_fqn(fqn))
             linear.weight = hard.setdefault(id(layer.weight), linear.weight)
             parent, _, name = fqn.rpartition(".")
             setattr(model.get_submodule(parent), name, linear)

@@ -1,6 +1,7 @@
 """The modules that are swapped in for linears: `QuantizedLinear` and what it holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.quantization.qat.linear import FakeQuantizedLinear
 
-from hestia_tune.methods.base import AddedBias, Method, effective_weight
+from hestia_tune.errors import InputError
+from hestia_tune.methods.base import Method, SumOverRanks, effective_weight, require_finite
 from hestia_tune.methods.linear import quantized_linear
-from hestia_tune.selection import clean_fqn
-from hestia_tune.tensors.latent_shard import LatentShard
+from hestia_tune.qat.latent_shard import LatentShard
+from hestia_tune.qat.selection import clean_fqn
 
 
 def local_rows(value: torch.Tensor) -> torch.Tensor:
@@ -94,6 +96,10 @@ class FakeQuantizer(nn.Module):
         return self.method.key()
 
 
+# Method -> its own kind of quantized linear, if it has one; a kind registers itself.
+_KINDS: dict[type[Method], type["QuantizedLinear"]] = {}
+
+
 class QuantizedLinear(FakeQuantizedLinear):
     """A linear whose forward uses the effective weight; see `hestia_tune.methods.linear`.
 
@@ -103,22 +109,28 @@ class QuantizedLinear(FakeQuantizedLinear):
 
     Attributes:
         weight_is_effective: the forward is handed the effective weight already, by
-            `hestia_tune.sharded`; the linear is then a plain one.
-        added_bias: the bias of a method that adds one, (out_features,), handed likewise.
+            `hestia_tune.qat.shards`; the linear is then a plain one.
     """
 
-    added_bias: nn.Parameter | None
+    # Names of parameters that follow from the latent weight; see `derive`.
+    derived_names: ClassVar[tuple[str, ...]] = ()
     weight_fake_quantizer: FakeQuantizer
     weight_is_effective = False
+
+    def __init_subclass__(cls, *, method: type[Method], **kwargs):
+        super().__init_subclass__(**kwargs)
+        _KINDS[method] = cls
 
     @classmethod
     def from_linear(
         cls, mod: nn.Linear, method: Method, *, tau: float = 0.3, pressure: float = 1.0
     ) -> "QuantizedLinear":
-        """A quantized linear with the parameters of ``mod``; works on the meta device."""
+        """Return a quantized linear with the parameters of ``mod``; works on the meta device."""
+        cls = _KINDS.get(type(method), cls)
         new = cls(mod.in_features, mod.out_features, mod.bias is not None, device="meta")
         new.weight, new.bias = mod.weight, mod.bias
-        new.register_parameter("added_bias", None)
+        for name in cls.derived_names:
+            new.register_parameter(name, None)
         new.weight_fake_quantizer = FakeQuantizer(
             method, tau=tau, pressure=pressure, device=mod.weight.device
         )
@@ -148,23 +160,36 @@ class QuantizedLinear(FakeQuantizedLinear):
         weight, *parameters = (full_tensor(value) for value in self.latents())
         return weight, tuple(parameters)
 
-    def hard_bias(self, latent: torch.Tensor) -> torch.Tensor:
-        """The bias of the hard linear, given the whole latent weight, of a method that adds one;
-        detached."""
-        added = self.method.bias(latent, torch.ones((), device=latent.device))
-        return added if self.bias is None else full_tensor(self.bias) + added
+    def forward_bias(self) -> torch.Tensor | None:
+        """Return what is added to the outputs."""
+        return self.bias
 
-    def _forward_bias(self) -> torch.Tensor | None:
-        fake = self.weight_fake_quantizer
-        if not fake.method.adds_bias or not fake.enabled:
-            return self.bias
-        added = self.added_bias
-        if not self.weight_is_effective:
-            pressure = torch.ones_like(fake.pressure) if fake.is_hard else fake.pressure
-            added = AddedBias.apply(self.weight, fake.method, pressure)
-        if self.bias is None or added is None:
-            return self.bias if added is None else added
-        return self.bias + added
+    def hard_bias(self, latent: torch.Tensor) -> torch.Tensor | None:
+        """Return the whole bias of the hard linear, detached, if it is not this linear's own.
+
+        Args:
+            latent: The whole latent weight.
+        """
+        return None
+
+    def derive(
+        self, latent: torch.Tensor, pressure: torch.Tensor, total: SumOverRanks | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return, by name, parameters that follow from rows of the latent weight.
+
+        They are held under `derived_names`, handed to the forward and never trained.
+        """
+        return {}
+
+    def derive_vjp(
+        self,
+        grads: Mapping[str, torch.Tensor],
+        latent: torch.Tensor,
+        pressure: torch.Tensor,
+        total: SumOverRanks | None = None,
+    ) -> torch.Tensor:
+        """Return the gradient of the latent weight, given those of what `derive` returned."""
+        raise NotImplementedError
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -174,14 +199,20 @@ class QuantizedLinear(FakeQuantizedLinear):
     def to_hard_linear(
         self,
         pack: Callable[..., torch.Tensor] = lambda method, *latents: method.hard(*latents),
+        name: str = "the linear",
     ) -> nn.Linear:
         """A plain linear whose weight is the hard one, in the dtype of the latent weight.
 
         Args:
             pack: method, latent weight and the method's parameters -> what stands for the weight,
                 dense or packed.
+            name: Name of this layer, for the error.
+
+        Raises:
+            NotFiniteError: If the latent weight or a parameter has NaN or infinity.
         """
         latent, (whole, parameters) = self.weight.detach(), self.whole_latents()
+        require_finite(name, whole, *parameters)
 
         def sharded(value: torch.Tensor) -> torch.Tensor:
             if not isinstance(latent, DTensor):
@@ -190,22 +221,22 @@ class QuantizedLinear(FakeQuantizedLinear):
 
         new = nn.Linear(self.in_features, self.out_features, device="meta")
         hard, new.bias = sharded(pack(self.method, whole, parameters)), self.bias
-        if self.method.adds_bias:
-            bias = sharded(self.hard_bias(whole)).to(latent.dtype)
+        if (bias := self.hard_bias(whole)) is not None:
+            bias = sharded(bias).to(latent.dtype)
             new.bias = nn.Parameter(bias, self.weight.requires_grad)
         dense = type(hard) in (torch.Tensor, DTensor)
         new.weight = nn.Parameter(hard, requires_grad=dense and self.weight.requires_grad)
         return new.train(self.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        fake, bias = self.weight_fake_quantizer, self._forward_bias()
+        fake, bias = self.weight_fake_quantizer, self.forward_bias()
         if self.weight_is_effective or not fake.enabled:
             return F.linear(x, self.weight, bias)  # (..., in) x (out, in) -> (..., out)
         if self.weight.dtype != self._latent_dtype:
-            raise ValueError(
+            raise InputError(
                 f"a latent weight must be quantized as it is, {self._latent_dtype}, before it is "
                 f"rounded; FSDP hands it over as {self.weight.dtype}; call "
-                "hestia_tune.sharded.quantize_shards(model) before fully_shard"
+                "hestia_tune.qat.shards.quantize_shards(model) before fully_shard"
             )
         parameters = self.method_parameters()
         if fake.is_hard:

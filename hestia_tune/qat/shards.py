@@ -24,7 +24,8 @@ With FSDP2's CPU offloading, rows wait on the CPU and are worked on where tau is
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,16 +34,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hestia_tune.methods.base import Total, fused
-from hestia_tune.modules import QuantizedLinear, local_rows, quantized_linears, shard_like
-from hestia_tune.tensors.latent_shard import LatentShard
+from hestia_tune.errors import InputError
+from hestia_tune.methods.base import SumOverRanks, fused
+from hestia_tune.qat.latent_shard import LatentShard
+from hestia_tune.qat.linear import QuantizedLinear, local_rows, quantized_linears, shard_like
 
 
 def quantize_shards(model: nn.Module) -> None:
     """Makes the latent weights of a prepared model `LatentShard`; call before ``fully_shard``.
 
     Raises:
-        ValueError: if a latent weight is shared with a module that is not quantized: one gathered
+        InputError: if a latent weight is shared with a module that is not quantized: one gathered
             weight cannot be the effective and the latent one.
     """
     layers = quantized_linears(model).values()
@@ -53,7 +55,7 @@ def quantize_shards(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) in shards and not isinstance(module, QuantizedLinear):
-                raise ValueError(
+                raise InputError(
                     f"{name}.{key} is the weight of a quantized linear too; leave that linear out "
                     "by quantizer.exclude, or untie the two"
                 )
@@ -61,37 +63,78 @@ def quantize_shards(model: nn.Module) -> None:
         layer.weight = shards[id(layer.weight)]
         layer.weight_is_effective = True
         layer.effective_rows = None
-        if layer.method.adds_bias:  # gathered, and its gradient reduced, like any other
+        for name in layer.derived_names:  # gathered, and its gradient reduced, like any other
             rows = torch.empty(layer.out_features, device=layer.weight.device)
-            layer.added_bias = nn.Parameter(rows)
+            layer.register_parameter(name, nn.Parameter(rows))
 
 
-class _Rows:
-    """The rows of a layer that this rank holds, and those that it works on.
+class LatentRows:
+    """The rows of a quantized linear that this process holds: quantized, and pulled back.
+
+    The one place where latents become effective rows and gradients come back to them: under FSDP2
+    on any number of ranks, in one process, and in reconstruction.
+
+    Args:
+        layer: The linear; its latents are plain or sharded by FSDP2.
+        compiled: Run the formulas as fused kernels, unless scales span ranks.
 
     Attributes:
-        total: sums over the ranks; None if no scale of the method needs them.
+        total: Sums over the ranks; None if no scale of the method needs them.
     """
 
-    def __init__(self, layer: QuantizedLinear):
-        self._layer, weight = layer, layer.weight
+    def __init__(self, layer: QuantizedLinear, *, compiled: bool = False):
+        self._layer, self._compiled, weight = layer, compiled, layer.weight
         self._group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
         self._size = 1 if self._group is None else dist.get_world_size(self._group)
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         self._exchanges = layer.method.pairs_rows and self._size > 1
         spans_ranks = layer.method.scales_span_rows and self._size > 1
-        self.total: Total | None = self._sum if spans_ranks else None
+        self.total: SumOverRanks | None = self._sum if spans_ranks else None
 
-    @functools.cached_property
     def latents(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """The rows held of the latent weight, and of the method's parameters, where tau is."""
+        """Return this process's rows of the latent weight and of the parameters, where tau is."""
         device = self._layer.weight_fake_quantizer.tau.device
         latent, *parameters = (local_rows(v).to(device) for v in self._layer.latents())
         return latent, parameters
 
-    def formula(self, name: str, compiled: bool = False) -> Callable:
-        """One of the method, as fused kernels unless its scales span ranks."""
-        if compiled and self.total is None:
+    @torch.no_grad()
+    def quantize(self, dtype: torch.dtype, *, is_hard: bool) -> dict[str, torch.Tensor]:
+        """Return the effective rows as "weight", and what the linear derives. Collective.
+
+        Args:
+            dtype: Dtype of the products, to which the rows are rounded once.
+            is_hard: Whether to return the hard rows, whatever temperature and pressure are.
+        """
+        fake, (latent, parameters) = self._layer.weight_fake_quantizer, self.latents()
+        rows = self._to_pairs(latent)
+        if is_hard:
+            pressure = torch.ones_like(fake.pressure)
+            effective = self._formula("hard", compiled=False)(rows, parameters)
+        else:
+            pressure, formula = fake.pressure, self._formula("effective_weight")
+            effective = formula(rows, fake.tau, pressure, parameters)
+        derived = self._layer.derive(latent, pressure, self.total)
+        return {"weight": self._from_pairs(effective.to(dtype)), **derived}
+
+    @torch.no_grad()
+    def pull_back(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients of the latent weight and of the method's parameters. Collective.
+
+        Args:
+            grads: The gradients of what `quantize` returned, by name.
+        """
+        fake, (latent, parameters) = self._layer.weight_fake_quantizer, self.latents()
+        moved = {name: grad.to(latent.device) for name, grad in grads.items()}
+        inputs = self._to_pairs(moved.pop("weight")), self._to_pairs(latent)
+        formula = self._formula("vjp")
+        pulled, *others = formula(*inputs, fake.tau, fake.pressure, parameters)
+        if moved:
+            pulled = pulled + self._layer.derive_vjp(moved, latent, fake.pressure, self.total)
+        return [self._from_pairs(pulled), *others]
+
+    def _formula(self, name: str, *, compiled: bool = True) -> Callable[..., Any]:
+        """Return a formula of the method, as fused kernels unless its scales span ranks."""
+        if compiled and self._compiled and self.total is None:
             return fused(self._layer.method.key(), name)
         return functools.partial(getattr(self._layer.method, name), total=self.total)
 
@@ -113,7 +156,7 @@ class _Rows:
         offsets = 0, num_rows // 2
         return [len(range(max(begin, first + o), min(end, last + o))) for o in offsets]
 
-    def to_pairs(self, rows: torch.Tensor) -> torch.Tensor:
+    def _to_pairs(self, rows: torch.Tensor) -> torch.Tensor:
         """(rows held, m) -> (2k, m): the upper rows of k pairs, then their lower rows."""
         if not self._exchanges:
             return rows
@@ -121,8 +164,8 @@ class _Rows:
         upper = max(0, self._layer.out_features // 2 - begin)
         return self._exchange(rows.tensor_split([upper]), to_pairs=True)
 
-    def from_pairs(self, pairs: torch.Tensor) -> torch.Tensor:
-        """The way back of `to_pairs`."""
+    def _from_pairs(self, pairs: torch.Tensor) -> torch.Tensor:
+        """The way back of `_to_pairs`."""
         return self._exchange(pairs.tensor_split(2), to_pairs=False) if self._exchanges else pairs
 
     def _exchange(self, halves: Sequence[torch.Tensor], *, to_pairs: bool) -> torch.Tensor:
@@ -151,27 +194,23 @@ def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> 
         dtype: of the products.
         compiled: run the formula as fused kernels, unless its scales span ranks.
     """
-    made: dict[int, torch.Tensor] = {}  # by weight: linears that share one have one method
+    made: dict[int, dict[str, torch.Tensor]] = {}  # by weight: linears may share one
     for layer in quantized_linears(model).values():
-        fake, rows = layer.weight_fake_quantizer, _Rows(layer)
-        if layer.added_bias is not None:
-            pressure = torch.ones_like(fake.pressure) if fake.is_hard else fake.pressure
-            bias = layer.method.bias(rows.latents[0], pressure, rows.total)
-            local_rows(layer.added_bias).copy_(bias)
         if id(layer.weight) not in made:
-            latent, parameters = rows.latents
-            latent = rows.to_pairs(latent)
-            if fake.is_hard:
-                effective = rows.formula("hard")(latent, parameters)
-            else:
-                kernel = rows.formula("effective_weight", compiled)
-                effective = kernel(latent, fake.tau, fake.pressure, parameters)
-            effective = rows.from_pairs(effective.to(dtype))
-            made[id(layer.weight)] = effective.to(local_rows(layer.weight).device)
-        layer.effective_rows = made[id(layer.weight)]
+            rows, fake = LatentRows(layer, compiled=compiled), layer.weight_fake_quantizer
+            made[id(layer.weight)] = rows.quantize(dtype, is_hard=fake.is_hard)
+        effective = made[id(layer.weight)]
+        layer.effective_rows = effective["weight"].to(local_rows(layer.weight).device)
+        for name in layer.derived_names:
+            local_rows(getattr(layer, name)).copy_(effective[name])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def cage_strength(last: float, share: float) -> float:
+    """Return CAGE's lambda at a share of the run: 0 up to 80%, then linear to ``last``."""
+    return last * max(0.0, share - 0.8) / (1 - 0.8)
 
 
 @torch.no_grad()
@@ -192,10 +231,9 @@ def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], stren
     for layer in layers:
         rate = rates.pop(id(layer.weight), None)  # once, if linears share the weight
         if rate is not None:
-            rows, own = _Rows(layer), local_rows(layer.weight)
-            latent, parameters = rows.latents
-            hard = rows.formula("hard")(rows.to_pairs(latent), parameters)
-            own.lerp_(rows.from_pairs(hard).to(own.device), float(rate))
+            own = local_rows(layer.weight)
+            hard = LatentRows(layer).quantize(own.dtype, is_hard=True)["weight"]
+            own.lerp_(hard.to(own.device), float(rate))
 
 
 @torch.no_grad()
@@ -212,16 +250,12 @@ def pull_back(layers: Iterable[QuantizedLinear], *, compiled: bool = False) -> N
         if layer.weight.grad is None or id(layer.weight) in seen:
             continue
         seen.add(id(layer.weight))
-        fake, rows = layer.weight_fake_quantizer, _Rows(layer)
-        grad, (latent, parameters) = local_rows(layer.weight.grad), rows.latents
-        inputs = rows.to_pairs(grad.to(latent.device)), rows.to_pairs(latent)
-        vjp = rows.formula("vjp", compiled)
-        pulled, *others = vjp(*inputs, fake.tau, fake.pressure, parameters)
-        if layer.added_bias is not None and layer.added_bias.grad is not None:
-            grad_bias = local_rows(layer.added_bias.grad).to(latent.device)
-            pulled = pulled + layer.method.bias_vjp(grad_bias, latent, fake.pressure, rows.total)
-            layer.added_bias.grad = None  # it follows from the latent weight
-        grad.copy_(rows.from_pairs(pulled))
+        held = {name: getattr(layer, name) for name in ("weight", *layer.derived_names)}
+        grads = {name: local_rows(p.grad) for name, p in held.items() if p.grad is not None}
+        pulled, *others = LatentRows(layer, compiled=compiled).pull_back(grads)
+        grads["weight"].copy_(pulled)
+        for name in layer.derived_names:  # it follows from the latent weight
+            getattr(layer, name).grad = None
         for parameter, own in zip(layer.method_parameters(), others, strict=True):
             if parameter.requires_grad:
                 parameter.grad = shard_like(own.to(parameter.device), parameter)

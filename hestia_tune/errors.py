@@ -1,0 +1,36 @@
+"""The errors that a user can mend, and how an error is shown on one line.
+
+The checks of this package raise `InputError`. A command prints it as one line; every other error
+is a mistake in the code, here or in a library, and keeps its traceback.
+"""
+
+import functools
+import logging
+
+log = logging.getLogger(__name__)
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used: an option, a file, a device, the data.
+
+    The message says what is wrong, what was expected and what to do.
+    """
+
+
+class InputTypeError(InputError, TypeError):
+    """A value of the wrong type."""
+
+
+class NotFiniteError(InputError, FloatingPointError):
+    """NaN or infinity in a loss, a gradient, a weight or a model's logits."""
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """Return an error's message on one line of at most ``limit`` characters, or its type's name."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning that this process then does not repeat."""
+    log.warning(text)

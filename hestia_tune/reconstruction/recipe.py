@@ -1,0 +1,304 @@
+"""Block reconstruction of a run's model: data in, a hard model and a start for hestia_qat out.
+
+Every rank holds the whole model in float32 on the CPU and a share of the samples. Only the current
+window of blocks is on the device. In ``reconstruct.output``:
+
+    reconstruction.json     settings, the error of every window, losses
+    latents.safetensors     float32 latents, the method's parameters and norms, torchtune's names
+    hard_model/             like the hard model of hestia_qat
+    errors.png              the error at the end of every window (not after kl_blocks)
+    windows/                of a run that is not finished (`hestia_tune.reconstruction.folder`)
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import hestia_tune
+from hestia_tune.blocks import (
+    BlockChain,
+    as_one,
+    find_blocks,
+    on_device,
+    outside_blocks,
+    record_blocks,
+)
+from hestia_tune.cache import digest
+from hestia_tune.config.run import RunConfig
+from hestia_tune.distributed import (
+    StopRequest,
+    of_all_ranks,
+    on_first_rank,
+    progress_bar,
+    sum_over_ranks,
+)
+from hestia_tune.errors import InputError, one_line
+from hestia_tune.files import locked, read_state, remove, require_writable_dir, write_json
+from hestia_tune.models import build
+from hestia_tune.plots import plot_errors
+from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.reconstruction.engine import Reconstruction, WindowResult
+from hestia_tune.reconstruction.folder import Windows, prepare_folder
+from hestia_tune.sensitivity import CalibrationBatch
+from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of
+from hestia_tune.training import data, outputs
+from hestia_tune.training.build import fingerprint, read_pretrained
+from hestia_tune.training.loader import TrainingData
+from hestia_tune.training.plan import plan
+from hestia_tune.training.start import LATENTS_FILE, RESULTS_FILE, validation_identity
+
+log = logging.getLogger(__name__)
+
+# The most training that a kill may cost.
+_SECONDS_BETWEEN_SAVES = 600
+
+
+class ReconstructionRecipe:
+    """Reconstructs the model of a run.
+
+    Args:
+        config: The config.
+
+    Attributes:
+        output: The folder of the reconstruction.
+        finished: Whether `run` came to the end.
+        computed: Whether `run` had anything to do.
+        losses: Label -> validation loss, if there are validation data.
+    """
+
+    def __init__(self, config: RunConfig | Mapping[str, Any]):
+        self.plan = plan(RunConfig.parse(config), trains=False)
+        self.config, self.settings = self.plan.config, self.plan.config.reconstruct
+        self.output = require_writable_dir(str(self.settings.output))
+        self.device, self.dtype = self.plan.device, self.plan.dtype
+        if self.settings.batch_size % dist.get_world_size():
+            raise InputError(
+                f"reconstruct.batch_size {self.settings.batch_size} must be a multiple of the "
+                f"{dist.get_world_size()} ranks, which share every batch"
+            )
+        self.losses: dict[str, float] = {}
+        self.results: list[WindowResult] = []
+        self.finished = self.computed = False
+
+    def run(self) -> None:
+        """Reconstruct, unless the folder holds just this; go on where an earlier run stopped.
+
+        Raises:
+            InputError: If a reconstruction of another model or with other settings is in the way.
+        """
+        batches = self._calibration_batches()
+        self.data = TrainingData(
+            self.config,
+            self.plan.tokenizer,
+            ignore_index=IGNORE_INDEX,
+            seed=self.config.seed or 0,
+        )
+        state = read_pretrained(self.plan)
+
+        def prepare() -> tuple[dict[str, Any], dict[str, Any] | None]:
+            identity = self._identify(state or {}, batches)
+            return identity, prepare_folder(self.output, identity, self.settings.overwrite)
+
+        identity, found = on_first_rank(prepare)
+        validation = validation_identity(self.config)
+        resumes = self.config.resume_from_checkpoint  # training, which has the losses
+        if found and (resumes or validation in (None, found.get("validation"))):
+            self.finished, self.losses = True, found["validation_loss"]
+            return
+        self.computed = found is None
+        model = build.load_on_all_ranks(self.config.model, state, "cpu")
+        model.requires_grad_(False).eval()
+        state = None  # as large as the model
+        self._validate(model, outputs.PRETRAINED)
+        self.plan.component.prepare(model)
+        for layer in quantized_linears(model).values():
+            layer.weight_fake_quantizer.is_hard = True
+        self._validate(model, f"naive {self.plan.component.method.name}")
+        if found:  # but measured on other data
+            model.load_state_dict(read_state(self.output / LATENTS_FILE), strict=False)
+            self.results = [WindowResult(**row) for row in found["windows"]]
+            self.finished = True
+        else:
+            self._reconstruct(model, batches)
+        if self.finished:
+            self._validate(model, outputs.RECONSTRUCTED)
+            self._write(model, identity | {"validation": validation}, batches)
+
+    def _calibration_batches(self) -> list[CalibrationBatch]:
+        """Return the samples in batches of one size."""
+        count, size = self.settings.num_samples, self.settings.batch_size
+        batches = data.calibration_batches(self.config, self.plan.tokenizer, count, size)
+        batches = [batch for batch in batches if len(batch.tokens) == size]
+        if not batches:
+            raise InputError(
+                f"the dataset has fewer samples than reconstruct.batch_size {size}; lower it"
+            )
+        return batches
+
+    def _write(
+        self, model: nn.Module, identity: Mapping[str, Any], batches: Sequence[CalibrationBatch]
+    ) -> None:
+        """Write what is finished, and remove what is no longer needed. Collective."""
+        state = outputs.hard_state_dict(model)
+        tokens = sum(batch.tokens.numel() for batch in batches)
+        description = {
+            **identity,
+            "hestia_tune": hestia_tune.__version__,
+            "step": 0,
+            "layers": self.plan.layers,
+            "validation_loss": self.losses,
+            **outputs.provenance(self.config, tokens),
+        }
+
+        def write() -> None:
+            outputs.save_blocks(model, find_blocks(model), self.output / LATENTS_FILE)
+            folder = self.output / "hard_model"
+            outputs.write_hard_model(state, self.plan.checkpointer, folder, description)
+            windows = [one for one in self.results if one.measure == "error"]
+            plot_errors(windows, self.output / "errors.png")
+            rows = [dataclasses.asdict(result) for result in self.results]
+            write_json(self.output / RESULTS_FILE, description | {"windows": rows})
+            remove(self.output / "windows")
+
+        on_first_rank(write, share=False)
+
+    def _identify(
+        self, state: Mapping[str, torch.Tensor], batches: Sequence[CalibrationBatch]
+    ) -> dict[str, Any]:
+        """Return what makes a reconstruction this one."""
+        settings = dataclasses.asdict(self.settings)
+        for key in ("output", "overwrite", "memory"):
+            del settings[key]
+        return {
+            "model_fingerprint": fingerprint(self.plan, state),
+            "quantizer": self.plan.component.method.key(),
+            "settings": settings | {"seed": self.config.seed},
+            "samples": digest([batch.tokens.tolist() for batch in batches]),
+            "dtype": str(self.dtype),
+        }
+
+    @torch.no_grad()
+    def _validate(self, model: nn.Module, label: str) -> None:
+        """Measure the validation loss of the model, if there are validation data.
+
+        One block at a time is on the device, unless ``kl_blocks`` needs all of them there.
+        """
+        if self.data.val_loader is None:
+            return
+
+        def loss_sum(tensors: dict[str, Any]) -> tuple[torch.Tensor, int]:
+            batch = data.calibration_batch(tensors).to(self.device)
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                logits = logits_of(model, batch)
+            pairs = zip(logits, batch.labels, strict=True)  # in float32 one by one: it is large
+            losses = [F.cross_entropy(x.float(), y, reduction="sum") for x, y in pairs]
+            return torch.stack(losses).sum(), batch.num_predicted
+
+        whole = self.settings.kl_blocks >= len(find_blocks(model))
+        with on_device(model, self.device, whole=whole):
+            loss = self.data.validation_loss(loss_sum, self.config.max_val_batches, self.device)
+        log.info(f"validation loss, {label}: {loss:.4f}")
+        self.losses[label] = loss
+
+    def _make_engine(self, model: nn.Module, batches: Sequence[CalibrationBatch]) -> Reconstruction:
+        """Return the engine, with this rank's share of every batch taken through the model."""
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        length = max(batch.tokens.shape[1] for batch in batches)
+
+        def padded(values: torch.Tensor) -> torch.Tensor:
+            return F.pad(values[mine], (0, length - values.shape[1]))
+
+        def chain(batch: CalibrationBatch) -> BlockChain:
+            inputs = {key: value[mine] for key, value in batch.model_inputs.items()}
+            return record_blocks(model, padded(batch.tokens), inputs, first.gives_tuple)
+
+        first = record_blocks(model, batches[0].tokens[:1, :64])
+        first.check(as_one(model(batches[0].tokens[:1, :64])))
+        work = Reconstruction(
+            model,
+            lambda hidden: first.logits(hidden[:, None])[:, 0],  # sequences of one token
+            self.settings,
+            map(chain, batches),
+            [padded(batch.labels != IGNORE_INDEX) for batch in batches],
+            seed=self.config.seed or 0,
+            device=self.device,
+            dtype=self.dtype,
+            compiled=self.config.compile,
+            folder=self.output,
+        )
+        if self.settings.kl_blocks:  # predictions are made where the windows are
+            for value in outside_blocks(model):
+                value.data = value.data.to(self.device)
+        return work
+
+    def _reconstruct(self, model: nn.Module, batches: Sequence[CalibrationBatch]) -> None:
+        """Train all windows, or until the first Ctrl-C."""
+        work = self._make_engine(model, batches)
+        windows = Windows(self.output / "windows", model, [*find_blocks(model)])
+        self.results = results = windows.load(work)
+        state = windows.load_state(len(results))
+        step = state["step"] if state else 0
+        passes = [steps * size for steps, size in zip(work.steps, work.sizes, strict=True)]
+        done = sum(passes[: len(results)]) + (step and step * work.sizes[len(results)])
+        if done:
+            share = f"{len(results)} of {len(work.windows)} windows"
+            log.info(f"goes on after {share}, and {step} steps of the next")
+        progress, stop = progress_bar(total=sum(passes), initial=done), StopRequest()
+        saved, run = time.monotonic(), work.run(len(results), state)
+        del state  # twice the size of the window
+        with progress, stop.installed():
+            for result in run:
+                if result is not None:
+                    results.append(result)
+                    on_first_rank(lambda: windows.save(results[-1]), share=False)
+                    saved = time.monotonic()
+                    progress.set_postfix_str(
+                        f"blocks {result.begin} to {result.end - 1}: {result.measure} "
+                        f"{result.error:.4f}, before {result.naive_error:.4f}",
+                        refresh=False,
+                    )
+                    continue
+                progress.update(work.sizes[len(results)])
+                due = time.monotonic() - saved > _SECONDS_BETWEEN_SAVES
+                flags = [float(stop.requested), float(due)]
+                stops, dues = sum_over_ranks(flags, self.device)
+                if stops or dues:
+                    self._save_state(windows, work, must_succeed=bool(stops))
+                    saved = time.monotonic()
+                if stops:
+                    return
+        self.finished = True
+
+    def _save_state(self, windows: Windows, work: Reconstruction, *, must_succeed: bool) -> None:
+        """Save the window in training; a failure is an error only if the run then ends."""
+        try:
+            on_first_rank(lambda: windows.save_state(work), share=False)
+        except (OSError, RuntimeError) as error:
+            failure = f"the window in training could not be written ({one_line(error)})"
+            if must_succeed:
+                with of_all_ranks():
+                    raise InputError(f"{failure}; make room, and start again") from error
+            log.warning(failure)
+
+    def summary(self) -> str:
+        """Return what to print at the end."""
+        if not self.finished:
+            return "stopped; all that was trained is kept, and the same command goes on from it"
+        table = outputs.results_table(self.losses) + "\n\n" if self.losses else ""
+        return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
+
+
+def reconstruct(config: RunConfig) -> ReconstructionRecipe:
+    """Run the recipe in its folder, which no other job may write meanwhile, and return it."""
+    with locked(Path(str(config.reconstruct.output))):
+        recipe = ReconstructionRecipe(config)
+        recipe.run()
+    return recipe

@@ -1,0 +1,255 @@
+"""The batches of a run: its loaders, the number of steps, the exact position, and failures.
+
+There are three kinds of dataset. A map-style dataset (of torchtune, or ours in memory) is read
+epoch by epoch. A tokenized set is a map-style dataset whose single epoch may be several passes. For
+both, the position is the number of sequences that all ranks have taken, so a run resumes on any
+number of ranks and workers. A stream of text shares out its documents, shuffles them and counts
+epochs by itself; its position is the state of each worker of each rank, so it resumes on as many of
+both.
+
+Data may fail days into a run, and all ranks must then learn of it: this costs one reduction of one
+number per step.
+"""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from hestia_tune.config.run import RunConfig
+from hestia_tune.data import DataStreamError, PositionSampler, StreamingTextDataset, TokenizedSet
+from hestia_tune.distributed import STOP_SIGNALS, raise_together, sum_over_ranks
+from hestia_tune.errors import InputError
+from hestia_tune.training.data import build_dataset
+
+# Seconds that a step waits for data workers before what was trained is saved.
+DATALOADER_TIMEOUT = 300
+
+
+def _outlive_signals(worker: int) -> None:
+    """Schedulers, shells and torchrun signal every process of a job, some of them twice: a data
+    worker goes on, since the training process still needs batches to end its step, until that
+    closes the loader, ends (`_end_workers`), or is gone."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """Kills the data workers of this process. At its exit, Python would wait for them for good."""
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+class TrainingData:
+    """Training and validation data of this rank.
+
+    Args:
+        config: The run's config.
+        tokenizer: The run's tokenizer.
+        ignore_index: Label of positions that predict nothing.
+        seed: Seed of the order of samples.
+
+    Attributes:
+        sequences_per_step: Sequences of an optimizer step, of all ranks together.
+        taken: Sequences that all ranks have taken of this epoch (of a stream: of all).
+        seconds_waited: Time that this rank waited for the batches of the last step.
+
+    Raises:
+        InputError: If a dataset cannot be loaded, is too small, or its length is not known.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Any, *, ignore_index: int, seed: int):
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._config, self._ignore_index, self._seed = config, ignore_index, seed
+        most = max(16, 4 * (os.cpu_count() or 1))
+        if config.num_workers > most:
+            raise InputError(f"num_workers must be at most {most} here; got {config.num_workers}")
+        self._accumulation = config.gradient_accumulation_steps
+        self.sequences_per_step = config.batch_size * self._accumulation * self._world_size
+        self.taken = 0
+        self.seconds_waited = 0.0
+        self._readers = [self._world_size, config.num_workers]
+        build = partial(build_dataset, config, tokenizer, ignore_index=ignore_index)
+        self.dataset, collate = build("dataset", batch_size=config.batch_size)
+        # Whether it has passes of its own: text, or a tokenized set.
+        self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
+        self._sampler = self._make_sampler(self.dataset, config.shuffle)
+        self.steps_per_epoch, self.total_steps = self._count_steps(config)
+        self.loader = StatefulDataLoader(
+            self.dataset,
+            batch_size=config.batch_size,
+            sampler=self._sampler,
+            collate_fn=collate,
+            drop_last=True,
+            num_workers=config.num_workers,
+            timeout=DATALOADER_TIMEOUT if config.num_workers else 0,
+            worker_init_fn=_outlive_signals,
+        )
+        if config.num_workers:
+            atexit.register(_end_workers)  # before Python's own, being registered later
+        self.val_loader = None
+        self._val_samples = None  # of this rank that count; None: all
+        if config.dataset_val is not None:
+            self.val_loader = self._make_val_loader(*build("dataset_val"))
+
+    def _make_sampler(self, dataset: Any, shuffle: bool) -> PositionSampler | None:
+        """Return the order of a dataset; None for a stream, which has an order of its own."""
+        if isinstance(dataset, StreamingTextDataset):
+            return None
+        order = {"length": len(dataset), "seed": self._seed, "shuffle": shuffle}
+        order |= getattr(dataset, "order", {})
+        ranks = {"rank": self._rank, "world_size": self._world_size}
+        return PositionSampler(len(dataset), **ranks, **order)
+
+    def _make_val_loader(self, dataset: Any, collate: Callable) -> StatefulDataLoader:
+        config, world_size = self._config, self._world_size
+        sampler = self._make_sampler(dataset, shuffle=False)
+        if sampler is not None:
+            whole = sampler.length or len(dataset)
+            self._val_samples = len(range(self._rank, whole, world_size))
+            sampler.length = -(-whole // world_size) * world_size  # which fills up uneven shares
+        elif dataset.num_sequences is None and config.max_val_batches is None:
+            raise InputError("dataset_val is a stream without end; give it max_tokens")
+        elif dataset.config.epochs and world_size > 1:
+            raise InputError(
+                "dataset_val: the epochs of a stream differ between ranks; leave them out"
+            )
+        return StatefulDataLoader(
+            dataset,
+            config.batch_size_val or config.batch_size,
+            sampler=sampler,
+            collate_fn=collate,
+            generator=torch.Generator(),  # an iteration draws from it; training must not notice
+        )
+
+    def _count_steps(self, config: RunConfig) -> tuple[int, int]:
+        """Return (steps per epoch, steps in all)."""
+        if self.is_stream and (config.epochs != 1 or config.max_steps_per_epoch is not None):
+            raise InputError(
+                "a stream has epochs of its own; leave out epochs and max_steps_per_epoch, and "
+                "use dataset.max_tokens, dataset.epochs or max_steps"
+            )
+        if self._sampler is not None:
+            sequences = self._sampler.length
+        elif (sequences := self.dataset.num_sequences) is not None:  # of one rank
+            sequences *= self.dataset.world_size
+        steps = config.max_steps if sequences is None else sequences // self.sequences_per_step
+        if steps is None:
+            raise InputError("how many steps is not known; give dataset.max_tokens or max_steps")
+        if steps == 0:
+            raise InputError(
+                f"dataset has {sequences} samples, one step takes {self.sequences_per_step} "
+                "(batch_size x gradient_accumulation_steps x ranks); give it more data, a larger "
+                "max_tokens, or smaller batches"
+            )
+        per_epoch = min(steps, config.max_steps_per_epoch or steps)
+        total = min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)
+        return (total if self.is_stream else per_epoch), total
+
+    def tokens_read(self, step: int, seen: int) -> str:
+        """Tokens of all ranks up to a step, of those there will be; where sequences differ in
+        length, those ``seen`` so far."""
+        if not self.is_stream:
+            return f"{seen / 1e6:.2f}M tokens"
+        each = self.sequences_per_step * self.dataset.config.seq_len / 1e6
+        return f"{step * each:.2f}M of {self.total_steps * each:.2f}M tokens"
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when a run is resumed."""
+        steps = {"sequences_per_step": self.sequences_per_step, "total_steps": self.total_steps}
+        return steps if self.is_stream else steps | {"steps_per_epoch": self.steps_per_epoch}
+
+    def position(self) -> dict[str, Any]:
+        """What `restore` takes: the sequences taken; of a stream of text, the loader's state."""
+        if self._sampler is not None:
+            return {"sequences": self.taken}
+        state = self.loader.state_dict()
+        return {"sequences": self.taken, "loader": state, "readers": self._readers}
+
+    def restore(self, position: dict[str, Any] | None) -> None:
+        """Goes on from a position; a ValueError if others than these read a stream of text."""
+        if position is None:  # at the start of an epoch
+            return
+        self.taken = position["sequences"]
+        if self._sampler is None:
+            if position["readers"] != self._readers:
+                ranks, workers = position["readers"]
+                raise InputError(
+                    f"a stream of text resumes on as many readers: {ranks} ranks with num_workers "
+                    f"{workers}; use as many, or a tokenized set (`tune run hestia_tokenize`)"
+                )
+            self.loader.load_state_dict(position["loader"])
+
+    def begin(self, epoch: int) -> Iterator[dict[str, Any]]:
+        """The batches of an epoch (of all there is, for a stream), from the position on."""
+        if self.taken >= self.steps_per_epoch * self.sequences_per_step:
+            self.taken = 0  # the epoch before is over
+        if self._sampler is not None:
+            self._sampler.epoch, self._sampler.start = epoch, self.taken
+        batches = iter(self.loader)
+        # Torch would raise in the middle of a step when a worker dies, on one rank; without its
+        # handler the next `fetch` finds out, and all ranks learn of it.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return batches
+
+    def fetch(self, batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The batches of one step; a DataStreamError on all ranks if one's data fail or end."""
+        started = time.perf_counter()
+        found = _take_together(batches, self._accumulation, least=self._accumulation)
+        self.seconds_waited = time.perf_counter() - started
+        self.taken += self.sequences_per_step
+        return found
+
+    def validation_loss(
+        self,
+        loss_sum: Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor | int]],
+        limit: int | None,
+        device: torch.device,
+    ) -> float:
+        """Mean loss over the validation tokens of all ranks. Collective; raises as `fetch` does.
+
+        Args:
+            loss_sum: a batch -> (sum of the loss over predicted tokens, their number).
+            limit: batches of this rank; None for all.
+            device: of the sums.
+        """
+        batches, seen, total, count = islice(self.val_loader, limit), 0, 0.0, 0
+        while found := _take_together(batches, 1):
+            labels = found[0]["labels"]
+            if self._val_samples is not None:
+                labels[max(0, self._val_samples - seen) :] = self._ignore_index
+            seen += len(labels)
+            loss, tokens = loss_sum(found[0])
+            total, count = total + loss.double(), count + tokens
+        total, count = sum_over_ranks([total, count], device)
+        if not count:
+            raise InputError("dataset_val has no token to predict; give it other data, or more")
+        return total / count
+
+
+def _take_together(batches: Iterator, wanted: int, least: int = 0) -> list[dict[str, Any]]:
+    """The next batches; fewer at the end. Collective: data that fail on one rank fail on all."""
+    failure, found = None, []
+    try:
+        found = list(islice(batches, wanted))
+        if len(found) < least:
+            raise DataStreamError("the stream ended before the last step; give dataset.max_tokens")
+    except Exception as error:  # a sample of a component's own may raise any
+        text = str(error).rsplit(f"{type(error).__name__}: ", 1)[-1]  # no traceback of a worker
+        if isinstance(error, RuntimeError) and "DataLoader" in text:  # a worker is gone, or slow
+            text += "; lower num_workers, or look at the source of the data"
+            _end_workers()
+        elif not isinstance(error, OSError | ValueError):
+            text = f"{type(error).__name__}: {text}"
+        failure = DataStreamError(text.strip()).with_traceback(error.__traceback__)
+    raise_together(failure)
+    return found

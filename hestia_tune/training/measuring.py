@@ -1,0 +1,155 @@
+"""The recipe's measurements and checkpoints: what does not change a weight."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torchtune import utils
+
+from hestia_tune.data import DataStreamError
+from hestia_tune.distributed import on_first_rank
+from hestia_tune.errors import NotFiniteError, one_line
+from hestia_tune.evaluation import metrics_of
+from hestia_tune.training import checkpoint, monitoring, outputs
+from hestia_tune.training.data import shifted_labels
+from hestia_tune.training.distillation import distillation_loss_sum
+from hestia_tune.training.setup import RecipeSetup
+
+log = logging.getLogger(__name__)
+
+
+class MeasuringRecipe(RecipeSetup):
+    """A recipe that computes losses, validates, evaluates, logs and saves."""
+
+    def loss_sum(
+        self, batch: dict[str, Any], teacher: torch.nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum of the loss over predicted tokens, number of predicted tokens) of one batch.
+
+        The loss is the config's, mixed with the distillation from ``teacher`` if there is one.
+        """
+        utils.batch_to_device(batch, self._device)
+        ignore, fused = self._loss_fn.ignore_index, self._compile
+        labels = shifted_labels(batch.pop("labels"), ignore)
+        count = (labels != ignore).sum()
+        wanted = None if teacher is None else teacher(**batch)
+        with self.activations_handling_ctx:
+            logits = self._model(**batch)
+        settings, weight = self.config.distillation, 0.0
+        total = torch.zeros_like(count, dtype=torch.float32)
+        if wanted is not None:
+            weight = settings.weight
+            total = weight * distillation_loss_sum(logits, wanted, labels, settings, ignore, fused)
+        if weight == 1:
+            return total, count
+        # Without a token to predict the mean would be NaN; any label will do, its weight is 0.
+        labels = torch.where(count > 0, labels, torch.zeros_like(labels))
+        if not isinstance(logits, list):
+            labels, logits = labels.reshape(-1), logits.reshape(-1, logits.size(-1))
+        return total + (1 - weight) * self._loss_fn(logits, labels) * count, count
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the validation tokens of all ranks, with the model as it stands."""
+        self._model.eval()
+        limit = self.config.max_val_batches
+        loss = self.data.validation_loss(self.loss_sum, limit, self._device)
+        self._model.train()
+        return loss
+
+    def _evaluate_baselines(self) -> None:
+        hard = f"naive {self.plan.component.method.name}"  # quantized as it is
+        if self.config.reconstruction is None:
+            with self.driver.latent():
+                self.validation_losses[self.config.init] = self.evaluate()
+        else:  # which has measured the pretrained and the naive model
+            hard = outputs.RECONSTRUCTED
+        with self.driver.hard():
+            self.validation_losses[hard] = self.evaluate()
+        for label, loss in self.validation_losses.items():
+            log.info(f"validation loss, {label}: {loss:.4f}")
+
+    def _validate(self) -> None:
+        self.driver.set_step(self.global_step)
+        relaxed = self.evaluate()
+        with self.driver.hard():
+            hard = self.evaluate()
+        self._log({"val_loss_relaxed": relaxed, "val_loss_hard": hard})
+        self.validation_losses[outputs.HARD] = hard
+
+    def _evaluate_tasks(self) -> None:
+        """The ``eval`` section's tasks and texts on the hard model, into the metric logger.
+
+        Much can go wrong in it that has nothing to do with training: what was trained is saved.
+        """
+        with self.driver.hard():
+            result = self.plan.evaluator.evaluate("hard", self._model, {}, self._device)
+        self._log(metrics_of(result))
+
+    def _is_due(self, every: int | None) -> bool:
+        return bool(every) and self.global_step % every == 0
+
+    def _measure(self) -> None:
+        """Validation and tasks, where they are due after this step and were not logged."""
+        at_end, options = self.global_step == self.total_steps, self.config
+        losses_due = at_end or self._is_due(options.run_val_every_n_steps)
+        tasks_due = not at_end and self._is_due(options.eval.every_n_steps)
+        if not (losses_due or tasks_due):
+            return
+        logged = on_first_rank(lambda: self.history.at(self.global_step)) or {}
+        if losses_due and "val_loss_hard" in logged:
+            self.validation_losses[outputs.HARD] = logged["val_loss_hard"]
+        elif losses_due and self.data.val_loader is not None:
+            with self._saving_first():
+                self._validate()
+        if tasks_due and not any(name.startswith("eval/") for name in logged):
+            self._evaluate_tasks()
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        if not self._is_rank_zero:
+            return
+        try:
+            self.history.append({"step": self.global_step} | metrics)
+            self._metric_logger.log_dict(metrics, step=self.global_step)
+        except Exception as error:  # of a service, or a full disk, of which the run must not die
+            log.warning(f"step {self.global_step} could not be logged: {one_line(error)}")
+
+    @contextmanager
+    def _saving_first(self, position: Any = None) -> Iterator[None]:
+        """If the body raises, what was trained before is saved, with this position of the data."""
+        try:
+            yield
+        except (DataStreamError, NotFiniteError):  # which all ranks have
+            path = self.checkpoint_folder / f"step_{self.global_step}"
+            if self.global_step and not path.exists():
+                self._save(position)
+            raise
+
+    def _save(self, position: Any = None) -> None:
+        """Writes a checkpoint; ``position`` is that of the data if it is not the present one."""
+        monitoring.check_finite(self._model, self._device, self.global_step)
+        epoch_done = self.global_step == (self.epochs_run + 1) * self.data.steps_per_epoch
+        scheduler = self._lr_scheduler
+        checkpoint.save_checkpoint(
+            self.checkpoint_folder,
+            self.global_step,
+            model=self._model,
+            optimizer=self._optimizer,
+            rank_state={
+                "epoch": self.epochs_run + epoch_done,
+                "dataloader": None if epoch_done else position or self.data.position(),
+                "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+                "random": checkpoint.random_state(self._device),
+            },
+            meta={
+                "identity": self._identity,
+                # But for the hard model's, which `_measure` has from the history.
+                "validation_losses": {
+                    k: v for k, v in self.validation_losses.items() if k != outputs.HARD
+                },
+                "tokens_seen": self.tokens_seen,
+            },
+            keep_last=self.config.keep_last_checkpoints,
+        )

@@ -1,0 +1,274 @@
+"""What a run will do, decided and checked before anything is loaded or written.
+
+`plan` goes from cheap checks to dear ones: the device, the output folder, the method, the model on
+the meta device, the names and shapes in the checkpoint's files, the components, the sensitivity and
+the reconstruction to start from, and the data. It reads no weight. `hestia_tune.training.build`
+makes what a plan says; ``python -m hestia_tune validate`` makes a plan and nothing else.
+"""
+
+import dataclasses
+import logging
+import random
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtune import training
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+
+from hestia_tune.config.run import SELF_GENERATED, RunConfig
+from hestia_tune.data.tokens import INDEX
+from hestia_tune.distributed import on_first_rank, together
+from hestia_tune.errors import InputError
+from hestia_tune.evaluation import Evaluator
+from hestia_tune.export.gguf_model import check_architecture
+from hestia_tune.files import read_json, require_writable_dir
+from hestia_tune.models import build, checkpoints
+from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.prepare import QATQuantizerBase
+from hestia_tune.sensitivity import SensitivityArtifact
+from hestia_tune.training import checkpoint
+from hestia_tune.training.base import join_ranks
+from hestia_tune.training.loader import TrainingData
+from hestia_tune.training.start import read_results
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """A checkpoint that training goes on from.
+
+    Attributes:
+        path: Its folder.
+        meta: Its meta.json.
+        rank_state: Position of the data, of the scheduler and of random numbers of this rank.
+    """
+
+    path: Path
+    meta: dict[str, Any]
+    rank_state: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked run; every field is the same on every rank but for ``data`` and ``resume``.
+
+    Attributes:
+        config: The config, with a seed.
+        device: Where this rank computes.
+        dtype: Dtype of the matrix products.
+        component: The quantizer component.
+        model: The prepared model on the meta device.
+        shapes: Name -> shape of every entry of the pretrained state dict.
+        layers: Names of the quantized linears, in model order.
+        tokenizer: The tokenizer.
+        checkpointer: What reads the pretrained weights and writes the hard model.
+        data: Training and validation data; None for a run that reads calibration samples only.
+        loss: The loss component.
+        evaluator: What evaluates during training; None if nothing does.
+        artifact: The sensitivity; None for one temperature for all layers.
+        start: The description of the reconstruction to start from; None for the pretrained model.
+        resume: The checkpoint to go on from; None for a new run.
+    """
+
+    config: RunConfig
+    device: torch.device
+    dtype: torch.dtype
+    component: QATQuantizerBase
+    model: nn.Module
+    shapes: dict[str, torch.Size]
+    layers: list[str]
+    tokenizer: Any
+    checkpointer: Any
+    data: TrainingData | None = None
+    loss: Any = None
+    evaluator: Evaluator | None = None
+    artifact: SensitivityArtifact | None = None
+    start: dict[str, Any] | None = None
+    resume: Resume | None = None
+
+    def starting_from(self, **changes: Any) -> "Plan":
+        """Return the plan after a sensitivity or a reconstruction was computed.
+
+        Args:
+            changes: Keys of the config with the paths of what was computed, such as
+                ``sensitivity``.
+        """
+        config = self.config.changed(**changes)
+        artifact, start = read_starts(config, self.component, self.layers)
+        return dataclasses.replace(self, config=config, artifact=artifact, start=start)
+
+
+def plan(config: RunConfig, *, trains: bool = True) -> Plan:
+    """Decide and check a run. Collective.
+
+    Args:
+        config: The config.
+        trains: False for a run that prepares the training: sensitivity or reconstruction. It then
+            has no checkpoint to resume from, no optimizer and no training data.
+
+    Raises:
+        InputError: On every rank, for the first check that fails on any of them.
+    """
+    device = join_ranks(config.device, config.dtype)
+    if config.seed is None:
+        config = config.changed(seed=on_first_rank(lambda: random.randrange(2**31)))
+    path = on_first_rank(partial(choose_checkpoint, config)) if trains else None
+    with together():
+        decided = _plan_model(config, device)
+        return _plan_training(decided, path) if trains else decided
+
+
+def _plan_model(config: RunConfig, device: torch.device) -> Plan:
+    """Check what training, reconstruction and sensitivity share."""
+    component = build.make_component(config.quantizer)
+    check_formats(config, component)
+    build.check_model_section(config)
+    checkpoints.check_can_hold(component.method, config.model_type)
+    model = build.plain_on_meta(config.model)
+    shapes = build.shapes_of(model)
+    model = component.prepare(model)
+    build.check_model_options(config, model)
+    if config.needs_pretrained and (found := checkpoints.shapes_in_files(config)) is not None:
+        checkpoints.check_shapes(shapes, found, config.checkpointer["checkpoint_dir"])
+    return Plan(
+        config=config,
+        device=device,
+        dtype=training.get_dtype(config.dtype, device),
+        component=component,
+        model=model,
+        shapes=shapes,
+        layers=list(quantized_linears(model)),
+        tokenizer=build.make_tokenizer(config.tokenizer, model),
+        checkpointer=build.instantiate(config.checkpointer, "checkpointer"),
+    )
+
+
+def _plan_training(decided: Plan, path: Path | None) -> Plan:
+    """Check what training needs besides, and open the data."""
+    config = decided.config
+    loss = build.instantiate(config.loss, "loss")
+    build.find_component(config.metric_logger["_component_"], "metric_logger")
+    weight = [nn.Parameter(torch.zeros(2, 2))]
+    options = config.optimizer | ({"fused": False} if "fused" in config.optimizer else {})
+    optimizer = build.instantiate(options, "optimizer", weight)
+    steps = {"num_training_steps": 10**6, "last_epoch": -1}
+    build.instantiate(config.lr_scheduler, "lr_scheduler", optimizer, **steps)
+    if config.distillation.weight and config.distillation.teacher != "pretrained":
+        teacher_folder(config)
+    evaluator = None
+    if config.eval.every_n_steps or config.eval.at_end:
+        evaluator = Evaluator(config.eval, decided.tokenizer, decided.model.max_seq_len)
+    artifact, start = read_starts(config, decided.component, decided.layers)
+    require_generated(config)
+    data = TrainingData(
+        config,
+        decided.tokenizer,
+        ignore_index=getattr(loss, "ignore_index", CROSS_ENTROPY_IGNORE_IDX),
+        seed=config.seed or 0,
+    )
+    resume = path and _plan_resume(path, config, decided.component, data)
+    found = {"loss": loss, "evaluator": evaluator, "artifact": artifact, "start": start}
+    return dataclasses.replace(decided, data=data, resume=resume, **found)
+
+
+def _plan_resume(
+    path: Path, config: RunConfig, component: QATQuantizerBase, data: TrainingData
+) -> Resume:
+    """Check that a checkpoint is of this run, and put the data at its position."""
+    meta = checkpoints.read_meta(path)
+    checkpoint.check_same(checkpoint.config_identity(config, component) | data.identity(), meta)
+    own_state = meta["world_size"] == dist.get_world_size()
+    rank_state = read_json(path / f"rank_{dist.get_rank() * own_state}.json")
+    data.restore(rank_state["dataloader"])
+    return Resume(path=path, meta=meta, rank_state=rank_state)
+
+
+def read_starts(
+    config: RunConfig, component: QATQuantizerBase, layers: list[str]
+) -> tuple[SensitivityArtifact | None, dict[str, Any] | None]:
+    """Return the sensitivity and the reconstruction that a config names, checked by layer.
+
+    "auto", which is computed later, counts as none.
+    """
+    artifact = start = None
+    if config.sensitivity not in (None, "auto"):
+        artifact = SensitivityArtifact.load(config.sensitivity)
+        artifact.check_model(layers)
+    if config.reconstruction not in (None, "auto"):
+        start = read_results(config.reconstruction, component.method.key(), layers)
+    return artifact, start
+
+
+def check_formats(config: RunConfig, component: QATQuantizerBase) -> None:
+    """Refuse a model that hestia_convert could not write as its section says.
+
+    Raises:
+        InputError: The message names the format that the method does not have, or what llama.cpp
+            lacks.
+    """
+    formats = config.convert.formats or ()
+    component.method.check_file_formats(formats)
+    file = checkpoints.pretrained_folder(config) / "config.json"
+    if "gguf" in formats and file.is_file():
+        check_architecture(read_json(file))
+
+
+def choose_checkpoint(config: RunConfig) -> Path | None:
+    """Return the newest whole checkpoint if the config resumes; None for a new run.
+
+    Raises:
+        InputError: If output_dir cannot be written, holds a run that may not be replaced, or has no
+            whole checkpoint to resume from.
+    """
+    folder = require_writable_dir(config.output_dir) / "checkpoints"
+    found = checkpoints.complete_checkpoints(folder)
+    if not config.resume_from_checkpoint:
+        if found and not config.overwrite_output:
+            raise InputError(
+                f"output_dir {folder.parent} holds a run at step {found[-1][0]}; set "
+                "resume_from_checkpoint=True, overwrite_output=True or another output_dir"
+            )
+        return None
+    if not found:
+        raise InputError(
+            f"no complete checkpoint in {folder}; set resume_from_checkpoint=False to start"
+        )
+    for _, path in reversed(found):
+        problem = checkpoints.find_damage(path)
+        if problem is None:
+            return path
+        log.warning(f"{problem}; going on from the newest one before it that is whole")
+    raise InputError(
+        f"every checkpoint in {folder} is damaged; set overwrite_output=True and "
+        "resume_from_checkpoint=False to start again"
+    )
+
+
+def teacher_folder(config: RunConfig) -> Path:
+    """Return the folder of ``distillation.teacher``; InputError if it holds no model."""
+    folder = Path(config.distillation.teacher)
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f'distillation.teacher {folder} has no config.json; give "pretrained" or a Hugging '
+            "Face folder"
+        )
+    return folder
+
+
+def require_generated(config: RunConfig) -> None:
+    """Raise InputError if text that the model is to generate has not been generated yet."""
+    for section in config.datasets:
+        if section.get("_component_") != SELF_GENERATED:
+            continue
+        folder = section.get("cache_dir")
+        if not (Path(str(folder)) / INDEX).is_file():
+            raise InputError(
+                f"dataset.cache_dir {folder} is empty: its text is generated when the run begins, "
+                "and cannot be checked before"
+            )
