@@ -113,7 +113,7 @@ def optimal_temperature(
         tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights (Sec. 4.1).
 
     Raises:
-        InputError: on a weight that is not floating point.
+        InputTypeError: on a weight that is not floating point.
         InputError: on no weights, all-zero weights, or NaN or infinity among them.
     """
 

@@ -91,3 +91,15 @@ def eq10_hutchpp(h: torch.Tensor, sketch: torch.Tensor, probes: torch.Tensor) ->
     rest = torch.eye(len(h), dtype=h.dtype) - q @ q.t()
     deflated = probes.t() @ rest @ h @ rest @ probes
     return float((q.t() @ h @ q).trace() + deflated.trace() / probes.shape[1])
+
+
+# All the ways to transpose a matrix in torch.
+TRANSPOSES = (
+    lambda w: w.t(),
+    lambda w: w.T,
+    lambda w: w.mT,
+    lambda w: w.transpose(0, 1),
+    lambda w: w.transpose(-1, 0),
+    lambda w: w.permute(1, 0),
+    lambda w: w.permute(-1, -2),
+)

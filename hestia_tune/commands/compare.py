@@ -22,8 +22,7 @@ def compare_runs(runs: Sequence[str]) -> str:
         runs: output folders of ``hestia_qat``, or their results.json.
 
     Raises:
-        InputError: if a run has no results.
-        InputError: if it has no validation losses, or is no run.
+        InputError: if a run has no results; or if it has no validation losses, or is no run.
     """
     found: dict[str, dict[str, float]] = {}
     for run in runs:

@@ -62,8 +62,8 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     for name, folder in folders.items():
         file = results_folder / _file_name(name)
         identity: Any = on_first_rank(partial(_identity, config, device, folder, sensitivity))
-        wanted = {"settings": {"identity": identity}}
-        found = on_first_rank(partial(cache.kept, file, wanted, overwrite=True))
+        expected = {"settings": {"identity": identity}}
+        found = on_first_rank(partial(cache.kept, file, expected, overwrite=True))
         log.info(f"{name}: {'evaluating it' if found is None else f'read from {file}'}")
         if found is not None:
             results.append(ModelResult(**found))

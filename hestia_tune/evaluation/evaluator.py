@@ -45,8 +45,8 @@ class Evaluator:
         max_seq_len: the model's longest input.
 
     Raises:
-        InputError: on tasks or texts that are not there.
-        InputError: with the command that installs what is missing.
+        InputError: on tasks or texts that are not there, or if a package is missing; the message
+            then names the command that installs it.
     """
 
     def __init__(self, settings: EvalConfig, tokenizer: Any, max_seq_len: int):

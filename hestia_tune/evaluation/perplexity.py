@@ -90,8 +90,8 @@ def read_documents(text: TextConfig) -> list[str]:
     """A text file as one document; the rows of a parquet, JSON or CSV file, or of a dataset.
 
     Raises:
-        InputError: if the file does not exist.
-        InputError: if the dataset is on a hub that cannot be reached.
+        InputError: if the file does not exist; or if the dataset is on a hub that cannot be
+            reached.
         InputError: if there is no such column or split, or what is read is no text.
     """
     import datasets

@@ -54,9 +54,8 @@ def write_compressed_tensors(
             those of linear layers, the output head excepted.
 
     Raises:
-        InputError: as `layout_of`.
-        InputError: if transformers does not load or run the folder, or gives other logits than
-            the hard model's.
+        InputError: as `layout_of`; or if transformers does not load or run the folder, or gives
+            other logits than the hard model's.
     """
     schemes, layout = layout_of(source)
     from compressed_tensors.compressors import BaseCompressor
@@ -119,9 +118,8 @@ def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     sizes first; see the module docstring.
 
     Raises:
-        InputError: without the compressed-tensors package.
-        InputError: if another layer than a linear is quantized, or none, or a linear whose class
-            has a forward of its own.
+        InputError: without the compressed-tensors package; or if another layer than a linear is
+            quantized, or none, or a linear whose class has a forward of its own.
     """
     import_optional("compressed_tensors")
     import compressed_tensors

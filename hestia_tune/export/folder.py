@@ -45,8 +45,8 @@ def write_huggingface(
         What `sizes` lists, and types: name -> number of tensors in the files.
 
     Raises:
-        InputError: if the target exists.
-        InputError: on a weight that is not hard or that bfloat16 would round.
+        InputError: if the target exists; or on a weight that is not hard or that bfloat16 would
+            round.
         OSError: if the disk is full.
         RuntimeError: if the files read back are not the model. In all cases nothing is left behind,
             and a folder that was to be replaced is still there.

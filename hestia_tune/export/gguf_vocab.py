@@ -44,8 +44,8 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
             ``vocab_size`` without a token are filled up as unused.
 
     Raises:
-        InputError: without ``tokenizer.json``.
-        InputError: if llama.cpp has no tokenizer for it, or it has more tokens than the model.
+        InputError: without ``tokenizer.json``; or if llama.cpp has no tokenizer for it, or it has
+            more tokens than the model.
     """
     file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     tokenizer = read_json(file)

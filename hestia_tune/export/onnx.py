@@ -124,9 +124,9 @@ def block_of(source: ModelFolder) -> int:
     """Columns that share a scale in the file of a model.
 
     Raises:
-        InputError: without onnxruntime-genai and what its builder needs.
-        InputError: on another architecture, if other linears than the seven of every block are
-            quantized, codes are of four levels, or no block divides the groups.
+        InputError: without onnxruntime-genai and what its builder needs; or on another
+            architecture, if other linears than the seven of every block are quantized, codes are of
+            four levels, or no block divides the groups.
     """
     for package in ("onnx", "onnx_ir", "onnxruntime_genai", "transformers"):
         import_optional(package, "onnx")

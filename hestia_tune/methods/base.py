@@ -216,7 +216,7 @@ def as_scalar(value: Scalar, name: str, weight: torch.Tensor) -> torch.Tensor:
     A tensor is taken as it is, because a look at its value would wait for the device.
 
     Raises:
-        InputError: if ``value`` is neither a number nor a 0-D tensor.
+        InputTypeError: if ``value`` is neither a number nor a 0-D tensor.
         InputError: if a number is outside [0, inf) for tau or [0, 1] for pressure.
     """
     if isinstance(value, torch.Tensor):

@@ -25,7 +25,7 @@ def check_count(
     """Checks an option that is a positive int up to ``most``, or one of ``words``.
 
     Raises:
-        InputError: if ``value`` is neither an int nor a string; begins with the ``rule``.
+        InputTypeError: if ``value`` is neither an int nor a string; begins with the ``rule``.
         InputError: if it is out of range or another word; likewise.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):

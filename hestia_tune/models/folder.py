@@ -99,9 +99,8 @@ class ModelFolder(SafetensorsFolder):
         description: the parsed hestia.json, how a hard model was made; None without one.
 
     Raises:
-        InputError: without config.json, weights or a tokenizer.
-        InputError: if the weights are quantized already, or one of ``quantized`` is no matrix that
-            its groups tile.
+        InputError: without config.json, weights or a tokenizer; or if the weights are quantized
+            already, or one of ``quantized`` is no matrix that its groups tile.
     """
 
     def __init__(

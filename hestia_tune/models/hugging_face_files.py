@@ -74,8 +74,8 @@ class HuggingFaceCheckpointer:
         model_type, should_load_recipe_state: given by torchtune; there is one of each here.
 
     Raises:
-        InputError: if there is no such model.
-        InputError: on a recipe state of torchtune's or another model type, or as `side_files`.
+        InputError: if there is no such model; or on a recipe state of torchtune's or another model
+            type, or as `side_files`.
     """
 
     def __init__(

@@ -69,8 +69,7 @@ def read_config(path: str) -> Any:
     """transformers' configuration of a model; no code of the folder runs.
 
     Raises:
-        InputError: without transformers.
-        InputError: see `local_folder`.
+        InputError: without transformers; see also `local_folder`.
         InputError: if it is of no causal language model of text with dense weights.
     """
     transformers = import_optional("transformers")
@@ -210,8 +209,8 @@ def hugging_face(path: str, attn_implementation: str | None = None) -> nn.Module
         attn_implementation: "sdpa" or "eager"; None is transformers' choice for the model.
 
     Raises:
-        InputError: without transformers 5 or accelerate.
-        InputError: naming what the folder lacks, or why it cannot be trained.
+        InputError: without transformers 5 or accelerate, or if the folder lacks something or cannot
+            be trained; the message says what or why.
     """
     if attn_implementation not in (None, "sdpa", "eager"):
         raise InputError(

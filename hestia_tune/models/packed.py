@@ -106,8 +106,8 @@ def load_quantized(
             activations to 8 bits; "dequantize" computes as the hard model does, to the last bit.
 
     Raises:
-        InputError: if the folder is of another kind or version, or on an unknown kernel.
-        InputError: if its weights are missing.
+        InputError: if the folder is of another kind or version, or on an unknown kernel; or if its
+            weights are missing.
         InputError: if the library of the named kernel is.
     """
     file = Path(folder) / DESCRIPTION_FILE

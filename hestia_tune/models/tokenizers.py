@@ -30,8 +30,8 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         vocab_size: number of token ids, special ones included.
 
     Raises:
-        InputError: naming the file that the folder lacks.
-        InputError: if ``eos_token`` is no token of the vocabulary.
+        InputError: if the folder lacks a file, which the message names; or if ``eos_token`` is no
+            token of the vocabulary.
     """
 
     def __init__(self, path: str, eos_token: str | None = None, max_seq_len: int | None = None):

@@ -160,8 +160,8 @@ class SensitivityArtifact:
         """Reads what `save` wrote.
 
         Raises:
-            InputError: if there is no such file.
-            InputError: if it is not such a document, whole and of this schema version.
+            InputError: if there is no such file; or if it is not such a document, whole and of this
+                schema version.
         """
         path = Path(path)
         if not path.is_file():

@@ -101,7 +101,7 @@ def estimate_sensitivity(
         journal: keeps measurements for a later call; None does not.
 
     Raises:
-        InputError: if a weight is of lower precision than float32.
+        InputTypeError: if a weight is of lower precision than float32.
         InputError: if there is nothing to measure, or no trace comes out positive.
         NotFiniteError: naming the layer and the batch, if a product is not finite.
     """

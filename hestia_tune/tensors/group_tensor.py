@@ -109,7 +109,7 @@ class GroupTensor(PackedTensor):
             dtype: the dtype to present.
 
         Raises:
-            InputError: on another dtype of codes, scales or ``dtype``.
+            InputTypeError: on another dtype of codes, scales or ``dtype``.
             InputError: on other shapes or codes, or scales that bfloat16 would round.
         """
         largest, distance = cls._grid()
@@ -132,7 +132,7 @@ class GroupTensor(PackedTensor):
             group_size: an int that divides in_features, "channel" or "tensor".
 
         Raises:
-            InputError: on a weight that is not floating point.
+            InputTypeError: on a weight that is not floating point.
             InputError: naming the first row and group that are not such products, or whose scale is
                 no bfloat16 value; or on a group size that does not divide in_features.
         """

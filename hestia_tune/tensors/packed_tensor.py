@@ -66,7 +66,7 @@ class PackedTensor(TorchAOBaseTensor):
         is_transposed: whether this is `t()` of a weight, whose parts it then holds.
 
     Raises:
-        InputError: on another dtype.
+        InputTypeError: on another dtype.
         InputError: if the parts do not fit the shape.
     """
 
@@ -109,7 +109,7 @@ class PackedTensor(TorchAOBaseTensor):
             options: fields of the method (`TernaryMethod`, `Fairy2iMethod`), such as group_size.
 
         Raises:
-            InputError: on a weight that is not floating point, or options of another type.
+            InputTypeError: on a weight that is not floating point, or options of another type.
             InputError: on options that do not fit the weight.
         """
         require_float(weight)

@@ -26,7 +26,7 @@ class MeasuringRecipe(RecipeSetup):
     def loss_sum(
         self, batch: dict[str, Any], teacher: torch.nn.Module | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum of the loss over predicted tokens, number of predicted tokens) of one batch.
+        """Return the sum of the loss over the predicted tokens of a batch, and their number.
 
         The loss is the config's, mixed with the distillation from ``teacher`` if there is one.
         """
@@ -34,14 +34,17 @@ class MeasuringRecipe(RecipeSetup):
         ignore, fused = self._loss_fn.ignore_index, self._compile
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
-        wanted = None if teacher is None else teacher(**batch)
+        teacher_logits = None if teacher is None else teacher(**batch)
         with self.activations_handling_ctx:
             logits = self._model(**batch)
         settings, weight = self.config.distillation, 0.0
         total = torch.zeros_like(count, dtype=torch.float32)
-        if wanted is not None:
+        if teacher_logits is not None:
             weight = settings.weight
-            total = weight * distillation_loss_sum(logits, wanted, labels, settings, ignore, fused)
+            divergence = distillation_loss_sum(
+                logits, teacher_logits, labels, settings, ignore, fused
+            )
+            total = weight * divergence
         if weight == 1:
             return total, count
         # Without a token to predict the mean would be NaN; any label will do, its weight is 0.
@@ -52,7 +55,7 @@ class MeasuringRecipe(RecipeSetup):
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the validation tokens of all ranks, with the model as it stands."""
+        """Return the mean loss over the validation tokens of all ranks, with the present model."""
         self._model.eval()
         limit = self.config.max_val_batches
         loss = self.data.validation_loss(self.loss_sum, limit, self._device)
@@ -80,9 +83,9 @@ class MeasuringRecipe(RecipeSetup):
         self.validation_losses[outputs.HARD] = hard
 
     def _evaluate_tasks(self) -> None:
-        """The ``eval`` section's tasks and texts on the hard model, into the metric logger.
+        """Evaluate the hard model on the ``eval`` section's tasks and texts, and log the results.
 
-        Much can go wrong in it that has nothing to do with training: what was trained is saved.
+        Much can go wrong here that has nothing to do with training, so `train` saves first.
         """
         with self.driver.hard():
             result = self.plan.evaluator.evaluate("hard", self._model, {}, self._device)
@@ -92,7 +95,7 @@ class MeasuringRecipe(RecipeSetup):
         return bool(every) and self.global_step % every == 0
 
     def _measure(self) -> None:
-        """Validation and tasks, where they are due after this step and were not logged."""
+        """Validate and evaluate tasks if that is due after this step and is not logged yet."""
         at_end, options = self.global_step == self.total_steps, self.config
         losses_due = at_end or self._is_due(options.run_val_every_n_steps)
         tasks_due = not at_end and self._is_due(options.eval.every_n_steps)
@@ -118,7 +121,7 @@ class MeasuringRecipe(RecipeSetup):
 
     @contextmanager
     def _saving_first(self, position: Any = None) -> Iterator[None]:
-        """If the body raises, what was trained before is saved, with this position of the data."""
+        """Save what was trained if the body raises; ``position`` is the position of the data."""
         try:
             yield
         except (DataStreamError, NotFiniteError):  # which all ranks have
@@ -128,7 +131,7 @@ class MeasuringRecipe(RecipeSetup):
             raise
 
     def _save(self, position: Any = None) -> None:
-        """Writes a checkpoint; ``position`` is that of the data if it is not the present one."""
+        """Write a checkpoint; ``position`` of the data is the present position if it is None."""
         monitoring.check_finite(self._model, self._device, self.global_step)
         epoch_done = self.global_step == (self.epochs_run + 1) * self.data.steps_per_epoch
         scheduler = self._lr_scheduler
@@ -145,7 +148,7 @@ class MeasuringRecipe(RecipeSetup):
             },
             meta={
                 "identity": self._identity,
-                # But for the hard model's, which `_measure` has from the history.
+                # The hard model's loss is left out: `_measure` reads it from the history.
                 "validation_losses": {
                     k: v for k, v in self.validation_losses.items() if k != outputs.HARD
                 },

@@ -3,6 +3,7 @@
 import pytest
 import references_fairy2i as reference
 import torch
+from references import TRANSPOSES
 
 from hestia_tune.methods.fairy2i import Fairy2iMethod
 from hestia_tune.tensors import Fairy2iTensor
@@ -209,15 +210,7 @@ def test_transpose(num_stages, granularity, shape, inference):
     weight = packed(num_stages, granularity, shape=shape)
     dense = weight.dequantize()
     with torch.inference_mode(inference):
-        for transpose in (
-            lambda w: w.t(),
-            lambda w: w.T,
-            lambda w: w.mT,
-            lambda w: w.transpose(0, 1),
-            lambda w: w.transpose(-1, 0),
-            lambda w: w.permute(1, 0),
-            lambda w: w.permute(-1, -2),
-        ):
+        for transpose in TRANSPOSES:
             turned = transpose(weight)
             assert turned.is_transposed and turned.shape == dense.t().shape
             assert turned.stride() == dense.t().stride()

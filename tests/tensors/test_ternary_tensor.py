@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from references import eq2_hard
+from references import TRANSPOSES, eq2_hard
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hestia_tune.functional import hard_ternary, ternary_codes
@@ -60,15 +60,7 @@ def test_transposes_share_memory(group_size, shape, inference):
     weight = TernaryTensor.from_hp(latent(shape=shape), group_size=group_size)
     dense = weight.dequantize()
     with torch.inference_mode(inference):
-        for transpose in (
-            lambda w: w.t(),
-            lambda w: w.T,
-            lambda w: w.mT,
-            lambda w: w.transpose(0, 1),
-            lambda w: w.transpose(-1, 0),
-            lambda w: w.permute(1, 0),
-            lambda w: w.permute(-1, -2),
-        ):
+        for transpose in TRANSPOSES:
             turned = transpose(weight)
             assert turned.is_transposed
             assert turned.shape == dense.t().shape and turned.stride() == dense.t().stride()

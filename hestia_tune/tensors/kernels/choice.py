@@ -66,8 +66,7 @@ def use_kernel(model: nn.Module, name: str = "auto") -> KernelUse:
             memory; or one of `KERNELS`. Weights that this one cannot take are dequantized.
 
     Raises:
-        InputError: on an unknown name.
-        InputError: if the kernel's library is not there; never for "auto".
+        InputError: on an unknown name; or if the kernel's library is not there; never for "auto".
     """
     if name not in ("auto", DEQUANTIZE, *KERNELS):
         known = ", ".join(["auto", DEQUANTIZE, *KERNELS])
