@@ -1,7 +1,7 @@
 """Sizes, time and peak memory of hestia_convert for every format.
 
-    python benchmarks/convert.py --config smollm2_135m+paper --source MODEL_DIR
-    python benchmarks/convert.py --config llama3_2_1b+paper --tokenizer FOLDER
+    python benchmarks/convert.py --config smollm2_135m --source MODEL_DIR
+    python benchmarks/convert.py --config llama3_2_1b --tokenizer FOLDER
 
 With ``--source``, naive conversion of a Hugging Face folder; without, of random weights in the
 shape of the config (a Hugging Face folder is made for it, with the tokenizer of ``--tokenizer``).

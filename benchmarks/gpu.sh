@@ -21,7 +21,7 @@ text=(dataset.source=parquet dataset.data_files="$train" dataset.split=train dat
 held_out=(dataset_val._component_=hestia_tune.data.streaming_text_dataset
   dataset_val.source=parquet dataset_val.data_files="$validation" dataset_val.seq_len=1024
   dataset_val.max_tokens=100000)
-paper=(--config smollm2_135m+paper "${text[@]}" "${held_out[@]}" gradient_accumulation_steps=4)
+paper=(--config smollm2_135m "${text[@]}" "${held_out[@]}" gradient_accumulation_steps=4)
 
 step() { # NAME SECONDS COMMAND...
   local name=$1 seconds=$2 status
@@ -59,7 +59,7 @@ kernels() {
 }
 
 recipes() {
-  local smollm2=(--config smollm2_135m+paper output_dir="$out/smollm2" "${text[@]}")
+  local smollm2=(--config smollm2_135m output_dir="$out/smollm2" "${text[@]}")
   qat smollm2 500 "${paper[@]}" max_steps=30 sensitivity_estimation.curvature=fisher
   qat straight_through 300 "${paper[@]}" max_steps=30 schedule.rho=0 schedule.tau_init=0 \
     schedule.alpha=0 sensitivity=null
@@ -84,7 +84,7 @@ cost() {
 # A small budget: the config as it is (2.5M tokens of reconstruction, and as many of the whole model
 # towards the pretrained predictions), 60 distilled steps of 131 thousand tokens; and the five tasks.
 budget() {
-  local common=(--config smollm2_135m "${text[@]}" "${held_out[@]}")
+  local common=(--config smollm2_135m+evening "${text[@]}" "${held_out[@]}")
   step reconstruct 590 tune run hestia_reconstruct "${common[@]}" output_dir="$out/budget"
   [[ -e $out/reconstruct.done ]] || return
   qat budget 590 "${common[@]}" gradient_accumulation_steps=4 max_steps=60 optimizer.lr=1e-3
@@ -105,7 +105,7 @@ real() {
 
 # Four layers, each way: the authors', adaptive, Fisher.
 sensitivity() {
-  step sensitivity 590 python benchmarks/sensitivity.py --config smollm2_135m+paper --layers 4 \
+  step sensitivity 590 python benchmarks/sensitivity.py --config smollm2_135m --layers 4 \
     --settings num_samples=4 batch_size=2 --output-dir "$out/sensitivity" \
     --overrides "${text[@]}" dataset.seq_len=512
 }

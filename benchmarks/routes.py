@@ -28,9 +28,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=2)
     args = parser.parse_args()
-    plain = load_config("smollm2_135m+paper")
+    plain = load_config("smollm2_135m")
     plain.checkpointer.checkpoint_dir = args.folder
-    other = load_config("smollm2_135m+paper")
+    other = load_config("smollm2_135m")
     del other["checkpointer"]
     other.tokenizer = {"eos_token": "<|endoftext|>"}
     other.model = {"_component_": "hestia_tune.models.hugging_face", "path": args.folder}

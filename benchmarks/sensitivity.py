@@ -1,6 +1,6 @@
 """Sensitivity three ways: as the paper's authors do it, adaptively, and by Fisher traces.
 
-    python benchmarks/sensitivity.py --config smollm2_135m+paper --layers 12 \
+    python benchmarks/sensitivity.py --config smollm2_135m --layers 12 \
         --settings num_samples=8 --overrides device=cpu checkpointer.checkpoint_dir=DIR \
         dataset.source=parquet dataset.data_files=train.parquet dataset.split=train \
         dataset.column=text dataset.seq_len=128 dataset.max_tokens=40000

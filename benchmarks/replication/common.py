@@ -71,9 +71,12 @@ def slug(name: str) -> str:
 
 
 def settings_of(config: str, overrides: list[str]) -> DictConfig:
-    """A packaged config with the paper's own recipe and a command line's overrides; ``~key`` takes
-    a key away."""
-    cfg = load_config(f"{config}+paper")
+    """Return a packaged config without a teacher, with a command line's overrides.
+
+    ``~key`` takes a key away.
+    """
+    cfg = load_config(config)
+    cfg.pop("distillation", None)
     for key in (entry[1:] for entry in overrides if entry.startswith("~")):
         *parents, last = key.split(".")
         section = OmegaConf.select(cfg, ".".join(parents)) if parents else cfg

@@ -6,23 +6,25 @@ import re
 from pathlib import Path
 
 from hestia_tune.config import GeneratedConfig, StreamConfig, TextConfig
-from hestia_tune.config.files import packaged_configs
+from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.run import RunConfig
 from hestia_tune.config.section import describe
 
 
 def listing() -> str:
-    """Return the recipes and the packaged configs, one per line."""
+    """Return the recipes, the packaged configs and the overlays, one per line."""
     lines = ["recipes, for `tune run RECIPE --config CONFIG`:"]
     folder = Path(str(importlib.util.find_spec("hestia_qat").origin)).parent
     for path in sorted(folder.glob("hestia_*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
         lines.append(f"  {path.stem:<22}{docstring.partition(': ')[2].rstrip('.')}")
-    lines += ["configs:"]
+    runs, overlays = [], []
     for name, path in packaged_configs().items():
         first = path.read_text(encoding="utf-8").partition("\n")[0].strip("# .")
-        lines.append(f"  {name:<22}{re.split('[:;.] ', first)[0]}")
-    return "\n".join(lines)
+        line = f"  {name:<22}{re.split('[:;.] ', first)[0]}"
+        (runs if "model" in load_config(name) else overlays).append(line)
+    lines += ["configs:", *runs, "overlays, for --config CONFIG+OVERLAY:"]
+    return "\n".join([*lines, *(line for line in overlays if line.split()[0] != "base")])
 
 
 def options_page() -> str:

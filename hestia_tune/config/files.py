@@ -2,7 +2,7 @@
 
 A config may name another one under the key ``base``: it then has the keys of that config and its
 own; its own win. NAME+OTHER is NAME with the keys of OTHER laid over it, such as
-``llama3_2_1b+paper``; what is null in OTHER is taken away.
+``llama3_2_1b+evening``; what is null in OTHER is taken away.
 
 torchtune's parser opens whatever follows ``--config`` as a file. `resolved` swaps a name for the
 path of the composed config before the parser looks. It runs in every process of a distributed run,

@@ -175,8 +175,9 @@ class RunConfig(Section):
         for key, (allowed, reason) in _UNSUPPORTED.items():
             if (value := given.pop(key, allowed)) != allowed:
                 raise InputError(f"{key}={value} is not supported: {reason}; leave it out")
-        for key in ("loss", "metric_logger"):
-            if given.get(key, ...) is None:  # the defaults, as if left out
+        sections = [f.name for f in dataclasses.fields(cls) if isinstance(f.default, Section)]
+        for key in ("loss", "metric_logger", *sections):
+            if given.get(key, ...) is None:  # null means the defaults, as if the key were left out
                 del given[key]
         required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory]
         if missing := [key for key in required if given.get(key) is None]:

@@ -196,7 +196,7 @@ def check_model_options(run: RunConfig, model: nn.Module) -> None:
             f"hestia_convert and hestia_eval do not read {run.model_type} models: the "
             "hard model of this run can be loaded by other programs only"
         )
-    names = dict(model.named_modules())
+    names = modules_by_name(model)
     for name in run.frozen_modules or []:
         if name not in names:
             raise InputError(
@@ -209,6 +209,14 @@ def check_model_options(run: RunConfig, model: nn.Module) -> None:
             )
     if kept := kept_in_blocks(model):
         log.info(kept)
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that ``frozen_modules`` can name.
+
+    The name "tok_embeddings" means the embedding in every model, whatever the model calls it.
+    """
+    return dict(model.named_modules()) | {"tok_embeddings": model.tok_embeddings}
 
 
 def make_tokenizer(section: Mapping, model: nn.Module) -> Any:

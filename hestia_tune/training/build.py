@@ -162,7 +162,7 @@ def _shard_model(plan: Plan, state: Mapping[str, torch.Tensor]) -> tuple[nn.Modu
     config = plan.config
     model = models.build_on_meta(config.model, plan.component)
     for name in config.frozen_modules or ():
-        model.get_submodule(name).requires_grad_(False)
+        models.modules_by_name(model)[name].requires_grad_(False)
     if config.compile:
         sharding.compile_blocks(model)
     if config.enable_activation_checkpointing:

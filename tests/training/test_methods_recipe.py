@@ -158,9 +158,9 @@ def test_one_override_of_a_packaged_config(tmp_path):
     """`sensitivity: auto` computes nothing, the packaged schedule is deleted."""
     arguments = ("quantizer._component_=hestia_tune.LSQ", f"output_dir={tmp_path}", "max_steps=1")
     arguments += ("max_val_batches=1", "batch_size=2", "dataset.docstrings=False")
-    refused = tune_run("--config", "demo+paper", *arguments)
+    refused = tune_run("--config", "demo", *arguments)
     assert refused.returncode == 1 and "delete the section by ~schedule" in refused.stderr
-    done = tune_run("--config", "demo+paper", *arguments, "~schedule")
+    done = tune_run("--config", "demo", *arguments, "~schedule")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "sensitivity.json").exists() and (tmp_path / "hard_model").exists()
 
