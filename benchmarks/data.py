@@ -28,8 +28,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 
 from hestia_tune.config import StreamConfig  # noqa: E402
 from hestia_tune.data import streaming_text_dataset, write_token_shards  # noqa: E402
-from hestia_tune.data.rows import open_rows, text_blocks  # noqa: E402
-from hestia_tune.data.stream import LOT  # noqa: E402
+from hestia_tune.data.stream import (  # noqa: E402
+    LOT,  # noqa: E402
+    open_rows,
+    text_blocks,
+)
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
 
 

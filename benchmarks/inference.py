@@ -66,7 +66,7 @@ def write(name: str, work: Path, rows: list[str]) -> dict[str, int]:
     from hestia_tune.export.gguf import write_gguf
     from hestia_tune.export.onnx import write_onnx
     from hestia_tune.models.folder import ModelFolder
-    from hestia_tune.qat.selection import select_linears
+    from hestia_tune.qat.linear import select_linears
     from hestia_tune.tensors import TernaryTensor
 
     model, generator = build(name), torch.Generator().manual_seed(0)
@@ -253,7 +253,7 @@ def products(clock) -> None:
     import torch.nn.functional as F
 
     from hestia_tune.tensors import Fairy2iTensor, TernaryTensor
-    from hestia_tune.tensors.kernels import choice
+    from hestia_tune.tensors import kernel_choice as choice
 
     titles = ["dense bf16", "dense f32", "int4pack", "onnxruntime", "dequantizing"]
     titles += ["Fairy2i, int4pack", "Fairy2i, onnxruntime"]

@@ -26,8 +26,12 @@ from hestia_tune.config.files import load_config
 from hestia_tune.config.run import RunConfig
 from hestia_tune.models import build
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
-from hestia_tune.sensitivity.curvature import double_backward_attention, hutchpp
-from hestia_tune.sensitivity.segments import logits_of, mean_loss
+from hestia_tune.sensitivity.curvature import (
+    double_backward_attention,
+    hutchpp,
+    logits_of,
+    mean_loss,
+)
 from hestia_tune.training.build import read_pretrained
 from hestia_tune.training.data import calibration_batches
 from hestia_tune.training.plan import plan

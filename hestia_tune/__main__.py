@@ -4,8 +4,7 @@
 import argparse
 import sys
 
-from hestia_tune.commands.compare import compare_runs
-from hestia_tune.commands.listing import listing, options_page
+from hestia_tune.commands.inspect import compare_runs, listing, options_page
 from hestia_tune.config.files import text_of
 from hestia_tune.errors import InputError
 
@@ -23,8 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     compare.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
     arguments = parser.parse_args(argv)
     if arguments.command == "validate":
+        from hestia_tune.commands.inspect import run_validate
         from hestia_tune.commands.launch import main as launch  # imports torchtune's recipe
-        from hestia_tune.commands.validate import run_validate
 
         sys.argv = ["validate", "--config", arguments.name, *arguments.overrides]
         return launch(run_validate, "validate")

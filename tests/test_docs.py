@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune.config._utils import _get_component_from_path
 
-from hestia_tune.commands.listing import options_page
+from hestia_tune.commands.inspect import options_page
 from hestia_tune.config import Section
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.run import RunConfig

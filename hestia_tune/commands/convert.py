@@ -20,8 +20,8 @@ from hestia_tune.export import (
     write_huggingface,
     write_onnx,
 )
-from hestia_tune.export.card import write_card
 from hestia_tune.export.compressed_tensors import layout_of
+from hestia_tune.export.folder import write_card
 from hestia_tune.export.gguf import block_types
 from hestia_tune.export.onnx import block_of
 from hestia_tune.export.packed import packed_entries, write_packed

@@ -26,7 +26,7 @@ from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
 from hestia_tune.files import require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
-from hestia_tune.training.base import join_ranks
+from hestia_tune.training.plan import join_ranks
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hestia_tune.config.commands import ConvertConfig, EstimationConfig, EvalConfig
-from hestia_tune.config.schedule import DistillationConfig, ReconstructionConfig, ScheduleConfig
 from hestia_tune.config.section import Section, option, require_number
+from hestia_tune.config.sections import (
+    ConvertConfig,
+    DistillationConfig,
+    EstimationConfig,
+    EvalConfig,
+    ReconstructionConfig,
+    ScheduleConfig,
+)
 from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.files import inside
 

@@ -2,9 +2,8 @@
 
 from hestia_tune.config import StreamConfig
 from hestia_tune.data.demo import demo_dataset
-from hestia_tune.data.rows import DataStreamError
 from hestia_tune.data.sequences import PositionSampler, SequenceDataset
-from hestia_tune.data.stream import StreamingTextDataset, text_dataset
+from hestia_tune.data.stream import DataStreamError, StreamingTextDataset, text_dataset
 from hestia_tune.data.tokens import (
     TokenizedSet,
     self_generated_dataset,

@@ -1,16 +1,22 @@
-"""Training text as a stream: shuffled, tokenized and packed as it is read.
+"""Training text as a stream: shuffled, tokenized and packed while it is read.
 
-A run over 10B tokens can hold neither the text nor its tokens. Here each worker of each rank reads
-its own share of the rows (rows.py), and memory does not grow with the number of tokens. Documents
-are shuffled by blocks: the next ``shuffle_buffer`` of a share (or 16M characters, if that is less)
-are read and permuted by a seed of their own. That mixes as far as a buffer that slides along, whose
-state would be the documents in it; here it is the place of the block, a few numbers, and the tokens
-before it that have filled no sequence yet.
+A run over 10B tokens can hold neither the text nor its tokens. Here each worker of each rank
+reads its own share of the rows, and memory does not grow with the number of tokens. The library
+`datasets` finds the files, reads them, deals them out and remembers the position.
 
-The cost: resuming reads and tokenizes one block again (a second or two), and it needs the ranks and
-workers that the run began with. A tokenized set (tokens.py) does not.
+Documents are shuffled by blocks: the next ``shuffle_buffer`` documents of a share (or 16M
+characters, if that is less) are read and permuted by a seed of their own. This mixes as far as a
+sliding buffer does. The state of a sliding buffer would be its documents. Here the state is the
+position of the block, a few numbers, and the tokens before the block that have not filled a
+sequence yet.
+
+The cost: resuming reads and tokenizes one block again (a second or two), and in a file that is
+not parquet it reads everything before the block. Resuming also needs the ranks and workers that
+the run began with. A tokenized set (tokens.py) does not. If one of many files is damaged, its
+name is in the log of `datasets`, not in the error.
 """
 
+import hashlib
 import os
 import random
 import zlib
@@ -20,15 +26,96 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
+import datasets
 import torch.distributed as dist
 from datasets.distributed import split_dataset_by_node
 from pyarrow import parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hestia_tune.config import StreamConfig
-from hestia_tune.data.rows import DataStreamError, open_rows, text_blocks
+from hestia_tune.config import StreamConfig, nearest
 from hestia_tune.data.sequences import SequenceDataset, encode_each, training_sample
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, InputTypeError, one_line
+
+BLOCK_CHARACTERS = 1 << 24
+
+
+class DataStreamError(InputError):
+    """The stream met data that it cannot read.
+
+    It may come days into a run: the caller should save a checkpoint before it passes the error on.
+    """
+
+
+def open_rows(config: StreamConfig) -> tuple[datasets.IterableDataset, str, list[str]]:
+    """The rows of a hub dataset or of files, of which one column holds the text.
+
+    Returns:
+        The rows; a digest of local files' names and sizes or of other paths, split and column; and
+        the files' paths.
+
+    Raises:
+        InputError: if there is no such dataset, file or split, or it is empty.
+        DataStreamError: if the first row cannot be read, or is no text.
+    """
+    known = ("parquet", "json", "text", "token_shards")
+    if config.source in known and not config.data_files:
+        raise InputError(f"source {config.source} needs data_files; give a path, a list or a glob")
+    near = nearest(config.source, known)
+    if near and config.source not in known and not os.path.exists(config.source):
+        # Before the hub is asked, which without a network takes half a minute.
+        raise InputError(f"no source {config.source}{near}")
+    try:
+        builder: Any = datasets.load_dataset_builder(
+            config.source, config.name, data_files=config.data_files, revision=config.revision
+        )
+        if hasattr(builder.config, "batch_size"):  # parquet; else a whole row group at once
+            builder.config.batch_size = 256
+        rows: Any = builder.as_streaming_dataset(config.split)
+        if rows.num_shards < 128:  # to open more, to count their row groups, would take too long
+            rows = rows.reshard()
+    except Exception as error:  # of many unrelated types
+        raise InputError(f"{config.files} could not be loaded: {one_line(error)}") from error
+    if next(text_blocks(rows, config, 1), None) is None:
+        raise InputError(f"{config.files} holds no rows")
+    if rows.column_names:
+        rows = rows.select_columns([config.column])
+    paths = (builder.config.data_files or {}).get(config.split, [])
+    # A path on the hub has repository and commit in it.
+    files = [(PurePosixPath(p).name, os.path.getsize(p)) if os.path.isfile(p) else p for p in paths]
+    described = repr((config.split, config.column, files))
+    return rows, hashlib.sha256(described.encode()).hexdigest()[:16], paths
+
+
+def text_blocks(
+    rows: datasets.IterableDataset, config: StreamConfig, size: int
+) -> Iterator[list[str]]:
+    """Lists of ``size`` texts, or of fewer with 16M characters.
+
+    After each, ``rows.state_dict()`` is the place behind it.
+
+    Raises:
+        DataStreamError: on data that cannot be read, or are no text.
+    """
+    block, characters = [], 0
+    try:
+        for row in rows.iter(batch_size=1):  # iter(rows) would deal out the share to the workers
+            (text,) = row.get(config.column, [None])
+            if not isinstance(text, str):
+                found = f"{type(text).__name__}, not text; columns: {', '.join(row)}"
+                raise InputTypeError(f"column {config.column!r} holds {found}")
+            block.append(text)
+            characters += len(text)
+            if len(block) == size or characters >= BLOCK_CHARACTERS:
+                yield block
+                block, characters = [], 0
+    except Exception as error:  # readers' errors are of many unrelated types
+        raise DataStreamError(
+            f"{config.files} cannot be read ({type(error).__name__}: {one_line(error)}); replace "
+            "the file, take it out of data_files, or look at the network"
+        ) from error
+    if block:
+        yield block
+
 
 # With fewer files (or row groups) for each share than this, shares would be too uneven; then every
 # share reads all rows and takes each num_shares-th. Reading costs little beside tokenizing.
@@ -196,7 +283,7 @@ def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
 
     Args:
         tokenizer: a torchtune tokenizer.
-        options: of :class:`hestia_tune.data.rows.StreamConfig`, ``shuffle_buffer`` being 0 and
+        options: of :class:`hestia_tune.data.stream.StreamConfig`, ``shuffle_buffer`` being 0 and
             ``epochs`` 1 by default.
 
     Raises:

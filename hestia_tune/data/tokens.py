@@ -82,7 +82,7 @@ def streaming_text_dataset(tokenizer: Any, **options: Any) -> StreamingTextDatas
 
     Args:
         tokenizer: a torchtune tokenizer (``encode``, ``eos_id``).
-        options: those of :class:`hestia_tune.data.rows.StreamConfig`.
+        options: those of :class:`hestia_tune.data.stream.StreamConfig`.
 
     Raises:
         InputError: if something cannot be found or an option is out of range.
@@ -123,7 +123,7 @@ def write_token_shards(
 
     Args:
         max_tokens: stops at so many tokens; None takes one pass over the data.
-        options: of :class:`hestia_tune.data.rows.StreamConfig`; they decide the order.
+        options: of :class:`hestia_tune.data.stream.StreamConfig`; they decide the order.
 
     Returns:
         The index, with ``num_tokens`` (EOS of each document included) and ``num_documents``.

@@ -1,11 +1,16 @@
-"""Hugging Face folders as they are written, in any layout.
+"""Hugging Face folders as they are written, in any layout, and their model cards.
 
-A folder is written under a temporary name; every tensor is read back and compared; then the folder
-gets its name, and one that had it goes. Cost: memory for the tensors that change. Tensors of a hard
-model in bfloat16 stay mapped from its files; a model that is quantized on the way, or stored in
-another dtype, is held whole in bfloat16.
+A folder is written under a temporary name. Every tensor is read back and compared. Then the
+folder gets its name, and a folder that had the name is removed. The cost is memory for the
+tensors that change. Tensors of a hard model in bfloat16 stay mapped from its files. A model that
+is quantized on the way, or stored in another dtype, is held whole in bfloat16.
+
+The model card is the README.md of a folder, with the metadata that the hub reads. Its template
+is card.md. It says what hestia.json says, and leaves out what hestia.json does not know. Licence
+and language come from the README.md of the pretrained model.
 """
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -14,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_state_dict
 from safetensors import SafetensorError
 
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import read_state, staged
-from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, copy_side_files
+from hestia_tune.files import read_state, staged, write_atomically
+from hestia_tune.models.folder import DESCRIPTION_FILE, HUB_NAME, ModelFolder, copy_side_files
 from hestia_tune.tensors.packed_tensor import as_dense
 
 _TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
@@ -175,3 +181,69 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise InputError(
             f"{target} exists; choose another name (overwrite=True replaces other models only)"
         )
+
+
+CARD_FILE = "README.md"
+_TEMPLATE = Path(__file__).with_name("card.md")
+_KEPT = ("license", "license_name", "license_link", "language")
+# The others: transformers.
+_LIBRARIES = {"gguf": "gguf", "torchao": "hestia_tune", "onnx": "onnxruntime-genai"}
+
+
+def write_card(
+    folder: Path,
+    description: Mapping[str, Any],
+    *,
+    form: str = "huggingface",
+    sizes: Mapping[str, Any] | None = None,
+    evaluation: Path | None = None,
+    origin: Path | None = None,
+) -> None:
+    """Writes README.md.
+
+    Args:
+        folder: of the model.
+        description: content of hestia.json. Read of it: hestia_tune, quantizer, layers, base_model
+            (by `hub_name`), step, data, tokens, validation_loss.
+        form: "huggingface", "compressed_tensors", "torchao", "gguf" or "onnx".
+        sizes: what the export returned.
+        evaluation: path of an evaluation.json; left out unless it measured ``origin``.
+        origin: the folder of these weights whose README.md has the licence; None is ``folder``.
+    """
+    origin, given = origin or folder, {}
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # which may be anything
+        given = metadata_load(origin / CARD_FILE) or {}
+    model = {"base_model": "", "quantizer": "quantized", "layers": (), "data": ()} | {**description}
+    base, method, data = model["base_model"], model["quantizer"].partition(",")[0], model["data"]
+    title = f"{base.rpartition('/')[2] or 'A model'}, {method}"
+    metadata = ModelCardData(
+        **{key: given[key] for key in _KEPT if key in given},
+        base_model=base if HUB_NAME.fullmatch(base) else None,
+        base_model_relation="quantized",
+        datasets=[name for name in data if HUB_NAME.fullmatch(name)] or None,
+        library_name=_LIBRARIES.get(form, "transformers"),
+        model_name=title,
+        pipeline_tag="text-generation",
+        tags=["hestia_tune", method],
+    )
+    names, rows = _evaluation(evaluation, origin)
+    values = {"title": title, "model": model, "sizes": sizes, "names": names, "rows": rows}
+    card = ModelCard.from_template(metadata, str(_TEMPLATE), form=form, **values)
+    write_atomically(folder / CARD_FILE, str(card))
+
+
+def _evaluation(path: Path | None, folder: Path) -> tuple[list[str], list[list[str]]]:
+    """The models that an evaluation.json compares, and rows of task, measure and their values;
+    empty unless ``folder`` is one of them."""
+    if path is None or not path.is_file():
+        return [], []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    sources = [one["settings"].get("source", "") for one in found["models"].values()]
+    if folder.resolve() not in [Path(source).resolve() for source in sources]:
+        return [], []
+    names, rows = list(found["models"]), []
+    for metric, table in found["tables"].items():
+        for task in dict.fromkeys(task for row in table.values() for task in row):
+            values = [table.get(name, {}).get(task, {}).get("value") for name in names]
+            rows.append([task, metric, *("" if v is None else f"{v:.4f}" for v in values)])
+    return names, rows

@@ -269,7 +269,7 @@ def _new_writer(source: ModelFolder, model: LlamaModel) -> Any:
     """Return a ``gguf.GGUFWriter`` with the model's metadata, hyperparameters and vocabulary."""
     import gguf
 
-    from hestia_tune.export.gguf_vocab import add_vocabulary
+    from hestia_tune.export.gguf_model import add_vocabulary
 
     writer = gguf.GGUFWriter(None, model.architecture)
     parameters = sum(shape.numel() for shape in source.shapes.values())

@@ -12,7 +12,7 @@ folder, by blocks of 128, 64 or 32 columns (a scale that covers more is repeated
 
 Each becomes a `MatMulNBits` of 2 bits, query, key and value together. What was built is read back
 and compared, code by code and scale by scale. Its products round activations to 8 bits, as those of
-`hestia_tune.tensors.kernels.onnxruntime`; everything else is float32.
+`hestia_tune.tensors.kernels`; everything else is float32.
 """
 
 import json
@@ -39,7 +39,7 @@ from hestia_tune.models.folder import (
 )
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.group_tensor import GroupTensor
-from hestia_tune.tensors.kernels.onnxruntime import BLOCKS
+from hestia_tune.tensors.kernels import BLOCKS
 
 MODEL_FILE = "model.onnx"
 _FIELDS = 16  # of 2 bits in an int32

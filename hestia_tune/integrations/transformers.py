@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 import hestia_tune
 from hestia_tune.config import ScheduleConfig
 from hestia_tune.errors import InputError
-from hestia_tune.export.card import write_card
+from hestia_tune.export.folder import write_card
 from hestia_tune.files import staged, write_json
 from hestia_tune.models.folder import DESCRIPTION_FILE, hub_name
 from hestia_tune.qat.linear import quantized_linears

@@ -1,23 +1,23 @@
-"""Methods that round and pass the gradient on by a rule of their own: no temperature.
+"""Methods without a temperature: they round, and the gradient passes as it is.
 
-The effective weight is (1 - p)·W + p·Q(W), with p the pressure; what a temperature would be is not
-read. A subclass gives a scale and a code for every weight. Scales are rounded before anything is
-computed from them, codes included, and the rounding passes gradients as they are.
+The effective weight is (1 - p)·W + p·Q(W), with the pressure p. A temperature is not read. Scale
+and code follow from the latent weights of every step, and no gradient flows through the scale:
+dQ/dw = 1 for every w. Methods with a learned step are in `hestia_tune.methods.learned_step`.
 """
 
 from dataclasses import dataclass
-from math import sqrt
 from typing import ClassVar, Literal
 
 import torch
 
+from hestia_tune.config import require_number
 from hestia_tune.methods.groups import (
     SCALE_EPS,
     GroupMethod,
     least_squares_scale,
+    mean_scale,
     nearest_code,
     round_scale,
-    scale_of_hard,
 )
 
 Start = Literal["absmax", "least_squares"]
@@ -25,63 +25,97 @@ Start = Literal["absmax", "least_squares"]
 
 @dataclass(frozen=True, kw_only=True)
 class StraightThroughMethod(GroupMethod):
-    """A scale and a code of every weight, and dQ/dw = 1 for every w."""
+    """A scale and a code for every weight, and dQ/dw = 1 for every w."""
 
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
         return (grad.to(weight.dtype),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnedStepMethod(GroupMethod):
-    """A step a per group that is learned, and Q/a a function of z = w/a: LSQ and its relatives.
+class AbsMeanMethod(StraightThroughMethod):
+    """AbsMean: BitNet b1.58, and the row "w/o" of the paper's ablation.
 
-        dQ/dw = 1[|z| <= reach]
-        dQ/da = (Q/a - z where |z| <= reach, else ±outside) / norm
-
-    The norm is the square root of the number of weights that share a step. ParetoQ's code divides
-    by the square root of the size of the whole matrix instead.
-
-    A group of pretrained weights that is hard already keeps its values with both starts: a is such
-    that its scale is the group's.
+    Q(w) = gamma·clip(round(w/gamma), -1, 1) with gamma = mean|w| of the group (Eqs. 1, 2). It is
+    the ternary method at temperature 0. With the group size "tensor" it is the rule of TriLM
+    (Spectra, arXiv 2407.12327).
 
     Args:
-        group_size: as in `GroupMethod`, but not "tensor".
-        start: How the pretrained weights determine a: "absmax", their largest |w|, as in ParetoQ's
-            code; or "least_squares", where the codes leave the least squared error.
-
-    Parameters of a layer: ``step``, (out_features, groups), float32.
-
-    Raises:
-        InputError: on a wrong option.
+        group_size: See `GroupMethod`.
     """
 
-    trained_parameters = ("step",)
-    # scale/a, reach, outside.
-    facts: ClassVar[tuple[float, float, float]] = (1.0, 1.0, 1.0)
+    name: ClassVar[str] = "absmean"
+
+    def scale_and_code(self, w, parameters, total, is_final):
+        scale = mean_scale(w, total, keep_hard=is_final)
+        return scale, nearest_code(w, scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TWNMethod(StraightThroughMethod):
+    """Ternary Weight Networks (arXiv 1605.04711): a threshold, and the mean of larger weights.
+
+    With t = delta·mean|w| of a group, Q(w) = s·sign(w) where |w| >= t, and 0 elsewhere. The scale s
+    is the mean of the |w| that are not below t. A hard weight has one magnitude besides 0, so a
+    second quantization does not change it, unless delta is 0: zeros then count in s.
+
+    Args:
+        group_size: See `GroupMethod`.
+        delta: The threshold in units of mean|w|, in [0, 1]. The paper of TWN uses 0.7, later code
+            0.75.
+    """
+
+    name: ClassVar[str] = "twn"
+    delta: float = 0.75
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_number("delta", self.delta, 0, 1, "0.7 in the paper of TWN, 0.75 in later code")
+
+    def scale_and_code(self, w, parameters, total, is_final):
+        def mean(kept: torch.Tensor) -> torch.Tensor:
+            sums = [torch.where(kept, w.abs(), 0.0).sum(-1, keepdim=True, dtype=torch.float64)]
+            sums.append(kept.sum(-1, keepdim=True, dtype=torch.float64))
+            if total is not None:
+                sums = total(torch.stack(sums)).unbind()
+            return sums[0] / sums[1].clamp(min=1.0)
+
+        threshold = (self.delta * mean(torch.ones_like(w, dtype=torch.bool))).to(w.dtype)
+        # "Not below" instead of "at least", so that a NaN stays in the mean.
+        kept = ~(w.abs() < threshold)
+        scale = round_scale(mean(kept).clamp(min=SCALE_EPS), self.levels).to(w.dtype)
+        return scale, torch.where(kept, torch.sign(w), torch.zeros_like(w))
+
+
+@dataclass(frozen=True, kw_only=True)
+class INT2Method(StraightThroughMethod):
+    """Symmetric two-bit integers: the rows INT2 of the paper's tables.
+
+    The start "absmax" is the rule that the paper's authors released: s = max|w| and
+    Q(w) = s·clip(round(w/s), -2, 1). No w/s is below -1, so the code -2 never occurs, and the rule
+    is ternary with the threshold s/2. The start "least_squares" has four levels
+    {-1.5, -0.5, 0.5, 1.5}·s, with the s that leaves the least squared error. For Gaussian weights
+    this s is their standard deviation, to half a percent.
+
+    Args:
+        group_size: See `GroupMethod`; not "tensor".
+        start: "absmax" or "least_squares", the rule for the scale at every step.
+    """
+
+    name: ClassVar[str] = "int2"
     start: Start = "absmax"
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_rows("a learned step")
+        self.require_rows("int2")
 
-    def initial_parameters(self, weight):
-        w, ratio = self.blocks(weight.detach()), self.facts[0]
-        if self.start == "absmax":
-            step = w.abs().amax(-1)
-        else:
-            step = least_squares_scale(w, self.levels).squeeze(-1) / ratio
-        kept = scale_of_hard(w, self.levels).squeeze(-1)  # ratio·(kept/ratio) is rounded to kept
-        return (torch.where(kept > 0, kept / ratio, step).to(torch.float32),)
+    @property
+    def levels(self) -> int:
+        return 3 if self.start == "absmax" else 4
 
     def scale_and_code(self, w, parameters, total, is_final):
-        scale = (self.facts[0] * parameters[0]).clamp(min=SCALE_EPS).unsqueeze(-1)
-        scale = round_scale(scale, self.levels).to(w.dtype)
+        if self.start == "absmax":
+            largest = w.abs().amax(-1, keepdim=True).clamp(min=SCALE_EPS)
+            scale = round_scale(largest, self.levels).to(w.dtype)
+        else:
+            scale = least_squares_scale(w, self.levels)
         return scale, nearest_code(w, scale, self.levels)
-
-    def slopes(self, w, tau, parameters, total):
-        scale, code = self.scale_and_code(w, parameters, total, False)
-        ratio, reach, outside = self.facts
-        z = w * (ratio / scale)
-        inside = z.abs() <= reach
-        by_step = torch.where(inside, ratio * code - z, outside * torch.sign(z))
-        return inside.to(w.dtype), by_step / sqrt(w.shape[-1])

@@ -18,7 +18,8 @@ from torch import nn
 from torchtune import config, training
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
-from torchtune.modules import TiedLinear
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.modules import TiedLinear, TransformerDecoder
 from torchtune.training.checkpointing import ModelType
 
 from hestia_tune.blocks import find_blocks
@@ -26,13 +27,40 @@ from hestia_tune.config import nearest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError, InputTypeError, one_line
 from hestia_tune.files import read_json
-from hestia_tune.models.builders import llama
 from hestia_tune.models.checkpoints import MODEL_TYPES, check_shapes
 from hestia_tune.models.hugging_face_model import check_logits
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
 
 log = logging.getLogger(__name__)
+
+
+def llama(
+    rope_base: float = 10_000,
+    norm_eps: float = 1e-5,
+    tie_word_embeddings: bool = True,
+    **sizes: int,
+) -> TransformerDecoder:
+    """A Llama with plain (unscaled) RoPE and tied or separate embeddings, such as SmolLM2.
+
+    torchtune's Llama 2 and 3 builders cannot tie embeddings, and its Llama 3.2 builder stretches
+    RoPE; with a stretch factor of 1 the latter is what is wanted.
+
+    Args:
+        rope_base, norm_eps: ``rope_theta`` and ``rms_norm_eps`` of a Hugging Face config.
+        sizes: vocab_size, num_layers, num_heads, num_kv_heads, embed_dim, intermediate_dim and
+            max_seq_len, as in torchtune.
+
+    Raises:
+        InputError: on a size that is missing, unknown or does not divide another.
+    """
+    return llama3_2(
+        rope_base=rope_base,
+        norm_eps=norm_eps,
+        tie_word_embeddings=tie_word_embeddings,
+        scale_factor=1,
+        **sizes,
+    )
 
 
 def instantiate(section: Mapping | None, key: str, *args: Any, **options: Any) -> Any:
@@ -62,8 +90,6 @@ def find_component(name: Any, key: str) -> Any:
         raise InputError(f"{key}: {one_line(error)}") from error
 
 
-# Of transformers: those that scale by 1 + weight.
-_NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")
 # Options of builders of Llamas -> their names in a Hugging Face config.json.
 _HF_NAMES = {
     "vocab_size": "vocab_size",
@@ -216,7 +242,8 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
     The name "tok_embeddings" means the embedding in every model, whatever the model calls it.
     """
-    return dict(model.named_modules()) | {"tok_embeddings": model.tok_embeddings}
+    embedding: Any = model.tok_embeddings
+    return dict(model.named_modules()) | {"tok_embeddings": embedding}
 
 
 def make_tokenizer(section: Mapping, model: nn.Module) -> Any:
@@ -263,32 +290,6 @@ def read_checkpoint(
     if run.is_transformers_model:
         check_logits(plain_on_meta(run.model), loaded)
     return loaded
-
-
-def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, torch.Tensor]:
-    """Return a state dict to train from scratch: float32 on the CPU, the same for the same seed.
-
-    Matrices, embeddings included, are normal with the standard deviation ``initializer_range`` of
-    the folder's config.json (0.02 if it has none), as Hugging Face's own Llamas begin. Biases are
-    0; norms are 1, or 0 where 1 is added to them.
-
-    Args:
-        plain: The model, not prepared, on the meta device: names and shapes.
-        folder: Folder with config.json.
-        seed: Seed of the weights.
-    """
-    modules = plain.named_modules()
-    zero = {f"{name}.weight" for name, m in modules if type(m).__name__ in _NORMS_AROUND_ZERO}
-    std = read_json(Path(folder) / "config.json").get("initializer_range", 0.02)
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, value in plain.state_dict().items():
-        is_zero = name.endswith("bias") or name in zero
-        state[name] = torch.full(value.shape, 0.0 if is_zero else 1.0)
-        if value.dim() >= 2:
-            state[name].normal_(std=std, generator=generator)
-    check_logits(plain, state)
-    return state
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:

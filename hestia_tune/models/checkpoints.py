@@ -1,6 +1,7 @@
-"""Reading weights from disk: training checkpoints, and Hugging Face folders by torchtune's names.
+"""The weights of a model: from training checkpoints, from Hugging Face folders, or random.
 
-Writing checkpoints is in `hestia_tune.training.checkpoint`, which describes the folder.
+Weights of a Hugging Face folder get torchtune's names. `hestia_tune.training.checkpoint` writes
+training checkpoints and describes their folder.
 """
 
 import re
@@ -22,8 +23,10 @@ from hestia_tune.files import checksum, read_json, read_state
 from hestia_tune.methods import Method
 from hestia_tune.models import hugging_face_files
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.hugging_face_model import local_folder
+from hestia_tune.models.hugging_face_model import check_logits, local_folder
 
+# Norms of transformers that scale by 1 + weight.
+_NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"
 MODEL_PREFIX = "model."  # of the names of latent weights
@@ -223,3 +226,29 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     sizes = {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads", heads)}
     return sizes | {"dim": dim, "head_dim": config.get("head_dim") or dim // heads}
+
+
+def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, torch.Tensor]:
+    """Return a state dict to train from scratch: float32 on the CPU, the same for the same seed.
+
+    Matrices, embeddings included, are normal with the standard deviation ``initializer_range`` of
+    the folder's config.json (0.02 if it has none), as Hugging Face's own Llamas begin. Biases are
+    0; norms are 1, or 0 where 1 is added to them.
+
+    Args:
+        plain: The model, not prepared, on the meta device: names and shapes.
+        folder: Folder with config.json.
+        seed: Seed of the weights.
+    """
+    modules = plain.named_modules()
+    zero = {f"{name}.weight" for name, m in modules if type(m).__name__ in _NORMS_AROUND_ZERO}
+    std = read_json(Path(folder) / "config.json").get("initializer_range", 0.02)
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, value in plain.state_dict().items():
+        is_zero = name.endswith("bias") or name in zero
+        state[name] = torch.full(value.shape, 0.0 if is_zero else 1.0)
+        if value.dim() >= 2:
+            state[name].normal_(std=std, generator=generator)
+    check_logits(plain, state)
+    return state

@@ -28,7 +28,7 @@ from hestia_tune.methods import Method
 from hestia_tune.models.build import plain_on_meta, ready_for_inference
 from hestia_tune.models.checkpoints import add_biases, load_weights
 from hestia_tune.models.folder import DESCRIPTION_FILE
-from hestia_tune.qat.selection import select_linears
+from hestia_tune.qat.linear import select_linears
 from hestia_tune.tensors import pack, use_kernel
 
 log = utils.get_logger("DEBUG")

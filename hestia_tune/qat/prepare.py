@@ -30,8 +30,7 @@ from hestia_tune.methods import (
 )
 from hestia_tune.methods.fairy2i import Granularity
 from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.qat.linear import QuantizedLinear, quantized_linears
-from hestia_tune.qat.selection import clean_fqn, select_linears
+from hestia_tune.qat.linear import QuantizedLinear, clean_fqn, quantized_linears, select_linears
 from hestia_tune.qat.tequila_linear import TequilaLinear  # noqa: F401  (registers itself)
 from hestia_tune.tensors import pack
 

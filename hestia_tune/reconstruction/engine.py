@@ -37,12 +37,17 @@ from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
 from hestia_tune.config import ReconstructionConfig
 from hestia_tune.distributed import gathered, of_all_ranks
 from hestia_tune.errors import NotFiniteError
+from hestia_tune.losses import divergence, squared_error
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
-from hestia_tune.reconstruction.layers import TrainedLayer, alike, call_block, plain_linears
-from hestia_tune.reconstruction.losses import divergence, squared_error
-from hestia_tune.reconstruction.optimizer import WindowOptimizer
 from hestia_tune.reconstruction.streams import Stream, prefetched
+from hestia_tune.reconstruction.window import (
+    TrainedLayer,
+    WindowOptimizer,
+    alike,
+    call_block,
+    plain_linears,
+)
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from torch import nn
 from hestia_tune import cache
 from hestia_tune.files import read_json, read_state, remove, staged, write_json
 from hestia_tune.reconstruction.engine import Reconstruction, WindowResult
-from hestia_tune.training.outputs import save_blocks
-from hestia_tune.training.start import LATENTS_FILE, RESULTS_FILE
+from hestia_tune.training.outputs import LATENTS_FILE, RESULTS_FILE, save_blocks
 
 
 def prepare_folder(

@@ -48,12 +48,12 @@ from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.reconstruction.engine import Reconstruction, WindowResult
 from hestia_tune.reconstruction.folder import Windows, prepare_folder
 from hestia_tune.sensitivity import CalibrationBatch
-from hestia_tune.sensitivity.segments import IGNORE_INDEX, logits_of
+from hestia_tune.sensitivity.curvature import IGNORE_INDEX, logits_of
 from hestia_tune.training import data, outputs
 from hestia_tune.training.build import fingerprint, read_pretrained
 from hestia_tune.training.loader import TrainingData
+from hestia_tune.training.outputs import LATENTS_FILE, RESULTS_FILE, validation_identity
 from hestia_tune.training.plan import plan
-from hestia_tune.training.start import LATENTS_FILE, RESULTS_FILE, validation_identity
 
 log = logging.getLogger(__name__)
 

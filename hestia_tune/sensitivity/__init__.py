@@ -2,8 +2,8 @@
 
 from hestia_tune.config import EstimationConfig
 from hestia_tune.sensitivity.artifact import SensitivityArtifact, model_fingerprint
+from hestia_tune.sensitivity.curvature import CalibrationBatch
 from hestia_tune.sensitivity.estimation import estimate_sensitivity
-from hestia_tune.sensitivity.segments import CalibrationBatch
 
 __all__ = [
     "CalibrationBatch",

@@ -29,7 +29,7 @@ import torch
 from hestia_tune.config import EstimationConfig, require_number
 from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.files import write_atomically
-from hestia_tune.sensitivity.segments import CalibrationBatch
+from hestia_tune.sensitivity.curvature import CalibrationBatch
 
 ByLayer = Mapping[str, float]  # by fully qualified name
 SCHEMA_VERSION = 2

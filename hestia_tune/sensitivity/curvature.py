@@ -1,34 +1,129 @@
-"""Curvature of the loss in single weights: forms and products of Hessian blocks, their traces by
-Hutch++; and Fisher traces.
+"""Curvature of the loss in single weights, measured segment by segment.
 
-**Hessian**, by double backward, segment by segment. For a weight in segment s and a direction v,
-let a be the derivative of the hidden states along v and delta the gradient of the loss by the
-hidden states. Differentiating <gradient of the weight, v> by the delta that comes in gives a behind
-segment s; differentiating <delta in front of segment l, a> by the delta that comes in gives a
-behind l, and by the hidden states c_l, the curvature that l adds. So, in one walk upwards,
+A model is cut into a chain of segments: its blocks (`hestia_tune.blocks` finds them), then the
+head with the loss. Second derivatives need the graph of the gradient, several times the size of
+the graph of the loss. With the cut, only the graph of one segment is alive at a time. The price:
+each segment is run again when a walk along the chain reaches it. A model without blocks, or
+whose blocks do not make a chain, is one segment. The result is right, but the whole graph is in
+memory.
 
-    v^T H v = v·(d<gradient, v>/dW inside s) + sum over l > s of c_l·a_l,
+**Hessian**, by double backward. For a weight in segment s and a direction v, let a be the
+derivative of the hidden states along v, and delta the gradient of the loss by the hidden states.
+Differentiating <gradient of the weight, v> by the incoming delta gives a behind segment s.
+Differentiating <delta in front of segment l, a> by the incoming delta gives a behind l, and by
+the hidden states c_l, the curvature that l adds. So one walk upwards gives
 
-for all directions of all weights at once: every segment is run once, and only from the lowest one
-that has a direction. H v itself takes a walk down again. Memory: the hidden states and deltas
-between segments, one segment's graph, one hidden state per direction carried.
+    v^T H v = v·(d<gradient, v>/dW inside s) + sum over l > s of c_l·a_l
 
-**Fisher** (Gauss-Newton), by plain backward passes. For a loss that is the mean over n tokens of
--log p(label), with labels drawn from the model's own predictions, each token's gradient has mean 0,
-so the squared norm of the gradient of the mean is 1/n of the mean squared norm: n·||g||^2 is
-unbiased for the trace, for all layers at once, and is never negative. For softmax cross-entropy it
-is the Hessian without the terms in second derivatives of the network. Costs one forward per batch
-and one backward per pass, in the memory of plain training.
+for all directions of all weights. Every segment is run once, from the lowest segment that has a
+direction. The product H v also takes a walk down. In memory are the hidden states and deltas
+between segments, the graph of one segment, and one hidden state per direction.
+
+**Fisher** (Gauss-Newton), by plain backward passes. The loss is the mean over n tokens of -log
+p(label), with labels drawn from the model's own predictions. The gradient of each token then has
+mean 0, so the squared norm of the gradient of the mean is 1/n of the mean squared norm.
+Therefore n·||g||^2 is an unbiased estimate of the trace, for all layers at once, and it is never
+negative. For softmax cross-entropy this is the Hessian without the terms in second derivatives
+of the network. It costs one forward per batch and one backward per pass, in the memory of plain
+training.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hestia_tune.sensitivity.segments import CalibrationBatch, Segment, logits_of, mean_loss
+from hestia_tune.blocks import as_one, record_blocks
+from hestia_tune.errors import InputError, warn_once
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationBatch:
+    """Tokens and what the model is to predict after each."""
+
+    tokens: torch.Tensor  # int64 (batch, seq_len)
+    labels: torch.Tensor  # the same, shifted: what each position predicts, or -100 for none
+    # Further keyword inputs of the model (``mask``, ``input_pos``).
+    model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_predicted(self) -> int:
+        """Positions that count in the loss."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
+    def to(self, device: torch.device | str) -> "CalibrationBatch":
+        """The same batch on another device."""
+        inputs = {key: value.to(device) for key, value in self.model_inputs.items()}
+        moved = {"tokens": self.tokens.to(device), "labels": self.labels.to(device)}
+        return dataclasses.replace(self, model_inputs=inputs, **moved)
+
+
+class Segment(NamedTuple):
+    """One part of the chain."""
+
+    # Hidden states (batch, seq_len, dim) to hidden states; in the last segment, to the scalar mean
+    # loss. The input of the first may be token ids.
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    weights: Mapping[str, nn.Parameter]  # whose curvature is wanted, by fully qualified name
+
+
+def logits_of(model: nn.Module, batch: CalibrationBatch) -> torch.Tensor:
+    """Logits (batch, seq_len, vocabulary)."""
+    return as_one(model(batch.tokens, **batch.model_inputs))
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in nats, averaged over the positions that predict something."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+
+
+def cut(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], batch: CalibrationBatch
+) -> tuple[torch.Tensor, list[Segment]]:
+    """(input of the first segment, the segments in order) for one batch.
+
+    As one segment, with a warning, if several would not compute the model's logits (two forwards
+    find out, except on the meta device), or if a weight is used by more than one.
+
+    Args:
+        model: takes tokens and the batch's ``model_inputs``, gives logits.
+        weights: fully qualified name -> weight of each layer to measure.
+    """
+
+    def whole(tokens: torch.Tensor) -> torch.Tensor:
+        return mean_loss(logits_of(model, batch), batch.labels)
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        return mean_loss(chain.logits(hidden), batch.labels)
+
+    try:
+        chain = record_blocks(model, batch.tokens, batch.model_inputs)
+        used = [{id(p) for p in block.parameters()} for block in chain.blocks]
+        parts = [{n: w for n, w in weights.items() if id(w) in ids} for ids in used]
+        parts.append({n: w for n, w in weights.items() if not any(id(w) in ids for ids in used)})
+        before = [None]
+        if chain.hidden.requires_grad:  # it is of an embedding, which may be tied
+            start, measured = chain.hidden.sum(), list(weights.values())
+            before = torch.autograd.grad(start, measured, allow_unused=True)
+        if any(grad is not None for grad in before) or sum(map(len, parts)) > len(weights):
+            raise InputError("a weight that is measured is used in more than one place")
+        with torch.no_grad():  # or the whole graph would be there, which the cut avoids
+            chain.check(logits_of(model, batch))
+    except ValueError as error:
+        warn_once(f"one segment, with the whole graph in memory: {error}")
+        return batch.tokens, [Segment(whole, weights)]
+    runs = [partial(chain.run, index) for index in range(len(used))]
+    return chain.hidden.detach(), list(map(Segment, [*runs, head], parts))
+
 
 # They share one run of every segment (3 units of work, against some 4 for each of them), and are
 # recorded together.

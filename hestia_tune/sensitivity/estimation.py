@@ -37,7 +37,7 @@ from hestia_tune.sensitivity.artifact import (
     is_resolved,
     sensitivity_scores,
 )
-from hestia_tune.sensitivity.segments import CalibrationBatch, cut
+from hestia_tune.sensitivity.curvature import CalibrationBatch, cut
 
 log = logging.getLogger(__name__)
 

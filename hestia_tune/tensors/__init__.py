@@ -14,11 +14,15 @@ from hestia_tune.methods.base import require_finite
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
-from hestia_tune.tensors.group_tensor import GroupTensor
-from hestia_tune.tensors.intx import to_intx
-from hestia_tune.tensors.kernels.choice import KernelUse, use_kernel
+from hestia_tune.tensors.group_tensor import (
+    BinaryTensor,
+    GroupTensor,
+    INT2Tensor,
+    TernaryTensor,
+    to_intx,
+)
+from hestia_tune.tensors.kernel_choice import KernelUse, use_kernel
 from hestia_tune.tensors.packed_tensor import packed_linear
-from hestia_tune.tensors.ternary_tensor import BinaryTensor, INT2Tensor, TernaryTensor
 
 __all__ = [
     "BinaryTensor",

@@ -1,22 +1,27 @@
 """`GroupTensor`: a weight held as codes of 1 or 2 bits and one bfloat16 scale per group.
 
-The weight of a plain `nn.Linear` can be one; nothing else about the model changes. It presents a
-dtype (what a dense weight in its place would have) and is multiplied as its dequantized weight
-would be, to the last bit, in that dtype. Memory at rest is 2.125 bits a weight at group size 128,
-1.125 of binary codes.
+The weight of a plain `nn.Linear` can be a `GroupTensor`; nothing else about the model changes.
+It presents a dtype (the dtype of a dense weight in its place). A product with it equals the
+product with its dequantized weight in this dtype, to the last bit. It takes 2.125 bits a weight
+at group size 128, and 1.125 bits with binary codes.
 
-Layout. A weight (out_features, in_features) is ``qdata`` (out_features, ceil(in_features / n)), n
-codes a byte (`bitpack`), and ``scale`` (out_features, groups), (out_features, 1) or (1, 1). A
-transpose has the same parts and a flag. The kinds of `GroupTensor` are in `ternary_tensor`.
+Layout. A weight (out_features, in_features) is ``qdata`` (out_features, ceil(in_features / n)),
+n codes a byte (`bitpack`), and ``scale`` (out_features, groups), (out_features, 1) or (1, 1). A
+transpose has the same parts and a flag.
+
+`to_intx` makes torchao's own tensor of the same weights, for people who have torchao alone.
 """
 
 import functools
 import threading
+from functools import partial
 from typing import ClassVar, TypeVar
 
 import torch
+from torchao.quantization import IntxUnpackedToInt8Tensor
 
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, InputTypeError
+from hestia_tune.methods import EvenMethod, TernaryMethod
 from hestia_tune.methods.base import compute_dtype, require_float
 from hestia_tune.methods.granularity import GroupSize, block_view
 from hestia_tune.methods.groups import nearest_code
@@ -179,3 +184,61 @@ class GroupTensor(PackedTensor):
         blocks = codes.unflatten(-1, (self.scale.shape[-1], self.block_size[-1]))
         # A code times a bfloat16 scale is exact; only then comes the presented dtype.
         return blocks.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(self.dtype)
+
+
+class TernaryTensor(GroupTensor):
+    """Codes -1, 0, 1, four to a byte: code + 1."""
+
+    method_type = TernaryMethod
+    levels, bits = 3, 2
+    hard_rule = "one absolute value besides 0"
+
+
+class INT2Tensor(GroupTensor):
+    """Codes -3, -1, 1, 3, four to a byte: (code + 3) / 2. The scale is half the distance of two
+    levels."""
+
+    method_type = partial(EvenMethod, codebook="int2")
+    levels, bits = 4, 2
+    hard_rule = "one absolute value and three times it"
+
+
+class BinaryTensor(GroupTensor):
+    """Codes -1, 1, eight to a byte: (code + 1) / 2."""
+
+    method_type = partial(EvenMethod, codebook="binary")
+    levels, bits = 2, 1
+    hard_rule = "one absolute value"
+
+
+def to_intx(
+    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> IntxUnpackedToInt8Tensor:
+    """An int2 tensor of torchao, zero point 0, that dequantizes to scale times code.
+
+    Args:
+        codes: (out_features, in_features), int8 in {-1, 0, 1}.
+        scale: as for `TernaryTensor.from_codes`. One of a whole tensor is repeated for every row,
+            because torchao cannot take rows out of blocks that span rows.
+        dtype: bfloat16, float32 or float16; torchao keeps the scales in it.
+
+    Raises:
+        InputError: as `TernaryTensor.from_codes`, or on a scale too large for float16.
+    """
+    if dtype not in (torch.bfloat16, torch.float32, torch.float16):
+        raise InputTypeError(
+            f"torchao's intx has bfloat16, float32 or float16 weights; got {dtype}"
+        )
+    packed = TernaryTensor.from_codes(codes, scale, dtype=dtype)
+    kept = packed.scale.to(dtype).expand(codes.shape[0], -1).contiguous()
+    if dtype == torch.float16 and not scale.is_meta and (scale > 65504).any():
+        raise InputError("scales must be at most 65504 for float16; use bfloat16")
+    return IntxUnpackedToInt8Tensor(
+        qdata=codes,
+        scale=kept,
+        zero_point=torch.zeros_like(kept, dtype=torch.int8),
+        target_dtype=torch.int2,
+        block_size=(1, packed.block_size[1]),
+        dtype=dtype,
+        activation_quantization=None,
+    )

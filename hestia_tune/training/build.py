@@ -1,31 +1,45 @@
 """What a plan says, made: weights read, the model sharded, its schedule, its teacher.
 
-The first rank alone reads weights; its errors are raised on every rank.
+The first rank alone reads weights. Its errors are raised on every rank.
 """
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torchtune import training
 
+from hestia_tune.blocks import find_blocks
 from hestia_tune.cache import digest
+from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import on_first_rank
+from hestia_tune.errors import InputError
 from hestia_tune.models import build as models
-from hestia_tune.models.checkpoints import pretrained_folder
+from hestia_tune.models.build import build_buffers
+from hestia_tune.models.checkpoints import (
+    check_shapes,
+    pretrained_folder,
+    random_state,
+    read_weights,
+)
+from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import model_fingerprint
-from hestia_tune.training import checkpoint, sharding
-from hestia_tune.training.distillation import make_teacher
+from hestia_tune.training import checkpoint
+from hestia_tune.training.outputs import reconstructed_weights, validation_identity
 from hestia_tune.training.plan import Plan
-from hestia_tune.training.start import reconstructed_weights, validation_identity
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +127,7 @@ def _initial_weights(plan: Plan) -> tuple[State, State]:
     on_first_rank(check_artifact, share=False)
     if config.init == "random":
         plain, folder = models.plain_on_meta(config.model), pretrained_folder(config)
-        make = partial(models.random_state, plain, folder, config.seed or 0)
+        make = partial(random_state, plain, folder, config.seed or 0)
         state = on_first_rank(make, share=False) or {}
     if start is not None:
         merge = partial(reconstructed_weights, pretrained, str(config.reconstruction), start)
@@ -164,14 +178,14 @@ def _shard_model(plan: Plan, state: Mapping[str, torch.Tensor]) -> tuple[nn.Modu
     for name in config.frozen_modules or ():
         models.modules_by_name(model)[name].requires_grad_(False)
     if config.compile:
-        sharding.compile_blocks(model)
+        compile_blocks(model)
     if config.enable_activation_checkpointing:
-        sharding.apply_activation_checkpointing(model)
+        apply_activation_checkpointing(model)
     shards.quantize_shards(model)
     ranks = (dist.get_world_size(),)
     mesh = init_device_mesh(plan.device.type, ranks, mesh_dim_names=("dp",))
-    sharding.shard(model, mesh, plan.dtype, config)
-    sharding.materialize(model, state, plan.device, config.fsdp_cpu_offload)
+    shard(model, mesh, plan.dtype, config)
+    materialize(model, state, plan.device, config.fsdp_cpu_offload)
     return model, mesh
 
 
@@ -187,3 +201,111 @@ def _measured_before(plan: Plan) -> dict[str, float]:
             "are left out; hestia_reconstruct with these data measures them"
         )
     return {}
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compiles each block, in place, by torchtune's backend."""
+    for block in find_blocks(model).values():
+        block.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
+
+
+def apply_activation_checkpointing(model: nn.Module) -> None:
+    """Recompute the activations of each block in the backward pass, as torchtune does."""
+    classes = {type(block) for block in find_blocks(model).values()}
+    training.set_activation_checkpointing(model, auto_wrap_policy=classes)
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, config: RunConfig
+) -> None:
+    """FSDP2 on every block and on the whole, in place, by the options of a run.
+
+    Parameters stay float32; forward and backward see them in ``compute_dtype`` (of the quantized
+    linears, the effective weight); gradients are reduced in float32.
+
+    Raises:
+        InputError: if the model has no blocks.
+    """
+    options: Any = {"mesh": mesh, "reshard_after_forward": config.fsdp_reshard_after_forward}
+    if compute_dtype != torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32
+        )
+    if config.fsdp_cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    blocks = find_blocks(model)
+    parts = [module for name, module in model.named_modules() if name in blocks]
+    if not parts:
+        raise InputError("the model has no blocks to shard (no list of modules); use another model")
+    for module in reversed(parts):
+        fully_shard(module, **options)
+    fully_shard(model, **options)
+
+
+def materialize(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+    cpu_offload: bool,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Creates the buffers on ``device`` and loads the weights that the first process read.
+
+    Args:
+        state: the full state dict on the first process, an empty one on the others.
+        dtype: of the parameters; that of latent weights is float32.
+    """
+    model.to_empty(device="cpu" if cpu_offload else device)
+    build_buffers(model, device)
+    latents = {name: value.to(dtype) for name, value in state.items()}
+    for name, layer in quantized_linears(model).items():
+        layer.weight_fake_quantizer.reset_buffers(device)
+        if latents:
+            initial = layer.method.initial_parameters(latents[f"{name}.weight"])
+            for key, value in zip(layer.method.parameter_names, initial, strict=True):
+                latents.setdefault(f"{name}.{key}", value)  # a reconstruction brings its own
+            for key in layer.derived_names:
+                latents[f"{name}.{key}"] = torch.zeros(layer.out_features)
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
+    )
+    set_model_state_dict(model, latents, options=options)
+    training.validate_no_params_on_meta_device(model)
+
+
+def make_teacher(
+    config: RunConfig,
+    pretrained: dict[str, torch.Tensor],
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> nn.Module:
+    """Return the model to distil from, frozen and sharded like the model. Collective.
+
+    Args:
+        config: The run's config; ``distillation.teacher`` names the model.
+        pretrained: The pretrained state dict on the first rank.
+        mesh: The ranks that share the model.
+        dtype: Dtype of weights and products.
+        device: Device of this rank.
+
+    Raises:
+        InputError: If a folder holds no model of this shape.
+    """
+    teacher = models.plain_on_meta(config.model).requires_grad_(False).eval()
+    if config.distillation.teacher != "pretrained":
+        read = partial(_read_teacher, config, models.shapes_of(teacher))
+        pretrained = on_first_rank(read, share=False) or {}
+    if config.compile:
+        compile_blocks(teacher)
+    shard(teacher, mesh, dtype, config)
+    offload = config.fsdp_cpu_offload
+    materialize(teacher.to(dtype), pretrained, device, offload, dtype=dtype)
+    return teacher
+
+
+def _read_teacher(config: RunConfig, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
+    folder = Path(config.distillation.teacher)
+    state = dict(read_weights(config.model_type, SafetensorsFolder(folder)))
+    check_shapes(shapes, {name: value.shape for name, value in state.items()}, str(folder))
+    return state

@@ -1,21 +1,83 @@
-"""The recipe's measurements and checkpoints: what does not change a weight."""
+"""The recipe's losses, measurements and checkpoints: what does not change a weight.
+
+**Distillation.** The teacher is the pretrained model (or a model of the same shape) in the
+compute dtype, sharded like the model, without gradients. It costs a forward per micro-batch, 2
+bytes a weight over the ranks, and its logits beside the model's. Both models give their logits
+in chunks of the sequence. torchtune's divergence is computed chunk by chunk, so its float32
+probabilities exist for one chunk at a time.
+"""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torchtune import utils
+from torchtune.modules import loss as losses
 
+from hestia_tune.config import DistillationConfig
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import NotFiniteError, one_line
 from hestia_tune.evaluation import metrics_of
+from hestia_tune.losses import GradientAtOnce
 from hestia_tune.training import checkpoint, monitoring, outputs
 from hestia_tune.training.data import shifted_labels
-from hestia_tune.training.distillation import distillation_loss_sum
 from hestia_tune.training.setup import RecipeSetup
+
+_LOSSES = {
+    "kl": losses.ForwardKLLoss,
+    "kl_reverse": losses.ReverseKLLoss,
+    "mixed": losses.SymmetricKLLoss,  # half of both
+}
+
+Logits = torch.Tensor | list[torch.Tensor]
+
+
+def as_chunks(logits: Logits) -> list[torch.Tensor]:
+    """Logits as a list of chunks (batch, part of seq_len, vocabulary)."""
+    return logits if isinstance(logits, list) else [logits]
+
+
+def distillation_loss_sum(
+    logits: Logits,
+    teacher_logits: Logits,
+    labels: torch.Tensor,
+    settings: DistillationConfig,
+    ignore_index: int,
+    compiled: bool = False,
+) -> torch.Tensor:
+    """T^2 · sum of the divergence over the predicted tokens, in nats.
+
+    Args:
+        logits, teacher_logits: (batch, seq_len, vocabulary), or as many chunks of it.
+        labels: (batch, seq_len), shifted; ``ignore_index`` where nothing is predicted.
+        settings: loss and temperature T.
+        compiled: as fused kernels, with fewer float32 copies of the logits.
+    """
+    total = torch.zeros((), device=labels.device)
+    chunks = as_chunks(logits)
+    divergence = _divergence(settings.loss, settings.temperature, ignore_index, compiled)
+    parts = labels.split([chunk.shape[1] for chunk in chunks], dim=1)
+    for chunk in zip(chunks, as_chunks(teacher_logits), parts, strict=True):
+        total = total + GradientAtOnce.apply(divergence, *chunk)
+    return total * settings.temperature**2
+
+
+@cache
+def _divergence(
+    kind: str, temperature: float, ignore_index: int, compiled: bool
+) -> Callable[..., torch.Tensor]:
+    divergence, scale = _LOSSES[kind](ignore_index=ignore_index), 1.0 / temperature
+
+    def of_chunk(own: torch.Tensor, other: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        flat = own.flatten(0, 1) * scale, other.flatten(0, 1) * scale  # (tokens, vocabulary)
+        return divergence(*flat, part.flatten(), normalize=False)
+
+    return torch.compile(of_chunk, dynamic=True) if compiled else of_chunk
+
 
 log = logging.getLogger(__name__)
 

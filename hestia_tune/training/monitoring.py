@@ -17,8 +17,7 @@ from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import of_all_ranks
 from hestia_tune.errors import NotFiniteError
 from hestia_tune.files import write_atomically
-from hestia_tune.qat.linear import QuantizedLinear, local_rows
-from hestia_tune.qat.selection import clean_fqn
+from hestia_tune.qat.linear import QuantizedLinear, clean_fqn, local_rows
 
 
 class StepResult(NamedTuple):

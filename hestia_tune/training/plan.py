@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtune import training
+from torchtune import training, utils
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from hestia_tune.config.run import SELF_GENERATED, RunConfig
 from hestia_tune.data.tokens import INDEX
-from hestia_tune.distributed import on_first_rank, together
-from hestia_tune.errors import InputError
+from hestia_tune.distributed import ensure_process_group, on_first_rank, together
+from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.gguf_model import check_architecture
 from hestia_tune.files import read_json, require_writable_dir
@@ -32,9 +32,8 @@ from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
 from hestia_tune.sensitivity import SensitivityArtifact
 from hestia_tune.training import checkpoint
-from hestia_tune.training.base import join_ranks
 from hestia_tune.training.loader import TrainingData
-from hestia_tune.training.start import read_results
+from hestia_tune.training.outputs import read_results
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +101,33 @@ class Plan:
         config = self.config.changed(**changes)
         artifact, start = read_starts(config, self.component, self.layers)
         return dataclasses.replace(self, config=config, artifact=artifact, start=start)
+
+
+def join_ranks(device_name: str, dtype: str) -> torch.device:
+    """Return the device of this process, which then is in a process group.
+
+    Args:
+        device_name: The config's device.
+        dtype: The config's dtype of products; a warning says so if the processor is slow with it.
+
+    Raises:
+        InputError: If there is no such device.
+    """
+    if device_name.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device {device_name}: torch finds no GPU here; use device=cpu")
+    try:
+        device = utils.get_device(device_name)
+    except RuntimeError as error:
+        raise InputError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
+    ensure_process_group(device)
+    is_told = dist.get_rank() == 0 and device.type == "cpu" and dtype == "bf16"
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    if is_told and has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        warn_once(
+            "dtype=bf16: this processor has no products in bfloat16 (AVX512 or AMX on x86), and "
+            "takes many times as long for them; use dtype=fp32"
+        )
+    return device
 
 
 def plan(config: RunConfig, *, trains: bool = True) -> Plan:

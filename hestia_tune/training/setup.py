@@ -1,12 +1,19 @@
-"""The recipe before its first step: torchtune's state, filled from a plan."""
+"""The recipe before its first step: torchtune's recipe, filled from a plan.
+
+torchtune ships its recipes as files, not as importable modules: the package ``recipes`` beside
+it raises an error on import. The file of the FSDP2 full fine-tune is therefore loaded by its
+path, here and nowhere else.
+"""
 
 import dataclasses
+import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torchtune
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
@@ -17,10 +24,19 @@ from hestia_tune.files import remove
 from hestia_tune.models import build as models
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.training import checkpoint
-from hestia_tune.training.base import FullFinetuneRecipeDistributed, join_ranks
 from hestia_tune.training.build import build
 from hestia_tune.training.monitoring import CodeStatistics, History
-from hestia_tune.training.plan import Plan, Resume, plan
+from hestia_tune.training.plan import Plan, Resume, join_ranks, plan
+
+_path = Path(torchtune.__file__).parent.parent / "recipes" / "full_finetune_distributed.py"
+_spec: Any = importlib.util.spec_from_file_location("torchtune_full_finetune_distributed", _path)
+_module: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)
+# A recipe goes on in the group that is there: ending a gloo group and forming another one under
+# torchrun hangs now and then. The module is this private copy.
+_module.init_process_group = lambda backend: None
+FullFinetuneRecipeDistributed = _module.FullFinetuneRecipeDistributed
+
 
 log = logging.getLogger(__name__)
 

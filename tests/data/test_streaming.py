@@ -22,7 +22,7 @@ from streams import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune.data import padded_collate_packed
 
-from hestia_tune.data import DataStreamError, rows
+from hestia_tune.data import DataStreamError
 from hestia_tune.data import stream as module
 from hestia_tune.data.sequences import encode_each
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
@@ -35,7 +35,7 @@ def test_lots_and_blocks_change_nothing_of_what_an_unshuffled_stream_gives(tmp_p
     expected, dropped = reference(texts, 16)
     for documents, characters in ((1, 1 << 20), (7, 1 << 20), (64, 50), (1000, 1)):
         monkeypatch.setattr(module, "LOT", documents)
-        monkeypatch.setattr(rows, "BLOCK_CHARACTERS", characters)
+        monkeypatch.setattr(module, "BLOCK_CHARACTERS", characters)
         dataset = stream(arguments, shuffle_buffer=0)
         assert tokens_of(dataset) == expected
         assert len(dataset.state_dict()["carry"]) == dropped

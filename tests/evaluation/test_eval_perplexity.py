@@ -12,10 +12,10 @@ from torch import nn
 pytest.importorskip("lm_eval", reason="perplexity needs lm-eval's scoring")
 
 from hestia_tune.config import TextConfig  # noqa: E402
+from hestia_tune.evaluation.evaluator import perplexity  # noqa: E402
+from hestia_tune.evaluation.evaluator import read_documents as documents_of  # noqa: E402
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
-from hestia_tune.evaluation.perplexity import perplexity  # noqa: E402
-from hestia_tune.evaluation.perplexity import read_documents as documents_of  # noqa: E402
-from hestia_tune.models.builders import llama  # noqa: E402
+from hestia_tune.models.build import llama  # noqa: E402
 
 
 def read_documents(source, **options):

@@ -8,7 +8,7 @@ import gguf
 import pytest
 from gguf_models import DEMO, edit_json, pre_tokenizer
 
-from hestia_tune.export.gguf_vocab import add_vocabulary
+from hestia_tune.export.gguf_model import add_vocabulary
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 CONFIG = {"vocab_size": 1024, "bos_token_id": 7, "eos_token_id": [8, 9]}

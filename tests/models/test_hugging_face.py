@@ -21,9 +21,9 @@ from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
 from hestia_tune.models.hugging_face_model import hugging_face
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.sensitivity.curvature import HessianBatch
-from hestia_tune.sensitivity.segments import (
+from hestia_tune.sensitivity.curvature import (
     CalibrationBatch,
+    HessianBatch,
     Segment,
     cut,
     logits_of,

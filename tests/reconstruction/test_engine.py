@@ -20,8 +20,8 @@ from hestia_tune.config import ReconstructionConfig
 from hestia_tune.methods.base import effective_weight
 from hestia_tune.qat.tequila_linear import TequilaLinear
 from hestia_tune.reconstruction import Reconstruction, WindowResult, engine, windows
-from hestia_tune.reconstruction.layers import call_block
 from hestia_tune.reconstruction.streams import Stream, prefetched
+from hestia_tune.reconstruction.window import call_block
 
 SEQ, DIM, BATCHES, BATCH = 6, 8, 5, 4
 COUNTED = torch.ones(BATCH, SEQ)
@@ -292,7 +292,7 @@ def test_options_change_what_is_learned_and_still_mend(options):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_divergence_and_its_gradient(monkeypatch, compiled):
     """In parts that do not divide the positions; against autograd through all logits at once."""
-    monkeypatch.setattr("hestia_tune.reconstruction.losses._LOGIT_POSITIONS", 5)
+    monkeypatch.setattr("hestia_tune.losses._LOGIT_POSITIONS", 5)
     work = reconstruct(make_model(), compiled=compiled)
     head = torch.randn(DIM, 11, generator=torch.Generator().manual_seed(2))
     work.head = lambda h: h @ head

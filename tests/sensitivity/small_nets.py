@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hestia_tune.qat.selection import select_linears
+from hestia_tune.qat.linear import select_linears
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.sensitivity.curvature import double_backward_attention
 

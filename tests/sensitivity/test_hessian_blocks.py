@@ -14,10 +14,9 @@ from small_nets import (
 )
 from torch import nn
 
-from hestia_tune.models.builders import llama
+from hestia_tune.models.build import llama
 from hestia_tune.sensitivity import CalibrationBatch, EstimationConfig, estimate_sensitivity
-from hestia_tune.sensitivity.curvature import HessianBatch
-from hestia_tune.sensitivity.segments import cut
+from hestia_tune.sensitivity.curvature import HessianBatch, cut
 
 
 def hessian_batch(model, weights, data) -> HessianBatch:

@@ -10,10 +10,9 @@ from torch import nn
 
 from hestia_tune import Fairy2iTensor, TernaryTensor, use_kernel
 from hestia_tune.tensors import BinaryTensor, INT2Tensor
-from hestia_tune.tensors.kernels import Kernel, choice
-from hestia_tune.tensors.kernels.complex_stack import stacked
-from hestia_tune.tensors.kernels.int4pack import Int4Pack
-from hestia_tune.tensors.kernels.onnxruntime import OnnxRuntime
+from hestia_tune.tensors import kernel_choice as choice
+from hestia_tune.tensors.kernel_choice import stacked
+from hestia_tune.tensors.kernels import Int4Pack, Kernel, OnnxRuntime
 
 # Largest relative error of a product (2-norm). Rounded activations: 8 bits of a block's largest
 # value, uniform, give 0.6% of Gaussian ones; bfloat16 ones are rounded to 0.4% at most.

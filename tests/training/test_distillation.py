@@ -13,7 +13,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.training.distillation import distillation_loss_sum
+from hestia_tune.training.measuring import distillation_loss_sum
 
 IGNORED = -100
 

@@ -18,7 +18,7 @@ from tiny import (
 )
 
 from hestia_tune.models import build
-from hestia_tune.models.checkpoints import read_weights
+from hestia_tune.models.checkpoints import random_state, read_weights
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_model import hugging_face
 from hestia_tune.qat.linear import full_tensor
@@ -42,7 +42,7 @@ def test_norms_that_scale_by_one_more_begin_at_zero(tmp_path):
     import transformers
 
     plain = hugging_face(str(make_family(tmp_path, "Gemma 3")))
-    state = build.random_state(plain, tmp_path, seed=0)
+    state = random_state(plain, tmp_path, seed=0)
     fresh = transformers.AutoModelForCausalLM.from_config(plain.config).state_dict()
     norms = [name for name, value in state.items() if value.dim() == 1]
     assert norms and all(torch.equal(state[name], fresh[name]) for name in norms)
@@ -61,7 +61,7 @@ def test_what_is_drawn(tmp_path):
     biased = torch.nn.ModuleDict(
         {"model": plain, "qkv": torch.nn.Linear(8, 8, device="meta")}  # as Qwen2's
     )
-    state = build.random_state(biased, folder, seed=4)
+    state = random_state(biased, folder, seed=4)
     assert state.keys() == biased.state_dict().keys()
     for name, value in state.items():
         assert value.dtype == torch.float32 and value.shape == biased.state_dict()[name].shape
@@ -70,16 +70,16 @@ def test_what_is_drawn(tmp_path):
         elif value.numel() > 1000:
             bound = 4 * 0.02 / math.sqrt(value.numel())
             assert value.mean().abs() < bound and abs(value.std() - 0.02) < bound, name
-    again, other = (build.random_state(biased, folder, seed=seed) for seed in (4, 5))
+    again, other = (random_state(biased, folder, seed=seed) for seed in (4, 5))
     key = "model.layers.0.mlp.w1.weight"
     assert torch.equal(state[key], again[key]) and not torch.equal(state[key], other[key])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
-    torch.testing.assert_close(build.random_state(biased, folder, 4)[key], 25 * state[key])
+    torch.testing.assert_close(random_state(biased, folder, 4)[key], 25 * state[key])
 
 
 def test_a_run_from_scratch_needs_no_weights(bare_dir, tmp_path):
-    expected = build.random_state(
+    expected = random_state(
         build.plain_on_meta(make_config(bare_dir, tmp_path).model), bare_dir, seed=3
     )
     recipe = run(bare_config(bare_dir, tmp_path, "epochs=3"))
@@ -106,7 +106,7 @@ def test_the_start_is_that_of_the_seed_whatever_the_folder_holds(tmp_path):
 
     still = ("optimizer.lr=0", "max_steps_per_epoch=1", "dataset_val=null")
     run(make_config(folder, tmp_path / "a", *RANDOM, *still), keep)
-    expected = build.random_state(
+    expected = random_state(
         build.plain_on_meta(make_config(folder, tmp_path).model), folder, seed=3
     )
     for name, value in expected.items():

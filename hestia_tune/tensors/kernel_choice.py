@@ -2,8 +2,11 @@
 
 `auto` measures the product of one row by every kernel that can take a weight, and by the
 dequantized weight, and chooses the fastest. It measures once per process for each kind of weight
-(shape, groups, dtype, device, number of threads). The measurement repeats one product, whose weight
-may stay in the cache. It compares kernels, and does not predict the speed of a model.
+(shape, groups, dtype, device, number of threads). The measurement repeats one product, whose
+weight may stay in the cache. It compares kernels, and does not predict the speed of a model.
+
+A complex weight is multiplied as a ternary weight, so that every kernel can take it
+(`ComplexStack`).
 """
 
 import time
@@ -17,13 +20,47 @@ from torch import nn
 
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
-from hestia_tune.tensors.kernels import Kernel
-from hestia_tune.tensors.kernels.complex_stack import ComplexStack
-from hestia_tune.tensors.kernels.gemlite import Gemlite
-from hestia_tune.tensors.kernels.int4pack import Int4Pack
-from hestia_tune.tensors.kernels.onnxruntime import OnnxRuntime
+from hestia_tune.tensors.group_tensor import TernaryTensor
+from hestia_tune.tensors.kernels import Gemlite, Int4Pack, Kernel, OnnxRuntime
 from hestia_tune.tensors.packed_tensor import PackedTensor, packed_linear
-from hestia_tune.tensors.ternary_tensor import TernaryTensor
+
+
+def stacked(weight: Fairy2iTensor) -> TernaryTensor:
+    """Re U, Im U, Re W and Im W, one above the other: (4n, num_stages · m)."""
+    codes, scale = weight.codes(), weight.scale  # (T, 2, n, m), (T, 2, 2, n or 1, groups)
+    parts = [(codes == i).to(torch.int8) - (codes == i + 2).to(torch.int8) for i in (0, 1)]
+    digits = torch.stack(parts, 2)  # (T, U or W, Re or Im, n, m)
+    rows = 4 * codes.shape[2]
+    scale = scale.expand(-1, -1, -1, codes.shape[2], -1)
+    digits, scale = (part.permute(1, 2, 3, 0, 4).reshape(rows, -1) for part in (digits, scale))
+    return TernaryTensor.from_codes(digits, scale, dtype=weight.dtype)
+
+
+class ComplexStack(Kernel):
+    """A kernel of the stacked matrix of a `Fairy2iTensor`; see the module.
+
+    Args:
+        weight: the complex weight.
+        make: makes the kernel of the stack.
+    """
+
+    def __init__(self, weight, make):
+        super().__init__(weight)
+        stack = stacked(weight)
+        self._inner, self._stages = make(stack), weight.qdata.shape[0]
+        self.name, self.max_rows = self._inner.name, self._inner.max_rows
+        self.num_bytes = self._inner.num_bytes
+        self._inner.watch(weight)  # and no longer keeps the stack, unless its library reads it
+
+    def product(self, x):
+        rows = len(x)
+        halves = x.view(2 * rows, -1).repeat(1, self._stages)  # (2·rows, T·m)
+        product = self._inner.product(halves).to(x.dtype).view(rows, 2, 4, -1)
+        (re_u1, im_u1, re_w1, im_w1), (re_u2, im_u2, re_w2, im_w2) = product.permute(1, 2, 0, 3)
+        top = (re_u1 - im_u2) + (re_w1 + im_w2)
+        bottom = (im_u1 + re_u2) + (im_w1 - re_w2)
+        return torch.cat([top, bottom], 1)  # (rows, 2n)
+
 
 KERNELS: dict[str, type[Kernel]] = {kind.name: kind for kind in (OnnxRuntime, Gemlite, Int4Pack)}
 DEQUANTIZE = "dequantize"

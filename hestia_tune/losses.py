@@ -1,4 +1,4 @@
-"""What windows are trained for: hidden states h like the pretrained h*, or such predictions."""
+"""Losses against a pretrained model: hidden states h against h*, and predictions."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,0 +1,131 @@
+"""Commands that need no run: ``configs``, ``options``, ``compare`` and ``validate``.
+
+``python -m hestia_tune COMMAND`` calls them.
+
+``compare`` prints one table of what finished runs reached. Two runs that differ in one setting
+show what the setting is worth. With the schedule rho=0 tau_init=0 alpha=0 the method is plain
+straight-through training.
+
+``validate`` makes the plan of a run on one CPU process and ends there. It reads no weight,
+trains nothing and changes no file. It does not compute what a run would compute first
+(``sensitivity: auto``, ``reconstruction: auto``).
+"""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hestia_tune.config import GeneratedConfig, StreamConfig, TextConfig
+from hestia_tune.config.files import load_config, packaged_configs
+from hestia_tune.config.run import RunConfig
+from hestia_tune.config.section import describe
+from hestia_tune.errors import InputError
+from hestia_tune.files import read_json
+
+
+def listing() -> str:
+    """Return the recipes, the packaged configs and the overlays, one per line."""
+    lines = ["recipes, for `tune run RECIPE --config CONFIG`:"]
+    folder = Path(str(importlib.util.find_spec("hestia_qat").origin)).parent
+    for path in sorted(folder.glob("hestia_*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        lines.append(f"  {path.stem:<22}{docstring.partition(': ')[2].rstrip('.')}")
+    runs, overlays = [], []
+    for name, path in packaged_configs().items():
+        first = path.read_text(encoding="utf-8").partition("\n")[0].strip("# .")
+        line = f"  {name:<22}{re.split('[:;.] ', first)[0]}"
+        (runs if "model" in load_config(name) else overlays).append(line)
+    lines += ["configs:", *runs, "overlays, for --config CONFIG+OVERLAY:"]
+    return "\n".join([*lines, *(line for line in overlays if line.split()[0] != "base")])
+
+
+def options_page() -> str:
+    """Return the reference of all YAML options as Markdown, made from the dataclasses."""
+    lines = [
+        "# Options",
+        "",
+        "Every key of the YAML file. Any key can be overridden on the command line, such as",
+        "`optimizer.lr=1e-3` or `schedule.rho=0`. This page is made by",
+        "`python -m hestia_tune options`.",
+    ]
+    parts = {
+        "A run": (RunConfig, ""),
+        "`dataset` with `hestia_tune.data.streaming_text_dataset`": (StreamConfig, "dataset."),
+        "`dataset` with `hestia_tune.data.self_generated_dataset`": (GeneratedConfig, "dataset."),
+        "A text of `eval.perplexity`": (TextConfig, "eval.perplexity.NAME."),
+    }
+    for title, (section, prefix) in parts.items():
+        lines += ["", f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        for key, kind, default, meaning in describe(section, prefix):
+            cells = (f"`{key}`", f"`{kind}`", f"`{default}`", meaning)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def compare_runs(runs: Sequence[str]) -> str:
+    """The validation losses of several runs as Markdown.
+
+    What is the same model in all runs (pretrained, naive) has one row; where the runs measured it
+    differently, which makes them not comparable, each run has its own.
+
+    Args:
+        runs: output folders of ``hestia_qat``, or their results.json.
+
+    Raises:
+        InputError: if a run has no results; or if it has no validation losses, or is no run.
+    """
+    from hestia_tune.training.outputs import HARD, results_table  # imports torchtune: seconds
+
+    found: dict[str, dict[str, float]] = {}
+    for run in runs:
+        path = Path(run)
+        path = path / "results.json" if path.is_dir() else path
+        if not path.is_file():
+            raise InputError(f"{run} has no results.json; let the run finish first")
+        try:
+            losses = read_json(path)["validation_loss"]
+        except (ValueError, KeyError, TypeError):
+            raise InputError(f"{path} is no results.json of a training run") from None
+        if not losses:
+            raise InputError(f"{path} has no validation losses; train with a dataset_val")
+        found[run] = losses
+    labels = dict.fromkeys(label for losses in found.values() for label in losses)
+    labels.pop(HARD, None)
+    rows: dict[str, float] = {}
+    for label in labels:
+        measured = {run: losses[label] for run, losses in found.items() if label in losses}
+        same = len(set(measured.values())) == 1
+        rows |= {label if same else f"{label} ({run})": x for run, x in measured.items()}
+    return results_table(rows | {run: one[HARD] for run, one in found.items() if HARD in one})
+
+
+def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
+    """Check a config and print what it would do; return the exit code."""
+    import torch
+    import torch.distributed as dist
+
+    from hestia_tune.models.checkpoints import complete_checkpoints, read_meta
+    from hestia_tune.training.plan import plan
+
+    config = RunConfig.parse(config)
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        print("device cuda: not here; all else is checked")
+        offload = {"fsdp_cpu_offload": False, "enable_activation_offloading": False}
+        config = config.changed(device="cpu", **offload)
+    found = complete_checkpoints(Path(config.output_dir) / "checkpoints")
+    if config.resume_from_checkpoint and found:
+        ranks = read_meta(found[-1][1])["world_size"]
+        if ranks > 1:
+            print(f"resuming a run of {ranks} processes: not checked here; all else is")
+            config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
+    planned = plan(config)
+    dist.destroy_process_group()
+    print(
+        f"valid: {len(planned.layers)} linears by {planned.component.method.key()}, "
+        f"{planned.data.total_steps} steps of {planned.data.sequences_per_step} sequences (of one "
+        f"process), into {config.output_dir}"
+    )
+    return 0
