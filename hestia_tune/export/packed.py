@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.config.run import RunConfig
-from hestia_tune.errors import InputError
 from hestia_tune.export.folder import sizes, write_folder
 from hestia_tune.methods import Method
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder
@@ -51,10 +50,7 @@ def packed_entries(
     for name, weight in weights:
         dense = stored = weight.to(torch.bfloat16).contiguous()
         if name in quantized and method.codes_follow_from_hard:
-            try:
-                stored = pack(method, dense, packed_format, is_hard=True)
-            except ValueError as error:
-                raise InputError(f"{name} is not a hard weight: {error}") from None
+            stored = pack(method, dense, packed_format, is_hard=True, name=name)
         elif name in quantized:
             latent = (weight if latents is None else latents[name]).float()
             stored = pack(method, latent, packed_format, name=name).to(torch.bfloat16)

@@ -151,10 +151,7 @@ class ModelFolder(SafetensorsFolder):
 
     def pack(self, name: str, weight: torch.Tensor) -> GroupTensor:
         """Codes and scales of a weight of ``quantized``; ValueError if it is not hard."""
-        try:
-            return read_hard(weight, self.quantized[name], self.method.levels)
-        except ValueError as error:
-            raise InputError(f"{name} is not a hard weight: {error}") from None
+        return read_hard(weight, self.quantized[name], self.method.levels, name)
 
 
 def is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -20,14 +20,9 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from hestia_tune.config import require_number
+from hestia_tune.config import nearest, require_number
 from hestia_tune.errors import InputError, InputTypeError
-from hestia_tune.methods import (
-    EvenMethod,
-    Fairy2iMethod,
-    Method,
-    TernaryMethod,
-)
+from hestia_tune.methods import EvenMethod, Fairy2iMethod, Method, TernaryMethod
 from hestia_tune.methods.fairy2i import Granularity
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.qat.linear import QuantizedLinear, clean_fqn, quantized_linears, select_linears
@@ -284,13 +279,46 @@ class QATQuantizerBase:
         return model
 
 
-class HestiaQATQuantizer(QATQuantizerBase):
-    """Ternary QAT as a component (``_component_: hestia_tune.HestiaQATQuantizer``).
+class Component(QATQuantizerBase):
+    """A component whose options are the fields of a config or of a method.
 
     Args:
-        group_size, scale, threshold, offset, start, codebook: see `HestiaConfig`; the defaults are
-            the paper's.
-        scale_lr, include, exclude, skip_incompatible: see `QATQuantizerBase`.
+        scale_lr, include, exclude, skip_incompatible: See `QATQuantizerBase`.
+        options: Fields of ``options_type``, such as ``group_size``.
+
+    Raises:
+        InputTypeError: If there is no such option.
+        InputError: If a value is not allowed.
+    """
+
+    options_type: ClassVar[type]
+
+    def __init__(
+        self,
+        *,
+        scale_lr: float | None = None,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        skip_incompatible: bool = False,
+        **options: Any,
+    ):
+        shared = {field.name for field in dataclasses.fields(QATConfigBase)}
+        known = [f.name for f in dataclasses.fields(self.options_type) if f.name not in shared]
+        for name in options.keys() - known:
+            raise InputTypeError(
+                f"unknown option {name}{nearest(name, known)}; {type(self).__name__} has "
+                f"{', '.join(known)}"
+            )
+        made = self.options_type(**options)
+        config = made if isinstance(made, QATConfigBase) else MethodConfig(of=made)
+        super().__init__(config, include, exclude, skip_incompatible, scale_lr)
+
+
+class HestiaQATQuantizer(Component):
+    """Ternary QAT as a component (``_component_: hestia_tune.HestiaQATQuantizer``).
+
+    Its options are the fields of `HestiaConfig`, and the options of `Component`. The defaults are
+    the paper's.
 
     Example:
         >>> component = HestiaQATQuantizer(group_size=128)
@@ -298,48 +326,15 @@ class HestiaQATQuantizer(QATQuantizerBase):
         >>> model = component.convert(model)      # plain linears, every weight gamma·{-1, 0, 1}
     """
 
-    def __init__(
-        self,
-        group_size: GroupSize = 128,
-        scale: Literal["absmean", "learned"] = "absmean",
-        threshold: Literal["half", "learned"] = "half",
-        offset: Literal["none", "learned"] = "none",
-        start: Literal["absmean", "least_squares"] = "absmean",
-        codebook: Literal["ternary", "binary", "int2"] = "ternary",
-        scale_lr: float | None = None,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-        skip_incompatible: bool = False,
-    ):
-        config = HestiaConfig(
-            group_size=group_size,
-            scale=scale,
-            threshold=threshold,
-            offset=offset,
-            start=start,
-            codebook=codebook,
-        )
-        super().__init__(config, include, exclude, skip_incompatible, scale_lr)
+    options_type = HestiaConfig
 
 
-class Fairy2iQATQuantizer(QATQuantizerBase):
+class Fairy2iQATQuantizer(Component):
     """Complex-valued QAT as a component (``_component_: hestia_tune.Fairy2iQATQuantizer``).
 
-    With ``schedule: {rho: 0.0, tau_init: 0.0}`` it is straight-through (*Fairy2i* in the paper's
+    Its options are the fields of `Fairy2iConfig`, and the options of `Component`. With
+    ``schedule: {rho: 0.0, tau_init: 0.0}`` it is straight-through (*Fairy2i* in the paper's
     Table 3), with a temperature relaxed (*Fairy2i-H*).
-
-    Args:
-        num_stages, granularity: see `Fairy2iConfig`.
-        include, exclude, skip_incompatible: see `QATQuantizerBase`.
     """
 
-    def __init__(
-        self,
-        num_stages: int = 2,
-        granularity: Granularity = "tensor",
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-        skip_incompatible: bool = False,
-    ):
-        config = Fairy2iConfig(num_stages=num_stages, granularity=granularity)
-        super().__init__(config, include, exclude, skip_incompatible)
+    options_type = Fairy2iConfig

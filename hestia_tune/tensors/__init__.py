@@ -53,9 +53,14 @@ _FROM_CODES = {
 _BY_LEVELS = {kind.levels: kind for kind in (BinaryTensor, TernaryTensor, INT2Tensor)}
 
 
-def read_hard(weight: torch.Tensor, group_size: GroupSize, levels: int = 3) -> GroupTensor:
-    """`GroupTensor.from_hard` of the kind that has so many codes."""
-    return _BY_LEVELS[levels].from_hard(weight, group_size=group_size)
+def read_hard(
+    weight: torch.Tensor, group_size: GroupSize, levels: int = 3, name: str = "the weight"
+) -> GroupTensor:
+    """Return `GroupTensor.from_hard` for codes of so many levels; its errors name the weight."""
+    try:
+        return _BY_LEVELS[levels].from_hard(weight, group_size=group_size)
+    except InputError as error:
+        raise InputError(f"{name} is not a hard weight: {error}") from None
 
 
 def check_format(method: Method, packed_format: str | None) -> str:
@@ -85,7 +90,7 @@ def pack(
         parameters: of the method, if it has any.
         is_hard: whether ``weight`` is the hard weight already, which is then packed as it is; only
             of a method whose ``codes_follow_from_hard``.
-        name: Name of the weight, for the error about numbers that are not finite.
+        name: Name of the weight, for errors.
 
     Raises:
         NotFiniteError: if the latent weight or a parameter has NaN or infinity.
@@ -94,7 +99,7 @@ def pack(
     """
     packed_format = check_format(method, packed_format)
     if is_hard:
-        read = read_hard(weight, method.group_size, method.levels)
+        read = read_hard(weight, method.group_size, method.levels, name)
         codes, scale = read.codes(), read.scale
     else:
         require_finite(name, weight, *parameters)
