@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -39,6 +40,11 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
         return parsed if isinstance(parsed, int) else command(parsed)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except torch.OutOfMemoryError as error:
+        hint = "lower batch_size and raise gradient_accumulation_steps by the same factor, set "
+        hint += "enable_activation_checkpointing=True or fsdp_cpu_offload=True, or use more GPUs"
+        _print_once(InputError(f"out of memory ({one_line(error, limit=100)}); {hint}"), name)
+        return 1
     except InputError as error:
         if os.environ.get("HESTIA_TRACEBACK"):
             raise

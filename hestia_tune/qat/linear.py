@@ -99,8 +99,8 @@ def shard_like(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """``local`` as what this rank holds of a tensor that is sharded as ``value`` is, or not."""
     if not isinstance(value, DTensor):
         return local
-    sizes = {"shape": value.shape, "stride": value.stride()}
-    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, **sizes)
+    # `DTensor.from_local` would move rows that CPU offloading keeps on the CPU to the GPU.
+    return DTensor(local, value._spec, requires_grad=False)
 
 
 def plain_shard(value: torch.Tensor) -> torch.Tensor:

@@ -205,6 +205,9 @@ def _measured_before(plan: Plan) -> dict[str, float]:
 
 def compile_blocks(model: nn.Module) -> None:
     """Compiles each block, in place, by torchtune's backend."""
+    # Different kinds of blocks, in training, validation and distillation, share one code object.
+    # Beyond Dynamo's own limit of 8 graphs for it, blocks would run without compilation.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for block in find_blocks(model).values():
         block.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
 

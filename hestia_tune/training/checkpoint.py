@@ -64,7 +64,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Restores what `random_state` returned."""
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if device.type == "cuda":
+    if device.type == "cuda" and state["device"] is not None:  # None: saved by a run on the CPU
         torch.cuda.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8), device)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
