@@ -1,5 +1,7 @@
 """Every shell command of README.md and docs/ is run here, demo-sized, or says what it needs.
 
+The commands of docs/results/ take minutes to hours; test_docs.py only checks that they parse.
+
 A comment in a block that speaks of what is "needed" (the hub, GPUs, several nodes, an account, a
 browser) marks the commands from there to the end of the block. All others run page by page, in
 order, in a folder where the demo has been trained and packed before.

@@ -3,11 +3,13 @@
 import inspect
 import re
 import shlex
+from argparse import Namespace
 from pathlib import Path
+from string import Template
 
 import pytest
 from omegaconf import OmegaConf
-from torchtune.config._utils import _get_component_from_path
+from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 from hestia_tune.commands.inspect import options_page
 from hestia_tune.config import Section
@@ -16,9 +18,12 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.config.section import describe
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
 SECTIONS = Section.__subclasses__()
 RECIPES = {path.stem for path in (REPOSITORY / "recipes").glob("*.py")}
+COMMAND = re.compile(
+    r"(pip install .* && )?(\w+=\S+ )*(tune run |python benchmarks/.* --overrides )"
+)
 
 
 def code_of(path: Path) -> list[str]:
@@ -37,17 +42,27 @@ def code_of(path: Path) -> list[str]:
 
 
 def commands() -> list[tuple[str, str, list[str]]]:
-    """(file and command, config, overrides) of every command that names a config of the package."""
+    """Return (file and command, config, overrides) of every command that names a packaged config.
+
+    These are the commands of `tune run` and the scripts in benchmarks/ that take --overrides. A
+    line NAME="VALUE" sets a variable for the rest of its page.
+    """
     found = []
     for path in [*PAGES, *packaged_configs().values()]:
+        variables: dict[str, str] = {}
         for line in code_of(path):
-            if not re.match(r"(pip install .* && )?tune run ", line):
+            line = Template(line).safe_substitute(variables)
+            if assignment := re.fullmatch(r'(\w+)="([^"]*)"', line):
+                variables[assignment[1]] = assignment[2]
+            if not COMMAND.match(line):
                 continue
-            words = shlex.split(line.partition("&& ")[2] or line, comments=True)
-            if RECIPES.isdisjoint(words) or words[words.index("--config") + 1] == "NAME":
+            words = shlex.split(line, comments=True)
+            name = words[words.index("--config") + 1] if "--config" in words else "demo"
+            if name == "NAME" or ("--overrides" not in words and RECIPES.isdisjoint(words)):
                 continue
+            words = words[words.index("--overrides" if "--overrides" in words else "--config") :]
             overrides = [word for word in words if "=" in word or word.startswith("~")]
-            found.append((f"{path.name}: {line}", words[words.index("--config") + 1], overrides))
+            found.append((f"{path.relative_to(path.parents[1])}: {line}", name, overrides))
     return found
 
 
@@ -61,11 +76,8 @@ def test_there_are_commands():
 @pytest.mark.parametrize("name, overrides", [c[1:] for c in COMMANDS], ids=[c[0] for c in COMMANDS])
 def test_commands_parse(name, overrides):
     assert packaged_configs().keys() >= set(name.split("+"))
-    changes = OmegaConf.from_dotlist([word for word in overrides if not word.startswith("~")])
-    cfg = OmegaConf.merge(load_config(name), changes)
-    for word in overrides:
-        if word.startswith("~"):
-            del cfg[word[1:]]
+    packaged = Namespace(**OmegaConf.to_container(load_config(name)))
+    cfg = _merge_yaml_and_cli_args(packaged, overrides)
     RunConfig.parse(cfg)
     for key in ("dataset", "quantizer"):
         own = dict(cfg[key])
@@ -74,14 +86,15 @@ def test_commands_parse(name, overrides):
         inspect.signature(component).bind(**required, **own)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
         path = page.parent / target if target else page
         assert path.is_file(), f"{page.name} links to {target}"
-        headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {heading.lower().replace(" ", "-") for heading in headings}
 
 
 def test_the_page_of_options_is_what_the_command_prints():
