@@ -44,10 +44,13 @@ def commands() -> list[tuple[str, str, list[str]]]:
             if not re.match(r"(pip install .* && )?tune run ", line):
                 continue
             words = shlex.split(line.partition("&& ")[2] or line, comments=True)
-            if RECIPES.isdisjoint(words) or words[words.index("--config") + 1] == "NAME":
+            if RECIPES.isdisjoint(words):
+                continue
+            config = words[words.index("--config") + 1]
+            if config == "NAME" or config.endswith(".yaml"):  # the reader's own
                 continue
             overrides = [word for word in words if "=" in word or word.startswith("~")]
-            found.append((f"{path.name}: {line}", words[words.index("--config") + 1], overrides))
+            found.append((f"{path.name}: {line}", config, overrides))
     return found
 
 
