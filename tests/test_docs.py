@@ -58,7 +58,8 @@ def commands() -> list[tuple[str, str, list[str]]]:
                 continue
             words = shlex.split(line, comments=True)
             name = words[words.index("--config") + 1] if "--config" in words else "demo"
-            if name == "NAME" or ("--overrides" not in words and RECIPES.isdisjoint(words)):
+            own = name == "NAME" or name.endswith(".yaml")  # a config of the reader
+            if own or ("--overrides" not in words and RECIPES.isdisjoint(words)):
                 continue
             words = words[words.index("--overrides" if "--overrides" in words else "--config") :]
             overrides = [word for word in words if "=" in word or word.startswith("~")]

@@ -33,7 +33,7 @@ from hestia_tune.training.generation import generate_missing
 
 transformers = pytest.importorskip("transformers")
 
-PAGE = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 TOKENS = torch.randint(1, 200, (2, 20), generator=torch.Generator().manual_seed(0))
 # Positions of two documents in one sequence, longer than the sliding windows.
 POSITIONS = torch.cat([torch.arange(11), torch.arange(9)]).expand(2, -1)

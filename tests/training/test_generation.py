@@ -319,8 +319,8 @@ def test_without_a_run_a_missing_set_is_an_error(model_dir, tmp_path):
 
 @pytest.mark.slow
 def test_the_block_of_the_documentation_on_the_demo(tmp_path):
-    """LLM-QAT as docs/small_budgets.md tells it, with fewer sequences."""
-    page = (Path(__file__).parents[2] / "docs" / "small_budgets.md").read_text(encoding="utf-8")
+    """Train as docs/data.md shows for LLM-QAT, with fewer sequences."""
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     [block] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     cfg = OmegaConf.load(config_path("demo"))
     for key, section in OmegaConf.create(block).items():
