@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
+import hestia_tune
 from hestia_tune.commands.inspect import options_page
 from hestia_tune.config import Section
 from hestia_tune.config.files import load_config, packaged_configs
@@ -116,3 +117,9 @@ def test_readme_is_short_and_its_file_map_whole():
     package = REPOSITORY / "hestia_tune"
     python = {path.parent for path in package.glob("*/*.py")} | set(package.glob("[!_]*.py"))
     assert {path.name for path in python} <= mapped
+
+
+def test_the_pages_of_the_api_have_every_public_name():
+    pages = "".join(path.read_text("utf-8") for path in REPOSITORY.glob("docs/api/*.md"))
+    described = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
+    assert {f"hestia_tune.{name}" for name in hestia_tune.__all__} <= described

@@ -1,0 +1,135 @@
+"""The documentation as a site: it builds without warnings, and a browser shows it offline.
+
+The browser is Debian's chromium, driven by Debian's chromium-driver (`apt-get install chromium
+chromium-driver`). Selenium is given both paths, so it downloads nothing.
+"""
+
+import functools
+import http.server
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+HAS_MKDOCS = all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings")))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_MKDOCS, reason="needs pip install 'hestia-tune[docs]'"),
+]
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """Where a server of this process shows the site."""
+    handler = functools.partial(QuietHandler, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless browser that keeps what pages log."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs pip install selenium")
+    if not BROWSER or not DRIVER:
+        pytest.skip("needs chromium and chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for argument in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--no-first-run",
+        "--window-size=1300,900",
+    ):
+        options.add_argument(argument)
+    service = webdriver.ChromeService(executable_path=DRIVER)
+    driver = webdriver.Chrome(options=options, service=service)
+    driver.set_page_load_timeout(60)
+    yield driver
+    driver.quit()
+
+
+def errors(browser) -> list[str]:
+    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def test_every_page_is_built(site):
+    pages = [path.relative_to(REPOSITORY / "docs") for path in REPOSITORY.glob("docs/**/*.md")]
+    assert len(pages) > 20
+    for page in pages:
+        folder = page.parent if page.stem == "index" else page.with_suffix("")
+        assert (site / folder / "index.html").is_file(), page
+
+
+@pytest.mark.parametrize(
+    "page, text, pictures",
+    [
+        ("/", "tune run hestia_qat --config demo", 0),
+        ("/how_it_works/", "temperature", 3),
+        ("/api/functional/", "hestia_tune.functional.relaxed_ternary", 0),
+        ("/contributing/", "pip install -e '.[dev]'", 0),
+    ],
+)
+def test_page_in_a_browser(browser, address, page, text, pictures):
+    browser.get_log("browser")
+    browser.get(address + page)
+    article = browser.find_element("css selector", "article")
+    assert text in article.text
+    widths = browser.execute_script(
+        "return [...document.querySelectorAll('article img')].map(image => image.naturalWidth)"
+    )
+    assert len(widths) == pictures and all(width > 0 for width in widths)
+    assert browser.find_element("css selector", "input[data-md-component=search-query]")
+    # Nothing comes from another host, so that the site can be read offline.
+    loaded = browser.execute_script(
+        "return performance.getEntriesByType('resource').map(entry => entry.name)"
+    )
+    assert loaded and all(name.startswith(address) for name in loaded)
+    assert errors(browser) == []
+
+
+@pytest.mark.parametrize("query", ["group_size", "AnnealingSchedule"])
+def test_search_finds_a_page(browser, address, query):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get(address + "/")
+    box = browser.find_element("css selector", "input[data-md-component=search-query]")
+    box.click()
+    box.send_keys(query)
+    links = WebDriverWait(browser, 60).until(
+        lambda driver: driver.find_elements("css selector", ".md-search-result__item a")
+    )
+    assert all(link.get_attribute("href").startswith(address) for link in links)
+    assert any(query in link.get_attribute("textContent") for link in links)
+    assert errors(browser) == []
