@@ -143,7 +143,7 @@ def test_what_is_there_is_not_overwritten_without_being_told(model_dir, output_d
     ("overrides", "message"),
     [
         (["quantizer.group_size=16"], "was trained with quantizer ternary, group_size=32"),
-        (["quantizer.include=['layers.*.mlp.*']"], "on 14 layers, the config has"),
+        (["quantizer.include=['layers.*.mlp.*']"], "on 14 layers, but the config has"),
         (["convert.source=/nowhere"], "there is no model in /nowhere"),
         (["convert.formats=[guf]"], "one of torchao, intx, .*; got guf"),
         (["convert.formats=[]"], "convert.formats must name at least one"),

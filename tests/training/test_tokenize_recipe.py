@@ -79,7 +79,7 @@ def test_only_streams_of_text_are_tokenized(model_dir, tmp_path, files):  # noqa
         run_tokenize(shards)
     several = config(model_dir, tmp_path, files)
     several.dataset = [several.dataset, several.dataset]
-    with pytest.raises(ValueError, match="what one .* reads"):
+    with pytest.raises(ValueError, match="must be one .* with a source of text"):
         run_tokenize(several)
 
 
