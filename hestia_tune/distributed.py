@@ -95,18 +95,19 @@ def together() -> Iterator[None]:
     raise_together(error)
 
 
-def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
+def on_first_rank(function: Callable[..., T], *arguments: Any, share: bool = True) -> T | None:
     """Run a function on the first rank only, and raise its error on every rank. Collective.
 
     Args:
         function: The function to run.
+        arguments: The positional arguments of the function.
         share: Whether the other ranks receive the result too, which pickle must be able to handle.
             Without it they receive None.
     """
     outcome: list[Any] = [None]
     with together():
         if dist.get_rank() == 0:
-            outcome[0] = function()
+            outcome[0] = function(*arguments)
     if share:
         dist.broadcast_object_list(outcome, src=0)
     return outcome[0]

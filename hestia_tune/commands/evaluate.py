@@ -61,7 +61,7 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     results = []
     for name, folder in folders.items():
         file = results_folder / _file_name(name)
-        identity: Any = on_first_rank(partial(_identity, config, device, folder, sensitivity))
+        identity: Any = on_first_rank(_identity, config, device, folder, sensitivity)
         expected = {"settings": {"identity": identity}}
         saved = on_first_rank(partial(cache.kept, file, expected, overwrite=True))
         if saved is not None:
@@ -74,9 +74,9 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
         description |= {"world_size": dist.get_world_size(), "identity": identity}
         results.append(evaluator.evaluate(name, model, description, device))
         del model
-        on_first_rank(partial(results[-1].save, file), share=False)
+        on_first_rank(results[-1].save, file, share=False)
     comparison = compare(results)
-    on_first_rank(partial(comparison.save, path), share=False)
+    on_first_rank(comparison.save, path, share=False)
     if dist.get_rank() == 0:
         print(f"\n{comparison.markdown()}\n\n{path}")
     end_process_group()
