@@ -102,8 +102,9 @@ def read_pretrained(plan: Plan) -> State | None:
     Raises:
         InputError: If the weights cannot be read, belong to another model, or have NaN or infinity.
     """
-    arguments = (plan.checkpointer, plan.config, plan.shapes)
-    return on_first_rank(models.read_checkpoint, *arguments, share=False)
+    return on_first_rank(
+        models.read_checkpoint, plan.checkpointer, plan.config, plan.shapes, share=False
+    )
 
 
 def fingerprint(plan: Plan, state: Mapping[str, torch.Tensor]) -> str:

@@ -85,7 +85,7 @@ CASES = {
     "qat batch_size_val=0": "batch_size_val must be at least 1; got 0",
     "qat compile=3.5": "compile: Value '3.5' is not a valid bool",
     "qat enable_activation_offloading=True": "enable_activation_offloading needs device cuda",
-    "qat reconstruction=/nope": "/nope holds none that is finished; run hestia_reconstruct first",
+    "qat reconstruction=/nope": "/nope holds no finished reconstruction; run hestia_reconst",
     "qat cage_strength=-1": "cage_strength must be in [0, 1e+06]; got -1",
     "qat init=scratch": "init must be one of pretrained, random; got scratch",
     "qat init=random sensitivity=auto": "does not go with sensitivity, which is for pretrained",

@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_is_passed_over(model_dir, uninterrupted, tmp_path,
     shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
     damage(tmp_path / "checkpoints" / "step_9", "a bit of the weights")
     recipe = run(make_config(model_dir, tmp_path, *STEPS, RESUME, "save_every_n_steps=3"))
-    assert "going on from the newest one before it" in caplog.text
+    assert "trying the checkpoint before it" in caplog.text
     assert recipe.finished
     assert_same_run(tmp_path, uninterrupted)
 

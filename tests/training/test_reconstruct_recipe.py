@@ -381,7 +381,7 @@ def test_errors(model_dir, tmp_path, overrides, message):
 
 def test_training_refuses_what_is_not_its_own(model_dir, finished, tmp_path):
     folder, _ = finished
-    with pytest.raises(ValueError, match="holds none that is finished"):
+    with pytest.raises(ValueError, match="holds no finished reconstruction"):
         run(config(model_dir, tmp_path, f"reconstruction={tmp_path / 'none'}"))
     other = config(model_dir, tmp_path, f"reconstruction={folder}", "quantizer.group_size=16")
     with pytest.raises(ValueError, match="was made by quantizer ternary, group_size=32"):
@@ -389,7 +389,7 @@ def test_training_refuses_what_is_not_its_own(model_dir, finished, tmp_path):
     fewer = config(
         model_dir, tmp_path, f"reconstruction={folder}", "quantizer.exclude=['*.w2','*.w3']"
     )
-    with pytest.raises(ValueError, match=r"differ in layers.0.mlp.w2, of 4 layers; use the same"):
+    with pytest.raises(ValueError, match=r"differ in 4 layers, such as layers.0.mlp.w2; use the same"):
         run(fewer)
     stranger = make_model_dir(tmp_path / "stranger", seed=1)
     with pytest.raises(ValueError, match="made from another model"):
