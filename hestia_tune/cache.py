@@ -59,8 +59,7 @@ def kept(
         return None
     try:
         saved = read_json(file)
-        odd = differences(identity, saved)
-        if not odd:
+        if not (odd := differences(identity, saved)):
             return saved
         fault = f"{file}: it was made with another {odd[0]}"
     except InputError as error:

@@ -110,6 +110,10 @@ class Section:
                     raise InputError(f"{name} must be {kind}one of {choices}; got {word}")
             if isinstance(value, int | float) and not isinstance(value, bool):
                 require_number(name, value, rules["low"], rules["high"], rules["remedy"])
+        self.check()
+
+    def check(self) -> None:
+        """Raise InputError if the options contradict each other. Subclasses override this."""
 
 
 def _in_our_words(error: OmegaConfBaseException, section: str) -> Exception:

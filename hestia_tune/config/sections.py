@@ -32,8 +32,7 @@ class ScheduleConfig(Section):
     computes with hard codes and trains straight-through, so that scales and norms adapt to the
     codes. The cosine of Eq. 12 ends before them. The default is the paper's schedule."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if self.hard_fraction and self.rho + self.hard_fraction > 1:
             raise InputError(
                 f"schedule.rho + hard_fraction must be at most 1; got {self.rho} + "
@@ -101,8 +100,7 @@ class ReconstructionConfig(Section):
     """Whether to replace a reconstruction of another model, or with other settings, in the output
     folder."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if self.num_samples < self.batch_size:
             raise InputError(
                 f"{self.section}.num_samples {self.num_samples} must be at least batch_size "
@@ -206,8 +204,7 @@ class EstimationConfig(Section):
     """Whether to replace an artifact of another model, or with other settings, at the output
     path."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if self.rank is not None and self.curvature != "hessian":
             raise InputError(
                 f"{self.section}.rank is the sketch of Hutch++, which the fisher trace does not "
@@ -241,8 +238,7 @@ class ConvertConfig(Section):
     overwrite: bool = False
     """Whether to replace files and folders that exist already."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         for name in ("formats", "block_type"):
             if getattr(self, name) == []:
                 raise InputError(f"convert.{name} must name at least one; the list is empty")
@@ -270,8 +266,7 @@ class TextConfig(Section):
     max_tokens: int | None = option(None, low=1)
     """Number of tokens to score, from the beginning of the text. null: score all tokens."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if self.stride is not None and self.window is not None and self.stride > self.window:
             raise InputError(
                 f"eval.perplexity: stride {self.stride} must not be above window {self.window}, or "
@@ -307,8 +302,7 @@ class EvalConfig(Section):
     at_end: bool = False
     """Whether to evaluate the hard model when training ends."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if not self.models:
             raise InputError("eval.models must name at least one model")
         if not self.tasks and not self.perplexity:

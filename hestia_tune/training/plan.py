@@ -273,8 +273,7 @@ def choose_checkpoint(config: RunConfig) -> Path | None:
             f"no complete checkpoint in {folder}; set resume_from_checkpoint=False to start"
         )
     for _, path in reversed(complete):
-        problem = checkpoints.find_damage(path)
-        if problem is None:
+        if (problem := checkpoints.find_damage(path)) is None:
             return path
         log.warning(f"{problem}; trying the checkpoint before it")
     raise InputError(
@@ -295,10 +294,8 @@ def require_teacher(folder: str) -> None:
 def require_generated(config: RunConfig) -> None:
     """Raise InputError if the config's generated set does not exist yet."""
     for section in config.datasets:
-        if section.get("_component_") != SELF_GENERATED:
-            continue
-        folder = section.get("cache_dir")
-        if not (Path(str(folder)) / INDEX).is_file():
+        folder = Path(str(section.get("cache_dir")))
+        if section.get("_component_") == SELF_GENERATED and not (folder / INDEX).is_file():
             raise InputError(
                 f"dataset.cache_dir {folder} is empty: its text is generated when the run begins, "
                 "so it cannot be checked now; run hestia_qat"
