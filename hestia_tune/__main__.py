@@ -1,5 +1,4 @@
-"""Commands that need no run: ``python -m hestia_tune configs``, ``options``, ``validate``,
-``compare``."""
+"""Commands that start no run: ``python -m hestia_tune configs|options|validate|compare``."""
 
 import argparse
 import sys
@@ -10,20 +9,25 @@ from hestia_tune.errors import InputError
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run one of the commands and return its exit code.
+
+    Args:
+        argv: The command line without the program's name. None reads it from ``sys.argv``.
+    """
     parser = argparse.ArgumentParser(prog="python -m hestia_tune", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     configs = commands.add_parser("configs", help="list recipes and configs, or print a config")
-    configs.add_argument("name", nargs="?", help="the one to print, to copy and edit")
+    configs.add_argument("name", nargs="?", help="the config to print, to copy and edit")
     validate = commands.add_parser("validate", help="check a config as hestia_qat would")
     validate.add_argument("name", help="a packaged config, a path, or NAME+OTHER")
-    validate.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    validate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options to change")
     commands.add_parser("options", help="print the reference of all options as Markdown")
-    compare = commands.add_parser("compare", help="one table of the validation losses of runs")
+    compare = commands.add_parser("compare", help="print the validation losses of several runs")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
     arguments = parser.parse_args(argv)
     if arguments.command == "validate":
         from hestia_tune.commands.inspect import run_validate
-        from hestia_tune.commands.launch import main as launch  # imports torchtune's recipe
+        from hestia_tune.commands.launch import main as launch  # a slow import: torchtune
 
         sys.argv = ["validate", "--config", arguments.name, *arguments.overrides]
         return launch(run_validate, "validate")

@@ -1,4 +1,4 @@
-"""What a run needs of its processes: a group of one, shared errors, a soft stop, sums."""
+"""Helpers for the processes of a run: process group, shared errors, graceful stop, sums."""
 
 import os
 import signal
@@ -13,29 +13,33 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 T = TypeVar("T")
-# SIGHUP is that of a terminal that is gone; torchrun hands all of them on.
+# A closed terminal sends SIGHUP. torchrun passes all of these signals on to its processes.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ensure_process_group(device: torch.device) -> None:
-    """Forms the process group, of one if there is no torchrun; one that is there is kept."""
+    """Form the process group if there is none. Without torchrun, it has one process."""
     if dist.is_initialized():
         return
-    one = {}
-    if "RANK" not in os.environ:  # no torchrun: no port is opened, no variable set
-        one = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    options = {}
+    if "RANK" not in os.environ:  # without torchrun: open no port, set no variable
+        options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
-    dist.init_process_group(backend, **one)
+    dist.init_process_group(backend, **options)
 
 
 def end_process_group() -> None:
-    """Ends the group once every rank is here."""
+    """End the process group after every rank has reached this call."""
     dist.barrier()
     dist.destroy_process_group()
 
 
 def gathered(value: T) -> list[T]:
-    """``value`` (picklable) of every rank, in their order. Collective, in a group."""
+    """Return the values of all ranks, in the order of the ranks. Collective.
+
+    Args:
+        value: A value of this rank that pickle can handle.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -45,7 +49,7 @@ def gathered(value: T) -> list[T]:
 
 @contextmanager
 def of_all_ranks() -> Iterator[None]:
-    """What the body raises, every rank does: it is marked for the launcher, which tells it once."""
+    """Mark an error of the body as an error of every rank. The launcher then prints it once."""
     try:
         yield
     except Exception as error:
@@ -54,32 +58,35 @@ def of_all_ranks() -> Iterator[None]:
 
 
 def raise_together(error: Exception | None) -> None:
-    """Raises on every rank if any rank brings an error: its own, or that of the first that has one.
+    """Raise an error on every rank if any rank has an error. Collective.
 
-    The type is kept, and the traceback of the rank that failed comes along as the cause.
-    Collective; costs one reduction of one number unless there is an error.
+    A rank with an error raises its own error. The other ranks raise the error of the first rank
+    that failed, with the same type and with the traceback of that rank as the cause. Without an
+    error this costs one reduction of one number.
+
+    Args:
+        error: The error of this rank, or None.
     """
     failed = torch.tensor(float(error is not None))
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if not failed:
         return
     text = "".join(traceback.format_exception(error)) if error else ""
-    everyone = gathered(error and (type(error), str(error), text))
-    raised = error
-    if raised is None:
-        rank, (kind, message, text) = next((r, e) for r, e in enumerate(everyone) if e)
+    failures = gathered(error and (type(error), str(error), text))
+    if error is None:
+        rank, (kind, message, text) = next((r, e) for r, e in enumerate(failures) if e)
         try:
-            raised = kind(message)
-        except TypeError:  # a type that is not made from a message
-            raised = RuntimeError(f"{kind.__name__}: {message}")
-        raised.__cause__ = RuntimeError(f"on rank {rank}:\n{text}")
+            error = kind(message)
+        except TypeError:  # the type takes other arguments than one message
+            error = RuntimeError(f"{kind.__name__}: {message}")
+        error.__cause__ = RuntimeError(f"on rank {rank}:\n{text}")
     with of_all_ranks():
-        raise raised
+        raise error
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """`raise_together` of what goes wrong in the body. Collective at its end."""
+    """Pass an error of the body to `raise_together`. Collective at the end of the body."""
     error = None
     try:
         yield
@@ -88,15 +95,19 @@ def together() -> Iterator[None]:
     raise_together(error)
 
 
-def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
-    """Runs ``function`` on rank 0 alone; an error there is raised on every rank. Collective.
+def on_first_rank(function: Callable[..., T], *arguments: Any, share: bool = True) -> T | None:
+    """Run a function on the first rank only, and raise its error on every rank. Collective.
 
-    The other ranks get its result too (it must be picklable), or None without ``share``.
+    Args:
+        function: The function to run.
+        arguments: The positional arguments of the function.
+        share: Whether the other ranks receive the result too, which pickle must be able to handle.
+            Without it they receive None.
     """
     outcome: list[Any] = [None]
     with together():
         if dist.get_rank() == 0:
-            outcome[0] = function()
+            outcome[0] = function(*arguments)
     if share:
         dist.broadcast_object_list(outcome, src=0)
     return outcome[0]
@@ -105,17 +116,20 @@ def on_first_rank(function: Callable[[], T], *, share: bool = True) -> T | None:
 def progress_bar(
     iterable: Iterable | None = None, *, disable: bool = False, **options: Any
 ) -> tqdm:
-    """A bar of the first rank; where nobody looks on, a line every ten seconds."""
+    """Return a progress bar that only the first rank shows.
+
+    In a terminal the bar moves ten times a second. In a log file it writes a line every 10 seconds.
+    """
     pause = 0.1 if sys.stderr.isatty() else 10
     disable = disable or (dist.is_initialized() and dist.get_rank() != 0)
     return tqdm(iterable, disable=disable, mininterval=pause, maxinterval=10, **options)
 
 
 class StopRequest:
-    """Turns the first Ctrl-C (or SIGTERM, or SIGHUP unless nohup has it ignored) into a request; a
-    second Ctrl-C interrupts at once.
+    """A request to save and stop, made by Ctrl-C, SIGTERM or SIGHUP.
 
-    A rank whose torchrun was killed is asked to stop, too.
+    A second Ctrl-C interrupts at once. Under nohup, SIGHUP has no effect. If torchrun was killed,
+    its ranks see a request too.
     """
 
     def __init__(self):
@@ -124,7 +138,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether to save and stop."""
+        """Whether the run should save and stop."""
         return self._signalled or self._parent not in (None, os.getppid())
 
     def _handle(self, signum, frame):
@@ -134,21 +148,28 @@ class StopRequest:
 
     @contextmanager
     def installed(self) -> Iterator["StopRequest"]:
-        """The handlers are in place inside this context only."""
-        signals = [*STOP_SIGNALS]
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+        """Install the signal handlers within this context."""
+        signals = {*STOP_SIGNALS}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup has set this
             signals.remove(signal.SIGHUP)
-        before = [signal.signal(number, self._handle) for number in signals]
+        before = {number: signal.signal(number, self._handle) for number in signals}
         try:
             yield self
         finally:
-            for number, handler in zip(signals, before, strict=True):
+            for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 def sum_over_ranks(values: list[torch.Tensor | float], device: torch.device) -> list[float]:
-    """Sums scalars over all ranks in float64, in one collective and one transfer to the host."""
-    row = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
+    """Return the sums of scalars over all ranks. Collective.
+
+    The sums are computed in float64, with one collective and one transfer to the host.
+
+    Args:
+        values: Scalars of this rank, as many as on every other rank.
+        device: Device of the collective.
+    """
+    row = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
     total = torch.stack(row)
     dist.all_reduce(total)
     return total.tolist()

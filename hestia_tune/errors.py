@@ -1,7 +1,7 @@
-"""The errors that a user can mend, and how an error is shown on one line.
+"""The errors that a user can correct, and how a command prints an error on one line.
 
-The checks of this package raise `InputError`. A command prints it as one line; every other error
-is a mistake in the code, here or in a library, and keeps its traceback.
+The checks of this package raise `InputError`. A command prints an InputError as one line. Every
+other error is a mistake in the code, here or in a library, and keeps its traceback.
 """
 
 import functools
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used: an option, a file, a device, the data.
+    """An option, a file, a device or data of the user that cannot be used.
 
     The message says what is wrong, what was expected and what to do.
     """
@@ -26,11 +26,14 @@ class NotFiniteError(InputError, FloatingPointError):
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return an error's message on one line of at most ``limit`` characters, or its type's name."""
+    """Return an error's message on one line of at most ``limit`` characters.
+
+    An error without a message gives the name of its type.
+    """
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning that this process then does not repeat."""
+    """Log a warning, but only once per process."""
     log.warning(text)

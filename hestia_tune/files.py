@@ -1,4 +1,4 @@
-"""Files and folders appear whole or not at all: written under a temporary name, then renamed."""
+"""Write files and folders whole or not at all: under a temporary name, followed by a rename."""
 
 import contextlib
 import fcntl
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or a folder, if it is there."""
+    """Delete a file or a folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -32,21 +32,21 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def staged(path: str | Path) -> Iterator[Path]:
-    """A temporary name beside ``path``, of a file or a folder, that becomes ``path`` at the end.
+    """Yield a temporary path beside ``path``, and rename it to ``path`` at the end.
 
-    What is there stays until the new one is whole; it then steps aside for the moment of a rename.
-    If the body raises, it is as it was and nothing else is left.
+    Both paths are files or both are folders. An earlier file or folder stays until the new one is
+    complete. If the body raises, the earlier one is unchanged and nothing new remains.
     """
     path = Path(path)
     temporary, old = (path.with_name(f"{path.name}.{end}") for end in ("tmp", "old.tmp"))
-    if old.exists() and not path.exists():  # a kill between the two renames below
+    if old.exists() and not path.exists():  # an earlier process died between the two renames below
         old.rename(path)
     remove(temporary)
     remove(old)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield temporary
-        if path.is_dir():  # a file is replaced by the rename itself
+        if path.is_dir():  # os.replace replaces files, but no folders with content
             path.rename(old)
         os.replace(temporary, path)
     except BaseException:
@@ -59,27 +59,30 @@ def staged(path: str | Path) -> Iterator[Path]:
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Writes ``text`` to a temporary name beside ``path``, then renames it."""
+    """Write ``text`` to a temporary file beside ``path``, and then rename the file."""
     with staged(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes ``value`` as a JSON file of lines, which appears whole."""
+    """Write ``value`` as an indented JSON file. The file appears whole."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file that is not empty."""
+    """Return the SHA-256 of a file that is not empty, in hexadecimal digits."""
     return hashlib.sha256(np.memmap(path, np.uint8, mode="r")).hexdigest()
 
 
 @contextlib.contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Keeps other jobs from writing a run into ``folder`` meanwhile; the first rank holds it.
+    """Lock ``folder`` so that no other job writes a run into it at the same time.
 
-    A lock of the system, which ends with its process, however that ends. If another process holds
-    it, a ValueError names process and host.
+    The first rank holds the lock. The operating system releases it when the process ends, even
+    after a kill.
+
+    Raises:
+        InputError: If another process holds the lock. The message names the process and its host.
     """
     if os.environ.get("RANK", "0") != "0":
         yield
@@ -103,15 +106,23 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """``folder / name``; a ValueError if that is not in ``folder``."""
+    """Return ``folder / name``.
+
+    Raises:
+        InputError: If that path is not in ``folder``.
+    """
     path = folder / name
     if not Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder)):
-        raise InputError(f"{name} reaches outside of {folder}; only files in it are read")
+        raise InputError(f"{name} reaches outside of {folder}; name a file in this folder")
     return path
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; InputError names a file that is missing or damaged."""
+    """Return the content of a JSON file.
+
+    Raises:
+        InputError: If the file cannot be read or is damaged. The message names the file.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -121,24 +132,27 @@ def read_json(path: Path) -> Any:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What torch.save, or safetensors, wrote, without running code from it; a ValueError that names
-    the file if it is damaged."""
+    """Return the content of a safetensors or torch.save file without running code from it.
+
+    Raises:
+        InputError: If the file cannot be read or is damaged. The message names the file.
+    """
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # of any kind, as bytes fall
+    except Exception as error:  # damaged bytes raise errors of many types
         reason = f"cannot be read, or is damaged ({one_line(error)})"
         raise InputError(f"{path} {reason}; get it again") from error
 
 
 def require_writable_dir(path: str | Path) -> Path:
-    """Make a folder and prove that a file can be written into it.
+    """Make a folder, check that files can be written into it, and return its path.
 
-    The proof is a file without a name, so that a kill at any moment leaves nothing behind.
+    The check writes a file without a name, so a kill at any moment leaves nothing behind.
 
     Raises:
-        InputError: If it cannot be written; the error names the folder and the reason.
+        InputError: If no file can be written. The message names the folder and the reason.
     """
     path = Path(path)
     try:

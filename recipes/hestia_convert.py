@@ -1,4 +1,4 @@
-"""``tune run hestia_convert --config NAME``: the hard model as files that runtimes load."""
+"""``tune run hestia_convert --config NAME``: write the hard model as files that runtimes load."""
 
 import sys
 

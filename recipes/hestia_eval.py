@@ -1,4 +1,4 @@
-"""``tune run hestia_eval --config NAME``: zero-shot tasks and perplexity, models side by side."""
+"""``tune run hestia_eval --config NAME``: compare models by zero-shot tasks and perplexity."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``tune run hestia_qat --config NAME``: quantization-aware training to ternary weights."""
+"""``tune run hestia_qat --config NAME``: train a model to ternary weights."""
 
 import sys
 

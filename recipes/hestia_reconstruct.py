@@ -1,4 +1,4 @@
-"""``tune run hestia_reconstruct --config NAME``: a hard model, one window of blocks at a time."""
+"""``tune run hestia_reconstruct --config NAME``: make blocks ternary, window by window."""
 
 import sys
 

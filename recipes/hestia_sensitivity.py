@@ -1,4 +1,4 @@
-"""``tune run hestia_sensitivity --config NAME``: Hessian traces of the layers to be quantized."""
+"""``tune run hestia_sensitivity --config NAME``: measure the sensitivity of every layer."""
 
 import sys
 

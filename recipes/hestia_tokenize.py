@@ -1,4 +1,4 @@
-"""``tune run hestia_tokenize --config NAME``: token shards, for those who train many times."""
+"""``tune run hestia_tokenize --config NAME``: tokenize a text once, for many runs."""
 
 import sys
 

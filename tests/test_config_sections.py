@@ -1,4 +1,4 @@
-"""Every option of every YAML section refuses what it cannot mean: the key, the rule, the value."""
+"""Test that every option of every YAML section refuses wrong values with a clear error."""
 
 import dataclasses
 import math
@@ -25,12 +25,12 @@ GIVEN = {  # fields that must be given
 
 
 def of_type(names, values):
-    """Values that are not of the type of these fields, which OmegaConf tells."""
+    """Return rows of values with a wrong type, which OmegaConf refuses."""
     return [(name, value, TypeError, None) for name in names for value in values]
 
 
 def in_range(rule, names, values):
-    """Values of the right type that are out of range."""
+    """Return rows of values with the right type that are out of range."""
     return [(name, value, ValueError, rule) for name in names for value in values]
 
 
@@ -203,7 +203,7 @@ def test_a_text_is_a_mapping():
             EvalConfig.parse({"perplexity": {"a": value}})
 
 
-def test_the_defaults_are_the_papers():
+def test_the_defaults_are_the_papers_values():
     config = EstimationConfig()
     assert (config.curvature, config.num_samples, config.num_probes) == ("hessian", 50, 20)
     assert (config.kappa, config.target_standard_error, config.rank) == (1.0, 0.01, None)
@@ -241,8 +241,8 @@ def test_an_empty_section_has_the_defaults(section):
     assert section.parse(None) == section.parse({}) == section()
 
 
-def test_values_arrive_as_their_type():
-    """YAML reads 1e-3 as a string, and 1 where a number is meant as an int."""
+def test_values_are_converted_to_their_type():
+    """YAML reads 1e-3 as a string, and 1 as an int even if the option is a float."""
     options = {"kappa": 2, "target_standard_error": "1e-3", "num_probes": "7"}
     config = EstimationConfig.parse(options)
     assert (config.target_standard_error, config.num_probes) == (1e-3, 7)

@@ -1,4 +1,4 @@
-"""The demo from a wheel, in a folder that is not the repository."""
+"""Test the demo from a wheel, in a folder outside of the repository."""
 
 import json
 import os

@@ -1,1 +1,1 @@
-"""The commands: one module each, from a config to an exit code."""
+"""The commands. Each module takes a config and returns an exit code."""

@@ -1,9 +1,9 @@
-"""``hestia_convert``: writes one model in the formats that the config asks for.
+"""``hestia_convert``: write one model in the formats that the config names.
 
-Every format is written from the hard model's Hugging Face folder, tensor by tensor. A model that
-was not trained is made hard by the config's method while it is read, again for each format. The
-codes of some methods do not follow from hard weights. Such a method is packed from the latent
-weights in the run's last checkpoint. What can be refused is refused before anything is written.
+Every format is made from the Hugging Face folder of the hard model, tensor by tensor. A model
+without training is made hard by the config's method while it is read, once per format. Some methods
+have codes that do not follow from hard weights. For these methods the latent weights in the run's
+last checkpoint give the codes. All checks run before anything is written.
 """
 
 import logging
@@ -34,18 +34,18 @@ from hestia_tune.tensors import check_format
 
 log = logging.getLogger(__name__)
 
-# Format -> packed format of the method; None is its own.
+# Format -> packed format of the method. None is the method's own packed format.
 _PACKED_FORMATS = {"torchao": None, "intx": "intx"}
 
 
 class ConvertRecipe:
-    """Convert the model of a config.
+    """The conversion of a config's model.
 
     Attributes:
-        output: The folder that all formats are written into.
+        output: The folder that receives all formats.
 
     Raises:
-        InputError: If the conversion is refused. Nothing has been written then.
+        InputError: If the model cannot be converted as the config says. Nothing is written then.
     """
 
     def __init__(self, config: RunConfig | Mapping[str, Any]):
@@ -64,7 +64,11 @@ class ConvertRecipe:
         self.checkpoint = self._find_checkpoint()
 
     def _open_source(self) -> ModelFolder:
-        """Return the folder to convert; InputError if it is of another model or has no model."""
+        """Return the folder to convert.
+
+        Raises:
+            InputError: If the folder has no model, or another model than the config.
+        """
         config, method, named = self.config, self.method, self.settings.source
         folder = {
             "trained": Path(config.output_dir) / "hard_model",
@@ -77,12 +81,15 @@ class ConvertRecipe:
             )
         names = checkpoints.names_in_files(config.model_type, folder)
         if missing := [layer for layer in self.layers if f"{layer}.weight" not in names]:
-            raise InputError(f"{folder} is of another model than the config's: no {missing[0]}")
+            raise InputError(
+                f"{folder} holds another model than the config's: it lacks {missing[0]}; use the "
+                "config of its model"
+            )
         self.is_hard = (folder / DESCRIPTION_FILE).is_file()
         if method.needs_training and not self.is_hard:
             raise InputError(
-                f"{method.name} leaves biases, which {folder} has not; train it first, or use "
-                "AbsMean for the naive model, whose codes are the same"
+                f"a model of method {method.name} needs trained biases, and {folder} has none; "
+                "train first, or use AbsMean for the naive model, which has the same codes"
             )
         if not isinstance(method, GroupMethod):
             return ModelFolder(folder, {})
@@ -90,7 +97,7 @@ class ConvertRecipe:
         return ModelFolder(folder, quantized, quantize=not self.is_hard, method=method)
 
     def _check_formats(self) -> None:
-        """Raise InputError if a format cannot hold the model, or its target is in the way."""
+        """Raise InputError if a format cannot hold the model, or its output exists already."""
         self.method.check_file_formats(self.formats)
         for name in {"torchao", "intx"} & set(self.formats):
             check_format(self.method, _PACKED_FORMATS[name])
@@ -107,46 +114,47 @@ class ConvertRecipe:
                 )
 
     def _find_checkpoint(self) -> Path | None:
-        """Return the checkpoint with the latent weights of a hard model that has no codes."""
+        """Return the checkpoint with the latent weights, or None if the codes do not need them."""
         if not self.is_hard or self.method.codes_follow_from_hard:
             return None
         folder, step = self.source.folder.parent / "checkpoints", self.description["step"]
-        found = dict(checkpoints.complete_checkpoints(folder)).get(step)
-        if found is None:
+        path = dict(checkpoints.complete_checkpoints(folder)).get(step)
+        if path is None:
             raise InputError(
                 f"the codes of {self.method.key()} follow from latent weights, and there is no "
                 f"checkpoint of step {step} in {folder}; train again"
             )
-        return found
+        return path
 
     def _describe(self) -> dict[str, Any]:
-        """Return the content of hestia.json: how the hard model was made, or how it is made now."""
+        """Return the content of hestia.json, which says how the hard model was made."""
         key, section = self.method.key(), dict(self.config.model)
-        if self.config.is_transformers_model:  # the folder that is written is complete
+        if self.config.is_transformers_model:  # the written folder holds the whole model
             section["path"] = "."
-        found = self.source.description
-        if found is None:
-            log.info(f"{self.source.folder} was not trained: quantized as it is (naive)")
-            found = {"quantizer": key, "layers": self.layers, "step": 0, "model": section}
-            found |= {"base_model": hub_name(self.source.folder)}
-            self.source.description = found
-        if found["quantizer"] != key or set(found["layers"]) != set(self.layers):
+        description = self.source.description
+        if description is None:
+            log.info(f"{self.source.folder} is quantized without training (naive)")
+            description = {"quantizer": key, "layers": self.layers, "step": 0, "model": section}
+            description["base_model"] = hub_name(self.source.folder)
+            self.source.description = description
+        method, layers = description["quantizer"], description["layers"]
+        if method != key or set(layers) != set(self.layers):
             raise InputError(
-                f"{self.source.folder} was trained with quantizer {found['quantizer']} on "
-                f"{len(found['layers'])} layers, the config has {key} on {len(self.layers)}; use "
-                "the config that trained it"
+                f"{self.source.folder} was trained with quantizer {method} on {len(layers)} "
+                f"layers, but the config has {key} on {len(self.layers)}; use the config that "
+                "trained it"
             )
-        return found | {"model": section}
+        return description | {"model": section}
 
     def target(self, name: str) -> Path:
-        """Return the file or folder that a format is written to."""
+        """Return the path of the file or folder of a format."""
         return self.output / ("model.gguf" if name == "gguf" else name)
 
     def run(self) -> dict[str, dict[str, Any]]:
         """Write every format.
 
         Returns:
-            Name of a format -> what its writer returned about sizes.
+            Name of a format -> the sizes that its writer returned.
         """
         summaries = {}
         for name in self.formats:
@@ -165,7 +173,7 @@ class ConvertRecipe:
         return summaries
 
     def _write(self, name: str, target: Path) -> dict[str, Any]:
-        """Write one format and return what its writer says about sizes."""
+        """Write one format and return the sizes from its writer."""
         source, options = self.source, {"overwrite": self.settings.overwrite}
         if name == "huggingface":
             return write_huggingface(source, target, description=self.description, **options)
@@ -194,22 +202,26 @@ class ConvertRecipe:
 
 
 def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table that is printed at the end: sizes, bits per weight, ratio to bfloat16."""
+    """Return a Markdown table of sizes, bits per weight and ratios to bfloat16.
+
+    Args:
+        summaries: Name of a format -> the sizes that its writer returned.
+    """
     lines = [
         "| format | size (MB) | bits per quantized weight | bits per weight, whole | of bf16 |",
         "|---|---:|---:|---:|---:|",
     ]
-    for name, s in summaries.items():
-        whole = s["whole_bits_per_weight"]
+    for name, sizes in summaries.items():
+        whole = sizes["whole_bits_per_weight"]
         lines.append(
-            f"| {name} | {s['bytes'] / 1e6:.1f} | {s['quantized_bits_per_weight']:.3f} | "
+            f"| {name} | {sizes['bytes'] / 1e6:.1f} | {sizes['quantized_bits_per_weight']:.3f} | "
             f"{whole:.3f} | {whole / 16:.1%} |"
         )
     return "\n".join(lines)
 
 
 def run_convert(config: RunConfig | Mapping[str, Any]) -> int:
-    """Convert the model of a config, print the sizes and return the exit code."""
+    """Convert the model of a config, print the sizes, and return the exit code."""
     recipe = ConvertRecipe(config)
     print(f"\n{sizes_table(recipe.run())}\n\n{recipe.output}")
     return 0

@@ -1,8 +1,8 @@
-"""``hestia_eval``: evaluates several models of one config and compares them in one table.
+"""``hestia_eval``: evaluate several models of one config and compare them in one table.
 
-Each model's result is written to a file of its own as soon as the model is done, so a later failure
-or a stop loses nothing. The next run takes a result from its file if everything that its numbers
-depend on is the same (`hestia_tune.cache`), and otherwise evaluates the model again. The files are
+The result of each model goes to its own file as soon as the model is done, so a later failure or
+stop loses no result. The next run reads a result from its file if everything that the result
+depends on is unchanged (`hestia_tune.cache`). Otherwise it evaluates the model again. The files are
 in a folder beside ``eval.output``: ``evaluation/trained.json`` beside ``evaluation.json``.
 """
 
@@ -30,12 +30,12 @@ from hestia_tune.training.plan import join_ranks
 
 log = logging.getLogger(__name__)
 
-# Keys of the eval section that do not change a model's numbers.
+# Keys of the eval section that do not change the numbers of a model.
 _NOT_MEASURED = ("models", "output", "every_n_steps", "at_end")
 
 
 def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
-    """Evaluate the models of the ``eval`` section one after the other and print the table.
+    """Evaluate the models of the ``eval`` section one after another and print the table.
 
     All models and tasks are checked before the first model is loaded.
 
@@ -61,21 +61,22 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     results = []
     for name, folder in folders.items():
         file = results_folder / _file_name(name)
-        identity: Any = on_first_rank(partial(_identity, config, device, folder, sensitivity))
+        identity: Any = on_first_rank(_identity, config, device, folder, sensitivity)
         expected = {"settings": {"identity": identity}}
-        found = on_first_rank(partial(cache.kept, file, expected, overwrite=True))
-        log.info(f"{name}: {'evaluating it' if found is None else f'read from {file}'}")
-        if found is not None:
-            results.append(ModelResult(**found))
+        saved = on_first_rank(partial(cache.kept, file, expected, overwrite=True))
+        if saved is not None:
+            log.info(f"{name}: read the result from {file}")
+            results.append(ModelResult(**saved))
             continue
+        log.info(f"{name}: evaluating the model")
         options = {"device": device, "dtype": dtype, "sensitivity": sensitivity}
         model, description = load_model(name, config, **options)
         description |= {"world_size": dist.get_world_size(), "identity": identity}
         results.append(evaluator.evaluate(name, model, description, device))
         del model
-        on_first_rank(partial(results[-1].save, file), share=False)
+        on_first_rank(results[-1].save, file, share=False)
     comparison = compare(results)
-    on_first_rank(partial(comparison.save, path), share=False)
+    on_first_rank(comparison.save, path, share=False)
     if dist.get_rank() == 0:
         print(f"\n{comparison.markdown()}\n\n{path}")
     end_process_group()
@@ -83,28 +84,28 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
 
 
 def _identity(config: RunConfig, device: torch.device, *paths: str | Path | None) -> dict[str, Any]:
-    """Return what the numbers of one model depend on, as plain values for JSON.
+    """Return everything that the result of one model depends on, as plain values for JSON.
 
     Args:
-        config: The config that is evaluated.
+        config: The run's config.
         device: The device that the model runs on.
-        paths: The model's files and folders. None is skipped.
+        paths: The files and folders of the model. None is skipped.
     """
     settings = dataclasses.asdict(config.eval)
     texts = [text["source"] for text in settings["perplexity"].values()]
     roots = [*paths, settings["include_path"], *settings["tasks"], *texts]
-    found = [path for root in roots if root for path in (Path(root), *Path(root).rglob("*"))]
-    files = [(str(path), path.stat()) for path in sorted(found) if path.is_file()]
+    inputs = [path for root in roots if root for path in (Path(root), *Path(root).rglob("*"))]
+    files = [(str(path), path.stat()) for path in sorted(inputs) if path.is_file()]
     return {
         **{key: getattr(config, key) for key in ("model", "quantizer", "tokenizer", "dtype")},
         "eval": {key: value for key, value in settings.items() if key not in _NOT_MEASURED},
         "device": str(device),
         "versions": versions(),
-        "files": cache.digest([(name, s.st_size, s.st_mtime_ns) for name, s in files]),
+        "files": cache.digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]),
     }
 
 
 def _file_name(model: str) -> str:
-    """Return a file name for the result of a model, which may be given as a path."""
+    """Return a file name for the result of a model. The model's name may be a path."""
     safe = re.sub(r"[^\w.-]", "_", model, flags=re.ASCII)[-60:]
     return f"{safe}.json" if safe == model else f"{safe}-{cache.digest(model)}.json"

@@ -1,14 +1,14 @@
-"""Commands that need no run: ``configs``, ``options``, ``compare`` and ``validate``.
+"""Commands that start no run: ``configs``, ``options``, ``compare`` and ``validate``.
 
 ``python -m hestia_tune COMMAND`` calls them.
 
-``compare`` prints one table of what finished runs reached. Two runs that differ in one setting
-show what the setting is worth. With the schedule rho=0 tau_init=0 alpha=0 the method is plain
+``compare`` prints one table with the losses of finished runs. Two runs that differ in one setting
+show how much the setting matters. With the schedule rho=0 tau_init=0 alpha=0 the method is plain
 straight-through training.
 
-``validate`` makes the plan of a run on one CPU process and ends there. It reads no weight,
-trains nothing and changes no file. It does not compute what a run would compute first
-(``sensitivity: auto``, ``reconstruction: auto``).
+``validate`` plans a run in one process and stops there. It reads no weight, trains nothing and
+changes no file. It computes no sensitivity and no reconstruction (``sensitivity: auto``,
+``reconstruction: auto``).
 """
 
 import ast
@@ -66,44 +66,42 @@ def options_page() -> str:
 
 
 def compare_runs(runs: Sequence[str]) -> str:
-    """The validation losses of several runs as Markdown.
+    """Return a Markdown table with the validation losses of several runs.
 
-    What is the same model in all runs (pretrained, naive) has one row; where the runs measured it
-    differently, which makes them not comparable, each run has its own.
+    A model that all runs share (pretrained, naive) has one row. If the runs measured different
+    losses of it, they cannot be compared, and each run has its own row.
 
     Args:
-        runs: output folders of ``hestia_qat``, or their results.json.
+        runs: Output folders of ``hestia_qat``, or their results.json.
 
     Raises:
-        InputError: if a run has no results; or if it has no validation losses, or is no run.
+        InputError: If a path is not a finished training run, or the run has no validation losses.
     """
-    from hestia_tune.training.outputs import HARD, results_table  # imports torchtune: seconds
+    from hestia_tune.training.outputs import HARD, results_table  # a slow import: torchtune
 
-    found: dict[str, dict[str, float]] = {}
+    runs_losses: dict[str, dict[str, float]] = {}
     for run in runs:
         path = Path(run)
         path = path / "results.json" if path.is_dir() else path
         if not path.is_file():
             raise InputError(f"{run} has no results.json; let the run finish first")
         try:
-            losses = read_json(path)["validation_loss"]
+            runs_losses[run] = read_json(path)["validation_loss"]
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{path} is no results.json of a training run") from None
-        if not losses:
+        if not runs_losses[run]:
             raise InputError(f"{path} has no validation losses; train with a dataset_val")
-        found[run] = losses
-    labels = dict.fromkeys(label for losses in found.values() for label in losses)
-    labels.pop(HARD, None)
+    hard = {run: losses.pop(HARD) for run, losses in runs_losses.items() if HARD in losses}
     rows: dict[str, float] = {}
-    for label in labels:
-        measured = {run: losses[label] for run, losses in found.items() if label in losses}
+    for label in dict.fromkeys(label for losses in runs_losses.values() for label in losses):
+        measured = {run: losses[label] for run, losses in runs_losses.items() if label in losses}
         same = len(set(measured.values())) == 1
         rows |= {label if same else f"{label} ({run})": x for run, x in measured.items()}
-    return results_table(rows | {run: one[HARD] for run, one in found.items() if HARD in one})
+    return results_table(rows | hard)
 
 
 def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
-    """Check a config and print what it would do; return the exit code."""
+    """Check a config, print a summary of its run, and return the exit code."""
     import torch
     import torch.distributed as dist
 
@@ -112,20 +110,20 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
 
     config = RunConfig.parse(config)
     if config.device.startswith("cuda") and not torch.cuda.is_available():
-        print("device cuda: not here; all else is checked")
+        print("device cuda: not here; everything else is checked")
         offload = {"fsdp_cpu_offload": False, "enable_activation_offloading": False}
         config = config.changed(device="cpu", **offload)
-    found = complete_checkpoints(Path(config.output_dir) / "checkpoints")
-    if config.resume_from_checkpoint and found:
-        ranks = read_meta(found[-1][1])["world_size"]
+    saved = complete_checkpoints(Path(config.output_dir) / "checkpoints")
+    if config.resume_from_checkpoint and saved:
+        ranks = read_meta(saved[-1][1])["world_size"]
         if ranks > 1:
-            print(f"resuming a run of {ranks} processes: not checked here; all else is")
+            print(f"resuming a run of {ranks} processes: not checked here; everything else is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
     planned = plan(config)
     dist.destroy_process_group()
     print(
         f"valid: {len(planned.layers)} linears by {planned.component.method.key()}, "
-        f"{planned.data.total_steps} steps of {planned.data.sequences_per_step} sequences (of one "
-        f"process), into {config.output_dir}"
+        f"{planned.data.total_steps} steps of {planned.data.sequences_per_step} sequences (on one "
+        f"process), output in {config.output_dir}"
     )
     return 0

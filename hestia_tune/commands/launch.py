@@ -1,8 +1,9 @@
-"""From a command line to a finished command: parsing, one-line errors, exit codes.
+"""Run a command from its command line: parsing, one-line errors, exit codes.
 
-Exit codes: 0 done; 1 an error; 130 stopped by Ctrl-C, in training and reconstruction also by
-SIGTERM and SIGHUP. An `InputError`, which the user can mend, is one line on stderr. Any other
-error is a mistake in the code and keeps its traceback. HESTIA_TRACEBACK=1 shows every traceback.
+Exit codes: 0 for success, 1 for an error, 130 for a stop by Ctrl-C. SIGTERM and SIGHUP also stop
+training and reconstruction with 130. An `InputError`, which the user can correct, is one line on
+stderr. Any other error is a mistake in the code and keeps its traceback. HESTIA_TRACEBACK=1 shows
+every traceback.
 """
 
 import logging
@@ -23,12 +24,17 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError, one_line
 
 INTERRUPTED = 130
-# Notices of other packages about what their users cannot change.
+# Warnings of other packages that users of this package cannot act on.
 _NOTICES = ("'set_vital' is deprecated", "torch.distributed is disabled, unavailable or uninitia")
 
 
 def main(command: Callable[[RunConfig], int], name: str) -> int:
-    """Parse ``sys.argv`` as torchtune does, packaged config names included, and run ``command``."""
+    """Parse ``sys.argv`` as torchtune does, run a command, and return the exit code.
+
+    Args:
+        command: The command. It takes the config and returns an exit code.
+        name: Name of the command, for error messages.
+    """
     for notice in _NOTICES:
         warnings.filterwarnings("ignore", message=notice)
     library = logging.getLogger("hestia_tune")
@@ -53,7 +59,9 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
 
 
 def parse_command_line() -> RunConfig | int:
-    """Return the config of ``sys.argv``, or the exit code of a parser that has said all (--help).
+    """Return the config of ``sys.argv``, or the exit code after an option such as --help.
+
+    After ``--config`` come a packaged config, a path, or NAME+OTHER.
 
     Raises:
         InputError: If the config or an override cannot be read, or a value is not allowed.
@@ -71,17 +79,17 @@ def parse_command_line() -> RunConfig | int:
 
 
 def _print_once(error: InputError, name: str) -> None:
-    """Print an error of this rank, or, of an error that all ranks raise, that of the first rank.
+    """Print an error as one line. If every rank raises the error, only the first rank prints it.
 
-    Before the ranks have met, every rank prints its own.
+    An error before the process group exists belongs to its own rank, so every rank prints it.
     """
     rank = os.environ.get("RANK", "0")
     shared = dist.is_initialized() and getattr(error, "on_every_rank", False)
     if rank == "0" or not shared:
         where = "" if rank == "0" else f"[rank {rank}] "
         print(f"{name}: error: {where}{one_line(error, limit=2000)}", file=sys.stderr, flush=True)
-    if shared:  # torchrun ends all ranks when one exits: the first rank has printed by then
+    if shared:  # torchrun ends all ranks as soon as one exits, so the first rank must print before
         dist.barrier()
-    # Ranks that fail alone are ended by torchrun; waiting for each other here could hang.
+    # With several ranks, torchrun ends the processes. Waiting for other ranks here could hang.
     if dist.is_initialized() and dist.get_world_size() == 1:
         dist.destroy_process_group()

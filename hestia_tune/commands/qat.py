@@ -1,4 +1,4 @@
-"""``hestia_qat``: what it needs first (sensitivity, reconstruction), then the training."""
+"""``hestia_qat``: compute sensitivity and reconstruction if needed, and then train."""
 
 import contextlib
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ from hestia_tune.training.recipe import HestiaQATRecipe
 
 
 def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
-    """Train; return the exit code.
+    """Train the model of a config and return the exit code.
 
-    Everything is checked before a sensitivity or a reconstruction is computed.
+    All checks run before a sensitivity or a reconstruction is computed.
     """
     config = RunConfig.parse(config)
-    if config.schedule.alpha == 0 and config.sensitivity == "auto":  # nothing would read it
+    if config.schedule.alpha == 0 and config.sensitivity == "auto":  # alpha 0 does not read it
         config = config.changed(sensitivity=None)
     with locked(config.output_dir):
         config = _resume_if_possible(config)
         generate_missing(config)
         planned = plan(config)
-        # What a run may overwrite includes what it computes by itself.
+        # overwrite_output also covers the sensitivity and the reconstruction that a run computes.
         replace = {"overwrite": True} if config.overwrite_output and not planned.resume else {}
         if config.reconstruction == "auto":
             recipe = reconstruct(config.changed(reconstruct=replace))
@@ -46,14 +46,14 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
         recipe.build(planned)
         recipe.train()
         if dist.get_rank() == 0:
-            with contextlib.suppress(OSError):  # of a terminal that is gone
+            with contextlib.suppress(OSError):  # the terminal may be closed
                 print(recipe.summary())
         recipe.cleanup()
         return 0 if recipe.finished else INTERRUPTED
 
 
 def _resume_if_possible(config: RunConfig) -> RunConfig:
-    """Start again a run that was stopped before its first step: it has no checkpoint yet."""
+    """Return the config, without resuming if the run was stopped before its first checkpoint."""
     computes = "auto" in (config.reconstruction, config.sensitivity)
     folder = Path(config.output_dir) / "checkpoints"
     if computes and config.resume_from_checkpoint and not complete_checkpoints(folder):

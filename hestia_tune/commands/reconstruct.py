@@ -1,4 +1,4 @@
-"""``hestia_reconstruct``: block reconstruction as a command."""
+"""``hestia_reconstruct``: make the blocks of a model ternary, one window after another."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from hestia_tune.training.generation import generate_missing
 
 
 def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
-    """Reconstruct the model of a config; return the exit code."""
+    """Reconstruct the model of a config, print a summary, and return the exit code."""
     config = RunConfig.parse(config)
     generate_missing(config)
     recipe = reconstruct(config)

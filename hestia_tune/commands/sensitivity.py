@@ -1,10 +1,11 @@
-"""``hestia_sensitivity``: the YAML's model and data in, the artifact and two pictures out.
+"""``hestia_sensitivity``: measure the sensitivity of every layer, and draw it.
 
-Every rank holds the whole model in float32 and measures a share of the batches. In output_dir:
+Every rank holds the whole model in float32 and measures a share of the batches. The command writes
+to output_dir:
 
     sensitivity.json       the artifact (`hestia_tune.sensitivity.artifact`)
-    sensitivity.png        traces, layers by projections
-    temperatures.png       the temperatures that the config's schedule makes of the scores
+    sensitivity.png        the trace of every layer, as a table of layers and projections
+    temperatures.png       the temperatures that the config's schedule computes from the scores
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def run_sensitivity(config: RunConfig | Mapping[str, Any]) -> int:
-    """Compute the artifact of a config; return the exit code."""
+    """Compute the artifact of a config and return the exit code."""
     config = RunConfig.parse(config)
     generate_missing(config)
     estimate(config)
@@ -45,12 +46,12 @@ def run_sensitivity(config: RunConfig | Mapping[str, Any]) -> int:
 
 
 def estimate(config: RunConfig | Mapping[str, Any]) -> SensitivityArtifact:
-    """Return the artifact of a config, computed unless its file is just this one. Collective.
+    """Return the artifact of a config, and compute it if its file does not hold it. Collective.
 
     The file is ``sensitivity_estimation.output``.
 
     Raises:
-        InputError: If an artifact of another model or with other settings is in the way.
+        InputError: If the file holds an artifact of another model or with other settings.
     """
     config = RunConfig.parse(config)
     settings, seed = config.sensitivity_estimation, config.seed or 0
@@ -64,17 +65,17 @@ def estimate(config: RunConfig | Mapping[str, Any]) -> SensitivityArtifact:
     def find() -> tuple[dict[str, Any], SensitivityArtifact | None]:
         weights = {name: state[f"{name}.weight"] for name in planned.layers}
         identity = estimation_identity(weights, batches, settings, seed)
-        # Scores of another kappa follow from the same traces.
+        # With another kappa, the same traces give the new scores.
         estimator = {k: v for k, v in identity["estimator"].items() if k != "kappa"}
         remedy = "set sensitivity_estimation.overwrite=True, or .output to another path"
         options = {"overwrite": settings.overwrite, "remedy": remedy}
         if cache.kept(path, identity | {"estimator": estimator}, **options) is None:
             return identity, None
-        found = SensitivityArtifact.load(path)
-        return identity, dataclasses.replace(found, scores={}, estimator=identity["estimator"])
+        saved = SensitivityArtifact.load(path)
+        return identity, dataclasses.replace(saved, scores={}, estimator=identity["estimator"])
 
     identity, artifact = on_first_rank(find)
-    folder = path.with_name(f"{path.name}.{cache.digest(identity)}")  # of the journal
+    folder = path.with_name(f"{path.name}.{cache.digest(identity)}")  # the journal's folder
     if artifact is None:
         artifact = _measure(planned, state, batches, Journal(folder, dist.get_rank()))
 
@@ -95,7 +96,7 @@ def _measure(
 ) -> SensitivityArtifact:
     """Estimate the sensitivity of the pretrained model. Collective."""
     config = planned.config
-    log.info(f"sensitivity of {len(planned.layers)} layers")
+    log.info(f"measuring the sensitivity of {len(planned.layers)} layers")
     model = build.load_on_all_ranks(config.model, state, planned.device)
     weights = {name: model.get_submodule(name).weight for name in planned.layers}
     options = {"seed": config.seed or 0, "journal": journal}
@@ -106,27 +107,25 @@ def _measure(
     except torch.OutOfMemoryError as error:
         raise InputError(
             f"the sensitivity estimation ran out of memory ({one_line(error)}); lower "
-            "sensitivity_estimation.batch_size, or use curvature: fisher; what was measured is kept"
+            "sensitivity_estimation.batch_size, or use curvature: fisher; finished batches are kept"
         ) from error
-    samples = {
-        "dataset": config.dataset,
-        "num_samples": sum(len(batch.tokens) for batch in batches),
-    }
+    num_samples = sum(len(batch.tokens) for batch in batches)
+    samples = {"dataset": config.dataset, "num_samples": num_samples}
     return dataclasses.replace(artifact, dataset=artifact.dataset | samples)
 
 
 def _draw(
     planned: Plan, artifact: SensitivityArtifact, path: Path, state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Draw the traces, and the temperatures that training will give the layers."""
+    """Draw the traces, and the temperatures of the layers in training."""
     curvature = planned.config.sensitivity_estimation.curvature
     plot_sensitivity(artifact.traces, path.with_suffix(".png"), curvature)
     tau_init = planned.config.schedule.tau_init
-    if tau_init == "auto":  # as training will resolve it
+    if tau_init == "auto":  # training resolves it the same way
         weights = (state[f"{name}.weight"].float() for name in artifact.traces)
         tau_init = planned.component.method.fit_temperature(weights)
     schedule = AnnealingSchedule.of(100, planned.config.schedule, tau_init=tau_init)
     fan = f"{path.stem}_temperatures.png".removeprefix("sensitivity_")
     plot_temperatures(schedule, artifact.scores, path.with_name(fan))
     worst = max(artifact.score_standard_errors.values())
-    log.info(f"sensitivity: {path}, with scores known to +-{worst:.4f} or better")
+    log.info(f"sensitivity: wrote {path}, with scores known to +-{worst:.4f} or better")

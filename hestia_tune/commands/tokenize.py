@@ -1,4 +1,4 @@
-"""``hestia_tokenize``: the config's stream of text written once as a tokenized set."""
+"""``hestia_tokenize``: write the config's stream of text once, as a tokenized set."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,27 +13,27 @@ _STREAM = "hestia_tune.data.streaming_text_dataset"
 
 
 def run_tokenize(config: RunConfig | Mapping[str, Any]) -> int:
-    """Write the tokens of the ``dataset`` section to output_dir/tokens; return the exit code.
+    """Write the tokens of the ``dataset`` section to output_dir/tokens and return the exit code.
 
-    A set of the same text that is there already stays.
+    If the folder already holds the set of the same text, the set stays.
 
     Raises:
-        InputError: If the dataset is no stream of text, or another set is in the folder.
+        InputError: If the dataset is not a stream of text, or the folder holds another set.
     """
     config = RunConfig.parse(config)
     section = dict(config.datasets[0])
     is_stream = len(config.datasets) == 1 and section.pop("_component_", None) == _STREAM
     if not is_stream or section.get("source") in (None, "token_shards"):
         raise InputError(
-            f"hestia_tokenize writes what one {_STREAM} reads from the text of its source; got "
-            f"{config.dataset}"
+            f"dataset must be one {_STREAM} with a source of text, because hestia_tokenize writes "
+            f"its tokens; got {config.dataset}"
         )
     folder = require_writable_dir(config.output_dir) / "tokens"
     tokenizer = build.instantiate(config.tokenizer, "tokenizer")
     index = write_token_shards(tokenizer, folder, **section)
     verify_token_shards(folder)
     print(
-        f"{index['num_tokens']:,} tokens of {index['num_documents']:,} documents in {folder}; "
+        f"{index['num_tokens']:,} tokens of {index['num_documents']:,} documents are in {folder}; "
         f"train on them with dataset.source=token_shards dataset.data_files={folder}"
     )
     return 0

@@ -1,4 +1,4 @@
-"""Every YAML section as a dataclass; the packaged configs; nothing here imports torchtune."""
+"""Every YAML section as a dataclass, and the packaged configs. Nothing here imports torchtune."""
 
 from hestia_tune.config.section import Section, nearest, option, require_number
 from hestia_tune.config.sections import (

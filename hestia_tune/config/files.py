@@ -1,12 +1,12 @@
-"""Config files: finding packaged ones by name, and composing one from several.
+"""Find packaged config files by name, and compose a config from several files.
 
-A config may name another one under the key ``base``: it then has the keys of that config and its
-own; its own win. NAME+OTHER is NAME with the keys of OTHER laid over it, such as
-``llama3_2_1b+evening``; what is null in OTHER is taken away.
+A config may name another config under the key ``base``. It then has the keys of both configs, and
+its own values win. NAME+OTHER lays the keys of OTHER over NAME, such as ``llama3_2_1b+evening``. A
+key that is null in OTHER is removed.
 
-torchtune's parser opens whatever follows ``--config`` as a file. `resolved` swaps a name for the
-path of the composed config before the parser looks. It runs in every process of a distributed run,
-since each process parses its own arguments.
+torchtune's parser opens whatever follows ``--config`` as a file. `resolved` replaces a name by the
+path of the composed config before the parser runs. It runs in every process of a distributed run,
+because each process parses its own arguments.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from hestia_tune.errors import InputError, one_line
 
 
 def packaged_configs() -> dict[str, Path]:
-    """Return name -> path of every config in the package, sorted by name, bases included."""
+    """Return name -> path of every packaged config, bases included, sorted by name."""
     folder = importlib.resources.files("hestia_tune._configs")
     paths = (Path(str(entry)) for entry in folder.iterdir())
     return {path.stem: path for path in sorted(paths) if path.suffix == ".yaml"}
@@ -35,7 +35,7 @@ def config_path(name: str) -> Path:
     """Return the path of a packaged config, or ``name`` itself if such a file exists.
 
     Raises:
-        InputError: If ``name`` is neither; the message lists the packaged configs.
+        InputError: If ``name`` is neither. The message lists the packaged configs.
     """
     known = packaged_configs()
     if name in known:
@@ -49,7 +49,7 @@ def config_path(name: str) -> Path:
 
 
 def _names(name: str) -> list[str]:
-    """Return NAME and OTHER of NAME+OTHER; a path may have a + of its own."""
+    """Return the parts of NAME+OTHER. A path may contain a + itself."""
     cuts = [] if Path(name).is_file() else [i for i, sign in enumerate(name) if sign == "+"]
     for cut in cuts:
         if name[:cut] in packaged_configs() or Path(name[:cut]).is_file():
@@ -61,7 +61,7 @@ def load_config(name: str) -> DictConfig:
     """Return the composed config of NAME or NAME+OTHER, bases included.
 
     Raises:
-        InputError: If there is no such config, or it is no YAML mapping.
+        InputError: If there is no such config, or it is not a YAML mapping.
     """
     first, *others = map(_read, _names(name))
     for other in others:
@@ -70,7 +70,7 @@ def load_config(name: str) -> DictConfig:
 
 
 def _read(name: str) -> dict[str, Any]:
-    """Return the keys of a config, laid over those of its base."""
+    """Return the keys of a config, laid over the keys of its base."""
     path = config_path(name)
     try:
         keys: Any = OmegaConf.to_container(OmegaConf.load(path))
@@ -86,13 +86,14 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _is_same_component(value: Any, before: Any) -> bool:
-    """Return whether two sections can be merged: the options of another component mean nothing."""
+    """Return whether two sections can be merged: both are options of the same component."""
     if not (isinstance(value, dict) and isinstance(before, dict)):
         return False
     return value.get("_component_", before.get("_component_")) == before.get("_component_")
 
 
 def _lay_over(section: dict[str, Any], changes: Any, remove_nulls: bool = True) -> None:
+    """Write changes into a section, in place. A null removes its key or becomes the value."""
     for key, value in changes.items():
         if value is None and remove_nulls:
             section.pop(key, None)
@@ -111,27 +112,27 @@ def text_of(name: str) -> str:
 
 @contextlib.contextmanager
 def resolved(argv: list[str]) -> Iterator[list[str]]:
-    """Give ``argv`` with the path of the composed config, a temporary file, after ``--config``."""
+    """Yield ``argv`` with the path of the composed config after ``--config``.
+
+    The composed config is a temporary file.
+    """
     with tempfile.TemporaryDirectory() as folder:
-
-        def composed(name: str) -> str:
-            OmegaConf.save(load_config(name), path := Path(folder, "config.yaml"))
-            return str(path)
-
-        found = list(argv)
+        path, arguments = Path(folder, "config.yaml"), list(argv)
         for index, argument in enumerate(argv):
-            if argument == "--config" and index + 1 < len(argv):
-                found[index + 1] = composed(argv[index + 1])
-            elif argument.startswith("--config="):
-                found[index] = f"--config={composed(argument.removeprefix('--config='))}"
-        yield found
+            if argument.startswith("--config="):
+                OmegaConf.save(load_config(argument.removeprefix("--config=")), path)
+                arguments[index] = f"--config={path}"
+            elif index and argv[index - 1] == "--config":
+                OmegaConf.save(load_config(argument), path)
+                arguments[index] = str(path)
+        yield arguments
 
 
 def asset_path(name: str) -> str:
-    """Folder of a packaged asset; in YAML ``${hestia_asset:demo}``."""
+    """Return the folder of a packaged asset. YAML writes it as ``${hestia_asset:demo}``."""
     folder = Path(str(importlib.resources.files("hestia_tune"))) / "assets" / name
     if not folder.is_dir():
-        raise InputError(f"the package has no asset {name!r}")
+        raise InputError(f"the package has no asset {name!r}; check the name")
     return str(folder)
 
 

@@ -1,8 +1,8 @@
-"""The YAML file as a whole: which keys exist, their types, their defaults, and what they mean.
+"""The whole YAML file: its keys, their types, their defaults and their meanings.
 
-Everything here can be checked without a model, a file or a process group, so it is checked first,
-and once: `RunConfig.parse` is where a config comes in, and a `RunConfig` is what goes further down.
-torchtune's keys keep their names and meanings.
+The checks in this file need no model, no file and no process group, so they come first. They run
+once: `RunConfig.parse` reads a config, and all other code receives a `RunConfig`. torchtune's keys
+keep their names and meanings.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from hestia_tune.files import inside
 TRANSFORMERS_MODEL = "hestia_tune.models.hugging_face"
 TRANSFORMERS_MODEL_TYPE = "HUGGING_FACE"
 SELF_GENERATED = "hestia_tune.data.self_generated_dataset"
-# What belongs to a model that comes whole from a folder, unless the config says otherwise.
+# Sections that a config may leave out if its model comes whole from a folder.
 _TRANSFORMERS_DEFAULTS = {
     "tokenizer": {"_component_": "hestia_tune.models.AutoTokenizer", "path": "${model.path}"},
     "checkpointer": {
@@ -44,133 +44,140 @@ _DISK_LOGGER = {
     "_component_": "torchtune.training.metric_logging.DiskLogger",
     "log_dir": "${output_dir}/logs",
 }
-# Keys of torchtune's recipe that are not supported here: the only value, and why.
+# Keys of torchtune's recipe that are not supported here -> (the only allowed value, the reason).
 _UNSUPPORTED = {
     "optimizer_in_bwd": (False, "its gradients bypass accumulation, clipping and checkpoints"),
-    "enable_async_checkpointing": (False, "checkpoints are sharded and written by all ranks"),
+    "enable_async_checkpointing": (False, "all ranks write sharded checkpoints together"),
     "tensor_parallel_dim": (1, "scales need whole rows; use FSDP alone"),
     "tensor_parallel_plan": (None, "scales need whole rows; use FSDP alone"),
-    "log_peak_memory_stats": (True, "peak memory is always logged"),
+    "log_peak_memory_stats": (True, "a run always logs its peak memory"),
 }
-# Section -> name of its output in output_dir.
+# Section -> default name of its output in output_dir.
 _OUTPUTS = {
     "sensitivity_estimation": "sensitivity.json",
     "reconstruct": "reconstruction",
     "convert": "converted",
     "eval": "evaluation.json",
 }
-# Options of a temperature, by section.
+# Section -> options that set a temperature.
 _TEMPERATURES = {"schedule": ("tau_init", "alpha", "hard_fraction"), "reconstruct": ("tau_init",)}
 _COMPONENTS = ("model", "tokenizer", "checkpointer", "optimizer", "quantizer", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """Every key of the YAML file. Components stay mappings with a ``_component_``."""
+    """All keys of the YAML file. Components stay mappings with a ``_component_``."""
 
-    # Keys that torchtune has too.
+    # Keys of torchtune's recipe.
     output_dir: str
-    """Folder for everything that a run writes."""
+    """Folder for all files that a run writes."""
     model: Any
-    """Builder of the model, of torchtune or of hestia_tune.models."""
+    """Component that builds the model: a builder of torchtune or of hestia_tune.models."""
     tokenizer: Any
     """Tokenizer component."""
     checkpointer: Any
-    """Checkpointer component: where the pretrained model is, in Hugging Face format."""
+    """Checkpointer component. It names the pretrained model's folder, in Hugging Face format."""
     optimizer: Any
-    """Optimizer component. Norms, biases and learned scales are not decayed."""
+    """Optimizer component. Weight decay does not apply to norms, biases and learned scales."""
     dataset: Any
-    """Dataset component, or a list of them."""
+    """Dataset component, or a list of dataset components."""
     batch_size: int = option(low=1)
-    """Sequences that a rank takes through the model together."""
+    """Sequences per micro-batch and rank."""
     loss: Any = option({"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"})
-    """Loss component. null: the default."""
+    """Loss component. null: use the default."""
     lr_scheduler: Any = None
-    """Learning-rate scheduler component. null: a constant rate."""
+    """Learning-rate scheduler component. null: keep the learning rate constant."""
     metric_logger: Any = option(_DISK_LOGGER)
-    """Metric logger component. null: the default, files in output_dir."""
+    """Metric logger component. null: use the default, which writes files in output_dir."""
     profiler: Any = None
-    """Options of torchtune's profiler. null: no profile."""
+    """Options of torchtune's profiler. null: do not profile."""
     device: str = "cuda"
-    """cpu or cuda."""
+    """Device to run on: "cpu" or "cuda"."""
     dtype: str = option("bf16", choices=("bf16", "fp32"))
     """Dtype of the matrix products. Latent weights are always float32."""
     seed: int | None = option(0, low=0, high=2**31, remedy="numpy takes 32 bits")
-    """Seed of the order of samples, of samples for reconstruction and sensitivity, and of initial
-    weights. null: a random one."""
+    """Seed for the order of the samples, for the choice of samples in reconstruction and
+    sensitivity, and for random initial weights. null: draw a random seed."""
     epochs: int = option(1, low=1)
     """Passes over the dataset."""
     max_steps_per_epoch: int | None = option(None, low=1)
-    """Optimizer steps of an epoch at most. null: the whole epoch."""
+    """Largest number of optimizer steps per epoch. null: no limit."""
     gradient_accumulation_steps: int = option(1, low=1)
-    """Micro-batches of an optimizer step."""
+    """Micro-batches per optimizer step."""
     shuffle: bool = True
-    """Whether the samples of a dataset are shuffled in every epoch."""
+    """Whether to shuffle the samples of a dataset in every epoch."""
     clip_grad_norm: Any = None
-    """Largest norm of the latent weights' gradient; "inf" only logs the norm. null: neither."""
+    """Largest norm of the gradient of latent weights and all other trained parameters. A larger
+    gradient is scaled down. "inf" only logs the norm. null: neither clip nor log."""
     compile: bool = False
-    """Compile the blocks, the loss and the quantizer's formulas."""
+    """Whether to compile the blocks, the loss and the method's formulas with torch.compile."""
     resume_from_checkpoint: bool = False
-    """Resume from the newest complete checkpoint in output_dir."""
+    """Whether to resume from the newest complete checkpoint in output_dir."""
     log_every_n_steps: int = option(1, low=1)
-    """Log every so many steps, and the last one."""
+    """Number of steps between two logged steps. The last step is always logged."""
     enable_activation_checkpointing: bool = False
-    """Recompute the activations of every block in the backward pass."""
+    """Whether to recompute the activations of every block in the backward pass. This saves memory
+    and costs time."""
     enable_activation_offloading: bool = False
-    """Keep the activations in host memory; it needs activation checkpointing and CUDA."""
+    """Whether to keep activations in host memory. This needs enable_activation_checkpointing and
+    device cuda."""
     fsdp_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory; it needs CUDA."""
+    """Whether to keep weights, gradients and optimizer state in host memory. This needs device
+    cuda."""
     fsdp_reshard_after_forward: bool = True
-    """Free the gathered weights of a block after its forward pass."""
+    """Whether to free the gathered weights of a block after its forward pass."""
     # Keys of this package.
     quantizer: Any
-    """Quantizer component of hestia_tune, with prepare and convert."""
+    """Quantizer component of hestia_tune. It prepares the model for training and packs it."""
     schedule: ScheduleConfig = ScheduleConfig()
     sensitivity: str | None = None
-    """Path of a sensitivity artifact, or "auto" to compute it if there is none. null: one
-    temperature for all layers (the paper's "w/o Hessian")."""
+    """Path of a sensitivity artifact. "auto" computes the artifact if it does not exist. null: use
+    one temperature for all layers (the paper's "w/o Hessian")."""
     sensitivity_estimation: EstimationConfig = EstimationConfig()
     init: str = option("pretrained", choices=("pretrained", "random"))
-    """What hestia_qat starts from: the pretrained weights, or random weights drawn by the seed. For
-    random weights the checkpoint's folder gives only config and tokenizer."""
+    """Weights that hestia_qat starts from: the pretrained weights, or random weights drawn with the
+    seed. With random weights, only config and tokenizer come from the checkpointer's folder."""
     distillation: DistillationConfig = DistillationConfig()
     cage_strength: float = option(0.0, low=0, high=1e6)
-    """lambda of CAGE (arXiv 2510.18784) at the last step; its authors use 10. It is 0 in the first
-    80% of the steps and then rises linearly. 0 switches CAGE off."""
+    """Strength lambda of CAGE (arXiv 2510.18784) at the last step. The strength is 0 in the first
+    80% of the steps and then rises linearly. The authors of CAGE use 10. 0 switches CAGE off."""
     frozen_modules: list[str] | None = None
-    """Modules that hestia_qat leaves as they are, with everything in them. Freezing the embedding
-    freezes an output head that is tied to it. null: none. (hestia_reconstruct has norm_lr.)"""
+    """Names of modules that hestia_qat does not train, with everything in them. A frozen embedding
+    also freezes an output head that shares its weight. null: train all modules. For
+    hestia_reconstruct see norm_lr."""
     reconstruction: str | None = None
-    """Folder that hestia_reconstruct wrote, to start from, or "auto" to compute it if there is
-    none. null: start from the pretrained model."""
+    """Folder of a finished reconstruction to start from. "auto" computes the reconstruction if it
+    does not exist. null: start from the weights that init names."""
     reconstruct: ReconstructionConfig = ReconstructionConfig()
     convert: ConvertConfig = ConvertConfig()
     eval: EvalConfig = EvalConfig()
     dataset_val: Any = None
-    """Dataset component of the validation losses. null: no validation."""
+    """Dataset component for the validation losses. null: do not validate."""
     batch_size_val: int | None = option(None, low=1)
-    """Sequences of a validation batch. null: batch_size."""
+    """Sequences per validation batch and rank. null: use batch_size."""
     run_val_every_n_steps: int | None = option(None, low=1)
-    """Validate after every so many steps. null: only before and after training."""
+    """Number of steps between two validations. null: validate before and after training only."""
     max_val_batches: int | None = option(None, low=1)
-    """Batches of a validation, per rank. null: all."""
+    """Largest number of batches per validation and rank. null: use all batches."""
     max_steps: int | None = option(None, low=1)
-    """Optimizer steps of the whole run at most. null: no limit."""
+    """Largest number of optimizer steps of the whole run. null: no limit."""
     num_workers: int = option(0, low=0)
-    """Processes that read data, per rank."""
+    """Processes per rank that read data. 0 reads the data in the training process."""
     save_every_n_steps: int | None = option(None, low=1)
-    """Write a resumable checkpoint after every so many steps. null: only at the end."""
+    """Number of steps between two resumable checkpoints. null: save at the end only."""
     keep_last_checkpoints: int = option(2, low=1)
-    """Checkpoints to keep; older ones are deleted once a newer one is complete."""
+    """Number of checkpoints to keep. A run deletes older checkpoints as soon as a newer checkpoint
+    is complete."""
     overwrite_output: bool = False
-    """Start again in an output_dir that holds checkpoints of an earlier run."""
+    """Whether to start again in an output_dir that holds checkpoints of an earlier run."""
 
     @classmethod
     def parse(cls, values: "Mapping[str, Any] | RunConfig") -> "RunConfig":
-        """Read a config; a `RunConfig` is returned as it is.
+        """Read a config. A `RunConfig` is returned unchanged.
 
         Raises:
-            InputError: The message names the key, the rule, the value and the remedy.
+            InputError: If a key or a value is not allowed. The message names the key, the rule,
+                the value and the remedy.
         """
         if isinstance(values, RunConfig):
             return values
@@ -183,12 +190,11 @@ class RunConfig(Section):
                 raise InputError(f"{key}={value} is not supported: {reason}; leave it out")
         sections = [f.name for f in dataclasses.fields(cls) if isinstance(f.default, Section)]
         for key in ("loss", "metric_logger", *sections):
-            if given.get(key, ...) is None:  # null means the defaults, as if the key were left out
+            if given.get(key, ...) is None:  # null means the defaults, like a missing key
                 del given[key]
         required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory]
         if missing := [key for key in required if given.get(key) is None]:
-            raise InputError(f"the config lacks {', '.join(missing)}")
-        given.setdefault("metric_logger", _DISK_LOGGER)
+            raise InputError(f"the config lacks {', '.join(missing)}; add these keys")
         _drop_temperature(given)
         return super().parse(given)
 
@@ -196,21 +202,19 @@ class RunConfig(Section):
         super().__post_init__()
         self._check_components()
         self._check_training()
-        for key, name in _OUTPUTS.items():  # a section that names no output has the run's
+        for key, name in _OUTPUTS.items():  # the default outputs are in output_dir
             section = getattr(self, key)
             output = section.output or f"{self.output_dir}/{name}"
             object.__setattr__(self, key, dataclasses.replace(section, output=output))
         whole = Path(self.output_dir).resolve()
-        taken = (whole, whole / "hard_model", whole / "checkpoints")
-        given = {
-            "reconstruct.output": self.reconstruct.output,
-            "reconstruction": self.reconstruction,
-        }
-        for key, folder in given.items():
-            if folder and Path(folder).resolve() in taken:
+        reserved = (whole, whole / "hard_model", whole / "checkpoints")
+        folders = (self.reconstruct.output, self.reconstruction)
+        for key, folder in zip(("reconstruct.output", "reconstruction"), folders, strict=True):
+            if folder and Path(folder).resolve() in reserved:
                 raise InputError(
-                    f"{key} must be a folder that training does not write, as it does output_dir "
-                    f"{self.output_dir}, hard_model and checkpoints in it; got {folder}"
+                    f"{key} must be a folder that training does not write; got {folder}, but "
+                    f"training writes output_dir {self.output_dir} and hard_model and checkpoints "
+                    "in it; choose another folder"
                 )
 
     def _check_components(self) -> None:
@@ -222,13 +226,12 @@ class RunConfig(Section):
             if not isinstance(getattr(self, key), dict | list | None):
                 rule = f"{key} must be a section or a list"
                 raise InputTypeError(f"{rule}; got {getattr(self, key)!r}")
-        known = _CHECKPOINTER
-        if self.is_transformers_model:
-            known = _TRANSFORMERS_DEFAULTS["checkpointer"]["_component_"]
+        theirs = _TRANSFORMERS_DEFAULTS["checkpointer"]["_component_"]
+        known = theirs if self.is_transformers_model else _CHECKPOINTER
         if self.checkpointer["_component_"] != known:
             raise InputError(
-                f"the checkpointer of model {self.model['_component_']} must be {known}, which "
-                f"writes the hard model in Hugging Face format; got "
+                f"the checkpointer of model {self.model['_component_']} must be {known}, because "
+                "it writes the hard model in Hugging Face format; got "
                 f"{self.checkpointer['_component_']}"
             )
         folder = self.checkpointer.get("checkpoint_dir")
@@ -247,7 +250,7 @@ class RunConfig(Section):
             require_number("clip_grad_norm", self.clip_grad_norm, 1e-9, 1e30, remedy)
         for key in ("fsdp_cpu_offload", "enable_activation_offloading"):
             if getattr(self, key) and not self.device.startswith("cuda"):
-                raise InputError(f"{key} needs device cuda; got {self.device}; leave it out")
+                raise InputError(f"{key} needs device cuda; got {self.device}; leave {key} out")
         if self.enable_activation_offloading and not self.enable_activation_checkpointing:
             raise InputError(
                 "enable_activation_offloading needs enable_activation_checkpointing; set both"
@@ -261,27 +264,31 @@ class RunConfig(Section):
 
     @property
     def is_transformers_model(self) -> bool:
-        """Whether the model is built by transformers, from its folder alone."""
+        """Whether transformers builds the model, from its folder alone."""
         return self.model["_component_"] == TRANSFORMERS_MODEL
 
     @property
     def needs_pretrained(self) -> bool:
-        """Whether training starts from the pretrained weights, or is distilled from them."""
+        """Whether training starts from the pretrained weights or distils from them."""
         teacher = self.distillation.teacher if self.distillation.weight else None
         return "pretrained" in (self.init, teacher)
 
     @property
     def model_type(self) -> str:
-        """The checkpointer's model type, by which weights are named in files."""
+        """The checkpointer's model type. It decides the names of the weights in files."""
         return str(self.checkpointer.get("model_type"))
 
     @property
     def datasets(self) -> list[dict[str, Any]]:
-        """The parts of the ``dataset`` section."""
+        """The dataset components of the ``dataset`` section, as a list."""
         return self.dataset if isinstance(self.dataset, list) else [self.dataset]
 
     def changed(self, **changes: Any) -> "RunConfig":
-        """Return the config with other values; a mapping changes the options of a section."""
+        """Return a copy of the config with other values.
+
+        Args:
+            changes: Key -> new value. A mapping changes some options of a section.
+        """
         for key, value in changes.items():
             if isinstance(old := getattr(self, key), Section) and isinstance(value, Mapping):
                 changes[key] = dataclasses.replace(old, **value)
@@ -289,19 +296,20 @@ class RunConfig(Section):
 
 
 def _drop_temperature(given: DictConfig) -> None:
-    """Set the temperatures of a config to 0 if its method has none.
+    """Set the temperatures of a config to 0 if its method has no temperature.
 
     Raises:
         InputError: If the config sets a temperature that nothing would read.
     """
     name = OmegaConf.select(given, "quantizer._component_", default=None)
-    component = pydoc.locate(name) if isinstance(name, str) else None  # building it tells more
+    # If the component does not exist, building it raises a better error than this function could.
+    component = pydoc.locate(name) if isinstance(name, str) else None
     if getattr(component, "has_temperature", True):
         return
     read_by_none = f"is read by methods with a temperature, and {name} has none"
     for key, options in _TEMPERATURES.items():
         if not OmegaConf.is_dict(section := given.get(key) or OmegaConf.create()):
-            return  # which parsing refuses
+            return  # parsing refuses such a section
         for unread in options:
             if (value := section.get(unread, 0)) != 0:
                 raise InputError(

@@ -1,8 +1,9 @@
 """Sections of the YAML file as frozen dataclasses that check themselves.
 
 A field carries its type, its range (`option`) and, in the string below it, its meaning.
-`Section.parse` reads a section once, by ``OmegaConf.structured``; what comes out is handed down as
-it is and never checked again. The same checks run when a section is made in Python.
+`Section.parse` reads a section once, by ``OmegaConf.structured``. The rest of the package receives
+the parsed section and does not check it again. The same checks run when Python code makes a
+section.
 """
 
 import ast
@@ -11,8 +12,9 @@ import difflib
 import inspect
 import math
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, TypeVar, cast
 
 from omegaconf import OmegaConf
@@ -24,7 +26,7 @@ T = TypeVar("T", bound="Section")
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """Return '; did you mean X?' if a known name is close to ``key``, else an empty string."""
+    """Return '; did you mean X?' if a known name is close to ``key``, or else an empty string."""
     close = difflib.get_close_matches(key, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -47,14 +49,16 @@ def option(
     choices: tuple[str, ...] = (),
     remedy: str = "",
 ) -> Any:
-    """Declare a field of a `Section` that is checked beyond its type.
+    """Declare a field of a `Section` with a check beyond the check of its type.
 
     Args:
-        default: The default value; a list or a mapping is copied. Without one the field must be
-            given.
-        low, high: The closed range of a number. None and words are not checked.
-        choices: The allowed words, also inside a list, or in place of a number.
-        remedy: The end of the error for a value out of range.
+        default: The default value. Lists and mappings are copied. Without a default the user must
+            give the option.
+        low: The smallest allowed number. The check skips None and words.
+        high: The largest allowed number.
+        choices: The allowed words. They apply to a single word, to every word in a list, and to a
+            word in place of a number.
+        remedy: The end of the error message for a number out of range.
     """
     rules = {"low": low, "high": high, "choices": choices, "remedy": remedy}
     if isinstance(default, list | dict):
@@ -64,7 +68,7 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the YAML file; its fields are plain, or declared by `option`.
+    """A part of the YAML file. Its fields are plain, or `option` declares them.
 
     Raises:
         InputTypeError: If a value has the wrong type.
@@ -75,7 +79,7 @@ class Section:
 
     @classmethod
     def parse(cls: type[T], values: Any) -> T:
-        """Read the section from a mapping, plain or OmegaConf's. None gives all defaults."""
+        """Read the section from a plain mapping or a DictConfig. None gives all defaults."""
         try:
             if OmegaConf.is_config(values):
                 values = OmegaConf.to_container(values, resolve=True)
@@ -95,7 +99,7 @@ class Section:
         for field in dataclasses.fields(self):
             name, value = f"{self.section}.{field.name}".lstrip("."), getattr(self, field.name)
             if value is not None and not OmegaConf.is_config(typed[field.name]):
-                value = typed[field.name]  # as its type: "1e-3" is a float
+                value = typed[field.name]  # The value has its type now: "1e-3" is a float.
                 object.__setattr__(self, field.name, value)
             if not (rules := field.metadata):
                 continue
@@ -106,14 +110,19 @@ class Section:
                     raise InputError(f"{name} must be {kind}one of {choices}; got {word}")
             if isinstance(value, int | float) and not isinstance(value, bool):
                 require_number(name, value, rules["low"], rules["high"], rules["remedy"])
+        self.check()
+
+    def check(self) -> None:
+        """Raise InputError if the options contradict each other. Subclasses override this."""
 
 
 def _in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
-    """Return an error of OmegaConf as one of ours: the whole key, on one line."""
+    """Return an OmegaConf error as an InputError of one line that names the whole key."""
     inner = error.__cause__ or error.__context__
     if str(error).startswith("Could not create instance") and isinstance(inner, Exception):
-        is_theirs = isinstance(inner, OmegaConfBaseException)
-        return _in_our_words(inner, section) if is_theirs else inner  # a section's own error
+        if isinstance(inner, OmegaConfBaseException):
+            return _in_our_words(inner, section)
+        return inner  # The section itself has raised this error.
     key = f"{section}.{error.full_key or error.key or ''}".strip(".")
     if isinstance(error, ConfigKeyError):
         known = [field.name for field in dataclasses.fields(error.object_type or Section)]
@@ -124,40 +133,33 @@ def _in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
     if "is not a ListConfig" in text:
         text = f"{key}: give a list, such as [a, b]"
     elif "is not Optional" in text:
-        text = f"{key}: null is not allowed; leave it out for its defaults"
+        text = f"{key}: null is not allowed; leave the key out to use its defaults"
     for cls in Section.__subclasses__():
         text = text.replace(cls.__name__, f"the mapping {cls.section}")
     return InputTypeError(text)
 
 
-def describe(section: type[Section], prefix: str = "") -> Iterable[tuple[str, str, str, str]]:
-    """Yield (key, type, default, meaning) of every option of a section and of those within it.
+def describe(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield (key, type, default, meaning) of every option of a section and its subsections.
 
     The meaning is the string below the field in the source code.
     """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    body = cast(ast.ClassDef, tree).body
-    texts = {
-        line.target.id: " ".join(below.value.value.split())
-        for line, below in zip(body, body[1:], strict=False)
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if isinstance(below.value.value, str)
-    }
+    texts = {}
+    for pair in pairwise(cast(ast.ClassDef, tree).body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                texts[name] = " ".join(text.split())
     for field in dataclasses.fields(section):
-        kind = field.type if isinstance(field.type, type) else None
-        if kind is not None and issubclass(kind, Section):
-            yield from describe(kind, f"{prefix}{field.name}.")
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            yield from describe(field.type, f"{prefix}{field.name}.")
             continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        shown = "must be given" if default is dataclasses.MISSING else _as_yaml(default)
-        name = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-        choices = field.metadata.get("choices")
-        name = " | ".join(choices) if choices and name == "str" else name.replace("typing.", "")
-        yield f"{prefix}{field.name}", name, shown, texts.get(field.name, "")
-
-
-def _as_yaml(value: Any) -> str:
-    return "null" if value is None else str(value)
+        elif default is dataclasses.MISSING:
+            default = "must be given"
+        shown = "null" if default is None else str(default)
+        kind, choices = inspect.formatannotation(field.type), field.metadata.get("choices")
+        kind = " | ".join(choices) if choices and kind == "str" else kind
+        yield f"{prefix}{field.name}", kind, shown, texts.get(field.name, "")

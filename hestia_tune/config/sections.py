@@ -1,6 +1,6 @@
 """The YAML sections of training, data, sensitivity, conversion and evaluation.
 
-`hestia_tune.config.run` has the file as a whole.
+`hestia_tune.config.run` describes the whole file.
 """
 
 from dataclasses import dataclass
@@ -16,89 +16,95 @@ class ScheduleConfig(Section):
 
     section: ClassVar[str] = "schedule"
     rho: float = option(0.2, low=0, high=1, remedy="the paper uses 0.2")
-    """Fraction of the steps in which the pressure rises from 0 to 1 (Eq. 8)."""
+    """Fraction of the steps in which the pressure rises from 0 to 1 (Eq. 8). The default is the
+    paper's value."""
     tau_init: int | float | str = option(
         0.3, low=0, high=100, choices=("auto",), remedy='or use "auto"'
     )
-    """Temperature while the pressure rises (Eq. 12). "auto" takes the temperature that fits the
-    model's own weights best. 0 with rho 0 is straight-through training."""
+    """Temperature while the pressure rises (Eq. 12). The default is the paper's value. "auto" takes
+    the temperature that fits the model's own weights best. tau_init 0 with rho 0 is
+    straight-through training."""
     alpha: float = option(0.4, low=-4, high=4, remedy="the paper uses 0.4")
-    """Strength of the sensitivity in the temperature (Eq. 13). 0 gives all layers the same
-    temperature."""
+    """Strength of the sensitivity in the temperature (Eq. 13). The default is the paper's value.
+    0 gives all layers the same temperature."""
     hard_fraction: float = option(0.0, low=0, high=0.9, remedy="0 is the paper's")
-    """Last fraction of the steps, at temperature 0: straight-through on hard codes, so that scales
-    and norms settle on them. The cosine of Eq. 12 ends where it begins."""
+    """Fraction of the steps, at the end of training, with temperature 0. In these steps the model
+    computes with hard codes and trains straight-through, so that scales and norms adapt to the
+    codes. The cosine of Eq. 12 ends before them. The default is the paper's schedule."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if self.hard_fraction and self.rho + self.hard_fraction > 1:
             raise InputError(
                 f"schedule.rho + hard_fraction must be at most 1; got {self.rho} + "
-                f"{self.hard_fraction}"
+                f"{self.hard_fraction}; lower one of them"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig(Section):
-    """The ``distillation`` section: training towards the predictions of another model."""
+    """The ``distillation`` section: training towards a teacher's predictions."""
 
     section: ClassVar[str] = "distillation"
     weight: float = option(0.0, low=0, high=1)
-    """Share of the distillation in the loss; the rest is cross-entropy. 0 switches it off."""
+    """Share of the distillation loss in the loss, from 0 to 1. The rest is cross-entropy.
+    0 switches distillation off."""
     temperature: float = option(1.0, low=1e-2, high=100)
-    """Divisor of both models' logits. The loss is multiplied by its square."""
+    """Divisor of the logits of both models. The distillation loss is multiplied by its square."""
     loss: str = option("kl", choices=("kl", "kl_reverse", "mixed"))
-    """"kl" is the Kullback-Leibler divergence of the model from the teacher, logged as a
-    cross-entropy, which includes the teacher's entropy. "kl_reverse" is the divergence of the
-    teacher from the model. "mixed" is half of each."""
+    """The distillation loss. "kl" is the Kullback-Leibler divergence of the model from the teacher;
+    the log shows it as a cross-entropy, so the number includes the teacher's entropy. "kl_reverse"
+    is the divergence of the teacher from the model. "mixed" is half of each."""
     teacher: str = "pretrained"
-    """"pretrained", or a Hugging Face folder with a model of the same shape."""
+    """The teacher: "pretrained" for the pretrained model, or a Hugging Face folder with a model of
+    the same shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReconstructionConfig(Section):
-    """The ``reconstruct`` section: blocks become ternary one window after the other."""
+    """The ``reconstruct`` section: blocks become ternary, one window after another."""
 
     section: ClassVar[str] = "reconstruct"
     num_samples: int = option(512, low=1)
-    """Sequences, drawn from the dataset by the seed."""
+    """Sequences to train on. The run's seed draws them from the dataset."""
     batch_size: int = option(8, low=1)
-    """Sequences per optimizer step, of all ranks together."""
+    """Sequences per optimizer step, summed over all ranks."""
     epochs: int = option(4, low=1)
     """Passes over the samples in every window."""
     window: int = option(1, low=1)
-    """Blocks that are trained together. The window moves by half of them, at least by one."""
+    """Blocks that train together. The window moves by half of them, at least by one block."""
     kl_blocks: int = option(0, low=0)
-    """Blocks at the end of the model that are trained once more after the last window, together,
-    towards the pretrained model's predictions (Kullback-Leibler divergence). They must fit on the
-    device with their optimizer. 0 skips this stage; a number above the model's takes all blocks."""
+    """Number of last blocks that train together once more, after the last window. This final stage
+    trains them towards the pretrained model's predictions (Kullback-Leibler divergence). The blocks
+    and their optimizer must fit on the device. 0 skips the stage. A number above the model's number
+    of blocks takes all blocks."""
     kl_epochs: int = option(1, low=1)
-    """Passes over the samples in that stage."""
+    """Passes over the samples in the final stage (see kl_blocks)."""
     kl_rate: float = option(0.3, low=1e-6, high=10)
-    """Learning rates of that stage, in units of lr, parameter_lr and norm_lr."""
+    """Factor on lr, parameter_lr and norm_lr in the final stage (see kl_blocks)."""
     lr: float = option(1e-2, low=0, high=1)
-    """Learning rate of the latent weights; it falls linearly to 0. With fewer than 100 steps in a
-    window, try up to twice as much."""
+    """Learning rate of the latent weights. It falls linearly to 0 in every window. With fewer than
+    100 steps per window, try up to twice the default."""
     parameter_lr: float = option(2e-2, low=0, high=1)
     """Learning rate of the method's own parameters, such as learned scales."""
     norm_lr: float = option(3e-3, low=0, high=1)
-    """Learning rate of the norms and biases in the blocks. 0 leaves them as they are."""
+    """Learning rate of the norms and biases in the blocks. 0 does not train them."""
     tau_init: float = option(0.3, low=0, high=100)
-    """Initial temperature of every window; 0 is straight-through training. The stage after the
-    windows starts at 0.05, or at tau_init if that is less."""
+    """Temperature at the start of every window. 0 is straight-through training. The final stage
+    (see kl_blocks) starts at 0.05, or at tau_init if tau_init is lower."""
     memory: float = option(8.0, low=0, high=1e6)
-    """GiB of hidden states that a rank keeps in memory; more go to a file in the output folder."""
+    """Limit, in GiB per rank, for hidden states in memory. If they need more, they go to a file in
+    the output folder."""
     output: str | None = None
-    """Folder of the reconstruction. null: the folder reconstruction in output_dir."""
+    """Folder to write the reconstruction to. null: use the folder reconstruction in output_dir."""
     overwrite: bool = False
-    """Replace the reconstruction of another model, or with other settings, in that folder."""
+    """Whether to replace a reconstruction of another model, or with other settings, in the output
+    folder."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if self.num_samples < self.batch_size:
             raise InputError(
                 f"{self.section}.num_samples {self.num_samples} must be at least batch_size "
-                f"{self.batch_size}; raise it"
+                f"{self.batch_size}; raise num_samples"
             )
 
 
@@ -108,38 +114,40 @@ class StreamConfig(Section):
 
     section: ClassVar[str] = "dataset"
     source: str
-    """First argument of `datasets.load_dataset`: a hub name, or "parquet", "json" or "text" with
-    data_files (.gz, .zst and .bz2 too; a line of a text file is a document). Or "token_shards", a
-    tokenized set, with its folder as data_files."""
+    """What to read. A hub name of a dataset, as in `datasets.load_dataset`. Or "parquet", "json" or
+    "text" for the files in data_files, also compressed as .gz, .zst or .bz2; every line of a text
+    file is a document. Or "token_shards" for the tokenized set in the folder data_files."""
     seq_len: int = option(low=1)
     """Tokens per sequence."""
     column: str = "text"
-    """Column that holds the text."""
+    """Name of the column that holds the text."""
     data_files: Any = None
-    """Paths, globs or URLs, or a mapping with one of these for each split."""
+    """Paths, globs or URLs, or a mapping with one of these for each split. null: the source is a
+    hub dataset."""
     name: str | None = None
-    """Configuration of a hub dataset. null: the dataset has none."""
+    """Configuration of a hub dataset. null: the dataset has no configurations."""
     split: str = "train"
     """Split to read."""
     revision: str | None = None
-    """Commit or branch of a hub dataset; to resume, the one that the run began with. null: the
-    newest."""
+    """Commit or branch of a hub dataset. To resume a run, give the revision that the run began
+    with. null: use the newest revision."""
     shuffle_buffer: int = option(1000, low=0)
-    """Documents that are shuffled together; 0 keeps the order. In a tokenized set every number
+    """Documents that are shuffled together. 0 keeps the order. In a tokenized set every number
     above 0 shuffles all sequences."""
     seed: int = option(0, low=0)
-    """Seed of the shuffles, together with the number of the epoch."""
+    """Seed of the shuffle. The number of the epoch changes the order too."""
     max_tokens: int | None = option(None, low=1)
-    """Tokens of all ranks together, rounded down to whole sequences on each rank. The data are read
-    again, in a new order, if they hold less. null: no limit."""
+    """Tokens to read, summed over all ranks and rounded down to whole sequences on each rank. If
+    the data hold fewer tokens, they are read again in a new order. null: no limit."""
     epochs: int | None = option(None, low=1)
-    """Passes over the data. null: no limit. The length of a text in epochs is not known before."""
+    """Passes over the data. A stream of text also needs max_tokens or max_steps, because its number
+    of tokens is not known in advance. null: no limit."""
     document_masks: bool = False
-    """Whether tokens see only their own document, as torchtune's packed datasets do."""
+    """Whether a token attends to its own document only, as in torchtune's packed datasets."""
 
     @property
     def files(self) -> str:
-        """What is read, for messages."""
+        """Return the name of the data for messages."""
         return str(self.data_files or self.source)
 
 
@@ -147,54 +155,56 @@ class StreamConfig(Section):
 class GeneratedConfig(Section):
     """The options of ``hestia_tune.data.self_generated_dataset``.
 
-    `hestia_tune.training.generation` writes the set before a run that names it.
+    `hestia_tune.training.generation` writes the set before the run that names it.
     """
 
     section: ClassVar[str] = "dataset"
     num_sequences: int = option(low=1)
     """Sequences to generate."""
     seq_len: int = option(low=8)
-    """Tokens of each sequence, the random first one included."""
+    """Tokens of each sequence, including the random first token."""
     cache_dir: str
-    """Folder of the set, which is generated once."""
+    """Folder of the generated set. A run generates the set only if the folder does not hold it."""
     temperature: float = option(1.0, low=1e-2, high=100)
-    """Temperature of the sampling."""
+    """Softmax temperature of the sampling."""
     seed: int = option(0, low=0, high=2**63 - 1)
-    """Seed of the sampling, and of the order in training."""
+    """Seed of the sampling, and of the order of the sequences in training."""
     epochs: int | None = option(1, low=1)
-    """Passes over the set. null: no limit."""
+    """Passes over the set. null: no limit; the run then needs max_steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimationConfig(Section):
-    """The ``sensitivity_estimation`` section."""
+    """The ``sensitivity_estimation`` section: how to measure the sensitivity of the layers."""
 
     section: ClassVar[str] = "sensitivity_estimation"
     curvature: str = option("hessian", choices=("hessian", "fisher"))
-    """"hessian" is the paper's (Eq. 10). "fisher" is the Gauss-Newton matrix, measured for all
-    layers at once by plain backward passes, and much cheaper."""
+    """The matrix whose trace is measured. "hessian" is the paper's matrix (Eq. 10). "fisher" is the
+    Gauss-Newton matrix. It is much cheaper, because plain backward passes measure all layers at
+    once."""
     num_samples: int = option(50, low=1)
-    """Calibration samples, drawn from the dataset by the seed."""
+    """Calibration samples. The run's seed draws them from the dataset."""
     batch_size: int = option(1, low=1)
-    """Samples that go through the model together. Every batch has probes of its own, so small
-    batches give more probes at the same cost."""
+    """Samples that go through the model together. Every batch has its own probes, so small batches
+    give more probes at the same cost."""
     target_standard_error: float = option(0.01, low=1e-6, high=0.5, remedy="0.01 is the default")
-    """Standard error of the scores; a layer gets more probes until its error is below."""
+    """Largest standard error of a score. A layer gets more probes until its error is below this
+    number, or until it has had num_probes probes per batch."""
     num_probes: int = option(20, low=2)
-    """Probes per batch that a layer gets at most."""
+    """Largest number of probes per batch and layer."""
     rank: int | None = option(None, low=0)
-    """A number: Hutch++ on every batch with this many sketch columns and num_probes probes
-    (Appendix B: 10 and 20), whatever the standard error; of "hessian" only. null: no sketch, and
-    as many probes as target_standard_error asks for."""
+    """Number of sketch columns of Hutch++, for "hessian" only. Every batch then has this many
+    sketch columns and num_probes probes (Appendix B: 10 and 20), and target_standard_error has no
+    effect. null: no sketch, and as many probes as target_standard_error needs."""
     kappa: float = option(1.0, low=0, high=1e3, remedy="the paper uses 1")
-    """Gain of the scores (Eq. 11)."""
+    """Gain of the scores (Eq. 11). The default is the paper's value."""
     output: str | None = None
-    """Path of the artifact. null: sensitivity.json in output_dir."""
+    """Path of the artifact. null: use sensitivity.json in output_dir."""
     overwrite: bool = False
-    """Replace the artifact of another model, or with other settings, at that path."""
+    """Whether to replace an artifact of another model, or with other settings, at the output
+    path."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if self.rank is not None and self.curvature != "hessian":
             raise InputError(
                 f"{self.section}.rank is the sketch of Hutch++, which the fisher trace does not "
@@ -204,30 +214,31 @@ class EstimationConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig(Section):
-    """The ``convert`` section."""
+    """The ``convert`` section: which model files to write, and from which model."""
 
     section: ClassVar[str] = "convert"
     formats: list[str] | None = option(
         None, choices=("torchao", "intx", "huggingface", "compressed_tensors", "gguf", "onnx")
     )
-    """Formats to write. null: the first format of the method, torchao for every method with codes.
-    "intx" is torchao's own int2 tensor, a byte per weight, which loads without this package."""
+    """Formats to write. "intx" is torchao's own int2 tensor: it loads without this package and
+    takes a byte per weight. null: write the first format of the method, which is torchao for every
+    method with codes."""
     source: str = "trained"
-    """"trained": the hard model in output_dir. "pretrained": the checkpoint that training starts
-    from, quantized as it is (naive). Or a Hugging Face folder, taken as hard if hestia_qat wrote
-    it, else quantized as it is."""
+    """Model to convert. "trained": the hard model in output_dir. "pretrained": the pretrained
+    model, quantized without training (naive). A Hugging Face folder: the hard model in it if
+    hestia_qat wrote the folder, or else its model quantized without training."""
     output: str | None = None
-    """Folder to write into. null: the folder converted in output_dir."""
+    """Folder to write into. null: use the folder converted in output_dir."""
     block_type: str | list[str] = option("Q4_0", choices=("Q4_0", "Q2_0", "TQ2_0", "TQ1_0"))
-    """Block type of the quantized weights in a GGUF file, or a list, of which each weight gets the
-    first type that holds its groups. docs/convert.md says which type to take."""
+    """Block type of the quantized weights in a GGUF file. With a list, each weight gets the first
+    type in the list that can hold its groups. docs/convert.md says which type to choose."""
     onnx_head: str = option("float32", choices=("float32", "int8"))
-    """Output head of an ONNX file: exact or, faster, rounded to 8 bits in blocks of 32."""
+    """Output head of an ONNX file. "float32" is exact. "int8" is faster and rounds the head to 8
+    bits in blocks of 32."""
     overwrite: bool = False
-    """Replace what is there."""
+    """Whether to replace files and folders that exist already."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         for name in ("formats", "block_type"):
             if getattr(self, name) == []:
                 raise InputError(f"convert.{name} must name at least one; the list is empty")
@@ -235,64 +246,63 @@ class ConvertConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(Section):
-    """A text to measure perplexity on: one entry of ``eval.perplexity``."""
+    """A text to measure the perplexity of: one entry of ``eval.perplexity``."""
 
     section: ClassVar[str] = "eval.perplexity"
     source: str
     """A text file, a parquet, JSON or CSV file, or the name of a Hugging Face dataset."""
     column: str = "text"
-    """Column with the text, in parquet files and datasets."""
+    """Name of the column that holds the text, in datasets and in all files but text files."""
     name: str | None = None
-    """Configuration of a dataset. null: the dataset has none."""
+    """Configuration of a Hugging Face dataset. null: the dataset has no configurations."""
     split: str = "test"
-    """Split of a dataset."""
+    """Split of a Hugging Face dataset."""
     join: str | None = None
-    """String between documents that makes one document of all. null: every document by itself."""
+    """String that joins all documents into one document. null: score every document by itself."""
     window: int | None = option(None, low=1)
-    """Tokens that a forward sees. null: the model's longest sequence, at most 2048."""
+    """Tokens per forward pass. null: use the model's longest sequence, at most 2048 tokens."""
     stride: int | None = option(None, low=1)
-    """Tokens by which the window moves on, at most the window. null: the window."""
+    """Tokens by which the window moves, at most the window. null: use the window."""
     max_tokens: int | None = option(None, low=1)
-    """Score only this many tokens from the beginning. null: all."""
+    """Number of tokens to score, from the beginning of the text. null: score all tokens."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if self.stride is not None and self.window is not None and self.stride > self.window:
             raise InputError(
-                f"eval.perplexity: stride {self.stride} must not be above window {self.window}; "
-                "tokens between windows would not be scored"
+                f"eval.perplexity: stride {self.stride} must not be above window {self.window}, or "
+                "tokens between windows would not be scored; lower stride"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(Section):
-    """The ``eval`` section."""
+    """The ``eval`` section: which models to evaluate, and on which tasks and texts."""
 
     section: ClassVar[str] = "eval"
     models: list[str] = option(["pretrained", "naive", "trained"])
-    """Models to compare, the first with all others: "pretrained", "naive", "trained", "packed",
-    "checkpoint", "checkpoint_hard", or folders."""
+    """Models to evaluate: "pretrained", "naive", "trained", "packed", "checkpoint",
+    "checkpoint_hard", or folders. The table compares the first model with every other model."""
     tasks: list[str] = option(["hestia_zeroshot"])
     """Tasks of lm-eval, or "hestia_zeroshot" (ARC-Easy, ARC-Challenge, HellaSwag, PIQA,
-    WinoGrande). An empty list runs none."""
+    WinoGrande). An empty list runs no task."""
     include_path: str | None = None
-    """Folder with YAML files of your own tasks. null: none."""
+    """Folder with YAML files of your own tasks. null: you have no tasks of your own."""
     limit: int | float | None = option(None, low=1e-6)
-    """Documents per task; a number below 1 is a share of them. null: all."""
+    """Documents per task. A number below 1 is a share of the documents. null: use all documents."""
     batch_size: int | str = option("auto", low=1, choices=("auto",))
-    """Sequences of a forward; "auto" takes as many as 2048 tokens hold."""
+    """Sequences per forward pass. "auto" takes as many sequences as fit into 2048 tokens."""
     perplexity: dict[str, TextConfig] = option({})
-    """Name -> text to measure perplexity on."""
+    """Texts to measure the perplexity of, each under a name of your choice."""
     output: str | None = None
-    """Path of the JSON file with the table. null: evaluation.json in output_dir. The results of
-    each model go into a folder beside it that has the same name without .json."""
+    """Path of the JSON file with the table. null: use evaluation.json in output_dir. The results of
+    each model go into a folder beside the file with the same name without .json."""
     every_n_steps: int | None = option(None, low=1)
-    """Evaluate the hard model after every so many steps of training. null: never."""
+    """Number of training steps between two evaluations of the hard model. null: do not evaluate
+    during training."""
     at_end: bool = False
-    """Evaluate the hard model when training ends."""
+    """Whether to evaluate the hard model when training ends."""
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
         if not self.models:
             raise InputError("eval.models must name at least one model")
         if not self.tasks and not self.perplexity:

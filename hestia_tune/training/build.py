@@ -1,6 +1,6 @@
-"""What a plan says, made: weights read, the model sharded, its schedule, its teacher.
+"""Build what a plan describes: the sharded model with its weights, the schedule, the teacher.
 
-The first rank alone reads weights. Its errors are raised on every rank.
+Only the first rank reads weights. Its errors are raised on every rank.
 """
 
 import logging
@@ -51,12 +51,13 @@ class Built:
     """A model in training.
 
     Attributes:
-        model: Prepared, sharded and loaded.
-        teacher: The frozen model to distil from; None without distillation.
+        model: The model, prepared and sharded, with its weights.
+        teacher: The frozen model to distil from. None without distillation.
         schedule: Pressure and temperature of every step.
-        driver: What hands both to the layers, which then quantize their shards again.
-        identity: What must be the same when the run is resumed.
-        losses: Label -> validation loss that a reconstruction has measured before.
+        driver: It passes pressure and temperature to the layers, which then quantize their shards
+            again.
+        identity: Settings that must not change when the run is resumed.
+        losses: Label -> validation loss, as a reconstruction has measured it before training.
     """
 
     model: nn.Module
@@ -68,21 +69,21 @@ class Built:
 
 
 def build(plan: Plan) -> Built:
-    """Make the model, the schedule and the teacher of a plan. Collective.
+    """Build the model, the schedule and the teacher of a plan. Collective.
 
     Raises:
-        InputError: On every rank, if the weights cannot be read, are of another model than the
-            sensitivity or the reconstruction, or the checkpoint is of another run.
+        InputError: On every rank, if the weights cannot be read, if the sensitivity or the
+            reconstruction belongs to another model, or if the checkpoint belongs to another run.
     """
     pretrained, state = _initial_weights(plan)
     scores = None if plan.artifact is None else plan.artifact.scores
     schedule = _make_schedule(plan, state)
-    identity: Any = on_first_rank(partial(_identify, plan, schedule, state, scores))
+    identity: Any = on_first_rank(_identify, plan, schedule, state, scores)
     model, mesh = _shard_model(plan, state)
-    models.make_head_contiguous(model)  # it validates in chunks
+    models.make_head_contiguous(model)  # validation computes the logits in chunks
     teacher = None
     if plan.config.distillation.weight:
-        teacher = make_teacher(plan.config, pretrained, mesh, plan.dtype, plan.device)
+        teacher = _make_teacher(plan, pretrained, mesh)
         models.make_head_contiguous(teacher)
     requantize = partial(shards.refresh, model, plan.dtype, compiled=plan.config.compile)
     return Built(
@@ -96,53 +97,51 @@ def build(plan: Plan) -> Built:
 
 
 def read_pretrained(plan: Plan) -> State | None:
-    """Return the pretrained state dict on the first rank, None on the others. Collective.
+    """Return the pretrained state dict on the first rank, and None on the others. Collective.
 
     Raises:
-        InputError: If it cannot be read, is of another model, or holds NaN or infinity.
+        InputError: If the weights cannot be read, belong to another model, or have NaN or infinity.
     """
-    read = partial(models.read_checkpoint, plan.checkpointer, plan.config, plan.shapes)
-    return on_first_rank(read, share=False)
+    return on_first_rank(
+        models.read_checkpoint, plan.checkpointer, plan.config, plan.shapes, share=False
+    )
 
 
 def fingerprint(plan: Plan, state: Mapping[str, torch.Tensor]) -> str:
-    """Return the fingerprint of the quantized weights of a state dict."""
+    """Return the fingerprint of the weights in a state dict that the plan quantizes."""
     return model_fingerprint({name: state[f"{name}.weight"] for name in plan.layers})
 
 
 def _initial_weights(plan: Plan) -> tuple[State, State]:
-    """Return (pretrained weights, weights that training starts from), empty but on the first rank.
+    """Return (pretrained weights, weights that training starts from). Collective.
 
-    Pretrained weights are read only if something needs them.
+    Both are empty on all ranks but the first. Pretrained weights are read only if they are needed.
     """
     config, pretrained = plan.config, {}
     if config.needs_pretrained:
         pretrained = read_pretrained(plan) or {}
-    state, start = pretrained, plan.start
 
-    def check_artifact() -> None:
+    def make_state() -> State:
         if plan.artifact is not None:
             plan.artifact.check_model(plan.layers, fingerprint(plan, pretrained))
+        if plan.start is not None:
+            return reconstructed_weights(pretrained, str(config.reconstruction), plan.start)
+        if config.init == "random":
+            plain, folder = models.plain_on_meta(config.model), pretrained_folder(config)
+            return random_state(plain, folder, config.seed or 0)
+        return pretrained
 
-    on_first_rank(check_artifact, share=False)
-    if config.init == "random":
-        plain, folder = models.plain_on_meta(config.model), pretrained_folder(config)
-        make = partial(random_state, plain, folder, config.seed or 0)
-        state = on_first_rank(make, share=False) or {}
-    if start is not None:
-        merge = partial(reconstructed_weights, pretrained, str(config.reconstruction), start)
-        state = on_first_rank(merge, share=False) or {}
-    return pretrained, state
+    return pretrained, on_first_rank(make_state, share=False) or {}
 
 
 def _make_schedule(plan: Plan, state: Mapping[str, torch.Tensor]) -> AnnealingSchedule:
-    """Return the schedule; "auto" takes the temperature that fits the weights best."""
+    """Return the schedule. tau_init "auto" takes the temperature that fits the weights best."""
     section, tau_init = plan.config.schedule, plan.config.schedule.tau_init
     if tau_init == "auto" and plan.resume is not None:
         tau_init = plan.resume.meta["identity"]["schedule.tau_init"]
     elif tau_init == "auto":
         weights = (state[f"{n}.weight"].to(plan.device, torch.float32) for n in plan.layers)
-        tau_init = on_first_rank(partial(plan.component.method.fit_temperature, weights))
+        tau_init = on_first_rank(plan.component.method.fit_temperature, weights)
         log.info(f"tau_init auto: {tau_init:.4f}")
     return AnnealingSchedule.of(plan.data.total_steps, section, tau_init=tau_init)
 
@@ -153,7 +152,11 @@ def _identify(
     state: Mapping[str, torch.Tensor],
     scores: Mapping[str, float] | None,
 ) -> dict[str, Any]:
-    """Return what must be the same when the run is resumed; InputError if it is not."""
+    """Return the settings that must not change when the run is resumed.
+
+    Raises:
+        InputError: If one of them differs from the checkpoint to resume from.
+    """
     shape = ("rho", "tau_init", "alpha", "hard_fraction")
     identity = {
         **checkpoint.config_identity(plan.config, plan.component),
@@ -168,9 +171,9 @@ def _identify(
 
 
 def _shard_model(plan: Plan, state: Mapping[str, torch.Tensor]) -> tuple[nn.Module, DeviceMesh]:
-    """Return the model prepared, compiled, checkpointed, sharded and loaded, in this order.
+    """Return the prepared and sharded model with its weights, and the mesh of ranks. Collective.
 
-    FSDP is applied on one process too: it does the mixed precision, and one code path is easier to
+    A single process uses FSDP too. FSDP does the mixed precision, and one code path is easier to
     keep exact than two.
     """
     config = plan.config
@@ -180,31 +183,31 @@ def _shard_model(plan: Plan, state: Mapping[str, torch.Tensor]) -> tuple[nn.Modu
     if config.compile:
         compile_blocks(model)
     if config.enable_activation_checkpointing:
-        apply_activation_checkpointing(model)
+        classes = {type(block) for block in find_blocks(model).values()}
+        training.set_activation_checkpointing(model, auto_wrap_policy=classes)
     shards.quantize_shards(model)
-    ranks = (dist.get_world_size(),)
-    mesh = init_device_mesh(plan.device.type, ranks, mesh_dim_names=("dp",))
-    shard(model, mesh, plan.dtype, config)
-    materialize(model, state, plan.device, config.fsdp_cpu_offload)
+    mesh = init_device_mesh(plan.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    _shard(model, mesh, plan)
+    _load(model, state, plan, torch.float32)
     return model, mesh
 
 
 def _measured_before(plan: Plan) -> dict[str, float]:
-    """Return the validation losses of the reconstruction that training starts from."""
+    """Return the validation losses that the reconstruction has measured on the same data."""
     if plan.start is None:
         return {}
     if plan.start.get("validation") == validation_identity(plan.config):
         return dict(plan.start["validation_loss"])
     if plan.data.val_loader is not None and plan.resume is None:
         log.info(
-            "the reconstruction has no losses on these validation data, so those before it "
-            "are left out; hestia_reconstruct with these data measures them"
+            "the results leave out losses before the reconstruction: it has not measured them on "
+            "these validation data; hestia_reconstruct with the same data measures them"
         )
     return {}
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compiles each block, in place, by torchtune's backend."""
+    """Compile each block in place, with torchtune's backend."""
     # Different kinds of blocks, in training, validation and distillation, share one code object.
     # Beyond Dynamo's own limit of 8 graphs for it, blocks would run without compilation.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
@@ -212,52 +215,38 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
 
 
-def apply_activation_checkpointing(model: nn.Module) -> None:
-    """Recompute the activations of each block in the backward pass, as torchtune does."""
-    classes = {type(block) for block in find_blocks(model).values()}
-    training.set_activation_checkpointing(model, auto_wrap_policy=classes)
+def _shard(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Apply FSDP2 to every block and to the whole model, in place.
 
-
-def shard(
-    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, config: RunConfig
-) -> None:
-    """FSDP2 on every block and on the whole, in place, by the options of a run.
-
-    Parameters stay float32; forward and backward see them in ``compute_dtype`` (of the quantized
-    linears, the effective weight); gradients are reduced in float32.
+    Parameters stay float32. Forward and backward see them in the plan's dtype (for quantized
+    linears, the effective weight). Gradients are reduced in float32.
 
     Raises:
-        InputError: if the model has no blocks.
+        InputError: If the model has no blocks.
     """
-    options: Any = {"mesh": mesh, "reshard_after_forward": config.fsdp_reshard_after_forward}
-    if compute_dtype != torch.float32:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32
-        )
-    if config.fsdp_cpu_offload:
+    options: Any = {"mesh": mesh, "reshard_after_forward": plan.config.fsdp_reshard_after_forward}
+    if plan.dtype != torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(plan.dtype, reduce_dtype=torch.float32)
+    if plan.config.fsdp_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     blocks = find_blocks(model)
     parts = [module for name, module in model.named_modules() if name in blocks]
     if not parts:
         raise InputError("the model has no blocks to shard (no list of modules); use another model")
-    for module in reversed(parts):
+    for module in [*reversed(parts), model]:
         fully_shard(module, **options)
-    fully_shard(model, **options)
 
 
-def materialize(
-    model: nn.Module,
-    state: Mapping[str, torch.Tensor],
-    device: torch.device,
-    cpu_offload: bool,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Creates the buffers on ``device`` and loads the weights that the first process read.
+def _load(model: nn.Module, state: State, plan: Plan, dtype: torch.dtype) -> None:
+    """Create a sharded model's parameters and buffers, and load its weights. Collective.
 
     Args:
-        state: the full state dict on the first process, an empty one on the others.
-        dtype: of the parameters; that of latent weights is float32.
+        model: The sharded model on the meta device.
+        state: The full state dict on the first rank, and an empty dict on the others.
+        plan: The plan of the run.
+        dtype: Dtype of the parameters. Latent weights need float32.
     """
+    device, cpu_offload = plan.device, plan.config.fsdp_cpu_offload
     model.to_empty(device="cpu" if cpu_offload else device)
     build_buffers(model, device)
     latents = {name: value.to(dtype) for name, value in state.items()}
@@ -266,7 +255,7 @@ def materialize(
         if latents:
             initial = layer.method.initial_parameters(latents[f"{name}.weight"])
             for key, value in zip(layer.method.parameter_names, initial, strict=True):
-                latents.setdefault(f"{name}.{key}", value)  # a reconstruction brings its own
+                latents.setdefault(f"{name}.{key}", value)  # a reconstruction has its own values
             for key in layer.derived_names:
                 latents[f"{name}.{key}"] = torch.zeros(layer.out_features)
     options = StateDictOptions(
@@ -276,38 +265,31 @@ def materialize(
     training.validate_no_params_on_meta_device(model)
 
 
-def make_teacher(
-    config: RunConfig,
-    pretrained: dict[str, torch.Tensor],
-    mesh: DeviceMesh,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> nn.Module:
-    """Return the model to distil from, frozen and sharded like the model. Collective.
+def _make_teacher(plan: Plan, pretrained: State, mesh: DeviceMesh) -> nn.Module:
+    """Return the frozen teacher, sharded like the model. Collective.
 
     Args:
-        config: The run's config; ``distillation.teacher`` names the model.
+        plan: The plan of the run. ``distillation.teacher`` in its config names the teacher.
         pretrained: The pretrained state dict on the first rank.
         mesh: The ranks that share the model.
-        dtype: Dtype of weights and products.
-        device: Device of this rank.
 
     Raises:
-        InputError: If a folder holds no model of this shape.
+        InputError: If the teacher's folder holds no model of the same shape.
     """
+    config = plan.config
     teacher = models.plain_on_meta(config.model).requires_grad_(False).eval()
     if config.distillation.teacher != "pretrained":
-        read = partial(_read_teacher, config, models.shapes_of(teacher))
-        pretrained = on_first_rank(read, share=False) or {}
+        shapes = models.shapes_of(teacher)
+        pretrained = on_first_rank(_read_teacher, config, shapes, share=False) or {}
     if config.compile:
         compile_blocks(teacher)
-    shard(teacher, mesh, dtype, config)
-    offload = config.fsdp_cpu_offload
-    materialize(teacher.to(dtype), pretrained, device, offload, dtype=dtype)
+    _shard(teacher, mesh, plan)
+    _load(teacher.to(plan.dtype), pretrained, plan, plan.dtype)
     return teacher
 
 
-def _read_teacher(config: RunConfig, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
+def _read_teacher(config: RunConfig, shapes: dict[str, torch.Size]) -> State:
+    """Return the state dict in the teacher's folder, with torchtune's names."""
     folder = Path(config.distillation.teacher)
     state = dict(read_weights(config.model_type, SafetensorsFolder(folder)))
     check_shapes(shapes, {name: value.shape for name, value in state.items()}, str(folder))

@@ -1,13 +1,13 @@
-"""Resumable checkpoints: sharded by torch.distributed.checkpoint, complete or invisible.
+"""Write and read resumable checkpoints. A checkpoint is complete, or it is not visible.
 
-    checkpoints/step_120/          the folder appears by a rename, after everything in it is written
-        shard-*.safetensors        latent weights and optimizer state, each rank its own shards
+    checkpoints/step_120/          a rename creates the folder after all files are written
+        shard-*.safetensors        latent weights and optimizer state; each rank writes its shards
         rank_0.json ...            data position and random-number state of each rank
         meta.json                  step, schedule and identity of the run, checksums of all files
 
-Nothing in it is code or can name code. A run that is killed while writing leaves only a folder with
-a temporary name, which the next save removes. On several nodes the folder must be on a shared file
-system.
+torch.distributed.checkpoint writes the shards. The files hold no code and cannot name code. A run
+that is killed while it writes leaves only a folder with a temporary name, and the next save removes
+this folder. On several nodes the folder must be on a shared file system.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ _SAME_TO_RESUME = (
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of every random-number generator that training may draw from, as JSON."""
+    """Return the states of all random-number generators that training uses, as JSON values."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     of_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
     return {
@@ -62,7 +62,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restores what `random_state` returned."""
+    """Restore the states that `random_state` returned."""
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     if device.type == "cuda" and state["device"] is not None:  # None: saved by a run on the CPU
         torch.cuda.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8), device)
@@ -81,19 +81,26 @@ def save_checkpoint(
     meta: Mapping[str, Any],
     keep_last: int,
 ) -> None:
-    """Writes ``folder/step_{step}`` and then deletes those of later steps, and all but the
-    ``keep_last`` newest.
+    """Write the checkpoint of a step, and then delete old checkpoints. Collective.
 
-    Collective: every rank calls it. ``meta`` and ``rank_state`` are JSON.
+    Args:
+        folder: Folder of all checkpoints. The new one is ``folder/step_{step}``.
+        step: Number of finished steps. Checkpoints of later steps are deleted.
+        model: The sharded model.
+        optimizer: The optimizer of the model.
+        rank_state: JSON values of this rank.
+        meta: JSON values of the run. The first rank writes them.
+        keep_last: Number of checkpoints to keep.
 
     Raises:
-        InputError: If it cannot be written, on every rank; what was there before is whole.
+        InputError: On every rank, if the checkpoint cannot be written. Earlier checkpoints are
+            unchanged.
     """
     final = folder / f"step_{step}"
     tensors, settings = _state(model, optimizer)
     meta = {**meta, "step": step, "world_size": dist.get_world_size(), "optimizer": settings}
 
-    stack = contextlib.ExitStack()  # of the first rank
+    stack = contextlib.ExitStack()  # the first rank alone uses it
 
     def prepare() -> Path:
         temporary = stack.enter_context(staged(final))
@@ -105,16 +112,17 @@ def save_checkpoint(
     def finish() -> None:
         if missing := set(meta["files"]) - {path.name for path in temporary.iterdir()}:
             raise InputError(
-                f"{temporary} lacks {sorted(missing)[0]}: output_dir must be on a file system that "
-                "all nodes share"
+                f"{temporary} lacks {min(missing)}; output_dir must be on a file system that all "
+                "nodes share"
             )
         meta["digest"] = digest(meta)
         (temporary / checkpoints.META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         stack.close()
-        found = checkpoints.complete_checkpoints(folder)
-        damaged = [path for at, path in found if at > step]  # or this run would have begun there
-        for old in damaged + [path for at, path in found if at <= step][:-keep_last]:
-            remove(old)
+        complete = checkpoints.complete_checkpoints(folder)
+        # Later checkpoints are damaged, because this run did not resume from them.
+        later = [path for number, path in complete if number > step]
+        for path in later + [path for number, path in complete if number <= step][:-keep_last]:
+            remove(path)
 
     try:
         with stack:
@@ -123,20 +131,19 @@ def save_checkpoint(
             on_first_rank(finish, share=False)
     except (CheckpointException, OSError) as error:
         causes = getattr(error, "failures", {0: (error,)}).values()
-        failure = InputError(
-            f"{final} could not be written ({one_line(next(iter(causes))[0])}); make room, and go "
-            "on from the checkpoint before it with resume_from_checkpoint=True"
-        )
         with of_all_ranks():
-            raise failure from error
+            raise InputError(
+                f"{final} could not be written ({one_line(next(iter(causes))[0])}); make room, and "
+                "resume from the checkpoint before it with resume_from_checkpoint=True"
+            ) from error
 
 
 def _write_shards(
     folder: Path, tensors: dict[str, torch.Tensor], rank_state: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Writes what is this rank's; the checksums of the files of all ranks. Collective."""
+    """Write the files of this rank, and return the checksums of all ranks' files. Collective."""
     rank = dist.get_rank()
-    # Into files of a bounded size, for each is assembled in memory.
+    # The size of a file is bounded, because the writer assembles each file in memory.
     ends = accumulate(value.numel() * value.element_size() for value in tensors.values())
     files = {name: 1 + end // _BYTES_PER_FILE for name, end in zip(tensors, ends, strict=True)}
     writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
@@ -152,8 +159,10 @@ def _write_shards(
 def _state(
     model: nn.Module, optimizer: Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(latent weights and optimizer state by name, as plain shards that share the model's memory;
-    the optimizer's settings)."""
+    """Return the tensors of model and optimizer by name, and the optimizer's settings.
+
+    The tensors are plain shards that share the memory of model and optimizer.
+    """
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
     tensors = {
@@ -167,7 +176,7 @@ def _state(
 
 
 def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
-    """Restores model and optimizer in place, on any number of ranks. Collective."""
+    """Restore model and optimizer in place, on any number of ranks. Collective."""
     tensors, _ = _state(model, optimizer)
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
     whole: dict[str, Any] = tensors | checkpoints.read_meta(path)["optimizer"]
@@ -185,7 +194,7 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> No
 
 
 def config_identity(config: RunConfig, component: QATQuantizerBase) -> dict[str, Any]:
-    """Return what of a config must be the same when a run is resumed."""
+    """Return the parts of a config that must not change when a run is resumed."""
     sections = dataclasses.asdict(config)
     return {
         "quantizer": component.method.key(),
@@ -195,7 +204,12 @@ def config_identity(config: RunConfig, component: QATQuantizerBase) -> dict[str,
 
 
 def check_same(identity: dict[str, Any], resume_meta: dict[str, Any]) -> None:
-    """Raise InputError if a checkpoint's run was another one in this part of its identity."""
+    """Raise InputError if a setting of the run differs from the checkpoint.
+
+    Args:
+        identity: Some or all settings in the identity of this run.
+        resume_meta: The meta.json of the checkpoint to resume from.
+    """
     for key, value in identity.items():
         saved = resume_meta["identity"].get(key)
         if saved != value:

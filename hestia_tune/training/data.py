@@ -1,4 +1,4 @@
-"""The datasets of a config, how their samples become batches, and samples for calibration."""
+"""Build the datasets of a config, the batches of their samples, and calibration samples."""
 
 import logging
 from collections.abc import Callable
@@ -37,11 +37,12 @@ def build_dataset(
         tokenizer: The run's tokenizer.
         key: Name of the section, "dataset" or "dataset_val".
         ignore_index: Label of positions that predict nothing.
-        batch_size: Batch size of the loader, which a stream with workers must know.
-        calibration_seed: Give this process the whole of a stream, shuffled by this seed.
+        batch_size: Batch size of the loader. A stream with workers needs it.
+        calibration_seed: Seed of a stream for calibration. This process then reads the whole
+            stream instead of its share. None reads the share, with the seed of the section.
 
     Raises:
-        InputError: If the dataset cannot be loaded or is empty; the message names the section.
+        InputError: If the dataset cannot be loaded or is empty. The message names the section.
     """
     value = getattr(config, key)
     sections = value if isinstance(value, list) else [value]
@@ -57,7 +58,7 @@ def build_dataset(
                 dataset.rank, dataset.world_size = 0, 1
             count = dataset.num_sequences
             if count is None and dataset.config.epochs and dataset.world_size > 1:
-                raise InputError("epochs of a stream differ between ranks; give max_tokens")
+                raise InputError("the epochs of a stream differ between ranks; give max_tokens")
         if count == 0:
             raise InputError("it has no samples; give it more data, or a larger max_tokens")
     except Exception as error:  # components and file readers raise errors of many unrelated types
@@ -69,10 +70,10 @@ def build_dataset(
 
 
 def collate_packed(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """As torchtune's `padded_collate_packed`, with a dense mask (batch, seq_len, seq_len).
+    """Collate packed samples, with a dense attention mask (batch, seq_len, seq_len).
 
-    Where there is a GPU, torchtune makes one for flex attention, on the GPU: no forked data worker
-    may touch that, and such a mask cannot be cut.
+    torchtune's `padded_collate_packed` does the same on a CPU. On a GPU it makes a mask for flex
+    attention. Forked data workers must not use the GPU, and such a mask cannot be sliced.
     """
     keys = ("tokens", "labels", "input_pos")
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
@@ -80,13 +81,16 @@ def collate_packed(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def shifted_labels(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Position t predicts token t + 1; the last position predicts nothing."""
+    """Return labels (batch, seq_len) shifted by one, so that position t predicts token t + 1.
+
+    The last position predicts nothing. Its label is ``ignore_index``.
+    """
     return torch.hstack((labels[:, 1:], torch.full_like(labels[:, :1], ignore_index)))
 
 
 def calibration_batch(batch: dict[str, torch.Tensor]) -> CalibrationBatch:
-    """A collated batch as the sensitivity estimation takes it."""
-    inputs = {k: v for k, v in batch.items() if k not in ("tokens", "labels")}
+    """Return a collated batch in the form that the sensitivity estimation takes."""
+    inputs = {key: value for key, value in batch.items() if key not in ("tokens", "labels")}
     labels = shifted_labels(batch["labels"], CROSS_ENTROPY_IGNORE_IDX)
     return CalibrationBatch(tokens=batch["tokens"], labels=labels, model_inputs=inputs)
 
@@ -94,28 +98,28 @@ def calibration_batch(batch: dict[str, torch.Tensor]) -> CalibrationBatch:
 def calibration_batches(
     config: RunConfig, tokenizer: Any, num_samples: int, batch_size: int
 ) -> list[CalibrationBatch]:
-    """Return samples of the ``dataset`` section in batches; the same on every rank.
+    """Return samples of the ``dataset`` section in batches, the same on every rank.
 
-    The run's seed draws them. The last batch may be smaller, and batches without a token to predict
-    are left out.
+    The run's seed draws the samples. The last batch may be smaller. Batches without a token to
+    predict are left out.
 
     Args:
         config: The run's config.
         tokenizer: The run's tokenizer.
-        num_samples: Samples to draw; all are taken if the dataset has fewer.
-        batch_size: Samples of a batch.
+        num_samples: Number of samples to draw. A smaller dataset gives all of its samples.
+        batch_size: Number of samples in a batch.
     """
     seed = config.seed or 0
     dataset, collate = build_dataset(
         config, tokenizer, "dataset", CROSS_ENTROPY_IGNORE_IDX, calibration_seed=seed
     )
-    if not isinstance(dataset, StreamingTextDataset):  # which shuffles by itself
+    if not isinstance(dataset, StreamingTextDataset):  # a stream shuffles by itself
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(dataset), generator=generator)[:num_samples]
         dataset = map(dataset.__getitem__, order.tolist())
     samples = list(islice(dataset, num_samples))
     if len(samples) < num_samples:
-        log.info(f"all {len(samples)} samples are taken; num_samples is more")
-    parts = (samples[k : k + batch_size] for k in range(0, len(samples), batch_size))
+        log.info(f"the dataset has {len(samples)} samples, fewer than num_samples: all are taken")
+    parts = (samples[begin : begin + batch_size] for begin in range(0, len(samples), batch_size))
     batches = [calibration_batch(collate(part)) for part in parts]
     return [batch for batch in batches if batch.num_predicted]

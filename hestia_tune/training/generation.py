@@ -1,11 +1,13 @@
-"""Text that the pretrained model samples from itself, written before the run that trains on it.
+"""Generate training text with the pretrained model, before the run that trains on it.
 
-torchtune's ``generate`` makes it batch by batch, with its KV cache, each from random numbers of its
-own. So ranks deal the batches out, any number of ranks writes the same set, and what was stopped
-makes only what is missing. Until the set is whole, batches are files in ``cache_dir.DIGEST``.
+torchtune's ``generate`` samples the text batch by batch, with its KV cache. Each batch has its own
+random numbers. This way the ranks can share the batches, any number of ranks writes the same set,
+and a run after a stop generates only the missing batches. Until the set is complete, the batches
+are files in ``cache_dir.DIGEST``.
 
-Every rank that generates holds the whole model in the run's dtype, and the KV cache of a batch.
-Later runs load no model for it; the first rank reads the model's files for their checksum.
+Every rank that generates holds the whole model in the run's dtype, and the KV cache of one batch.
+Later runs do not load the model to generate text. Their first rank reads the model's files to
+compare their checksum.
 """
 
 import dataclasses
@@ -27,16 +29,16 @@ from hestia_tune.files import checksum, remove, staged
 from hestia_tune.models.load import load_model
 from hestia_tune.training.plan import Plan, plan
 
-BATCH_SIZE = 32  # sequences that are generated together; it decides what is drawn
+BATCH_SIZE = 32  # Sequences that are generated together. The generated text depends on it.
 
 
 def generate_missing(config: RunConfig) -> None:
-    """Write what is missing of the generated sets that a config's dataset names. Collective.
+    """Generate the missing parts of the generated sets in a config's dataset. Collective.
 
     Raises:
-        InputError: If ``cache_dir`` holds anything else, or the model is transformers'.
+        InputError: If ``cache_dir`` holds something else, or transformers builds the model.
     """
-    sections = [one for one in config.datasets if one.get("_component_") == SELF_GENERATED]
+    sections = [part for part in config.datasets if part.get("_component_") == SELF_GENERATED]
     if not sections:
         return
     if config.is_transformers_model:
@@ -51,9 +53,10 @@ def generate_missing(config: RunConfig) -> None:
 
 
 def _generate_set(planned: Plan, settings: GeneratedConfig) -> None:
+    """Generate the missing batches of one set, and write the set once all exist. Collective."""
     folder = Path(planned.config.checkpointer["checkpoint_dir"])
 
-    def digest_of_model() -> str:  # of the config and the weights, all of which it reads
+    def digest_of_model() -> str:
         files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
         return digest([(path.name, checksum(path)) for path in files])
 
@@ -64,8 +67,9 @@ def _generate_set(planned: Plan, settings: GeneratedConfig) -> None:
     paths = [parts / f"{n}.npy" for n in range(-(-settings.num_sequences // BATCH_SIZE))]
 
     def find_missing() -> list[int]:
-        made = Path(settings.cache_dir)
-        if made.is_file() or any(made.glob("*")):  # the set, or what `write_set` refuses
+        cache_dir = Path(settings.cache_dir)
+        # It holds the complete set, or something else that `write_set` refuses.
+        if cache_dir.is_file() or any(cache_dir.glob("*")):
             return []
         return [number for number, path in enumerate(paths) if not path.exists()]
 
@@ -83,6 +87,13 @@ def _generate_set(planned: Plan, settings: GeneratedConfig) -> None:
 
 
 def _generate_batches(planned: Plan, settings: GeneratedConfig, paths: dict[int, Path]) -> None:
+    """Generate batches on this rank and write each to its file.
+
+    Args:
+        planned: The plan of the run.
+        settings: The options of the generated set.
+        paths: Number of a batch -> its file.
+    """
     device, dtype = planned.device, planned.dtype
     model: Any = load_model("pretrained", planned.config, device=device, dtype=dtype)[0]
     with device:
@@ -100,10 +111,16 @@ def _generate_batches(planned: Plan, settings: GeneratedConfig, paths: dict[int,
 def generate_batch(
     model: Any, config: GeneratedConfig, number: int, vocab_size: int
 ) -> torch.Tensor:
-    """Token ids (batch_size, seq_len): what the model, the options and the batch's number make.
+    """Return the token ids (batch_size, seq_len) of a batch of generated text.
 
-    A first token below ``vocab_size``, 3 to 5 greedy ones (as many in all of the batch), then
-    sampled ones. ``model`` is torchtune's, with KV caches for them.
+    The first token is random. The next 3 to 5 tokens are greedy, the same number in the whole
+    batch. All further tokens are sampled. The result depends on the arguments only.
+
+    Args:
+        model: A model that torchtune builds, with KV caches for the batch.
+        config: The options of the generated set.
+        number: Number of the batch.
+        vocab_size: The first token is below this number.
     """
     (state,) = np.random.SeedSequence([config.seed, number]).generate_state(1, np.uint64)
     device = model.tok_embeddings.weight.device
@@ -120,6 +137,6 @@ def generate_batch(
 
 
 def _next_token(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """torchtune's, without the logits, which `generate` would keep of every token."""
+    """Call torchtune's function, and drop the logits that `generate` would keep of every token."""
     tokens, logits = generate_next_token(*args, **options)
     return tokens, logits[:, :0]

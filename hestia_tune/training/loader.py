@@ -1,14 +1,14 @@
-"""The batches of a run: its loaders, the number of steps, the exact position, and failures.
+"""Load the batches of a run: loaders, number of steps, exact position, and failures of the data.
 
-There are three kinds of dataset. A map-style dataset (of torchtune, or ours in memory) is read
-epoch by epoch. A tokenized set is a map-style dataset whose single epoch may be several passes. For
-both, the position is the number of sequences that all ranks have taken, so a run resumes on any
-number of ranks and workers. A stream of text shares out its documents, shuffles them and counts
-epochs by itself; its position is the state of each worker of each rank, so it resumes on as many of
-both.
+There are three kinds of dataset. A map-style dataset (torchtune's, or ours in memory) is read epoch
+by epoch. A tokenized set is a map-style dataset whose single epoch may be several passes. For both,
+the position is the number of sequences that all ranks have taken. A run therefore resumes on any
+number of ranks and workers. A stream of text shares its documents among readers, shuffles them and
+counts epochs by itself. Its position is the state of each worker of each rank, so a run resumes
+only on the same number of ranks and workers.
 
-Data may fail days into a run, and all ranks must then learn of it: this costs one reduction of one
-number per step.
+Data may fail days into a run, and then all ranks must know. This costs one reduction of one number
+per step.
 """
 
 import atexit
@@ -31,20 +31,23 @@ from hestia_tune.distributed import STOP_SIGNALS, raise_together, sum_over_ranks
 from hestia_tune.errors import InputError
 from hestia_tune.training.data import build_dataset
 
-# Seconds that a step waits for data workers before what was trained is saved.
+# A step waits this many seconds for data workers. Then the run saves a checkpoint and stops.
 DATALOADER_TIMEOUT = 300
 
 
 def _outlive_signals(worker: int) -> None:
-    """Schedulers, shells and torchrun signal every process of a job, some of them twice: a data
-    worker goes on, since the training process still needs batches to end its step, until that
-    closes the loader, ends (`_end_workers`), or is gone."""
+    """Ignore stop signals in a data worker.
+
+    Schedulers, shells and torchrun signal every process of a job, some of them twice. The training
+    process still needs batches to finish its step. A worker therefore runs until the training
+    process closes the loader, ends (`_end_workers`) or dies.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _end_workers() -> None:
-    """Kills the data workers of this process. At its exit, Python would wait for them for good."""
+    """Kill the data workers of this process. Python's exit would wait for them without an end."""
     for process in multiprocessing.active_children():
         process.kill()
 
@@ -59,12 +62,13 @@ class TrainingData:
         seed: Seed of the order of samples.
 
     Attributes:
-        sequences_per_step: Sequences of an optimizer step, of all ranks together.
-        taken: Sequences that all ranks have taken of this epoch (of a stream: of all).
+        sequences_per_step: Sequences per optimizer step, summed over all ranks.
+        taken: Sequences that all ranks have taken from this epoch, or from the whole stream.
         seconds_waited: Time that this rank waited for the batches of the last step.
 
     Raises:
-        InputError: If a dataset cannot be loaded, is too small, or its length is not known.
+        InputError: If a dataset cannot be loaded or is too small, or if the number of steps is not
+            known.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Any, *, ignore_index: int, seed: int):
@@ -80,7 +84,7 @@ class TrainingData:
         self._readers = [self._world_size, config.num_workers]
         build = partial(build_dataset, config, tokenizer, ignore_index=ignore_index)
         self.dataset, collate = build("dataset", batch_size=config.batch_size)
-        # Whether it has passes of its own: text, or a tokenized set.
+        # Streams of text and tokenized sets count their passes over the data themselves.
         self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
         self._sampler = self._make_sampler(self.dataset, config.shuffle)
         self.steps_per_epoch, self.total_steps = self._count_steps(config)
@@ -95,14 +99,14 @@ class TrainingData:
             worker_init_fn=_outlive_signals,
         )
         if config.num_workers:
-            atexit.register(_end_workers)  # before Python's own, being registered later
+            atexit.register(_end_workers)  # runs before the exit handlers registered earlier
         self.val_loader = None
-        self._val_samples = None  # of this rank that count; None: all
+        self._val_samples = None  # this rank's samples without the repeated ones; None: all
         if config.dataset_val is not None:
             self.val_loader = self._make_val_loader(*build("dataset_val"))
 
     def _make_sampler(self, dataset: Any, shuffle: bool) -> PositionSampler | None:
-        """Return the order of a dataset; None for a stream, which has an order of its own."""
+        """Return the sampler of a dataset, or None for a stream with an order of its own."""
         if isinstance(dataset, StreamingTextDataset):
             return None
         order = {"length": len(dataset), "seed": self._seed, "shuffle": shuffle}
@@ -111,28 +115,29 @@ class TrainingData:
         return PositionSampler(len(dataset), **ranks, **order)
 
     def _make_val_loader(self, dataset: Any, collate: Callable) -> StatefulDataLoader:
+        """Return the loader of the validation data. Every rank gets the same number of samples."""
         config, world_size = self._config, self._world_size
         sampler = self._make_sampler(dataset, shuffle=False)
         if sampler is not None:
             whole = sampler.length or len(dataset)
             self._val_samples = len(range(self._rank, whole, world_size))
-            sampler.length = -(-whole // world_size) * world_size  # which fills up uneven shares
+            sampler.length = -(-whole // world_size) * world_size  # repeats some samples
         elif dataset.num_sequences is None and config.max_val_batches is None:
             raise InputError("dataset_val is a stream without end; give it max_tokens")
         elif dataset.config.epochs and world_size > 1:
             raise InputError(
-                "dataset_val: the epochs of a stream differ between ranks; leave them out"
+                "dataset_val: the epochs of a stream differ between ranks; leave epochs out"
             )
         return StatefulDataLoader(
             dataset,
             config.batch_size_val or config.batch_size,
             sampler=sampler,
             collate_fn=collate,
-            generator=torch.Generator(),  # an iteration draws from it; training must not notice
+            generator=torch.Generator(),  # iterating draws from it, so training is not affected
         )
 
     def _count_steps(self, config: RunConfig) -> tuple[int, int]:
-        """Return (steps per epoch, steps in all)."""
+        """Return (optimizer steps per epoch, optimizer steps of the whole run)."""
         if self.is_stream and (config.epochs != 1 or config.max_steps_per_epoch is not None):
             raise InputError(
                 "a stream has epochs of its own; leave out epochs and max_steps_per_epoch, and "
@@ -140,11 +145,13 @@ class TrainingData:
             )
         if self._sampler is not None:
             sequences = self._sampler.length
-        elif (sequences := self.dataset.num_sequences) is not None:  # of one rank
+        elif (sequences := self.dataset.num_sequences) is not None:  # the share of one rank
             sequences *= self.dataset.world_size
         steps = config.max_steps if sequences is None else sequences // self.sequences_per_step
         if steps is None:
-            raise InputError("how many steps is not known; give dataset.max_tokens or max_steps")
+            raise InputError(
+                "the number of steps is not known; give dataset.max_tokens or max_steps"
+            )
         if steps == 0:
             raise InputError(
                 f"dataset has {sequences} samples, one step takes {self.sequences_per_step} "
@@ -156,58 +163,71 @@ class TrainingData:
         return (total if self.is_stream else per_epoch), total
 
     def tokens_read(self, step: int, seen: int) -> str:
-        """Tokens of all ranks up to a step, of those there will be; where sequences differ in
-        length, those ``seen`` so far."""
+        """Return the number of tokens that all ranks have read, as a text for the progress bar.
+
+        Args:
+            step: Number of finished steps. It gives the number of tokens of a stream.
+            seen: Number of tokens so far. It is shown for datasets with sequences of any length.
+        """
         if not self.is_stream:
             return f"{seen / 1e6:.2f}M tokens"
         each = self.sequences_per_step * self.dataset.config.seq_len / 1e6
         return f"{step * each:.2f}M of {self.total_steps * each:.2f}M tokens"
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same when a run is resumed."""
+        """Return the numbers that must not change when a run is resumed."""
         steps = {"sequences_per_step": self.sequences_per_step, "total_steps": self.total_steps}
         return steps if self.is_stream else steps | {"steps_per_epoch": self.steps_per_epoch}
 
     def position(self) -> dict[str, Any]:
-        """What `restore` takes: the sequences taken; of a stream of text, the loader's state."""
+        """Return the position for `restore`: the sequences taken, and a stream's loader state."""
         if self._sampler is not None:
             return {"sequences": self.taken}
         state = self.loader.state_dict()
         return {"sequences": self.taken, "loader": state, "readers": self._readers}
 
     def restore(self, position: dict[str, Any] | None) -> None:
-        """Goes on from a position; a ValueError if others than these read a stream of text."""
-        if position is None:  # at the start of an epoch
+        """Continue from a position. None is the start of an epoch.
+
+        Raises:
+            InputError: If a stream of text had another number of ranks or workers.
+        """
+        if position is None:
             return
         self.taken = position["sequences"]
         if self._sampler is None:
             if position["readers"] != self._readers:
                 ranks, workers = position["readers"]
                 raise InputError(
-                    f"a stream of text resumes on as many readers: {ranks} ranks with num_workers "
-                    f"{workers}; use as many, or a tokenized set (`tune run hestia_tokenize`)"
+                    "a stream of text resumes only on the same number of readers, here "
+                    f"{ranks} ranks with num_workers {workers}; use as many, or a tokenized set "
+                    "(`tune run hestia_tokenize`)"
                 )
             self.loader.load_state_dict(position["loader"])
 
     def begin(self, epoch: int) -> Iterator[dict[str, Any]]:
-        """The batches of an epoch (of all there is, for a stream), from the position on."""
+        """Return the batches of an epoch from the position on. A stream is a single epoch."""
         if self.taken >= self.steps_per_epoch * self.sequences_per_step:
-            self.taken = 0  # the epoch before is over
+            self.taken = 0  # the epoch before is complete
         if self._sampler is not None:
             self._sampler.epoch, self._sampler.start = epoch, self.taken
         batches = iter(self.loader)
-        # Torch would raise in the middle of a step when a worker dies, on one rank; without its
-        # handler the next `fetch` finds out, and all ranks learn of it.
+        # Torch's handler raises in the middle of a step when a worker dies, on one rank only.
+        # Without the handler the next `fetch` notices it, and all ranks learn of it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return batches
 
     def fetch(self, batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The batches of one step; a DataStreamError on all ranks if one's data fail or end."""
+        """Return the micro-batches of one step. Collective.
+
+        Raises:
+            DataStreamError: On all ranks, if the data of any rank fail or end.
+        """
         started = time.perf_counter()
-        found = _take_together(batches, self._accumulation, least=self._accumulation)
+        step_batches = _take_together(batches, self._accumulation, least=self._accumulation)
         self.seconds_waited = time.perf_counter() - started
         self.taken += self.sequences_per_step
-        return found
+        return step_batches
 
     def validation_loss(
         self,
@@ -215,41 +235,52 @@ class TrainingData:
         limit: int | None,
         device: torch.device,
     ) -> float:
-        """Mean loss over the validation tokens of all ranks. Collective; raises as `fetch` does.
+        """Return the mean loss over the validation tokens of all ranks, in nats. Collective.
 
         Args:
-            loss_sum: a batch -> (sum of the loss over predicted tokens, their number).
-            limit: batches of this rank; None for all.
-            device: of the sums.
+            loss_sum: Function of a batch. It returns the sum of the loss over the predicted tokens,
+                and their number.
+            limit: Largest number of batches on this rank. None takes all batches.
+            device: Device of the sums.
+
+        Raises:
+            DataStreamError: On all ranks, if the data of any rank fail.
+            InputError: If the data have no token to predict.
         """
         batches, seen, total, count = islice(self.val_loader, limit), 0, 0.0, 0
-        while found := _take_together(batches, 1):
-            labels = found[0]["labels"]
+        while taken := _take_together(batches, 1):
+            labels = taken[0]["labels"]
             if self._val_samples is not None:
                 labels[max(0, self._val_samples - seen) :] = self._ignore_index
             seen += len(labels)
-            loss, tokens = loss_sum(found[0])
+            loss, tokens = loss_sum(taken[0])
             total, count = total + loss.double(), count + tokens
         total, count = sum_over_ranks([total, count], device)
         if not count:
-            raise InputError("dataset_val has no token to predict; give it other data, or more")
+            raise InputError("dataset_val has no token to predict; give it other or more data")
         return total / count
 
 
-def _take_together(batches: Iterator, wanted: int, least: int = 0) -> list[dict[str, Any]]:
-    """The next batches; fewer at the end. Collective: data that fail on one rank fail on all."""
-    failure, found = None, []
+def _take_together(batches: Iterator, most: int, least: int = 0) -> list[dict[str, Any]]:
+    """Return the next batches. If the data fail on one rank, raise on all ranks. Collective.
+
+    Args:
+        batches: The batches of this rank.
+        most: Number of batches to take. At the end of the data there may be fewer.
+        least: Smallest allowed number of batches.
+    """
+    failure, taken = None, []
     try:
-        found = list(islice(batches, wanted))
-        if len(found) < least:
+        taken = list(islice(batches, most))
+        if len(taken) < least:
             raise DataStreamError("the stream ended before the last step; give dataset.max_tokens")
-    except Exception as error:  # a sample of a component's own may raise any
-        text = str(error).rsplit(f"{type(error).__name__}: ", 1)[-1]  # no traceback of a worker
-        if isinstance(error, RuntimeError) and "DataLoader" in text:  # a worker is gone, or slow
+    except Exception as error:  # the samples of other components may raise errors of any type
+        text = str(error).rsplit(f"{type(error).__name__}: ", 1)[-1]  # without a worker's traceback
+        if isinstance(error, RuntimeError) and "DataLoader" in text:  # a worker died or is slow
             text += "; lower num_workers, or look at the source of the data"
             _end_workers()
         elif not isinstance(error, OSError | ValueError):
             text = f"{type(error).__name__}: {text}"
         failure = DataStreamError(text.strip()).with_traceback(error.__traceback__)
     raise_together(failure)
-    return found
+    return taken

@@ -1,9 +1,9 @@
-"""The recipe's losses, measurements and checkpoints: what does not change a weight.
+"""The part of the recipe that changes no weight: losses, validation, logging and checkpoints.
 
 **Distillation.** The teacher is the pretrained model (or a model of the same shape) in the
 compute dtype, sharded like the model, without gradients. It costs a forward per micro-batch, 2
-bytes a weight over the ranks, and its logits beside the model's. Both models give their logits
-in chunks of the sequence. torchtune's divergence is computed chunk by chunk, so its float32
+bytes per weight, shared by the ranks, and memory for its logits. Both models give their logits in
+chunks of the sequence. torchtune's divergence is computed chunk by chunk, so its float32
 probabilities exist for one chunk at a time.
 """
 
@@ -27,17 +27,19 @@ from hestia_tune.training import checkpoint, monitoring, outputs
 from hestia_tune.training.data import shifted_labels
 from hestia_tune.training.setup import RecipeSetup
 
+log = logging.getLogger(__name__)
+
 _LOSSES = {
     "kl": losses.ForwardKLLoss,
     "kl_reverse": losses.ReverseKLLoss,
-    "mixed": losses.SymmetricKLLoss,  # half of both
+    "mixed": losses.SymmetricKLLoss,  # half of each
 }
 
 Logits = torch.Tensor | list[torch.Tensor]
 
 
 def as_chunks(logits: Logits) -> list[torch.Tensor]:
-    """Logits as a list of chunks (batch, part of seq_len, vocabulary)."""
+    """Return logits as a list of chunks (batch, part of seq_len, vocabulary)."""
     return logits if isinstance(logits, list) else [logits]
 
 
@@ -49,13 +51,16 @@ def distillation_loss_sum(
     ignore_index: int,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """T^2 · sum of the divergence over the predicted tokens, in nats.
+    """Return T² · (sum of the divergence over the predicted tokens), in nats.
 
     Args:
-        logits, teacher_logits: (batch, seq_len, vocabulary), or as many chunks of it.
-        labels: (batch, seq_len), shifted; ``ignore_index`` where nothing is predicted.
-        settings: loss and temperature T.
-        compiled: as fused kernels, with fewer float32 copies of the logits.
+        logits: The model's logits (batch, seq_len, vocabulary), or chunks of them along seq_len.
+        teacher_logits: The teacher's logits, in the same form.
+        labels: Shifted labels (batch, seq_len).
+        settings: The kind of divergence and the temperature T.
+        ignore_index: Label of positions that predict nothing.
+        compiled: Whether to compute with fused kernels, which make fewer float32 copies of the
+            logits.
     """
     total = torch.zeros((), device=labels.device)
     chunks = as_chunks(logits)
@@ -70,6 +75,7 @@ def distillation_loss_sum(
 def _divergence(
     kind: str, temperature: float, ignore_index: int, compiled: bool
 ) -> Callable[..., torch.Tensor]:
+    """Return a function of (logits, teacher's logits, labels) of one chunk: the divergence."""
     divergence, scale = _LOSSES[kind](ignore_index=ignore_index), 1.0 / temperature
 
     def of_chunk(own: torch.Tensor, other: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -77,9 +83,6 @@ def _divergence(
         return divergence(*flat, part.flatten(), normalize=False)
 
     return torch.compile(of_chunk, dynamic=True) if compiled else of_chunk
-
-
-log = logging.getLogger(__name__)
 
 
 class MeasuringRecipe(RecipeSetup):
@@ -90,10 +93,13 @@ class MeasuringRecipe(RecipeSetup):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the loss over the predicted tokens of a batch, and their number.
 
-        The loss is the config's, mixed with the distillation from ``teacher`` if there is one.
+        Args:
+            batch: The batch. Its labels are removed.
+            teacher: The model to distil from. The loss is then the config's loss mixed with the
+                distillation loss. None takes the config's loss alone.
         """
         utils.batch_to_device(batch, self._device)
-        ignore, fused = self._loss_fn.ignore_index, self._compile
+        ignore = self._loss_fn.ignore_index
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
         teacher_logits = None if teacher is None else teacher(**batch)
@@ -103,13 +109,12 @@ class MeasuringRecipe(RecipeSetup):
         total = torch.zeros_like(count, dtype=torch.float32)
         if teacher_logits is not None:
             weight = settings.weight
-            divergence = distillation_loss_sum(
-                logits, teacher_logits, labels, settings, ignore, fused
+            total = weight * distillation_loss_sum(
+                logits, teacher_logits, labels, settings, ignore, self._compile
             )
-            total = weight * divergence
         if weight == 1:
             return total, count
-        # Without a token to predict the mean would be NaN; any label will do, its weight is 0.
+        # Without a token to predict, the mean would be NaN. Any label works, because count is 0.
         labels = torch.where(count > 0, labels, torch.zeros_like(labels))
         if not isinstance(logits, list):
             labels, logits = labels.reshape(-1), logits.reshape(-1, logits.size(-1))
@@ -117,19 +122,19 @@ class MeasuringRecipe(RecipeSetup):
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean loss over the validation tokens of all ranks, with the present model."""
+        """Return the mean loss over the validation tokens of all ranks. Collective."""
         self._model.eval()
-        limit = self.config.max_val_batches
-        loss = self.data.validation_loss(self.loss_sum, limit, self._device)
+        loss = self.data.validation_loss(self.loss_sum, self.config.max_val_batches, self._device)
         self._model.train()
         return loss
 
     def _evaluate_baselines(self) -> None:
-        hard = f"naive {self.plan.component.method.name}"  # quantized as it is
+        """Measure the validation losses of the models before training."""
+        hard = f"naive {self.plan.component.method.name}"  # quantized without training
         if self.config.reconstruction is None:
             with self.driver.latent():
                 self.validation_losses[self.config.init] = self.evaluate()
-        else:  # which has measured the pretrained and the naive model
+        else:  # the reconstruction has measured the pretrained and the naive model
             hard = outputs.RECONSTRUCTED
         with self.driver.hard():
             self.validation_losses[hard] = self.evaluate()
@@ -137,6 +142,7 @@ class MeasuringRecipe(RecipeSetup):
             log.info(f"validation loss, {label}: {loss:.4f}")
 
     def _validate(self) -> None:
+        """Measure and log the validation losses of the relaxed and of the hard model."""
         self.driver.set_step(self.global_step)
         relaxed = self.evaluate()
         with self.driver.hard():
@@ -147,17 +153,18 @@ class MeasuringRecipe(RecipeSetup):
     def _evaluate_tasks(self) -> None:
         """Evaluate the hard model on the ``eval`` section's tasks and texts, and log the results.
 
-        Much can go wrong here that has nothing to do with training, so `train` saves first.
+        An evaluation may fail for reasons outside of training, so `train` saves a checkpoint first.
         """
         with self.driver.hard():
             result = self.plan.evaluator.evaluate("hard", self._model, {}, self._device)
         self._log(metrics_of(result))
 
     def _is_due(self, every: int | None) -> bool:
+        """Return whether something is due now that happens every so many steps (None: never)."""
         return bool(every) and self.global_step % every == 0
 
     def _measure(self) -> None:
-        """Validate and evaluate tasks if that is due after this step and is not logged yet."""
+        """Validate and evaluate tasks if they are due after this step and not logged yet."""
         at_end, options = self.global_step == self.total_steps, self.config
         losses_due = at_end or self._is_due(options.run_val_every_n_steps)
         tasks_due = not at_end and self._is_due(options.eval.every_n_steps)
@@ -173,27 +180,36 @@ class MeasuringRecipe(RecipeSetup):
             self._evaluate_tasks()
 
     def _log(self, metrics: dict[str, float]) -> None:
+        """Append metrics of the present step to the history and to the metric logger."""
         if not self._is_rank_zero:
             return
         try:
             self.history.append({"step": self.global_step} | metrics)
             self._metric_logger.log_dict(metrics, step=self.global_step)
-        except Exception as error:  # of a service, or a full disk, of which the run must not die
+        except Exception as error:  # a failing service or a full disk must not end the run
             log.warning(f"step {self.global_step} could not be logged: {one_line(error)}")
 
     @contextmanager
     def _saving_first(self, position: Any = None) -> Iterator[None]:
-        """Save what was trained if the body raises; ``position`` is the position of the data."""
+        """Save a checkpoint if the body raises an error of the data or of the numbers.
+
+        Args:
+            position: Position of the data to save. None takes the present position.
+        """
         try:
             yield
-        except (DataStreamError, NotFiniteError):  # which all ranks have
+        except (DataStreamError, NotFiniteError):  # all ranks raise these together
             path = self.checkpoint_folder / f"step_{self.global_step}"
             if self.global_step and not path.exists():
                 self._save(position)
             raise
 
     def _save(self, position: Any = None) -> None:
-        """Write a checkpoint; ``position`` of the data is the present position if it is None."""
+        """Write a checkpoint. Collective.
+
+        Args:
+            position: Position of the data to save. None takes the present position.
+        """
         monitoring.check_finite(self._model, self._device, self.global_step)
         epoch_done = self.global_step == (self.epochs_run + 1) * self.data.steps_per_epoch
         scheduler = self._lr_scheduler
@@ -210,7 +226,7 @@ class MeasuringRecipe(RecipeSetup):
             },
             meta={
                 "identity": self._identity,
-                # The hard model's loss is left out: `_measure` reads it from the history.
+                # Without the loss of the hard model, which `_measure` reads from the history.
                 "validation_losses": {
                     k: v for k, v in self.validation_losses.items() if k != outputs.HARD
                 },

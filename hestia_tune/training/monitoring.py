@@ -1,4 +1,4 @@
-"""What a run says of itself: log, codes, memory, and whether its weights are finite."""
+"""Monitor a run: its log, its codes, its memory, and whether its numbers are finite."""
 
 import contextlib
 import json
@@ -21,24 +21,36 @@ from hestia_tune.qat.linear import QuantizedLinear, clean_fqn, local_rows
 
 
 class StepResult(NamedTuple):
-    """What an optimizer step says of itself."""
+    """The result of an optimizer step.
 
-    loss: float  # mean over the predicted tokens of all ranks and micro-batches, in nats
-    num_tokens: int  # of all ranks
-    grad_norm: float | None  # before clipping; None if gradients are not clipped
-    stop_requested: bool  # of some rank
+    Attributes:
+        loss: Mean loss over the predicted tokens of all ranks and micro-batches, in nats.
+        num_tokens: Number of predicted tokens, summed over all ranks.
+        grad_norm: Norm of the gradient before clipping. None if gradients are not clipped.
+        stop_requested: Whether any rank was asked to stop.
+    """
+
+    loss: float
+    num_tokens: int
+    grad_norm: float | None
+    stop_requested: bool
 
 
 class History:
-    """Rows in ``metrics.jsonl``, kept across resumes: rows after ``resume_step`` are dropped, since
-    they will be made again; 0 starts anew."""
+    """The rows of ``metrics.jsonl``, which a resumed run continues.
+
+    Args:
+        path: The file. It is written again without damaged lines.
+        resume_step: Number of finished steps. Later rows are dropped, because the run will log
+            these steps again. 0 starts an empty history.
+    """
 
     def __init__(self, path: Path, resume_step: int = 0):
         self.path = path
         self.rows: list[dict[str, Any]] = []
         if resume_step and path.is_file():
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                # A line that a kill cut off, or that is damaged, is left out.
+                # A kill may have cut off a line. Such a line, or a damaged one, is skipped.
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     row = json.loads(line)
                     if row["step"] <= resume_step:
@@ -46,23 +58,27 @@ class History:
         write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in self.rows))
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a row; it must have ``step``."""
+        """Append a row, which must have the key ``step``."""
         self.rows.append(dict(row))
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(self.rows[-1])}\n")
 
     def at(self, step: int) -> dict[str, Any]:
-        """All that was logged after a step."""
+        """Return all metrics that were logged after a step."""
         return {key: row[key] for row in self.rows if row["step"] == step for key in row}
 
 
 class CodeStatistics:
-    """What the codes are doing: flips since the last call, zeros, error.
+    """Statistics of the codes: flips since the last call, share of zeros, quantization error.
 
-    Gathering whole weights costs one all-gather of the model, as a forward does, and is done only
-    when a step is logged. Layer i is the business of rank i modulo the number of ranks, so memory
-    for the codes to compare with (int8, one byte a weight) and work are shared out evenly.
-    ``layers`` are the same on every rank, ``device`` is that of the collectives.
+    The statistics need whole weights. Gathering them costs one all-gather of the model, like a
+    forward, so it happens only when a step is logged. Rank i modulo the number of ranks handles
+    layer i. This shares the work, and the memory for the previous codes (int8, one byte per
+    weight).
+
+    Args:
+        layers: Name -> quantized linear, the same on every rank.
+        device: Device of the collectives.
     """
 
     def __init__(self, layers: dict[str, QuantizedLinear], device: torch.device):
@@ -73,11 +89,12 @@ class CodeStatistics:
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
-        """``flip_rate`` since the last call, ``zero_fraction`` (if the codes have a zero),
-        ``quantization_error``.
+        """Return the statistics of the present codes. Collective.
 
-        The error is ||W - Q(W)||^2 / ||W||^2 over all layers. The first call, having nothing to
-        compare with, returns no flip rate. Collective.
+        Returns:
+            ``flip_rate``, the share of codes that changed since the last call. The first call does
+            not return it. ``zero_fraction``, the share of zeros, if the codes have a zero.
+            ``quantization_error``, which is ||W - Q(W)||² / ||W||² over all layers.
         """
         counts = torch.zeros(5, dtype=torch.float64, device=self._device)
         for index, (name, layer) in enumerate(self._layers.items()):
@@ -106,16 +123,16 @@ class CodeStatistics:
 @of_all_ranks()
 @torch.no_grad()
 def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
-    """Raise NotFiniteError that names the parameters with NaN or infinity. Collective."""
+    """Raise NotFiniteError on every rank if a parameter has NaN or infinity. Collective."""
     named = dict(model.named_parameters())
     flags = [(~local_rows(value).isfinite()).any().to(device) for value in named.values()]
     bad = torch.stack(flags).to(torch.int32)
     dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-    found = [clean_fqn(name) for name, flag in zip(named, bad.tolist(), strict=True) if flag]
-    if found:
+    names = [clean_fqn(name) for name, flag in zip(named, bad.tolist(), strict=True) if flag]
+    if names:
         raise NotFiniteError(
-            f"NaN or infinity in the weights after step {step}: {', '.join(found[:3])}"
-            f"{' ...' if len(found) > 3 else ''}; start anew with a lower learning rate "
+            f"NaN or infinity in the weights after step {step}: {', '.join(names[:3])}"
+            f"{' ...' if len(names) > 3 else ''}; start again with a lower learning rate "
             "or clip_grad_norm"
         )
 
@@ -124,9 +141,21 @@ def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
 def check_loss(
     loss_sum: float, num_tokens: float, model: nn.Module, device: torch.device, step: int
 ) -> None:
-    """Stops before a bad gradient reaches the weights: a DataStreamError without a token, a
-    NotFiniteError if the loss is not finite, which names the parameters that are not, if any.
-    Collective if the loss is not finite."""
+    """Raise an error before a bad gradient can reach the weights.
+
+    Collective if the loss is not finite.
+
+    Args:
+        loss_sum: Sum of the loss over the predicted tokens of all ranks.
+        num_tokens: Number of these tokens.
+        model: The model. If the loss is not finite, its parameters are checked too.
+        device: Device of the collectives.
+        step: Number of finished steps.
+
+    Raises:
+        DataStreamError: If the batches have no token to predict.
+        NotFiniteError: If the loss is not finite. The message names parameters that are not finite.
+    """
     if num_tokens == 0:
         raise DataStreamError(
             f"the batches of step {step + 1} have no token to predict; check dataset"
@@ -135,29 +164,34 @@ def check_loss(
         check_finite(model, device, step)
         raise NotFiniteError(
             f"the loss of step {step + 1} is {loss_sum} though all weights are finite; look at "
-            "the data, or start anew with a lower learning rate"
+            "the data, or start again with a lower learning rate"
         )
 
 
 @of_all_ranks()
 def check_gradient(norm: float | None, step: int) -> None:
-    """A NotFiniteError if the norm of the gradient, where it is known, is not finite."""
+    """Raise NotFiniteError if the norm of the gradient is known and not finite."""
     if norm is not None and not math.isfinite(norm):
         raise NotFiniteError(
-            f"the gradient of step {step + 1} is not finite though its loss is; start anew with a "
-            "lower learning rate"
+            f"the gradient of step {step + 1} is not finite though the loss is finite; start again "
+            "with a lower learning rate"
         )
 
 
 def memory_metrics(device: torch.device, peak_of_device: bool) -> dict[str, float]:
-    """torchtune's peak statistics of the device, or this process's peak resident set."""
+    """Return peak memory: torchtune's statistics of the device, or the resident set of the process.
+
+    Args:
+        device: Device of the run.
+        peak_of_device: Whether to return the statistics of the device.
+    """
     if peak_of_device:
         return training.get_memory_stats(device=device)
     return {"peak_memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 
 def record_memory_history(recipe: Any, step: int) -> None:
-    """Starts and ends CUDA's memory history around the profiler's active steps."""
+    """Start and end CUDA's memory history around the profiler's active steps."""
     enabled = hasattr(recipe, "profiler_wait_steps") and recipe.profiler_profile_memory
     if recipe._device.type != "cuda" or not enabled:
         return

@@ -1,9 +1,9 @@
-"""What a run leaves, and what training starts from when it is not the pretrained model.
+"""Write the results of a run, and read a reconstruction that training starts from.
 
-A finished run leaves the hard model (a Hugging Face folder in bfloat16, which is exact and which
-any tool loads), the results and the curves. torchtune's own checkpointer maps the names back and
-copies config and tokenizer. A finished reconstruction leaves the same, and latent weights that
-training can start from.
+A finished run writes the hard model, the results and the curves. The hard model is a Hugging Face
+folder in bfloat16, which is exact and which any tool loads. torchtune's own checkpointer maps the
+names back and copies config and tokenizer. A finished reconstruction writes the same, and latent
+weights that training can start from.
 """
 
 import copy
@@ -38,7 +38,7 @@ RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
 
 
 def read_results(folder: str | Path, key: str, names: Iterable[str]) -> dict[str, Any]:
-    """Return the description of the reconstruction in a folder, before anything is loaded.
+    """Return the description of the reconstruction in a folder, without loading its weights.
 
     Args:
         folder: Folder that hestia_reconstruct wrote.
@@ -46,33 +46,38 @@ def read_results(folder: str | Path, key: str, names: Iterable[str]) -> dict[str
         names: Names of the config's quantized linears.
 
     Raises:
-        InputError: If there is no finished reconstruction, or it was made by another method or has
-            other quantized linears.
+        InputError: If there is no finished reconstruction, or it has another method or other
+            quantized linears.
     """
     path = Path(folder) / RESULTS_FILE
     if not path.is_file() or not path.with_name(LATENTS_FILE).is_file():
         raise InputError(
-            f"reconstruction: {folder} holds none that is finished; run hestia_reconstruct first, "
-            "or set reconstruction: auto"
+            f"{folder} holds no finished reconstruction; run hestia_reconstruct first, or set "
+            "reconstruction: auto"
         )
-    found = read_json(path)
-    if found["quantizer"] != key:
+    results = read_json(path)
+    if results["quantizer"] != key:
         raise InputError(
-            f"reconstruction: {folder} was made by quantizer {found['quantizer']}, the config has "
-            f"{key}; use the same, or reconstruct again"
+            f"reconstruction: {folder} was made by quantizer {results['quantizer']}, but the "
+            f"config has {key}; use the same quantizer, or reconstruct again"
         )
-    if odd := set(found["layers"]) ^ set(names):
+    if odd := set(results["layers"]) ^ set(names):
         raise InputError(
-            f"reconstruction: {folder} and the config's quantizer differ in {min(odd)}, of "
-            f"{len(odd)} layers; use the same include and exclude, or reconstruct again"
+            f"reconstruction: {folder} and the config's quantizer differ in {len(odd)} layers, "
+            f"such as {min(odd)}; use the same include and exclude, or reconstruct again"
         )
-    return found
+    return results
 
 
 def reconstructed_weights(
     pretrained: Mapping[str, torch.Tensor], folder: str | Path, results: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Return the pretrained state dict with the reconstruction's float32 weights in their place.
+    """Return the pretrained state dict with the float32 weights of a reconstruction.
+
+    Args:
+        pretrained: The pretrained state dict.
+        folder: Folder of the reconstruction.
+        results: The description from `read_results`.
 
     Raises:
         InputError: If the reconstruction was made from another model.
@@ -81,16 +86,16 @@ def reconstructed_weights(
     if model_fingerprint(weights) != results["model_fingerprint"]:
         raise InputError(
             f"reconstruction: {folder} was made from another model than the checkpointer's; "
-            "reconstruct this one"
+            "reconstruct this model"
         )
     return {**pretrained, **read_state(Path(folder) / LATENTS_FILE)}
 
 
 def validation_identity(config: RunConfig) -> str | None:
-    """Return a digest of what a validation loss is measured on; None without validation data."""
+    """Return a digest of the data behind a validation loss, or None without validation data."""
     if config.dataset_val is None:
         return None
-    batch = (config.batch_size_val or config.batch_size) * dist.get_world_size()  # of all ranks
+    batch = (config.batch_size_val or config.batch_size) * dist.get_world_size()  # on all ranks
     limit = config.max_val_batches and config.max_val_batches * batch
     return digest([config.dataset_val, limit])
 
@@ -100,14 +105,14 @@ RECONSTRUCTED = "reconstructed, hard"
 
 
 def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Hard weights and all other parameters in bfloat16 on the CPU of the first rank.
+    """Return the hard model's state dict in bfloat16 on the CPU of the first rank. Collective.
 
-    Collective, one parameter at a time; the other ranks get an empty dict. The method makes the
-    hard weight from the float32 latent weight, as in the forward pass.
+    The other ranks get an empty dict. The parameters are gathered one at a time. The method makes
+    the hard weight from the float32 latent weight, as in the forward pass.
 
     Raises:
         NotFiniteError: On every rank, if a weight or a learned parameter has NaN or infinity.
-            The error names the weight.
+            The message names the weight.
     """
     layers, state = quantized_linears(model), {}
     own = {
@@ -133,7 +138,12 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def provenance(config: RunConfig, tokens: int) -> dict[str, Any]:
-    """Return what the model card says of a run's model and data: names, no local paths."""
+    """Return names of a run's model and data for the model card, without local paths.
+
+    Args:
+        config: The run's config.
+        tokens: Number of tokens that the run has trained on.
+    """
     data = []
     for section in config.datasets:
         source, files = section.get("source"), section.get("data_files")
@@ -152,63 +162,67 @@ def write_hard_model(
     folder: Path,
     description: dict[str, Any],
 ) -> None:
-    """Writes ``state`` as a Hugging Face folder; a folder of that name is replaced at the end.
+    """Write a state dict as a Hugging Face folder. Only the first rank calls this.
 
     Args:
-        state: full torchtune state dict, on the first rank, which alone calls this.
-        checkpointer: that of the pretrained model (it knows names, config, and what files it read).
-        description: how the weights were made; goes into ``hestia.json`` beside them.
+        state: The full state dict with torchtune's names.
+        checkpointer: Checkpointer of the pretrained model. It knows the names, the config and the
+            files of the pretrained model.
+        folder: Folder to write. An earlier folder is replaced at the end.
+        description: How the weights were made. It goes into ``hestia.json`` in the folder.
     """
     with staged(folder) as temporary, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         writer = copy.copy(checkpointer)
-        writer._output_dir = Path(scratch)  # it writes into a folder epoch_0 of this
+        writer._output_dir = Path(scratch)  # it writes into the subfolder epoch_0
         biases = {}
-        if isinstance(writer, FullModelHFCheckpointer):  # by torchtune's names
-            if writer._weight_map is None:  # it has read nothing: one file for all
+        if isinstance(writer, FullModelHFCheckpointer):  # the state has torchtune's names
+            if writer._weight_map is None:  # it has read no weights: write all into one file
                 writer._weight_map = defaultdict(lambda: "00001")
             state, biases = checkpoints.split_biases(state, writer._config)
-        logging.disable(logging.INFO)  # it would praise the temporary folder
+        logging.disable(logging.INFO)  # its log would name the temporary folder
         try:
             writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
         finally:
             logging.disable(logging.NOTSET)
         (Path(scratch) / "epoch_0").rename(temporary)
-        for code in temporary.rglob("*.py"):  # torchtune copies all but weights
+        for code in temporary.rglob("*.py"):  # torchtune copies all files but weights
             code.unlink()
-        config = read_json(temporary / "config.json")
-        config = {k: v for k, v in config.items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
+        config = read_json(temporary / "config.json") | {"torch_dtype": "bfloat16"}
+        config.pop("dtype", None)
         if biases:
             config |= {"attention_bias": True, "mlp_bias": True}
             index = read_json(temporary / INDEX_FILE)
             save_file(biases, temporary / "biases.safetensors", metadata={"format": "pt"})
             index["weight_map"] |= dict.fromkeys(biases, "biases.safetensors")
             write_json(temporary / INDEX_FILE, index)
-        # Replacements, not writes: the copied files may be read-only, as the originals were.
+        # write_json replaces files by a rename, because the copied files may be read-only.
         write_json(temporary / "config.json", config)
         write_json(temporary / DESCRIPTION_FILE, description)
-        write_card(temporary, description)  # in place of the pretrained model's
+        write_card(temporary, description)  # replaces the card of the pretrained model
 
 
 def training_losses(losses: Mapping[int, float]) -> str:
-    """Return one line for a run without validation data.
+    """Return one line about the training losses, for a run without validation data.
 
     Args:
-        losses: Step number -> training loss of that step, in order, at least one.
+        losses: Number of a step -> training loss of this step, in order, at least one.
     """
     (first, before), (last, after) = list(losses.items())[0], list(losses.items())[-1]
     note = "(no dataset_val, so nothing else was measured)"
     if first == last:
-        return f"training loss {after:.4f} at step {last}, the only step that was logged {note}"
+        return f"training loss {after:.4f} at step {last}, the only logged step {note}"
     rose = "; it rose: lower the learning rate" if after > before else ""
     return f"training loss {before:.4f} at step {first}, {after:.4f} at step {last}{rose} {note}"
 
 
 def results_table(losses: Mapping[str, float]) -> str:
-    """A Markdown table of validation losses.
+    """Return a Markdown table of validation losses.
+
+    The gap is the difference between "pretrained" and the largest loss of a label that begins with
+    "naive". The last column is the share of the gap that a model has recovered.
 
     Args:
-        losses: label -> loss in nats per token. The last column is the share that a row has won
-            back of the gap between "pretrained" and the worst whose label begins with "naive".
+        losses: Label of a model -> loss in nats per token.
     """
     naive = [loss for label, loss in losses.items() if label.startswith("naive ")]
     gap = max(naive) - losses[PRETRAINED] if naive and PRETRAINED in losses else 0.0
@@ -225,7 +239,13 @@ def results_table(losses: Mapping[str, float]) -> str:
 
 
 def save_blocks(model: nn.Module, blocks: Iterable[str], path: Path) -> None:
-    """Writes parameters and buffers of these blocks."""
+    """Write the parameters and buffers of some blocks to a safetensors file.
+
+    Args:
+        model: The model.
+        blocks: Names of the blocks.
+        path: The file to write.
+    """
     kept = tuple(f"{name}." for name in blocks)
     with staged(path) as temporary:
         save_file({k: v for k, v in model.state_dict().items() if k.startswith(kept)}, temporary)

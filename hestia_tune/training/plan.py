@@ -1,16 +1,15 @@
-"""What a run will do, decided and checked before anything is loaded or written.
+"""Plan a run: decide and check everything before anything is loaded or written.
 
-`plan` goes from cheap checks to dear ones: the device, the output folder, the method, the model on
-the meta device, the names and shapes in the checkpoint's files, the components, the sensitivity and
-the reconstruction to start from, and the data. It reads no weight. `hestia_tune.training.build`
-makes what a plan says; ``python -m hestia_tune validate`` makes a plan and nothing else.
+`plan` makes cheap checks first: the device, the output folder, the method, the model on the meta
+device, the names and shapes in the checkpoint's files, the components, the sensitivity and the
+reconstruction to start from, and the data. It reads no weight. `hestia_tune.training.build` builds
+the model of a plan. ``python -m hestia_tune validate`` makes a plan and nothing else.
 """
 
 import dataclasses
 import logging
 import random
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """A checkpoint that training goes on from.
+    """A checkpoint to resume from.
 
     Attributes:
-        path: Its folder.
-        meta: Its meta.json.
-        rank_state: Position of the data, of the scheduler and of random numbers of this rank.
+        path: Folder of the checkpoint.
+        meta: Content of its meta.json.
+        rank_state: This rank's position of the data, of the scheduler and of the random numbers.
     """
 
     path: Path
@@ -55,24 +54,24 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A checked run; every field is the same on every rank but for ``data`` and ``resume``.
+    """A checked run. All fields but ``data`` and ``resume`` are the same on every rank.
 
     Attributes:
         config: The config, with a seed.
-        device: Where this rank computes.
+        device: Device of this rank.
         dtype: Dtype of the matrix products.
         component: The quantizer component.
         model: The prepared model on the meta device.
         shapes: Name -> shape of every entry of the pretrained state dict.
         layers: Names of the quantized linears, in model order.
         tokenizer: The tokenizer.
-        checkpointer: What reads the pretrained weights and writes the hard model.
-        data: Training and validation data; None for a run that reads calibration samples only.
+        checkpointer: The component that reads the pretrained weights and writes the hard model.
+        data: Training and validation data. None for a run that reads calibration samples only.
         loss: The loss component.
-        evaluator: What evaluates during training; None if nothing does.
-        artifact: The sensitivity; None for one temperature for all layers.
-        start: The description of the reconstruction to start from; None for the pretrained model.
-        resume: The checkpoint to go on from; None for a new run.
+        evaluator: The evaluator for evaluations during training. None if there are none.
+        artifact: The sensitivity artifact. None gives all layers the same temperature.
+        start: The description of the reconstruction to start from. None starts without one.
+        resume: The checkpoint to resume from. None for a new run.
     """
 
     config: RunConfig
@@ -92,11 +91,10 @@ class Plan:
     resume: Resume | None = None
 
     def starting_from(self, **changes: Any) -> "Plan":
-        """Return the plan after a sensitivity or a reconstruction was computed.
+        """Return the plan with a sensitivity or a reconstruction that has just been computed.
 
         Args:
-            changes: Keys of the config with the paths of what was computed, such as
-                ``sensitivity``.
+            changes: Key of the config (sensitivity or reconstruction) -> path of the result.
         """
         config = self.config.changed(**changes)
         artifact, start = read_starts(config, self.component, self.layers)
@@ -104,11 +102,12 @@ class Plan:
 
 
 def join_ranks(device_name: str, dtype: str) -> torch.device:
-    """Return the device of this process, which then is in a process group.
+    """Join the process group and return the device of this process.
 
     Args:
         device_name: The config's device.
-        dtype: The config's dtype of products; a warning says so if the processor is slow with it.
+        dtype: The config's dtype of matrix products. If the processor is slow with this dtype, the
+            log gets a warning.
 
     Raises:
         InputError: If there is no such device.
@@ -120,38 +119,38 @@ def join_ranks(device_name: str, dtype: str) -> torch.device:
     except RuntimeError as error:
         raise InputError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
     ensure_process_group(device)
-    is_told = dist.get_rank() == 0 and device.type == "cpu" and dtype == "bf16"
+    uses_cpu_bf16 = dist.get_rank() == 0 and device.type == "cpu" and dtype == "bf16"
     has_mkldnn = torch.backends.mkldnn.is_available()
-    if is_told and has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if uses_cpu_bf16 and has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         warn_once(
-            "dtype=bf16: this processor has no products in bfloat16 (AVX512 or AMX on x86), and "
-            "takes many times as long for them; use dtype=fp32"
+            "dtype=bf16: this processor has no products in bfloat16 (AVX512 or AMX on x86), so "
+            "they take many times as long; use dtype=fp32"
         )
     return device
 
 
 def plan(config: RunConfig, *, trains: bool = True) -> Plan:
-    """Decide and check a run. Collective.
+    """Return the checked plan of a run. Collective.
 
     Args:
         config: The config.
-        trains: False for a run that prepares the training: sensitivity or reconstruction. It then
-            has no checkpoint to resume from, no optimizer and no training data.
+        trains: Whether the run trains. A run for a sensitivity or a reconstruction has no
+            optimizer, no training data and no checkpoint to resume from.
 
     Raises:
-        InputError: On every rank, for the first check that fails on any of them.
+        InputError: On every rank, if a check fails on any rank. The first failed check counts.
     """
     device = join_ranks(config.device, config.dtype)
     if config.seed is None:
         config = config.changed(seed=on_first_rank(lambda: random.randrange(2**31)))
-    path = on_first_rank(partial(choose_checkpoint, config)) if trains else None
+    path = on_first_rank(choose_checkpoint, config) if trains else None
     with together():
         decided = _plan_model(config, device)
         return _plan_training(decided, path) if trains else decided
 
 
 def _plan_model(config: RunConfig, device: torch.device) -> Plan:
-    """Check what training, reconstruction and sensitivity share."""
+    """Return a plan without training, after the checks that all commands share."""
     component = build.make_component(config.quantizer)
     check_formats(config, component)
     build.check_model_section(config)
@@ -160,8 +159,8 @@ def _plan_model(config: RunConfig, device: torch.device) -> Plan:
     shapes = build.shapes_of(model)
     model = component.prepare(model)
     build.check_model_options(config, model)
-    if config.needs_pretrained and (found := checkpoints.shapes_in_files(config)) is not None:
-        checkpoints.check_shapes(shapes, found, config.checkpointer["checkpoint_dir"])
+    if config.needs_pretrained and (in_files := checkpoints.shapes_in_files(config)) is not None:
+        checkpoints.check_shapes(shapes, in_files, config.checkpointer["checkpoint_dir"])
     return Plan(
         config=config,
         device=device,
@@ -176,7 +175,7 @@ def _plan_model(config: RunConfig, device: torch.device) -> Plan:
 
 
 def _plan_training(decided: Plan, path: Path | None) -> Plan:
-    """Check what training needs besides, and open the data."""
+    """Return the plan with everything that training needs besides, and open the data."""
     config = decided.config
     loss = build.instantiate(config.loss, "loss")
     build.find_component(config.metric_logger["_component_"], "metric_logger")
@@ -186,7 +185,7 @@ def _plan_training(decided: Plan, path: Path | None) -> Plan:
     steps = {"num_training_steps": 10**6, "last_epoch": -1}
     build.instantiate(config.lr_scheduler, "lr_scheduler", optimizer, **steps)
     if config.distillation.weight and config.distillation.teacher != "pretrained":
-        teacher_folder(config)
+        require_teacher(config.distillation.teacher)
     evaluator = None
     if config.eval.every_n_steps or config.eval.at_end:
         evaluator = Evaluator(config.eval, decided.tokenizer, decided.model.max_seq_len)
@@ -199,16 +198,17 @@ def _plan_training(decided: Plan, path: Path | None) -> Plan:
         seed=config.seed or 0,
     )
     resume = path and _plan_resume(path, config, decided.component, data)
-    found = {"loss": loss, "evaluator": evaluator, "artifact": artifact, "start": start}
-    return dataclasses.replace(decided, data=data, resume=resume, **found)
+    fields = {"loss": loss, "evaluator": evaluator, "artifact": artifact, "start": start}
+    return dataclasses.replace(decided, data=data, resume=resume, **fields)
 
 
 def _plan_resume(
     path: Path, config: RunConfig, component: QATQuantizerBase, data: TrainingData
 ) -> Resume:
-    """Check that a checkpoint is of this run, and put the data at its position."""
+    """Return the checkpoint after checking that it belongs to this run, and move the data to it."""
     meta = checkpoints.read_meta(path)
     checkpoint.check_same(checkpoint.config_identity(config, component) | data.identity(), meta)
+    # With another number of ranks, every rank reads the state of the first rank.
     own_state = meta["world_size"] == dist.get_world_size()
     rank_state = read_json(path / f"rank_{dist.get_rank() * own_state}.json")
     data.restore(rank_state["dataloader"])
@@ -218,9 +218,17 @@ def _plan_resume(
 def read_starts(
     config: RunConfig, component: QATQuantizerBase, layers: list[str]
 ) -> tuple[SensitivityArtifact | None, dict[str, Any] | None]:
-    """Return the sensitivity and the reconstruction that a config names, checked by layer.
+    """Return the sensitivity and the reconstruction of a config, after comparing their layers.
 
-    "auto", which is computed later, counts as none.
+    "auto" gives None, because the run computes it later.
+
+    Args:
+        config: The config.
+        component: The quantizer component.
+        layers: Names of the quantized linears.
+
+    Raises:
+        InputError: If a file is missing or damaged, or belongs to another model or method.
     """
     artifact = start = None
     if config.sensitivity not in (None, "auto"):
@@ -232,11 +240,10 @@ def read_starts(
 
 
 def check_formats(config: RunConfig, component: QATQuantizerBase) -> None:
-    """Refuse a model that hestia_convert could not write as its section says.
+    """Check that hestia_convert can write the model in the formats of its section.
 
     Raises:
-        InputError: The message names the format that the method does not have, or what llama.cpp
-            lacks.
+        InputError: If the method does not have a format, or llama.cpp cannot run the model.
     """
     formats = config.convert.formats or ()
     component.method.check_file_formats(formats)
@@ -246,55 +253,50 @@ def check_formats(config: RunConfig, component: QATQuantizerBase) -> None:
 
 
 def choose_checkpoint(config: RunConfig) -> Path | None:
-    """Return the newest whole checkpoint if the config resumes; None for a new run.
+    """Return the newest undamaged checkpoint if the config resumes, or None for a new run.
 
     Raises:
         InputError: If output_dir cannot be written, holds a run that may not be replaced, or has no
-            whole checkpoint to resume from.
+            undamaged checkpoint to resume from.
     """
     folder = require_writable_dir(config.output_dir) / "checkpoints"
-    found = checkpoints.complete_checkpoints(folder)
+    complete = checkpoints.complete_checkpoints(folder)
     if not config.resume_from_checkpoint:
-        if found and not config.overwrite_output:
+        if complete and not config.overwrite_output:
             raise InputError(
-                f"output_dir {folder.parent} holds a run at step {found[-1][0]}; set "
+                f"output_dir {folder.parent} holds a run at step {complete[-1][0]}; set "
                 "resume_from_checkpoint=True, overwrite_output=True or another output_dir"
             )
         return None
-    if not found:
+    if not complete:
         raise InputError(
             f"no complete checkpoint in {folder}; set resume_from_checkpoint=False to start"
         )
-    for _, path in reversed(found):
-        problem = checkpoints.find_damage(path)
-        if problem is None:
+    for _, path in reversed(complete):
+        if (problem := checkpoints.find_damage(path)) is None:
             return path
-        log.warning(f"{problem}; going on from the newest one before it that is whole")
+        log.warning(f"{problem}; trying the checkpoint before it")
     raise InputError(
         f"every checkpoint in {folder} is damaged; set overwrite_output=True and "
         "resume_from_checkpoint=False to start again"
     )
 
 
-def teacher_folder(config: RunConfig) -> Path:
-    """Return the folder of ``distillation.teacher``; InputError if it holds no model."""
-    folder = Path(config.distillation.teacher)
-    if not (folder / "config.json").is_file():
+def require_teacher(folder: str) -> None:
+    """Raise InputError if the folder of ``distillation.teacher`` holds no model."""
+    if not (Path(folder) / "config.json").is_file():
         raise InputError(
             f'distillation.teacher {folder} has no config.json; give "pretrained" or a Hugging '
             "Face folder"
         )
-    return folder
 
 
 def require_generated(config: RunConfig) -> None:
-    """Raise InputError if text that the model is to generate has not been generated yet."""
+    """Raise InputError if the config's generated set does not exist yet."""
     for section in config.datasets:
-        if section.get("_component_") != SELF_GENERATED:
-            continue
-        folder = section.get("cache_dir")
-        if not (Path(str(folder)) / INDEX).is_file():
+        folder = Path(str(section.get("cache_dir")))
+        if section.get("_component_") == SELF_GENERATED and not (folder / INDEX).is_file():
             raise InputError(
                 f"dataset.cache_dir {folder} is empty: its text is generated when the run begins, "
-                "and cannot be checked before"
+                "so it cannot be checked now; run hestia_qat"
             )

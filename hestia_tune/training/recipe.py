@@ -1,12 +1,12 @@
-"""The QAT recipe: the train loop, and what a finished run leaves behind.
+"""Train by QAT: the train loop, and the files of a finished run.
 
 output_dir/
-    hard_model/        the deployable model, Hugging Face format, bfloat16
-    checkpoints/       resumable (see `hestia_tune.training.checkpoint`)
+    hard_model/        the deployable model, in Hugging Face format and bfloat16
+    checkpoints/       checkpoints to resume from (see `hestia_tune.training.checkpoint`)
     metrics.jsonl      one JSON line per logged step
-    results.json       losses before and after, settings, versions
-    curves.png         loss, pressure and the fan of temperatures
-    logs/              torchtune's metric logger
+    results.json       losses before and after training, settings, versions
+    curves.png         curves of loss, pressure and temperatures
+    logs/              files of torchtune's metric logger
 """
 
 import logging
@@ -33,18 +33,18 @@ log = logging.getLogger(__name__)
 
 
 class HestiaQATRecipe(MeasuringRecipe):
-    """Trains latent weights through relaxed quantization and writes the hard model.
+    """A recipe that trains latent weights through relaxed quantization and writes the hard model.
 
     Attributes:
-        finished: whether `train` reached the last step.
+        finished: Whether `train` reached the last step.
     """
 
     def train(self) -> None:
-        """Trains to the end, or to the first Ctrl-C, which saves; sets ``finished``."""
+        """Train to the last step and set ``finished``. The first Ctrl-C saves and stops."""
         if self._device.type == "cuda":
             training.cleanup_before_training()
         if self.global_step:
-            self._measure()  # what the run that is resumed did not come to
+            self._measure()  # the resumed run may have stopped before it measured
         elif self.data.val_loader is not None:
             self._evaluate_baselines()
         if self.global_step < self.total_steps:
@@ -55,9 +55,9 @@ class HestiaQATRecipe(MeasuringRecipe):
             while self.global_step < self.total_steps:
                 epoch_end = (self.epochs_run + 1) * self.data.steps_per_epoch
                 if self.global_step == self.epochs_run * self.data.steps_per_epoch:
-                    self._restore_random_state()  # from which the epoch's beginning draws
+                    self._restore_random_state()  # the beginning of an epoch draws from it
                 batches = self.data.begin(self.epochs_run)
-                self._restore_random_state()  # within an epoch
+                self._restore_random_state()  # for a run that resumes within an epoch
                 for _ in range(self.global_step, min(epoch_end, self.total_steps)):
                     started = time.perf_counter()
                     with self._saving_first(self.data.position()):
@@ -69,7 +69,7 @@ class HestiaQATRecipe(MeasuringRecipe):
                     at_end = self.global_step == self.total_steps
                     every = (self.config.save_every_n_steps, self.config.eval.every_n_steps)
                     if at_end or result.stop_requested or any(map(self._is_due, every)):
-                        self._save()  # before what may take long: torchrun's patience is 30 seconds
+                        self._save()  # before slow work: torchrun kills a rank after 30 seconds
                     if result.stop_requested and not at_end:
                         self._profiler.stop()
                         return
@@ -82,7 +82,7 @@ class HestiaQATRecipe(MeasuringRecipe):
         self.finished = True
 
     def train_step(self, batches: Sequence[dict[str, Any]]) -> StepResult:
-        """One optimizer step on this rank's micro-batches. Collective."""
+        """Make one optimizer step on this rank's micro-batches. Collective."""
         step = self.global_step
         self.driver.set_step(step)
         if self._is_rank_zero:
@@ -97,7 +97,7 @@ class HestiaQATRecipe(MeasuringRecipe):
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
         monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
-        # FSDP averages gradients over ranks; the loss is a mean over the tokens of all of them.
+        # FSDP averages gradients over ranks. The loss is a mean over the tokens of all ranks.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
         shards.pull_back(self.driver.layers.values(), compiled=self._compile)
@@ -116,9 +116,15 @@ class HestiaQATRecipe(MeasuringRecipe):
         return StepResult(loss_sum / num_tokens, int(num_tokens), grad_norm, stop_requests > 0)
 
     def _log_step(self, result: StepResult, seconds: float) -> None:
+        """Log the metrics of the last step if it is a step to log. Collective.
+
+        Args:
+            result: The result of the step.
+            seconds: Duration of the step, including the wait for data.
+        """
         if self.global_step % self._log_every_n_steps and self.global_step != self.total_steps:
             return
-        step = self.global_step - 1  # whose temperatures it was
+        step = self.global_step - 1  # this step has set the temperatures
         taus = list(self.driver.temperatures(step).values())
         metrics = {
             "loss": result.loss,
@@ -137,13 +143,13 @@ class HestiaQATRecipe(MeasuringRecipe):
         self._log(metrics | monitoring.memory_metrics(self._device, self._log_peak_memory_stats))
 
     def _restore_random_state(self) -> None:
-        """That of the checkpoint; once."""
+        """Restore the random-number state of the checkpoint, at the first call only."""
         if self._restored_random_state is not None:
             checkpoint.set_random_state(self._restored_random_state, self._device)
             self._restored_random_state = None
 
     def clip_gradients(self) -> float | None:
-        """The norm of the gradient before clipping; None if it is not clipped. Collective."""
+        """Clip the gradient. Return its norm before clipping, or None without. Collective."""
         if self._clip_grad_norm is None:
             return None
         norm = torch.nn.utils.clip_grad_norm_(
@@ -152,7 +158,7 @@ class HestiaQATRecipe(MeasuringRecipe):
         return float(full_tensor(norm))
 
     def _finish(self) -> None:
-        """Writes the hard model, the results and the curves."""
+        """Write the hard model, the results and the curves. Collective."""
         state, losses = outputs.hard_state_dict(self._model), self.validation_losses
         description = {
             "hestia_tune": hestia_tune.__version__,
@@ -186,29 +192,29 @@ class HestiaQATRecipe(MeasuringRecipe):
         return self._model
 
     def summary(self) -> str:
-        """What to print at the end."""
+        """Return the text to print at the end."""
         if self.finished:
             return f"\n{self.table()}\n\n{self.output_dir}: hard_model, results.json, curves.png"
         return (
             f"stopped after step {self.global_step}, checkpoint written; "
-            "go on with resume_from_checkpoint=True"
+            "resume with resume_from_checkpoint=True"
         )
 
     def table(self) -> str:
-        """The results as Markdown; without validation data, the loss on the training data."""
+        """Return the validation losses as Markdown, or the training losses if there are none."""
         if self.validation_losses:
             return outputs.results_table(self.validation_losses)
         rows = self.history.rows
         return outputs.training_losses({row["step"]: row["loss"] for row in rows if "loss" in row})
 
     def release(self) -> None:
-        """Lets go of the model and the logger; the process group stays, for another recipe."""
+        """Free the model and close the logger. The process group stays, for another recipe."""
         torch.distributed.barrier()
         self._model = self._teacher = self._optimizer = self.driver = None
         if self._is_rank_zero:
             self._metric_logger.close()
 
     def cleanup(self) -> None:
-        """`release`, and the end of the process group once all ranks are here."""
+        """Release the recipe and end the process group. Collective."""
         self.release()
         end_process_group()

@@ -1,8 +1,7 @@
-"""The recipe before its first step: torchtune's recipe, filled from a plan.
+"""Set up the recipe before its first step: torchtune's recipe, with the parts of a plan.
 
-torchtune ships its recipes as files, not as importable modules: the package ``recipes`` beside
-it raises an error on import. The file of the FSDP2 full fine-tune is therefore loaded by its
-path, here and nowhere else.
+torchtune ships its recipes as files, not as importable modules. Its package ``recipes`` raises an
+error on import. This file therefore loads the FSDP2 full fine-tune by its path. No other file does.
 """
 
 import dataclasses
@@ -32,23 +31,22 @@ _path = Path(torchtune.__file__).parent.parent / "recipes" / "full_finetune_dist
 _spec: Any = importlib.util.spec_from_file_location("torchtune_full_finetune_distributed", _path)
 _module: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)
-# A recipe goes on in the group that is there: ending a gloo group and forming another one under
-# torchrun hangs now and then. The module is this private copy.
+# A recipe uses the existing process group. Ending a gloo group and forming another one sometimes
+# hangs under torchrun. This changes a private copy of the module.
 _module.init_process_group = lambda backend: None
 FullFinetuneRecipeDistributed = _module.FullFinetuneRecipeDistributed
-
 
 log = logging.getLogger(__name__)
 
 
 class RecipeSetup(FullFinetuneRecipeDistributed):
-    """torchtune's FSDP2 full fine-tune with its own model, data position and resuming.
+    """A recipe on torchtune's FSDP2 full fine-tune, with our model, data position and resuming.
 
     Args:
-        cfg: The YAML as a mapping, or the `RunConfig` that was made of it.
+        cfg: The YAML as a mapping, or the parsed `RunConfig`.
     """
 
-    # Nothing, to torchtune, until `setup`.
+    # torchtune's recipe sets these to None until `setup`.
     _model: Any
     _optimizer: Any
     _loss_fn: Any
@@ -57,12 +55,12 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
     def __init__(self, cfg: DictConfig | Mapping[str, Any] | RunConfig):
         self.config = RunConfig.parse(cfg)
         device = join_ranks(self.config.device, self.config.dtype)
-        torchtunes = dataclasses.asdict(self.config) | {
-            # torchtune would look for its own kind of recipe state; ours is restored in `_resume`.
+        options = dataclasses.asdict(self.config) | {
+            # torchtune would look for its own recipe state. `_resume` restores ours.
             "resume_from_checkpoint": False,
             "log_peak_memory_stats": device.type == "cuda",
         }
-        super().__init__(OmegaConf.create(torchtunes))
+        super().__init__(OmegaConf.create(options))
         self.output_dir = Path(self.config.output_dir)
         self.checkpoint_folder = self.output_dir / "checkpoints"
         self.tokens_seen = 0
@@ -72,13 +70,13 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self._restored_random_state: dict[str, Any] | None = None
 
     def setup(self, cfg: DictConfig | Mapping[str, Any] | RunConfig) -> None:
-        """Plan the run and build everything up to the first step."""
+        """Plan the run and build everything up to the first step. Collective."""
         if RunConfig.parse(cfg) != self.config:
-            raise InputError("setup takes the config that the recipe was made of")
+            raise InputError("setup needs the config that the recipe was made of; got another one")
         self.build(plan(self.config))
 
     def build(self, planned: Plan) -> None:
-        """Build what a plan of this run says, up to the first step. Collective."""
+        """Build everything up to the first step, from a plan of this run. Collective."""
         self.plan, self.config, config = planned, planned.config, planned.config
         self.data, self.seed = planned.data, config.seed
         self.total_steps = planned.data.total_steps
@@ -108,7 +106,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         if planned.resume is not None:
             self._resume(planned.resume)
         if self._is_rank_zero:
-            if planned.resume is None:  # an earlier run's, now that nothing can fail any more
+            if planned.resume is None:  # delete an earlier run's files now that all checks passed
                 for name in ("checkpoints", "hard_model", "results.json", "curves.png"):
                     remove(self.output_dir / name)
             self.history = History(self.output_dir / "metrics.jsonl", self.global_step)
@@ -119,10 +117,15 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         optimizer_in_bwd: bool = False,
         opt_state_dict: dict[str, Any] | None = None,
     ) -> torch.optim.Optimizer:
-        """Return the configured optimizer.
+        """Return the configured optimizer with its parameter groups.
 
-        Norms and biases, which are vectors, are not decayed. Neither are parameters of the method,
-        which may have a learning rate of their own.
+        Norms, biases and the method's own parameters have no weight decay. The method's own
+        parameters may have a learning rate of their own.
+
+        Args:
+            cfg_optimizer: The ``optimizer`` section.
+            optimizer_in_bwd: False. torchtune's signature has this argument.
+            opt_state_dict: None. torchtune's signature has this argument.
         """
         optimizer = super()._setup_optimizer(cfg_optimizer, optimizer_in_bwd, opt_state_dict)
         layers = quantized_linears(self._model).values()
@@ -149,4 +152,4 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self._lr_scheduler.load_state_dict(resume.rank_state["lr_scheduler"])
         if resume.meta["world_size"] == self.world_size:
             self._restored_random_state = resume.rank_state["random"]
-        log.info(f"Resumed from {resume.path} at step {self.global_step}")
+        log.info(f"resumed from {resume.path} at step {self.global_step}")

@@ -1,6 +1,6 @@
-"""Bad input of every command ends in one line that says what is wrong, before anything is written.
+"""Test that bad input of every command ends in one line, before anything is written.
 
-Each case: exit code 1, one line on stderr, with the key or file, the rule or the remedy.
+Each case has exit code 1 and one line on stderr with the key or file, the rule or the remedy.
 """
 
 import json
@@ -31,7 +31,7 @@ STREAM = "STREAM"  # the dataset is a stream of text
 TEXT = "eval.models=[pretrained] eval.tasks=[] eval.perplexity.t.source=TEXT "
 PRETRAINED = "convert.source=pretrained "
 
-# Command and overrides -> what the line must say. Other cases of hestia_qat: test_errors.py.
+# Command and overrides -> text that the line must contain. test_errors.py has more cases.
 CASES = {
     "qat clip_grad_norm=0": "clip_grad_norm must be in [1e-09, 1e+30]; got 0; null switches it off",
     "qat clip_grad_norm=abc": "clip_grad_norm must be a number; got 'abc'",
@@ -85,7 +85,7 @@ CASES = {
     "qat batch_size_val=0": "batch_size_val must be at least 1; got 0",
     "qat compile=3.5": "compile: Value '3.5' is not a valid bool",
     "qat enable_activation_offloading=True": "enable_activation_offloading needs device cuda",
-    "qat reconstruction=/nope": "/nope holds none that is finished; run hestia_reconstruct first",
+    "qat reconstruction=/nope": "/nope holds no finished reconstruction; run hestia_reconst",
     "qat cage_strength=-1": "cage_strength must be in [0, 1e+06]; got -1",
     "qat init=scratch": "init must be one of pretrained, random; got scratch",
     "qat init=random sensitivity=auto": "does not go with sensitivity, which is for pretrained",
@@ -160,7 +160,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A model, a text, and a folder with something in it."""
+    """Return a folder with a model, a text, and a folder that holds other files."""
     folder = tmp_path_factory.mktemp("files")
     make_model_dir(folder / "model")
     (folder / "text.txt").write_text("Some words in a row. " * 200)
@@ -172,7 +172,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def command(files, tmp_path, monkeypatch, capsys):
-    """Runs a command line in this process; (exit code, its errors on stderr)."""
+    """Return a function that runs a command line: (exit code, its errors on stderr)."""
 
     def run(line: str, model=files / "model") -> tuple[int, list[str]]:
         name, *overrides = line.replace("TEXT", str(files / "text.txt")).split()
@@ -189,8 +189,8 @@ def command(files, tmp_path, monkeypatch, capsys):
             monkeypatch.delenv(variable, raising=False)
         code = main(COMMANDS[name], f"hestia_{name}")
         assert not torch.distributed.is_initialized()
-        told = capsys.readouterr().err.splitlines()
-        return code, [line for line in told if line.startswith(f"hestia_{name}: error:")]
+        lines = capsys.readouterr().err.splitlines()
+        return code, [line for line in lines if line.startswith(f"hestia_{name}: error:")]
 
     return run
 
@@ -229,7 +229,7 @@ def test_damaged_model_folders(command, tmp_path, name, content, message, line):
     assert message in errors[0]
 
 
-def test_weights_that_are_quantized_already(command, tmp_path):
+def test_weights_that_are_already_quantized(command, tmp_path):
     model = make_model_dir(tmp_path / "model")
     state = load_file(model / "model.safetensors")
     state["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64, dtype=torch.int8)

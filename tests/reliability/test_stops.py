@@ -1,4 +1,4 @@
-"""What is signalled, killed, or full anywhere: nothing is lost, doubled, or goes on by itself."""
+"""Test signals, kills and full disks: nothing is lost, repeated, or left running."""
 
 import json
 import random
@@ -32,7 +32,7 @@ STEPS = ("epochs=2", "run_val_every_n_steps=3")  # 12 of them
 TWO_RANKS = ("--nproc_per_node", "2")
 RESUME = "resume_from_checkpoint=True"
 WORKERS = ("num_workers=2",)
-# torchrun kills ranks that have not ended after 30 s, on a busy machine too soon.
+# torchrun kills ranks that still run after 30 s, and a busy machine needs more time.
 PATIENT = (
     ("--shutdown_timeout", "300") if "--shutdown_timeout" in get_args_parser().format_help() else ()
 )
@@ -40,7 +40,7 @@ PATIENT = (
 
 @pytest.fixture(scope="module")
 def uninterrupted(model_dir, tmp_path_factory):
-    """A whole run that kept its checkpoints of steps 3, 6, 9 and 12."""
+    """Return the folder of a full run with its checkpoints of steps 3, 6, 9 and 12."""
     output = tmp_path_factory.mktemp("full")
     run(make_config(model_dir, output, *STEPS, "save_every_n_steps=3", "keep_last_checkpoints=9"))
     return output
@@ -63,7 +63,7 @@ def test_a_signal_to_every_process_of_a_job(model_dir, uninterrupted, tmp_path, 
     output = tmp_path / "run"
     signalled = signal_at(4, name, to="group")
     cfg = make_config(model_dir, output, *STEPS, *WORKERS, *signalled)
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup may have ignored
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have set it to be ignored
     stopped = tune_run("--config", write_config(cfg, tmp_path / "stopped.yaml"))
     signal.signal(signal.SIGHUP, before)
     assert stopped.returncode == 130, stopped.stderr
@@ -76,7 +76,7 @@ def test_a_signal_to_every_process_of_a_job(model_dir, uninterrupted, tmp_path, 
 
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in RECIPES.glob("*.py")))
-def test_a_ctrl_c_during_the_imports_is_no_traceback(recipe):
+def test_a_ctrl_c_during_the_imports_prints_no_traceback(recipe):
     code = f"""
 import runpy, sys
 class Interrupted:
@@ -115,7 +115,7 @@ def test_a_data_worker_that_hangs_or_dies(model_dir, tmp_path, how, message):
     assert failed.returncode == 1
     (line,) = [x for x in failed.stderr.splitlines() if "hestia_qat: error:" in x]
     assert message in line and "lower num_workers, or look at the source of the data" in line
-    # Three batches of four came before the thirteenth sample; the last may die with its worker.
+    # Three batches of four come before the thirteenth sample. The last may die with its worker.
     ((step, _),) = complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert step in (2, 3)
 
@@ -138,7 +138,7 @@ def test_two_runs_in_one_folder(model_dir, tmp_path):
     assert f"is being written by process {holder.pid} on " in refused.stderr
     holder.kill()
     holder.communicate()
-    with locked(output):  # the lock of a dead process is none
+    with locked(output):  # a dead process holds no lock
         pass
 
 
@@ -151,7 +151,7 @@ def test_ranks_notice_that_their_torchrun_is_gone(model_dir, uninterrupted, tmp_
         "--config", write_config(cfg, tmp_path / "config.yaml"), torchrun=TWO_RANKS
     )
     agent.communicate(timeout=300)
-    for _ in range(600):  # until the first rank has ended
+    for _ in range(600):  # wait until the first rank has ended
         try:
             with locked(output):
                 break
@@ -216,19 +216,19 @@ def test_damage_is_found(uninterrupted, tmp_path, what):
     assert str(folder) in find_damage(folder)
 
 
-def test_a_damaged_checkpoint_is_passed_over(model_dir, uninterrupted, tmp_path, caplog):
+def test_a_damaged_checkpoint_is_skipped(model_dir, uninterrupted, tmp_path, caplog):
     for step in (6, 9):
         name = f"checkpoints/step_{step}"
         shutil.copytree(uninterrupted / name, tmp_path / name)
     shutil.copy(uninterrupted / "metrics.jsonl", tmp_path)
     damage(tmp_path / "checkpoints" / "step_9", "a bit of the weights")
     recipe = run(make_config(model_dir, tmp_path, *STEPS, RESUME, "save_every_n_steps=3"))
-    assert "going on from the newest one before it" in caplog.text
+    assert "trying the checkpoint before it" in caplog.text
     assert recipe.finished
     assert_same_run(tmp_path, uninterrupted)
 
 
-def test_a_missing_file_and_no_whole_checkpoint(model_dir, uninterrupted, tmp_path):
+def test_a_missing_file_and_no_undamaged_checkpoint(model_dir, uninterrupted, tmp_path):
     shutil.copytree(uninterrupted / "checkpoints" / "step_6", tmp_path / "checkpoints" / "step_6")
     next((tmp_path / "checkpoints" / "step_6").glob("shard-*")).unlink()
     with pytest.raises(ValueError, match="every checkpoint in .* is damaged; set overwrite_output"):
@@ -267,7 +267,7 @@ def test_a_full_disk_while_saving(model_dir, uninterrupted, tmp_path, monkeypatc
 
 
 def _kill_when(process: subprocess.Popen, appeared: list[Path], delay: float) -> bool:
-    """Kills it and its ranks a moment after one of these appears; False if it ended before."""
+    """Kill a process and its ranks soon after a path appears; return False if it has ended."""
     while process.poll() is None:
         if any(path.exists() for path in appeared):
             time.sleep(delay)
@@ -283,8 +283,7 @@ def _kill_when(process: subprocess.Popen, appeared: list[Path], delay: float) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "kills", "seed"), [(1, 14, 0), (2, 8, 1)])
 def test_kills_anywhere(model_dir, tmp_path, ranks, kills, seed):
-    """Killed while training, saving, renaming and finishing; in the end no weight, no metric and no
-    validation loss differs."""
+    """Kills while training, saving, renaming and finishing change no weight, metric or loss."""
     options = (*STEPS, "save_every_n_steps=2", f"batch_size={4 // ranks}", RESUME)
     first = [option for option in options if option != RESUME]
     torchrun = TWO_RANKS if ranks == 2 else ()
@@ -302,14 +301,14 @@ def test_kills_anywhere(model_dir, tmp_path, ranks, kills, seed):
     while count < kills:
         event = chance.choice(events)
         if event.exists() and not event.name.endswith(".tmp"):
-            shutil.rmtree(output)  # it has been there: from the beginning
+            shutil.rmtree(output)  # the checkpoint existed before: start from the beginning
         has_checkpoint = complete_checkpoints(output / "checkpoints")
         cfg = make_config(model_dir, output, *(options if has_checkpoint else first))
         config = write_config(cfg, tmp_path / "run.yaml")
         delay = chance.choice([0, chance.uniform(0, 0.02), chance.uniform(0, 0.5)])
         killed = _kill_when(tune_process("--config", config, torchrun=torchrun), [event], delay)
         count += killed
-        if not killed:  # went through: it must be right, and the next begins anew
+        if not killed:  # the run finished: compare it, and start again
             assert_same_run(output, tmp_path / "whole")
             shutil.rmtree(output)
     has_checkpoint = complete_checkpoints(output / "checkpoints")

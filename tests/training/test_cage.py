@@ -1,4 +1,4 @@
-"""CAGE: its formula, its schedule, a step by hand, shards, resuming."""
+"""Test CAGE: its formula, its schedule, a step by hand, shards, resuming."""
 
 import copy
 
@@ -20,21 +20,21 @@ STRAIGHT_THROUGH = ("schedule.rho=0", "schedule.tau_init=0", "schedule.alpha=0")
 CAGE = ("cage_strength=40",)
 
 
-def test_strength_is_silent_then_linear():
+def test_strength_is_0_at_first_and_then_rises_linearly():
     found = [cage_strength(10, step / 10) for step in range(11)]
     assert found == pytest.approx([0.0] * 9 + [5.0, 10.0])
     assert cage_strength(0, 1.0) == 0
 
 
 def absmean(weight, size):
-    """Q(w) of Eqs. 1 and 2, group by group in float64."""
+    """Return Q(w) of Eqs. 1 and 2, group by group in float64."""
     groups = weight.double().reshape(-1, size)
     scales = (groups.abs().mean(1, keepdim=True) + 1e-8).bfloat16().double()
     return (scales * (groups / scales).round().clamp(-1, 1)).reshape(weight.shape)
 
 
 def linears(component, same=False):
-    """Two prepared linears, on one weight if they are the same."""
+    """Return two prepared linears. They share one weight if ``same`` is true."""
     torch.manual_seed(0)
     first, other = (torch.nn.Linear(64, 32, bias=False) for _ in range(2))
     if same:
@@ -59,7 +59,7 @@ def test_the_formula_with_the_rate_of_each_group(same):
         torch.testing.assert_close(layer.weight.double(), expected, atol=1e-7, rtol=0)
 
 
-def test_nothing_at_strength_0_and_the_codes_from_rate_1_on():
+def test_strength_0_changes_nothing_and_rate_1_reaches_the_codes():
     first, other = linears(hestia())
     optimizer = torch.optim.SGD([first.weight], lr=0.5)
     before, left = first.weight.clone(), other.weight.clone()
@@ -67,14 +67,14 @@ def test_nothing_at_strength_0_and_the_codes_from_rate_1_on():
     assert torch.equal(first.weight, before)
     pull_to_codes(optimizer, [first, other], 1e3)
     torch.testing.assert_close(first.weight, absmean(before, 32).float())
-    assert torch.equal(other.weight, left)  # no optimizer trains it
+    assert torch.equal(other.weight, left)  # no optimizer trains this weight
     on_codes = first.weight.clone()
     pull_to_codes(optimizer, [first], 1.0)
-    torch.testing.assert_close(first.weight, on_codes)  # which are where it ends
+    torch.testing.assert_close(first.weight, on_codes)  # the weight ends on its codes
 
 
 @pytest.mark.parametrize("component", [hestia("tensor"), Fairy2iQATQuantizer(include=["*"])])
-def test_any_method_brings_its_own_codes(component):
+def test_every_method_uses_its_own_codes(component):
     layer, _ = linears(component)
     before = layer.weight.detach().clone()
     pull_to_codes(torch.optim.SGD([layer.weight], lr=0.25), [layer], 1.0)
@@ -82,7 +82,7 @@ def test_any_method_brings_its_own_codes(component):
     torch.testing.assert_close(layer.weight, expected)
 
 
-def test_learned_scales_are_read_not_drawn():
+def test_learned_scales_are_read_and_not_changed():
     component = hestia(scale="learned", start="least_squares")
     layer, _ = linears(component)
     parameters = [p.detach().clone() for p in layer.method_parameters()]
@@ -94,8 +94,8 @@ def test_learned_scales_are_read_not_drawn():
     assert all(map(torch.equal, layer.method_parameters(), parameters))
 
 
-def test_a_loop_by_hand_is_the_recipe(model_dir, tmp_path):
-    """Plain torch, without FSDP2, on the batches of the recipe: the same latents at the end."""
+def test_a_loop_by_hand_equals_the_recipe(model_dir, tmp_path):
+    """Plain torch without FSDP2 ends with the same latent weights on the recipe's batches."""
     cfg = make_config(model_dir, tmp_path, *STRAIGHT_THROUGH, *CAGE, "shuffle=False")
     found = {}
 
@@ -133,12 +133,12 @@ def test_a_loop_by_hand_is_the_recipe(model_dir, tmp_path):
     assert sum(pull > 0.01 for pull in pulls) >= 2 and pulls[0] == 0
     for name, layer in layers.items():
         assert (layer.weight - start[name]).abs().max() > 1e-3
-        # A weight at a boundary may fall to the other side of it in one of the two.
+        # A weight at a boundary may fall on different sides in the two runs.
         different = (layer.weight - found[name]).abs() > 1e-4
         assert different.float().mean() < 0.01, name
 
 
-def test_it_draws_latents_nearer_to_their_codes(model_dir, tmp_path):
+def test_it_moves_latent_weights_closer_to_their_codes(model_dir, tmp_path):
     distances = {}
 
     def measure(recipe):
@@ -179,7 +179,7 @@ def test_two_ranks_equal_one_process(model_dir, tmp_path, quantizer):
         assert logged(tmp_path / "two", key) == pytest.approx(expected, rel=1e-4), key
 
 
-def test_a_run_resumes_bit_for_bit_and_with_the_same_pull_only(model_dir, tmp_path):
+def test_a_run_resumes_bit_for_bit_and_only_with_the_same_strength(model_dir, tmp_path):
     run(make_config(model_dir, tmp_path / "whole", *CAGE))
     every = (*CAGE, "save_every_n_steps=4")
     run(make_config(model_dir, tmp_path / "cut", *every))

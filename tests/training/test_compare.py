@@ -1,4 +1,4 @@
-"""``python -m hestia_tune compare``: one table of several runs."""
+"""Test ``python -m hestia_tune compare``: one table of several runs."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def test_one_table_of_all_runs(tmp_path, capsys):
     assert [row[2] for row in found.values()] == ["100.0%", "0.0%", "75.0%", "50.0%"]
 
 
-def test_what_runs_measured_differently_has_a_row_for_each(tmp_path, capsys):
+def test_a_model_with_different_losses_has_a_row_per_run(tmp_path, capsys):
     one = write_run(tmp_path / "one", **{"trained, hard": 3.0})
     other = write_run(tmp_path / "other", **{"pretrained": 2.5, "trained, hard": 4.0})
     pair = write_run(tmp_path / "pair", **{"naive fairy2i": 7.0, "trained, hard": 5.0})

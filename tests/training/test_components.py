@@ -1,4 +1,4 @@
-"""The model builder and the tokenizer against transformers; statistics, history and plots."""
+"""Test the model builder and the tokenizer against transformers; statistics, history, plots."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_tokenizer(tmp_path):
     assert other.eos_id == ids[1] and other.pad_id == other.bos_id == 0
 
 
-def test_history_survives_a_cut_line_and_drops_what_will_be_made_again(tmp_path):
+def test_history_skips_a_cut_line_and_drops_later_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     history = History(path)
     for step in (1, 2, 3):

@@ -1,5 +1,4 @@
-"""``hestia_convert``: every format from a trained model, naive conversion, errors, torchtune's own
-generate."""
+"""Test ``hestia_convert``: every format, naive conversion, errors, torchtune's own generate."""
 
 import json
 import shutil
@@ -37,7 +36,7 @@ def trained(model_dir, tmp_path_factory):
 
 @pytest.fixture
 def output_dir(trained, tmp_path):
-    """An output folder with the trained hard model in it."""
+    """Return an output folder that holds the trained hard model."""
     shutil.copytree(trained / "hard_model", tmp_path / "run" / "hard_model")
     return tmp_path / "run"
 
@@ -119,7 +118,7 @@ def test_naive_conversion_of_the_pretrained_model(model_dir, tmp_path):
             expected = hard_ternary(weight.float(), group_size=32).to(torch.bfloat16)
         assert torch.equal(found[name], expected), name
     assert not list(converted.glob(".hard_*"))
-    # A folder that it wrote is a hard model for the next conversion.
+    # The next conversion reads the written folder as a hard model.
     source = f"convert.source={converted / 'huggingface'}"
     again, _ = convert(model_dir, tmp_path / "again", source)
     folder = again / "torchao"
@@ -129,7 +128,7 @@ def test_naive_conversion_of_the_pretrained_model(model_dir, tmp_path):
         assert torch.equal(model(TOKENS), expected)
 
 
-def test_what_is_there_is_not_overwritten_without_being_told(model_dir, output_dir):
+def test_existing_files_are_not_overwritten_without_the_option(model_dir, output_dir):
     converted, _ = convert(model_dir, output_dir, "convert.formats=[gguf]")
     before = (converted / "model.gguf").read_bytes()
     with pytest.raises(ValueError, match=r"model.gguf exists; set convert.overwrite=True"):
@@ -143,7 +142,7 @@ def test_what_is_there_is_not_overwritten_without_being_told(model_dir, output_d
     ("overrides", "message"),
     [
         (["quantizer.group_size=16"], "was trained with quantizer ternary, group_size=32"),
-        (["quantizer.include=['layers.*.mlp.*']"], "on 14 layers, the config has"),
+        (["quantizer.include=['layers.*.mlp.*']"], "on 14 layers, but the config has"),
         (["convert.source=/nowhere"], "there is no model in /nowhere"),
         (["convert.formats=[guf]"], "one of torchao, intx, .*; got guf"),
         (["convert.formats=[]"], "convert.formats must name at least one"),
@@ -164,13 +163,13 @@ def test_errors_come_before_anything_is_written(model_dir, output_dir, overrides
     assert not any((output_dir / "converted").glob("*"))
 
 
-def test_without_training_it_says_what_to_do(model_dir, tmp_path):
+def test_the_error_without_a_trained_model_names_the_remedy(model_dir, tmp_path):
     with pytest.raises(ValueError, match="train first, or convert.source=pretrained"):
         convert(model_dir, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["torchao", "huggingface", "compressed_tensors", "gguf", "onnx"])
-def test_a_weight_that_is_not_ternary_stops_it(model_dir, output_dir, name):
+def test_a_weight_that_is_not_ternary_stops_the_conversion(model_dir, output_dir, name):
     file = weights_file(output_dir / "hard_model")
     state = load_file(file)
     state["model.layers.1.mlp.up_proj.weight"][3, 40] = 0.123
@@ -180,7 +179,7 @@ def test_a_weight_that_is_not_ternary_stops_it(model_dir, output_dir, name):
     assert not any((output_dir / "converted").iterdir())
 
 
-def test_what_reads_back_different_is_not_kept(model_dir, output_dir, monkeypatch):
+def test_a_file_that_reads_back_differently_is_not_kept(model_dir, output_dir, monkeypatch):
     read = folder_export.read_state
 
     def damaged(path):
@@ -196,7 +195,7 @@ def test_what_reads_back_different_is_not_kept(model_dir, output_dir, monkeypatc
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "byte"])
-def test_a_damaged_file_of_weights_is_named(model_dir, output_dir, tmp_path, damage):
+def test_the_error_names_a_damaged_weights_file(model_dir, output_dir, tmp_path, damage):
     convert(model_dir, output_dir)
     folder = tmp_path / "packed"
     shutil.copytree(output_dir / "converted" / "torchao", folder)
@@ -209,7 +208,7 @@ def test_a_damaged_file_of_weights_is_named(model_dir, output_dir, tmp_path, dam
         hestia_tune.load_quantized(folder)
 
 
-def test_load_quantized_names_what_is_missing(model_dir, output_dir, tmp_path):
+def test_load_quantized_names_the_missing_file(model_dir, output_dir, tmp_path):
     with pytest.raises(ValueError, match="give a folder that `tune run hestia_convert`"):
         hestia_tune.load_quantized(tmp_path)
     with pytest.raises(ValueError, match="holds no packed model"):
@@ -242,7 +241,7 @@ def test_load_quantized_names_what_is_missing(model_dir, output_dir, tmp_path):
         {},
     ],
 )
-def test_a_packed_folder_calls_nothing_but_builders(tmp_path, section):
+def test_a_packed_folder_can_call_only_builders(tmp_path, section):
     marker = tmp_path / "marker"
     text = json.dumps({"format_version": 1, "weights": "model.pt", "model": section})
     (tmp_path / "hestia.json").write_text(text.replace("{marker}", str(marker)))

@@ -1,4 +1,4 @@
-"""Distillation: the loss against its definition, a step by hand, teachers, resuming."""
+"""Test distillation: the loss against its definition, a step by hand, teachers, resuming."""
 
 import weakref
 
@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 def reference(logits, wanted, labels, kind, temperature):
-    """Token by token in float64; "kl" as the cross-entropy with the teacher's distribution."""
+    """Return the loss token by token in float64; "kl" is the cross-entropy with the teacher."""
     total = 0.0
     for own, other, label in zip(
         logits.flatten(0, 1), wanted.flatten(0, 1), labels.flatten(), strict=True
@@ -36,7 +36,7 @@ def reference(logits, wanted, labels, kind, temperature):
 @pytest.mark.parametrize("kind", ["kl", "kl_reverse", "mixed"])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize(("chunks", "compiled"), [(None, False), (3, False), (3, True)])
-def test_the_loss_is_the_definition(kind, temperature, chunks, compiled):
+def test_the_loss_equals_its_definition(kind, temperature, chunks, compiled):
     generator = torch.Generator().manual_seed(0)
     logits, wanted = (3 * torch.randn(2, 7, 11, generator=generator) for _ in range(2))
     labels = torch.randint(0, 11, (2, 7), generator=generator)
@@ -55,7 +55,7 @@ def test_the_loss_is_the_definition(kind, temperature, chunks, compiled):
     torch.testing.assert_close(own.grad, logits.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_nothing_in_float32_waits_for_the_backward():
+def test_no_float32_tensor_is_kept_for_the_backward():
     logits = torch.randn(2, 8, 11, dtype=torch.bfloat16).requires_grad_()
     labels, kept = torch.zeros(2, 8, dtype=torch.long), []
 
@@ -74,7 +74,7 @@ def test_nothing_in_float32_waits_for_the_backward():
     total.backward()
 
 
-def test_the_gradient_vanishes_where_the_model_is_the_teacher():
+def test_the_gradient_is_0_if_the_model_equals_the_teacher():
     logits = torch.randn(1, 5, 9).requires_grad_()
     settings = DistillationConfig(weight=1)
     labels = torch.zeros(1, 5, dtype=torch.long)
@@ -90,7 +90,7 @@ def batch_of(model_dir):
 
 @pytest.mark.parametrize("weight", [0.3, 1.0])
 def test_the_loss_of_a_step_mixes_both(model_dir, tmp_path, weight):
-    """Of the recipe with its own chunks and sharding, against the pretrained model by hand."""
+    """The recipe with chunks and sharding gives the same loss as a computation by hand."""
     teacher = llama(**SHAPE)
     teacher.load_state_dict(dict(read_weights("LLAMA3_2", SafetensorsFolder(model_dir))))
     found = []
@@ -117,19 +117,19 @@ def test_the_loss_of_a_step_mixes_both(model_dir, tmp_path, weight):
     assert own == pytest.approx(expected, rel=1e-5)
 
 
-def test_it_trains_towards_the_teacher_and_validates_as_ever(model_dir, tmp_path):
+def test_it_trains_towards_the_teacher_and_validates_as_usual(model_dir, tmp_path):
     losses = {}
     for weight in (0, 1):
         options = (f"distillation.weight={weight}", "epochs=4", "dtype=bf16", "compile=False")
         recipe = run(make_config(model_dir, tmp_path / str(weight), *options))
         losses[weight] = recipe.validation_losses
     assert losses[0]["pretrained"] == losses[1]["pretrained"]
-    # Of a random model on random tokens, which cross-entropy overfits, the teacher is the best.
+    # Cross-entropy overfits random tokens, so for a random model the teacher is the best.
     gaps = {w: abs(one["trained, hard"] - one["pretrained"]) for w, one in losses.items()}
     assert gaps[1] < gaps[0]
 
 
-def test_another_folder_teaches(model_dir, tmp_path):
+def test_a_model_in_another_folder_is_the_teacher(model_dir, tmp_path):
     other = make_model_dir(tmp_path / "other", seed=5)
     theirs = dict(read_weights("LLAMA3_2", SafetensorsFolder(other)))
 
@@ -162,7 +162,7 @@ def test_a_teacher_of_another_shape_is_refused(model_dir, tmp_path):
         run(make_config(model_dir, tmp_path / "run", *options))
 
 
-def test_a_run_resumes_with_the_same_distillation_only(model_dir, tmp_path):
+def test_a_run_resumes_only_with_the_same_distillation(model_dir, tmp_path):
     first = ("distillation.weight=1", "max_steps_per_epoch=2", "save_every_n_steps=1")
     run(make_config(model_dir, tmp_path, *first))
     again = (*first, "resume_from_checkpoint=True")

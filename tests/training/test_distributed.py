@@ -1,4 +1,4 @@
-"""Two gloo ranks on the CPU give what one process gives: losses, final weights, results."""
+"""Test that two gloo ranks equal one process: losses, final weights, results."""
 
 import shutil
 import socket
@@ -23,7 +23,7 @@ from hestia_tune.models.checkpoints import complete_checkpoints
 TWO_RANKS = ("--nproc_per_node", "2")
 STEPS = ("epochs=2", "gradient_accumulation_steps=2", "run_val_every_n_steps=2")
 STEPS += ("distillation.weight=0.5",)  # which must be sharded and accumulated too
-# Nothing here is even: 97 rows and 265 token ids on two ranks, 7 validation samples.
+# Nothing divides by 2 here: 97 rows and 265 token ids on two ranks, 7 validation samples.
 UNEVEN = {"intermediate_dim": 97, "vocab_size": 265}
 
 
@@ -33,7 +33,7 @@ def hard_weights(output: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(first: Path, second: Path) -> None:
-    """Equal but for the order in which two ranks' sums are added."""
+    """Assert that two runs are equal but for the order in which sums of ranks are added."""
     for key in ("loss", "grad_norm", "val_loss_hard", "val_loss_relaxed", "quantization_error"):
         expected = logged(first, key)
         assert expected and logged(second, key) == pytest.approx(expected, rel=1e-5), key
@@ -45,7 +45,7 @@ def assert_same_run(first: Path, second: Path) -> None:
         if name.endswith(".bias"):  # a sum over a row of latent weights
             torch.testing.assert_close(actual[name], value, rtol=2e-2, atol=1e-5)
             continue
-        # A latent weight at a boundary may round to the other side, and one bit of a scale too.
+        # A latent weight at a boundary, or one bit of a scale, may round to the other side.
         different = (value != actual[name]).float().mean()
         assert different < 0.01, (name, different)
 
@@ -110,7 +110,7 @@ def test_two_ranks_resume_after_a_kill(tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes(tmp_path):
-    """Two torchrun agents that meet on the loopback address stand in for two nodes."""
+    """Two torchrun agents that meet on the loopback address play two nodes."""
     model_dir = make_model_dir(tmp_path / "model")
     run(make_config(model_dir, tmp_path / "one", *STEPS))
     with socket.socket() as probe:
@@ -128,7 +128,7 @@ def test_two_nodes(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_of_all_ranks_is_told_once(tmp_path):
+def test_an_error_of_all_ranks_is_printed_once(tmp_path):
     options = ("batch_size=2", "loss._component_=tiny.InfiniteLaterLoss", "dataset_val=null")
     cfg = make_config(make_model_dir(tmp_path / "model"), tmp_path / "run", *options)
     done = tune_run("--config", write_config(cfg, tmp_path / "run.yaml"), torchrun=TWO_RANKS)

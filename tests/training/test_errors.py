@@ -1,4 +1,4 @@
-"""Every wrong config ends in one line that says what is wrong, exit code 1, before training."""
+"""Test that every wrong config ends before training, with one line and exit code 1."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from hestia_tune.sensitivity import SensitivityArtifact
 
 
 def launch(monkeypatch, capsys, config: str, *overrides: str) -> tuple[int, str]:
-    """(exit code, stderr of the launcher) of ``hestia_qat --config CONFIG OVERRIDES``."""
+    """Run ``hestia_qat --config CONFIG OVERRIDES``; return (exit code, its line on stderr)."""
     monkeypatch.setattr(sys, "argv", ["hestia_qat", "--config", config, *overrides])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -33,7 +33,7 @@ def foreign_layers(folder):
 
 
 CASES = {
-    # override -> what the line must say
+    # override -> text that the line must contain
     "quantiser._component_=x": "unknown key quantiser; did you mean quantizer",
     "schedule.roh=0.2": "unknown key schedule.roh; did you mean rho",
     "batch_size=four": "batch_size: Value 'four' of type 'str' could not be converted to Integer",
@@ -136,7 +136,7 @@ def test_unknown_config_lists_the_packaged_ones(monkeypatch, capsys):
 
 
 def test_from_the_command_line(model_dir, tmp_path):
-    """The same through `tune run` on two ranks: one line from rank 0, exit code not 0."""
+    """`tune run` on two ranks prints one line from rank 0 and returns an exit code above 0."""
     config = write_config(make_config(model_dir, tmp_path / "run"), tmp_path / "config.yaml")
     done = tune_run("--config", config, "model.num_layers=3", torchrun=("--nproc_per_node", "2"))
     assert done.returncode != 0
@@ -144,8 +144,8 @@ def test_from_the_command_line(model_dir, tmp_path):
     assert len(lines) == 1 and "has num_hidden_layers 2" in lines[0]
 
 
-def test_before_ranks_have_met_each_prints_its_own_line(monkeypatch, capsys):
-    """torchrun ends the others as soon as one exits: the first may not come to print."""
+def test_before_the_process_group_exists_each_rank_prints_its_error(monkeypatch, capsys):
+    """torchrun ends all ranks as soon as one exits, so the first rank may not print in time."""
     monkeypatch.setattr(sys, "argv", ["hestia_qat", "--config", "llama3_2_1bb"])
     monkeypatch.setenv("RANK", "1")
     assert main(run_qat, "hestia_qat") == 1
@@ -167,7 +167,7 @@ def test_a_model_section_that_contradicts_the_folder(model_dir, tmp_path, overri
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])  # transformers 4 and 5
-def test_scaled_positions_are_not_what_the_plain_llama_computes(tmp_path, key):
+def test_the_plain_llama_refuses_scaled_positions(tmp_path, key):
     folder = make_model_dir(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config[key] = {"rope_type": "llama3", "factor": 32.0}
@@ -200,8 +200,8 @@ def test_a_tokenizer_with_more_ids_than_the_model(tmp_path):
         ("open('/nowhere')", FileNotFoundError),
     ],
 )
-def test_an_operation_of_ours_that_fails_is_no_single_line(monkeypatch, operation, kind):
-    """Only an InputError is for the user; any other error is a mistake and keeps its traceback."""
+def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch, operation, kind):
+    """Only an InputError becomes one line. Any other error is a mistake in the code."""
     monkeypatch.setattr(sys, "argv", ["x", "--config", "demo"])
     with pytest.raises(kind):
         main(lambda run: eval(operation), "x")

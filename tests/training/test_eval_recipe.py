@@ -1,5 +1,4 @@
-"""``hestia_eval``: every kind of model in one table, results that are kept, the preset, two ranks,
-errors; and tasks in training."""
+"""Test ``hestia_eval``: all kinds of models, kept results, the preset, ranks, errors, training."""
 
 import json
 import shutil
@@ -43,7 +42,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(model_dir, tmp_path_factory):
-    """An output folder after 4 of 6 steps' checkpoint was kept, then the end, then packing."""
+    """Return the folder of a finished run of 6 steps with a checkpoint of step 4, also packed."""
     folder = tmp_path_factory.mktemp("trained")
     cfg = make_config(model_dir, folder, "dataset_val=null", "save_every_n_steps=2")
     run(cfg)
@@ -77,9 +76,9 @@ def test_every_kind_of_model_in_one_table(model_dir, trained, tasks, text, capsy
     assert list(found["models"]) == names and all(f"| {name} " in told for name in names)
     samples = {n: m["tasks"]["samples"]["tiny_choice"] for n, m in found["models"].items()}
     losses = {n: m["perplexity"]["held_out"]["nll"] for n, m in found["models"].items()}
-    # Packed equals hard to the last prediction, and to the last bit of the loss.
+    # The packed model equals the hard model in every prediction, and in every bit of the loss.
     assert samples["packed"] == samples["trained"] and losses["packed"] == losses["trained"]
-    # The last checkpoint is fully annealed; only embeddings and norms are still float32 in it.
+    # The last checkpoint is fully annealed. Only its embeddings and norms are still float32.
     assert losses["checkpoint"] == pytest.approx(losses["checkpoint_hard"], abs=1e-6)
     assert losses["checkpoint_hard"] == pytest.approx(losses["trained"], rel=1e-3)
     assert len({losses[n] for n in ("pretrained", "naive", "trained")}) == 3
@@ -119,7 +118,7 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
     assert {result["name"]: result for result in files.values()} == models
 
 
-def test_paths_that_differ_in_one_sign_have_files_of_their_own(
+def test_paths_that_differ_in_one_character_have_different_files(
     model_dir, trained, tasks, text, tmp_path
 ):
     names = [str(tmp_path / "one" / "model"), str(tmp_path / "one_model")]
@@ -181,11 +180,11 @@ def test_tasks_during_training_go_to_the_metric_logger(model_dir, tmp_path, task
     measured = logged(tmp_path, "eval/t/loss")
     assert list(measured) == [2, 4, 6]
     assert list(logged(tmp_path, "eval/tiny_choice/acc")) == [2, 4, 6]
-    # It leaves the run as it would be without.
+    # The evaluation does not change the run.
     plain = tmp_path / "plain"
     run(make_config(model_dir, plain))
     assert logged(plain) == logged(tmp_path)
-    # The last of them is the deployed model's.
+    # The last evaluation is the evaluation of the deployed model.
     cfg = config(model_dir, tmp_path, tasks, "eval.models=[checkpoint_hard]", *options)
     assert run_evaluation(cfg) == 0
     found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["checkpoint_hard"]
@@ -206,7 +205,7 @@ def test_a_finished_model_is_not_evaluated_again(
         return load_model(name, *args, **options)
 
     def evaluate(*overrides):
-        """Names of the models that were loaded, and the content of the final file."""
+        """Return the names of the loaded models and the content of the final file."""
         loaded.clear()
         options = (f"eval.models={names}", f"eval.perplexity.t.source={text}")
         run_evaluation(
@@ -227,7 +226,7 @@ def test_a_finished_model_is_not_evaluated_again(
     assert loaded_names == ["naive", "trained"]
     loaded_names, again = evaluate()
     assert loaded_names == [] and again == first
-    # The order of the models belongs to the table and not to a result.
+    # The order of the models changes the table, but no result.
     names.reverse()
     loaded_names, turned = evaluate()
     assert loaded_names == [] and turned["models"] == first["models"]
@@ -240,7 +239,7 @@ def test_a_finished_model_is_not_evaluated_again(
     assert evaluate("eval.perplexity.t.max_tokens=40")[0] == names
     text.write_text(text.read_text() + "More of it.")
     assert evaluate()[0] == names
-    # Another model, or a file that is damaged, concerns one result.
+    # Another model or a damaged file replaces one result.
     (trained / "hard_model" / "config.json").touch()
     assert evaluate()[0] == ["trained"]
     for damaged in ("not JSON", "[]", '{"name": "naive"}', '{"nom": 3}'):
@@ -249,7 +248,7 @@ def test_a_finished_model_is_not_evaluated_again(
 
 
 def with_ours(folder):
-    """A manager of a folder's tasks and the packaged groups, without lm-eval's own tasks."""
+    """Return a manager of a folder's tasks and the packaged groups, without lm-eval's tasks."""
     from lm_eval.tasks import TaskManager
 
     ours = Path(evaluator.__file__).parent / "tasks"
@@ -271,7 +270,7 @@ def test_the_preset_runs_on_models_and_at_the_end_of_training(
     for name in [*FIVE, "average"]:
         logged_values = logged(tmp_path / "run", f"eval/{name}/acc")
         assert list(logged_values) == [6]
-    # An unknown task is known before the first step.
+    # An unknown task raises an error before the first step.
     with pytest.raises(ValueError, match="did you mean hestia_zeroshot"):
         cfg = config(
             model_dir, tmp_path / "no", tasks, "eval.at_end=True", "eval.tasks=[hestia_zero]"
@@ -281,7 +280,7 @@ def test_the_preset_runs_on_models_and_at_the_end_of_training(
 
 
 @pytest.mark.slow
-def test_two_ranks_give_what_one_gives(model_dir, trained, tasks, text, tmp_path):
+def test_two_ranks_equal_one_rank(model_dir, trained, tasks, text, tmp_path):
     options = ("eval.models=[pretrained,trained]", f"eval.perplexity.t.source={text}")
     one = config(model_dir, trained, tasks, *options, f"eval.output={tmp_path / 'one.json'}")
     assert run_evaluation(one) == 0

@@ -1,5 +1,4 @@
-"""Complex-valued quantization through everything the ternary one has: recipe, ranks, resume,
-sensitivity, evaluation, hard model, errors."""
+"""Test Fairy2i: recipe, ranks, resuming, sensitivity, evaluation, hard model, errors."""
 
 import json
 import shutil
@@ -39,7 +38,7 @@ def hard_folder_state(folder):
 
 
 @pytest.mark.parametrize("granularity", ["tensor", 16])
-def test_the_hard_model_is_that_of_the_latent_weights(model_dir, tmp_path, granularity):
+def test_the_hard_model_follows_from_the_latent_weights(model_dir, tmp_path, granularity):
     latents = {}
 
     def keep(recipe):
@@ -72,7 +71,7 @@ def test_resuming_changes_nothing(model_dir, tmp_path):
 
 @pytest.mark.parametrize("num_kv_heads", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(tmp_path, num_kv_heads):
-    """Rows i and n + i of a weight lie on different ranks; scales see the whole of it."""
+    """Rows i and n + i of a weight are on different ranks. Scales depend on the whole weight."""
     folder = make_model_dir(tmp_path / "model", num_kv_heads=num_kv_heads)
     shape = (f"model.num_kv_heads={num_kv_heads}",)
     run(config(folder, tmp_path / "one", *shape, "batch_size=4"))
@@ -85,7 +84,7 @@ def test_two_ranks_equal_one(tmp_path, num_kv_heads):
     )
 
 
-def test_sensitivity_drives_it(model_dir, tmp_path):
+def test_the_sensitivity_changes_the_temperatures(model_dir, tmp_path):
     options = ("sensitivity_estimation.num_samples=4", "sensitivity_estimation.curvature=fisher")
     assert run_qat(config(model_dir, tmp_path, *options, "sensitivity=auto")) == 0
     assert logged(tmp_path, "tau_max")[1] > logged(tmp_path, "tau_min")[1]
@@ -157,7 +156,7 @@ def test_the_packed_model_is_the_hard_model(model_dir, tmp_path, dtype):
     assert torch.equal(packed(tokens), dense(tokens))
 
 
-def test_packing_the_naive_model_and_what_cannot_be(model_dir, tmp_path):
+def test_packing_the_naive_model_and_refusing_other_formats(model_dir, tmp_path):
     cfg = config(model_dir, tmp_path, "convert.source=pretrained")
     ConvertRecipe(cfg).run()
     arguments = {"device": torch.device("cpu"), "dtype": torch.bfloat16}

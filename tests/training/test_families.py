@@ -1,4 +1,4 @@
-"""Every family through the recipe: trained, resumed on two ranks, its sensitivity, its files."""
+"""Test every model family: training, resuming on two ranks, sensitivity, files."""
 
 import json
 import shutil
@@ -25,14 +25,14 @@ QUICK = ("Qwen3", "Gemma 3")
 
 
 def families():
-    """One by default, another among the slow ones; the others take long."""
+    """Return the families: one for every test run, one marked slow, the others marked long."""
     marks = {QUICK[0]: (), QUICK[1]: pytest.mark.slow}
     return [pytest.param(f, marks=marks.get(f, pytest.mark.long), id=f) for f in FAMILIES]
 
 
 @pytest.fixture(scope="module", params=families())
 def trained(request, tmp_path_factory):
-    """(family, folder with ``model`` and, trained for three steps from it, ``out``)."""
+    """Return (family, folder). The folder holds ``model`` and, after three steps, ``out``."""
     folder = tmp_path_factory.mktemp("family")
     model_dir = make_family(folder / "model", request.param)
     recipe = run(family_config(model_dir, folder / "out", *STEPS))
@@ -51,7 +51,7 @@ def logits(folder) -> torch.Tensor:
     return load(folder, dtype=torch.float32).eval()(TOKENS).logits
 
 
-def test_the_hard_model_is_its_own_folder(trained):
+def test_the_hard_model_is_a_complete_folder(trained):
     family, folder = trained
     source, hard = load_file(folder / "model" / "model.safetensors"), folder / "out" / "hard_model"
     found = load_file(hard / "model.safetensors")
@@ -79,7 +79,7 @@ def test_files_load_in_transformers_with_equal_logits(trained, monkeypatch):
     expected = logits(folder / "out" / "hard_model")
     for name in formats[1:]:
         assert torch.equal(logits(recipe.output / name), expected)
-    # The packed folder is whole in itself: nothing is left of where it came from.
+    # The packed folder is complete: it does not need the folder that it was made from.
     moved = folder / "moved"
     shutil.copytree(recipe.output / "torchao", moved)
     (folder / "model").rename(folder / "gone")
@@ -113,7 +113,7 @@ def test_gguf_is_written_or_refused_before_training(trained, monkeypatch, capsys
 
 
 def test_sensitivity(trained):
-    """The recipe; the Fisher traces, since those of a random model's Hessian have any sign."""
+    """The recipe with Fisher traces, because a random model's Hessian traces have any sign."""
     section = {"num_samples": 2, "curvature": "fisher", "target_standard_error": 0.5}
     cfg = config_of(trained)
     cfg.sensitivity_estimation = section
@@ -125,8 +125,8 @@ def test_sensitivity(trained):
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on(trained):
-    """From the first step of one process, to where it went: losses, and weights but for ties."""
+def test_two_ranks_resume(trained):
+    """Two ranks resume after the first step of one process, with equal losses and weights."""
     family, folder = trained
     (step, start), *_ = complete_checkpoints(folder / "out" / "checkpoints")
     assert step == 1
@@ -183,7 +183,7 @@ def test_options_do_not_change_the_result(tmp_path, family, overrides):
 
 @pytest.mark.slow
 def test_documents_in_one_sequence_train(tmp_path):
-    """Masks by positions, through FSDP, and in the sensitivity."""
+    """Masks follow from positions, in training with FSDP and in the sensitivity."""
     model_dir = make_family(tmp_path / "model", "Gemma 3")
     text = tmp_path / "text.jsonl"
     rows = [json.dumps({"text": f"A short document, number {n}, of many."}) for n in range(60)]

@@ -1,4 +1,4 @@
-"""Self-generated text: what is sampled, on any number of ranks, stopped and gone on, refusals."""
+"""Test self-generated text: samples, numbers of ranks, stops and resuming, refusals."""
 
 import json
 import re
@@ -31,14 +31,14 @@ SEQ_LEN = 24
 
 @pytest.fixture(autouse=True, scope="module")
 def small_batches():
-    """26 sequences are then seven batches, of which the last is not whole."""
+    """Set the batch size to 4: 26 sequences are seven batches, and the last is not full."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "BATCH_SIZE", 4)
         yield
 
 
 def run(cfg, *more):
-    """`tiny.run` after what every command does first."""
+    """Generate the missing text, as every command does first, and then call `tiny.run`."""
     generation.generate_missing(RunConfig.parse(cfg))
     return train(cfg, *more)
 
@@ -67,7 +67,7 @@ def whole_model(model_dir):
 
 @pytest.fixture(scope="module")
 def generated(model_dir, tmp_path_factory):
-    """A whole set, made by one process."""
+    """Return a complete set that one process has generated."""
     folder = tmp_path_factory.mktemp("generated")
     try:
         run(config(model_dir, folder / "run", folder / "set", "max_steps=1"))
@@ -77,7 +77,7 @@ def generated(model_dir, tmp_path_factory):
     return folder / "set"
 
 
-def test_the_set_is_whole_and_read_as_any_other(model_dir, generated):
+def test_the_set_is_complete_and_read_like_any_other_set(model_dir, generated):
     assert sorted(path.name for path in generated.parent.iterdir()) == ["run", "set"]
     verify_token_shards(generated)
     index = json.loads((generated / "index.json").read_text())
@@ -98,8 +98,8 @@ def test_the_set_is_whole_and_read_as_any_other(model_dir, generated):
     assert [dataset[k]["tokens"] for k in range(26)] == tokens.tolist()
 
 
-def test_after_a_random_token_greedy_ones_then_samples(model_dir, generated):
-    """With whole forwards in place of the KV cache."""
+def test_a_random_token_then_greedy_tokens_then_samples(model_dir, generated):
+    """Compare with whole forwards in place of the KV cache."""
     model = whole_model(model_dir)
     tokens = torch.from_numpy(tokens_of(generated).astype(np.int64))
     with torch.no_grad():
@@ -109,21 +109,21 @@ def test_after_a_random_token_greedy_ones_then_samples(model_dir, generated):
         greedy = int((~batch[:, :5]).any(0).int().argmax()) if not batch[:, :5].all() else 5
         assert greedy >= 3
         lengths.add(greedy)
-    assert len(lengths) > 1  # drawn for each batch
-    # An untrained model is next to uniform: the likeliest of 264 tokens is seldom drawn.
+    assert len(lengths) > 1  # each batch draws its own length
+    # An untrained model is almost uniform: it rarely draws the likeliest of 264 tokens.
     assert best[:, 5:].float().mean() < 0.1
 
 
 def test_samples_follow_the_models_probabilities(model_dir, monkeypatch):
-    """The seventh tokens of many sequences with one start, against softmax(logits / T)."""
+    """The seventh tokens of many sequences with one start follow softmax(logits / T)."""
     monkeypatch.setattr(generation, "BATCH_SIZE", 4096)
     model = whole_model(model_dir)
-    model.norm.scale.data *= 16  # further from uniform
+    model.norm.scale.data *= 16  # makes the distribution less uniform
     model.setup_caches(4096, torch.float32, decoder_max_seq_len=8)
     settings = GeneratedConfig(num_sequences=1, seq_len=8, cache_dir="x", temperature=1.5)
     number = next(n for n in range(99) if num_greedy(settings, n) == 5)
     tokens = generation.generate_batch(model, settings, number, vocab_size=1)
-    assert len(tokens[:, :6].unique(dim=0)) == 1  # one start, and greedy up to here
+    assert len(tokens[:, :6].unique(dim=0)) == 1  # the same start, and greedy tokens up to here
     model.reset_caches()
     position = torch.arange(6)[None]
     mask = torch.ones(6, 8, dtype=torch.bool).tril()[None].expand(4096, -1, -1)
@@ -138,16 +138,14 @@ def test_samples_follow_the_models_probabilities(model_dir, monkeypatch):
 
 
 def num_greedy(settings, number):
-    """The length that `generate_batch` draws, by the same stream of random numbers."""
+    """Return the length that `generate_batch` draws from the same random numbers."""
     (state,) = np.random.SeedSequence([settings.seed, number]).generate_state(1, np.uint64)
     rng = torch.Generator().manual_seed(int(state) >> 1)
     torch.randint(1, (generation.BATCH_SIZE, 1), generator=rng)
     return int(torch.randint(3, 6, (), generator=rng))
 
 
-def test_seeds_and_batches_differ_and_more_sequences_begin_with_the_same(
-    model_dir, tmp_path, generated
-):
+def test_seeds_and_batches_differ_and_a_longer_set_starts_the_same(model_dir, tmp_path, generated):
     tokens = tokens_of(generated)
     assert len({row.tobytes() for row in tokens}) == 26
     options = {"other": {"seed": 1}, "colder": {"temperature": 0.5}, "more": {"num_sequences": 40}}
@@ -188,10 +186,10 @@ def test_two_ranks_write_the_same_set_and_train_the_same(model_dir, tmp_path, mo
 
 
 @pytest.mark.parametrize("done", [1, 6, 7])
-def test_what_was_stopped_goes_on_without_making_anything_anew(
+def test_a_stopped_generation_resumes_without_repeating_a_batch(
     model_dir, tmp_path, generated, monkeypatch, done
 ):
-    """After ``done`` of 7 batches; the last is cut off by 26 sequences."""
+    """The generation stops after ``done`` of 7 batches. The last batch is not full."""
     made, generate = [], generation.generate_batch
 
     def stopping(model, settings, number, vocab_size):
@@ -205,7 +203,7 @@ def test_what_was_stopped_goes_on_without_making_anything_anew(
 
     cfg = config(model_dir, tmp_path / "run", tmp_path / "set", "max_steps=1")
     monkeypatch.setattr(generation, "generate_batch", stopping)
-    if done == 7:  # stopped while the set is joined
+    if done == 7:  # stops while the set is written
         monkeypatch.setattr(generation, "write_set", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(cfg)
@@ -214,7 +212,7 @@ def test_what_was_stopped_goes_on_without_making_anything_anew(
     monkeypatch.undo()
     monkeypatch.setattr(generation, "generate_batch", lambda *a: made.append(a[2]) or generate(*a))
     run(cfg)
-    assert sorted(made) == [*range(7)]  # each once
+    assert sorted(made) == [*range(7)]  # every batch is generated once
     for name in ("tokens.bin", "index.json"):
         assert (tmp_path / "set" / name).read_bytes() == (generated / name).read_bytes()
     monkeypatch.setattr(generation, "load_model", None)  # a set that is there needs no model
@@ -222,7 +220,7 @@ def test_what_was_stopped_goes_on_without_making_anything_anew(
     run(cfg)
 
 
-def test_a_run_on_it_resumes(model_dir, tmp_path, generated):
+def test_a_run_on_generated_text_resumes(model_dir, tmp_path, generated):
     run(config(model_dir, tmp_path / "whole", generated))
     cut = ("save_every_n_steps=4",)
     run(config(model_dir, tmp_path / "cut", generated, *cut))
@@ -232,7 +230,7 @@ def test_a_run_on_it_resumes(model_dir, tmp_path, generated):
 
 
 def test_data_free_training_towards_the_model_itself(model_dir, tmp_path, generated):
-    """LLM-QAT: text and labels are both of the pretrained model."""
+    """In LLM-QAT, text and labels both come from the pretrained model."""
     options = ("distillation.weight=1", "schedule.rho=0", "schedule.tau_init=0", "max_steps=12")
     cfg = config(model_dir, tmp_path, generated, *options, epochs=4)
     cfg.dataset_val = cfg.dataset
@@ -242,7 +240,7 @@ def test_data_free_training_towards_the_model_itself(model_dir, tmp_path, genera
 
 @pytest.mark.parametrize("seq_len", [64, 65])
 def test_calibration_generates_too(model_dir, tmp_path, seq_len):
-    """hestia_sensitivity and hestia_reconstruct may be the first that read the section."""
+    """hestia_sensitivity and hestia_reconstruct generate the text too, if they run first."""
     cfg = RunConfig.parse(config(model_dir, tmp_path, tmp_path / "set", seq_len=seq_len))
     if seq_len == 65:
         with pytest.raises(ValueError, match="must be at most the model's max_seq_len, 64; got 65"):
@@ -293,9 +291,7 @@ def test_another_model_is_refused(tmp_path, generated):
         run(config(other, tmp_path / "run", generated))
 
 
-def test_what_is_in_the_way_is_refused_before_anything_is_generated(
-    model_dir, tmp_path, monkeypatch
-):
+def test_other_files_in_the_folder_are_refused_before_generating(model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "load_model", None)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="file holds no tokenized set"):
@@ -307,7 +303,7 @@ def test_what_is_in_the_way_is_refused_before_anything_is_generated(
     assert (tmp_path / "folder" / "mine.txt").read_text() == (tmp_path / "file").read_text()
 
 
-def test_without_a_run_a_missing_set_is_an_error(model_dir, tmp_path):
+def test_a_missing_set_is_an_error_without_a_run(model_dir, tmp_path):
     with pytest.raises(ValueError, match="holds no tokenized set"):
         self_generated_dataset(
             HuggingFaceTokenizer(str(model_dir)),
@@ -319,7 +315,7 @@ def test_without_a_run_a_missing_set_is_an_error(model_dir, tmp_path):
 
 @pytest.mark.slow
 def test_the_block_of_the_documentation_on_the_demo(tmp_path):
-    """Train as docs/data.md shows for LLM-QAT, with fewer sequences."""
+    """Run LLM-QAT as in docs/data.md, with fewer sequences."""
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     [block] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     cfg = OmegaConf.load(config_path("demo"))
@@ -329,6 +325,6 @@ def test_the_block_of_the_documentation_on_the_demo(tmp_path):
     cfg = OmegaConf.merge(cfg, changes, {"dataset": {"num_sequences": 192, "seq_len": 64}})
     recipe = run(cfg)
     assert recipe.total_steps == 12 and (tmp_path / "self_generated" / "index.json").is_file()
-    losses = recipe.validation_losses  # on text of people
+    losses = recipe.validation_losses  # on text that people wrote
     gained = losses["naive ternary"] - losses["trained, hard"]
     assert gained > 0.1 * (losses["naive ternary"] - losses["pretrained"])

@@ -1,4 +1,4 @@
-"""The state dict of a hard model is finite, or an error names the weight on every rank."""
+"""Test that a hard model is finite, or that an error names the weight on every rank."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every method through everything: recipe, two ranks, resuming, bfloat16, export, evaluation."""
+"""Test every method: recipe, two ranks, resuming, bfloat16, export, evaluation."""
 
 import pytest
 import torch
@@ -55,8 +55,11 @@ QUICK = ("absmean-tensor", "lsq", "seq-2", "tequila")  # of every kind one
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in METHODS]
 )
 def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
-    """Stopped and resumed is not stopped; every format reads back as the hard model, which is that
-    of the checkpoint's latents, and the packed model computes the same."""
+    """A resumed run equals a run without a stop, and all formats equal the hard model.
+
+    The hard model follows from the checkpoint's latent weights. The packed model computes the
+    same logits.
+    """
     options = ("dtype=bf16",)
     whole = run(config(model_dir, tmp_path / "whole", name, *options))
     cut = tmp_path / "cut"
@@ -92,7 +95,7 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
         packed, _ = load_model("packed", cfg, **ARGUMENTS)
         assert torch.equal(packed(tokens), trained(tokens))
         bits = {2: 1, 3: 2, 4: 2}[method.levels]
-        # A scale of 16 bits: at most one in 32 weights.
+        # A scale of 16 bits is shared by at least 32 weights.
         assert bits <= found["torchao"]["quantized_bits_per_weight"] <= bits + 0.5
     naive, _ = load_model("naive", cfg, **ARGUMENTS)
     assert torch.isfinite(naive(tokens)).all()
@@ -119,7 +122,7 @@ def test_transformers_loads_the_biases(model_dir, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_two_ranks_equal_one_process(tmp_path, name):
-    """Nothing is even: 97 rows on two ranks."""
+    """The rows do not divide by the ranks: 97 rows on two ranks."""
     shape = {} if METHODS[name]["group_size"] == 32 else {"intermediate_dim": 97}
     folder = make_model_dir(tmp_path / "model", **shape)
     options = (
@@ -155,7 +158,7 @@ def test_a_schedule_without_a_temperature_is_the_pressure_alone(model_dir, tmp_p
 
 @pytest.mark.slow
 def test_one_override_of_a_packaged_config(tmp_path):
-    """`sensitivity: auto` computes nothing, the packaged schedule is deleted."""
+    """Without a schedule, `sensitivity: auto` computes nothing."""
     arguments = ("quantizer._component_=hestia_tune.LSQ", f"output_dir={tmp_path}", "max_steps=1")
     arguments += ("max_val_batches=1", "batch_size=2", "dataset.docstrings=False")
     refused = tune_run("--config", "demo", *arguments)

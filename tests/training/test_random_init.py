@@ -1,4 +1,4 @@
-"""``init: random``: what is drawn, that no weights are read, refusals, ranks, resuming."""
+"""Test ``init: random``: the drawn weights, no weights read, refusals, ranks, resuming."""
 
 import json
 import math
@@ -28,7 +28,7 @@ RANDOM = ("init=random",)
 
 @pytest.fixture(scope="module")
 def bare_dir(tmp_path_factory):
-    """Config and tokenizer, and no weights."""
+    """Return a folder with config and tokenizer, but without weights."""
     folder = make_model_dir(tmp_path_factory.mktemp("model"))
     (folder / "model.safetensors").unlink()
     return folder
@@ -38,7 +38,7 @@ def bare_config(folder, output, *overrides):
     return make_config(folder, output, *RANDOM, "checkpointer.checkpoint_files=[]", *overrides)
 
 
-def test_norms_that_scale_by_one_more_begin_at_zero(tmp_path):
+def test_norms_that_add_one_to_their_scale_start_at_zero(tmp_path):
     import transformers
 
     plain = hugging_face(str(make_family(tmp_path, "Gemma 3")))
@@ -55,7 +55,7 @@ def test_a_model_by_its_name_on_the_hub(tmp_path, monkeypatch):
     assert run(cfg).finished
 
 
-def test_what_is_drawn(tmp_path):
+def test_the_drawn_weights(tmp_path):
     folder = make_model_dir(tmp_path)
     plain = build.plain_on_meta(make_config(folder, tmp_path / "out").model)
     biased = torch.nn.ModuleDict(
@@ -88,7 +88,7 @@ def test_a_run_from_scratch_needs_no_weights(bare_dir, tmp_path):
     assert losses["random"] == pytest.approx(math.log(SHAPE["vocab_size"]), rel=0.02)
     assert losses["trained, hard"] < losses["naive ternary"]
     assert "| random " in recipe.table()
-    # The hard model is a whole Hugging Face folder, with the names of the pretrained.
+    # The hard model is a complete Hugging Face folder, with the names of the pretrained model.
     hard = dict(read_weights("LLAMA3_2", SafetensorsFolder(tmp_path / "hard_model")))
     assert {k: v.shape for k, v in hard.items()} == {k: v.shape for k, v in expected.items()}
     assert (tmp_path / "hard_model" / "tokenizer.json").is_file()
@@ -97,7 +97,7 @@ def test_a_run_from_scratch_needs_no_weights(bare_dir, tmp_path):
     assert index["weight_map"].keys() == load_file(tmp_path / "hard_model" / file).keys()
 
 
-def test_the_start_is_that_of_the_seed_whatever_the_folder_holds(tmp_path):
+def test_the_start_depends_on_the_seed_and_not_on_the_folder(tmp_path):
     folder = make_model_dir(tmp_path / "model")
     started = []
 
@@ -114,7 +114,7 @@ def test_the_start_is_that_of_the_seed_whatever_the_folder_holds(tmp_path):
 
 
 def test_distilled_from_the_pretrained_model(tmp_path):
-    """From scratch towards the pretrained model, which is then read, as the teacher alone."""
+    """The pretrained model is read as the teacher only. Training starts from random weights."""
     folder = make_model_dir(tmp_path / "model")
     pretrained = dict(read_weights("LLAMA3_2", SafetensorsFolder(folder)))
     key = "layers.1.mlp.w2.weight"

@@ -1,4 +1,4 @@
-"""The recipe end to end on one process: what it writes, and what must not change its numbers."""
+"""Test the recipe end to end in one process: its files, and settings that change no number."""
 
 import copy
 import functools
@@ -40,13 +40,13 @@ TOKENS = torch.randint(1, 200, (2, 16), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module")
 def finished(model_dir, tmp_path_factory):
-    """A finished float32 run, its folder, and the logits of its model in the hard state."""
+    """Return a finished float32 run, its folder, and the logits of its hard model."""
     output = tmp_path_factory.mktemp("run")
     logits = []
 
     @torch.no_grad()
     def hard_logits(recipe):
-        # The export rounds what is not quantized to bfloat16; so does this before comparing.
+        # The export rounds weights that are not quantized to bfloat16, so this does the same.
         for name, parameter in recipe._model.named_parameters():
             if not name.startswith("layers") or "norm" in name:
                 parameter.copy_(parameter.to(torch.bfloat16).float())
@@ -59,7 +59,7 @@ def finished(model_dir, tmp_path_factory):
     return recipe, output, logits[0]
 
 
-def test_run_leaves_everything_behind(finished):
+def test_a_run_writes_all_its_files(finished):
     recipe, output, _ = finished
     assert recipe.finished and recipe.total_steps == 18
     for name in ("hard_model", "checkpoints/step_18", "results.json", "curves.png", "logs"):
@@ -88,7 +88,7 @@ def test_logged_values_follow_the_schedules(finished):
         assert 0 <= r["flip_rate"] < 1 and 0 < r["zero_fraction"] < 1
     assert sum(r["flip_rate"] for r in train_rows) > 0
     last = row[-1]
-    # At the last step the temperature is 0: relaxed and hard are the same model.
+    # The temperature is 0 at the last step: the relaxed model equals the hard model.
     assert last["val_loss_relaxed"] == last["val_loss_hard"]
 
 
@@ -103,7 +103,7 @@ def test_hard_model_is_ternary_and_bfloat16(finished):
             groups = value.float().unflatten(1, (-1, 32))
             scale = groups.abs().amax(-1, keepdim=True)
             assert ((groups == 0) | (groups.abs() == scale)).all(), name
-    for name in quantized:  # the median weight of a trained layer is not zero everywhere
+    for name in quantized:  # a trained layer has weights other than zero
         assert 0.05 < (state[name] == 0).float().mean() < 0.95
 
 
@@ -119,7 +119,7 @@ def test_hard_model_loads_in_transformers_with_equal_logits(finished):
 
 
 def test_pretrained_model_is_reproduced_before_training(model_dir, finished):
-    """The first validation loss is that of the pretrained model in transformers."""
+    """The first validation loss equals the loss of the pretrained model in transformers."""
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokens = random_dataset(None, num=7, seed=1).sequences
@@ -149,7 +149,7 @@ def test_equivalent_settings_give_equal_losses(model_dir, tmp_path, overrides):
 
 @pytest.mark.slow
 def test_compile_equals_eager_in_one_compilation(model_dir, tmp_path):
-    """Every step has another temperature and pressure; none may compile anything anew."""
+    """Every step has another temperature and pressure, and no step may compile again."""
     common = ("epochs=2", "schedule.rho=0.4", "distillation.weight=0.5")
     run(make_config(model_dir, tmp_path / "eager", *common))
     torch._dynamo.reset()
@@ -160,8 +160,8 @@ def test_compile_equals_eager_in_one_compilation(model_dir, tmp_path):
     assert logged(tmp_path / "compiled") == pytest.approx(logged(tmp_path / "eager"), rel=1e-5)
 
 
-def test_setup_takes_the_recipes_own_config_only(model_dir, tmp_path):
-    """What the constructor made of it, such as folders and seed, would be that of another."""
+def test_setup_takes_only_the_recipes_own_config(model_dir, tmp_path):
+    """The constructor has set folders and seed from its own config."""
     recipe = HestiaQATRecipe(make_config(model_dir, tmp_path, "max_steps_per_epoch=2"))
     with pytest.raises(ValueError, match="the config that the recipe was made of"):
         recipe.setup(make_config(model_dir, tmp_path, "max_steps_per_epoch=4"))
@@ -177,7 +177,7 @@ def test_bfloat16_compute_keeps_float32_latents(model_dir, tmp_path):
         dtypes.update(p.dtype for p in recipe._model.parameters())
         states = recipe._optimizer.state.values()
         dtypes.update(state["exp_avg"].dtype for state in states)
-        # The hard weights come from what the forward saw: the float32 latents.
+        # The hard weights come from the float32 latent weights, as in the forward.
         weight = full_tensor(recipe.model.layers[0].mlp.w1.weight)
         recipe.expected = hard_ternary(weight, group_size=32).to(torch.bfloat16)
 
@@ -189,7 +189,7 @@ def test_bfloat16_compute_keeps_float32_latents(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("recipe_class", [HestiaQATRecipe, ReconstructionRecipe])
-def test_a_processor_that_is_slow_in_bfloat16_is_told(
+def test_a_warning_on_a_processor_that_is_slow_in_bfloat16(
     recipe_class, model_dir, tmp_path, monkeypatch, caplog
 ):
     def told(*overrides):
@@ -206,7 +206,7 @@ def test_a_processor_that_is_slow_in_bfloat16_is_told(
 
 
 class ShadowedRecipe(HestiaQATRecipe):
-    """Beside each step, the gradient norm in bfloat16 from the same latents and batches."""
+    """A recipe that also measures the gradient norm in bfloat16 in every step."""
 
     def train_step(self, batches):
         shadow = self.shadow
@@ -239,7 +239,7 @@ class ShadowedRecipe(HestiaQATRecipe):
     ],
     ids=["ternary", "learned", "fairy2i"],
 )
-def test_bfloat16_gradients_stay_those_of_float32(model_dir, tmp_path, quantizer):
+def test_bfloat16_gradients_equal_float32_gradients(model_dir, tmp_path, quantizer):
     """To the last step, where a latent on a boundary would have a slope without bound.
 
     From the same latents: two runs of their own part, and their norms at the end are those of the
@@ -262,7 +262,7 @@ def test_bfloat16_gradients_stay_those_of_float32(model_dir, tmp_path, quantizer
 
 
 def test_a_step_equals_a_loop_by_hand(model_dir, tmp_path):
-    """Against plain autograd through the effective weights, with accumulation and clipping."""
+    """Compare with plain autograd through the effective weights, accumulation and clipping."""
     options = ("gradient_accumulation_steps=3", "max_steps_per_epoch=1", "lr_scheduler=null")
     seen = {}
 
@@ -292,12 +292,12 @@ def test_a_step_equals_a_loop_by_hand(model_dir, tmp_path):
     assert logged(tmp_path)[1] == pytest.approx(loss.item(), rel=1e-6)
     assert logged(tmp_path, "grad_norm")[1] == pytest.approx(norm.item(), rel=1e-5)
     for name, value in model.state_dict().items():
-        # A step of Adam is lr times a sign where gradients are tiny: compared in the large.
+        # For tiny gradients a step of Adam is lr times a sign, so this compares whole tensors.
         error = (seen["latents"][name] - value).norm() / value.norm()
         assert error < 1e-5, name
 
 
-def test_batches_without_a_token_to_predict_count_as_none(model_dir, tmp_path):
+def test_batches_without_a_token_to_predict_do_not_count(model_dir, tmp_path):
     options = ("dataset._component_=tiny.half_ignored_dataset", "gradient_accumulation_steps=2")
     run(make_config(model_dir, tmp_path, *options, "shuffle=False"))
     assert all(math.isfinite(loss) for loss in logged(tmp_path).values())
@@ -308,7 +308,7 @@ def test_batches_without_a_token_to_predict_count_as_none(model_dir, tmp_path):
     ("error", "num_workers", "message"),
     [("KeyError", 0, "KeyError: 'messages'"), ("RuntimeError", 1, "^RuntimeError: messages$")],
 )
-def test_what_was_trained_is_saved_before_a_row_that_cannot_be_read(
+def test_a_checkpoint_is_saved_if_a_row_cannot_be_read(
     model_dir, tmp_path, error, num_workers, message
 ):
     odd = ("dataset._component_=tiny.odd_rows_dataset", "shuffle=False", f"dataset.error={error}")
@@ -320,7 +320,7 @@ def test_what_was_trained_is_saved_before_a_row_that_cannot_be_read(
     ).finished
 
 
-def test_a_save_that_is_due_comes_before_the_validation(model_dir, tmp_path, monkeypatch):
+def test_a_due_checkpoint_is_saved_before_the_validation(model_dir, tmp_path, monkeypatch):
     saved, validate = [], HestiaQATRecipe._validate
 
     def spy(recipe):
@@ -334,10 +334,10 @@ def test_a_save_that_is_due_comes_before_the_validation(model_dir, tmp_path, mon
 
 
 @pytest.mark.parametrize("what", ["_validate", "_evaluate_tasks"])
-def test_a_resumed_run_measures_what_the_stopped_one_did_not(
+def test_a_resumed_run_measures_what_the_stopped_run_did_not(
     model_dir, tmp_path, monkeypatch, what
 ):
-    """Killed in the measurement that follows a save: its row comes before those of later steps."""
+    """A kill interrupts the measurement after a save. The resumed run measures it first."""
     every = ("save_every_n_steps=2", "run_val_every_n_steps=2", "eval.every_n_steps=2")
     (tmp_path / "held_out.txt").write_text("The cat sat on the mat. " * 20)
     every += ("eval.tasks=[]", f"eval.perplexity.held_out.source={tmp_path / 'held_out.txt'}")
@@ -363,13 +363,13 @@ def test_a_resumed_run_measures_what_the_stopped_one_did_not(
         ]
 
     assert rows(cut) == rows(whole)
-    run(make_config(model_dir, cut, *again))  # which has all
+    run(make_config(model_dir, cut, *again))  # this run has nothing left to do
     assert rows(cut) == rows(whole)
 
 
 @pytest.mark.parametrize("what", ["_validate", "_finish"])
 def test_a_run_that_is_killed_at_its_end_has_its_results(model_dir, tmp_path, monkeypatch, what):
-    """Twice: in the last validation, or after it, when the losses of its row are the run's."""
+    """The kill comes in the last validation, or after it; then the logged losses are used."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     run(make_config(model_dir, whole, "run_val_every_n_steps=2"))
 
@@ -391,7 +391,7 @@ def test_a_run_that_is_killed_at_its_end_has_its_results(model_dir, tmp_path, mo
     assert logged(cut, "val_loss_hard") == logged(whole, "val_loss_hard")
 
 
-def test_a_logger_that_fails_ends_no_run(model_dir, tmp_path, caplog):
+def test_a_failing_logger_does_not_end_the_run(model_dir, tmp_path, caplog):
     run(make_config(model_dir, tmp_path, "metric_logger._component_=tiny.FailingLogger"))
     assert "step 2 could not be logged: the service is away" in caplog.text
     assert sorted(logged(tmp_path)) == [1, 2, 3, 4, 5, 6]
@@ -401,9 +401,7 @@ def test_a_logger_that_fails_ends_no_run(model_dir, tmp_path, caplog):
     ("name", "message"),
     [("InfiniteLaterLoss", "loss"), ("InfiniteLaterGradient", "the gradient of step 3 is not")],
 )
-def test_what_was_trained_is_saved_before_a_loss_that_is_not_finite(
-    model_dir, tmp_path, name, message
-):
+def test_a_checkpoint_is_saved_if_the_loss_is_not_finite(model_dir, tmp_path, name, message):
     loss = f"loss._component_=tiny.{name}"
     with pytest.raises(ValueError, match=message):
         run(make_config(model_dir, tmp_path / "run", loss, "dataset_val=null"))
@@ -463,7 +461,7 @@ def test_learned_scales_have_their_own_rate_and_are_resumed_and_exported(model_d
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
 
 
-def test_frozen_modules_stay_as_they_are_and_the_run_resumes(model_dir, tmp_path):
+def test_frozen_modules_do_not_change_and_the_run_resumes(model_dir, tmp_path):
     options = ("frozen_modules=[tok_embeddings,layers.0.sa_norm]", "save_every_n_steps=3")
     counts = []
 
@@ -487,7 +485,7 @@ def test_frozen_modules_stay_as_they_are_and_the_run_resumes(model_dir, tmp_path
 
 
 def test_heads_without_gradients_see_contiguous_rows(model_dir, tmp_path):
-    """Validation and teachers: of other rows the weight is copied for each sequence."""
+    """Validation and teachers use contiguous rows, or each sequence would copy the weight."""
     seen = []
 
     class Watching(torch.overrides.TorchFunctionMode):
@@ -547,7 +545,7 @@ def test_on_a_gpu_with_compile_fused_optimizer_and_resume(model_dir, tmp_path):
 
 
 def test_sensitivity_spreads_the_temperatures(model_dir, tmp_path):
-    """tau_i = tau·e^{alpha·s_i} from the first step to the last, per layer, into the forward."""
+    """The forward uses tau_i = tau·e^{alpha·s_i} per layer, from the first step to the last."""
     state = hf_to_tune(
         load_file(model_dir / "model.safetensors"), num_heads=4, num_kv_heads=2, dim=64
     )

@@ -1,4 +1,4 @@
-"""``hestia_reconstruct``: what it writes, going on, two ranks; hestia_qat from what it wrote."""
+"""Test ``hestia_reconstruct``: its files, resuming, two ranks, hestia_qat from its weights."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ def config(model_dir, output_dir, *overrides):
 
 @pytest.fixture(scope="module")
 def finished(model_dir, tmp_path_factory):
-    """The folder of a finished reconstruction, and its description."""
+    """Return the folder of a finished reconstruction, and its description."""
     output = tmp_path_factory.mktemp("run")
     assert run_reconstruct(config(model_dir, output)) == 0
     folder = output / "reconstruction"
@@ -70,7 +70,7 @@ def test_what_it_writes(finished):
     assert torch.equal(stored, scale * codes)
 
 
-def test_once_it_is_there_nothing_is_done_again_and_nothing_else_replaced(model_dir, finished):
+def test_a_finished_reconstruction_is_used_again_and_not_replaced(model_dir, finished):
     folder, _ = finished
     written = (folder / "reconstruction.json").stat().st_mtime_ns
     recipe = ReconstructionRecipe(config(model_dir, folder.parent))
@@ -85,8 +85,11 @@ def test_once_it_is_there_nothing_is_done_again_and_nothing_else_replaced(model_
 
 
 def test_other_validation_data_are_measured(model_dir, finished, tmp_path):
-    """By hestia_reconstruct and by auto; by its path alone, what was measured on others is left
-    out, and what was measured on these is not asked of other settings."""
+    """hestia_reconstruct and auto measure the losses on new validation data.
+
+    A path alone leaves out losses on other data, and needs no settings to use losses on the same
+    data.
+    """
     folder, found = finished
     own = tmp_path / "reconstruction"
     shutil.copytree(folder, own)
@@ -112,7 +115,7 @@ def test_other_validation_data_are_measured(model_dir, finished, tmp_path):
 
 
 class StopsAfter:
-    """A `StopRequest` that is made, or is an interrupt, once so many steps have asked."""
+    """A `StopRequest` that stops or interrupts after a given number of steps."""
 
     def __init__(self, steps: int, *, at_once: bool = False):
         self.left, self._at_once = steps, at_once
@@ -129,7 +132,7 @@ class StopsAfter:
 
 
 class Bar(contextlib.nullcontext):
-    """A `progress_bar` that counts."""
+    """A `progress_bar` that counts its updates."""
 
     def __init__(self, total, initial):
         super().__init__()
@@ -146,11 +149,14 @@ class Bar(contextlib.nullcontext):
     ("steps", "windows", "at_once"),
     [(4, 0, False), (12, 1, False), (21, 2, False), (12, 1, True), (9, 1, True)],
 )
-def test_stopped_it_goes_on_at_that_step(
+def test_a_stopped_reconstruction_resumes_at_its_step(
     model_dir, finished, tmp_path, monkeypatch, steps, windows, at_once
 ):
-    """After so many steps: stopped, which saves, or interrupted in the next, each being saved; of
-    three windows of nine steps. After nine the saved one is of a window that is done."""
+    """The reconstruction has three windows of nine steps, and stops after some steps.
+
+    A stop saves. An interrupt comes in the next step, and then every step has been saved. After
+    nine steps the saved state belongs to a finished window.
+    """
     stop, bars = StopsAfter(steps if at_once else steps - 1, at_once=at_once), []
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: stop)
     monkeypatch.setattr(
@@ -169,7 +175,7 @@ def test_stopped_it_goes_on_at_that_step(
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: rest)
     assert run_reconstruct(config(model_dir, tmp_path)) == 0
     assert 100 - rest.left == 27 - steps
-    before = min(steps, 18) + 2 * max(0, steps - 18)  # the last window is of two blocks
+    before = min(steps, 18) + 2 * max(0, steps - 18)  # the last window has two blocks
     assert (bars[1].initial, bars[1].n, bars[1].total) == (before, 36, 36)
     folder, whole = finished
     found = json.loads((output / "reconstruction.json").read_text())
@@ -191,7 +197,7 @@ def test_other_settings_of_the_last_stage_keep_the_windows(
     rest = StopsAfter(100)
     monkeypatch.setattr(reconstruct, "StopRequest", lambda: rest)
     assert run_reconstruct(config(model_dir, tmp_path)) == 0
-    assert 100 - rest.left == 27 - 9  # of the window that was in training nothing
+    assert 100 - rest.left == 27 - 9  # nothing is kept of the unfinished window
     folder, _ = finished
     own, other = (
         load_file(f / "latents.safetensors") for f in (tmp_path / "reconstruction", folder)
@@ -210,14 +216,14 @@ def test_other_settings_of_the_last_stage_keep_the_windows(
         (["eval.at_end=True", "eval.tasks=[nope]"], "nope"),
     ],
 )
-def test_what_training_would_refuse_is_told_before(model_dir, tmp_path, overrides, message):
+def test_training_errors_come_before_the_reconstruction(model_dir, tmp_path, overrides, message):
     cfg = config(model_dir, tmp_path, "reconstruction=auto", *overrides)
     with pytest.raises(ValueError, match=message):
         run_qat(cfg)
     assert not (tmp_path / "reconstruction").exists()
 
 
-def test_auto_does_not_write_what_another_process_writes(model_dir, tmp_path):
+def test_auto_writes_into_no_locked_folder(model_dir, tmp_path):
     folder = tmp_path / "shared"
     hold = f"from hestia_tune.files import locked\nwith locked({str(folder)!r}):\n"
     code = f"{hold}    print('held', flush=True)\n    input()"
@@ -231,7 +237,7 @@ def test_auto_does_not_write_what_another_process_writes(model_dir, tmp_path):
     assert not (folder / "windows").exists()
 
 
-def test_a_save_that_fails_ends_only_a_run_that_is_stopped(model_dir, tmp_path, monkeypatch):
+def test_a_failing_save_ends_only_a_run_that_stops(model_dir, tmp_path, monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
@@ -346,7 +352,7 @@ def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
     cfg.reconstruction = str(folder)
     losses = run(cfg).validation_losses
     assert losses["trained, hard"] == pytest.approx(losses["reconstructed, hard"], rel=1e-6)
-    cfg.dataset_val.num = 5  # the finished one is loaded, and measured anew
+    cfg.dataset_val.num = 5  # the finished reconstruction is loaded and measured again
     recipe = ReconstructionRecipe(cfg)
     recipe.run()
     assert not recipe.computed and recipe.losses["reconstructed, hard"] == pytest.approx(
@@ -379,9 +385,9 @@ def test_errors(model_dir, tmp_path, overrides, message):
         run_reconstruct(config(model_dir, tmp_path, *overrides))
 
 
-def test_training_refuses_what_is_not_its_own(model_dir, finished, tmp_path):
+def test_training_refuses_a_reconstruction_of_another_run(model_dir, finished, tmp_path):
     folder, _ = finished
-    with pytest.raises(ValueError, match="holds none that is finished"):
+    with pytest.raises(ValueError, match="holds no finished reconstruction"):
         run(config(model_dir, tmp_path, f"reconstruction={tmp_path / 'none'}"))
     other = config(model_dir, tmp_path, f"reconstruction={folder}", "quantizer.group_size=16")
     with pytest.raises(ValueError, match="was made by quantizer ternary, group_size=32"):
@@ -389,7 +395,7 @@ def test_training_refuses_what_is_not_its_own(model_dir, finished, tmp_path):
     fewer = config(
         model_dir, tmp_path, f"reconstruction={folder}", "quantizer.exclude=['*.w2','*.w3']"
     )
-    with pytest.raises(ValueError, match=r"differ in layers.0.mlp.w2, of 4 layers; use the same"):
+    with pytest.raises(ValueError, match=r"differ in 4 layers, such as layers.0.mlp.w2; use the"):
         run(fewer)
     stranger = make_model_dir(tmp_path / "stranger", seed=1)
     with pytest.raises(ValueError, match="made from another model"):

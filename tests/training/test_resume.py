@@ -1,4 +1,4 @@
-"""A run that was stopped anywhere and resumed is the run that was never stopped, bit for bit."""
+"""Test that a stopped and resumed run equals a run without a stop, bit for bit."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, 
 
 from hestia_tune.models.checkpoints import complete_checkpoints, find_damage
 
-# 2 epochs of 4 steps with accumulation, shuffling and a last epoch that ends in its middle.
+# 2 epochs of 4 steps with accumulation and shuffling. The last epoch ends in its middle.
 SETTINGS = (
     "epochs=2",
     "gradient_accumulation_steps=2",
@@ -22,7 +22,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def uninterrupted(model_dir, tmp_path_factory):
-    """A full run that kept a checkpoint of every step."""
+    """Return the folder of a full run that kept a checkpoint of every step."""
     output = tmp_path_factory.mktemp("full")
     every_step = ("save_every_n_steps=1", "keep_last_checkpoints=100")
     run(make_config(model_dir, output, *SETTINGS, *every_step))
@@ -76,8 +76,8 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint(model_dir, uninterrupted,
     assert logged(output) == logged(uninterrupted)
 
 
-def test_dropout_goes_on_as_it_would_have(model_dir, tmp_path):
-    """From within an epoch, from its end (step 4), and where it validates (3 and 6)."""
+def test_dropout_continues_as_without_a_stop(model_dir, tmp_path):
+    """Resume within an epoch, at its end (step 4), and at validations (steps 3 and 6)."""
     settings = (*SETTINGS, "model.attn_dropout=0.3")
     every_step = ("save_every_n_steps=1", "keep_last_checkpoints=100")
     run(make_config(model_dir, tmp_path / "whole", *settings, *every_step))
@@ -90,7 +90,7 @@ def test_dropout_goes_on_as_it_would_have(model_dir, tmp_path):
         assert logged(cut) == losses, step
 
 
-def test_half_written_checkpoints_are_never_picked_up(model_dir, uninterrupted, tmp_path):
+def test_half_written_checkpoints_are_never_used(model_dir, uninterrupted, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(uninterrupted / "checkpoints" / "step_2", folder / "step_2")
     shutil.copytree(uninterrupted / "checkpoints" / "step_5", folder / "step_5.tmp")

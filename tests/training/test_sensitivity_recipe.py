@@ -1,4 +1,4 @@
-"""``hestia_sensitivity``: artifact, reuse, resuming, two ranks; and ``sensitivity: auto``."""
+"""Test ``hestia_sensitivity``: artifact, reuse, resuming, two ranks, ``sensitivity: auto``."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ FEW = (
     "seed=3",
 )
 
-# Of a random model, the Hessian blocks may all be negative; these never are.
+# All Hessian traces of a random model may be negative. Fisher traces never are.
 FISHER = ("sensitivity_estimation.curvature=fisher",)
 
 
@@ -109,7 +109,7 @@ def test_an_artifact_of_this_estimation_is_reused(model_dir, tmp_path, monkeypat
         ("dataset.seed=5", "dataset.digest"),
     ],
 )
-def test_another_is_not_overwritten_without_being_told(model_dir, tmp_path, override, difference):
+def test_another_artifact_is_not_overwritten(model_dir, tmp_path, override, difference):
     first = estimate(model_dir, tmp_path)
     with pytest.raises(ValueError, match=f"made with another {difference}; set .*overwrite=True"):
         estimate(model_dir, tmp_path, override)
@@ -132,7 +132,7 @@ def test_another_kappa_needs_no_new_estimation(model_dir, tmp_path, monkeypatch)
     assert (tmp_path / "sensitivity.png").exists()
 
 
-def test_another_models_artifact_and_a_damaged_one_stay(model_dir, tmp_path):
+def test_a_damaged_artifact_and_another_models_artifact_stay(model_dir, tmp_path):
     estimate(model_dir, tmp_path)
     other = make_model_dir(tmp_path / "other_model", seed=1)
     with pytest.raises(ValueError, match="was made with another model_fingerprint"):
@@ -143,7 +143,7 @@ def test_another_models_artifact_and_a_damaged_one_stay(model_dir, tmp_path):
         estimate(model_dir, tmp_path)
 
 
-def test_killed_in_the_middle_it_goes_on(model_dir, tmp_path, monkeypatch):
+def test_a_killed_estimation_resumes(model_dir, tmp_path, monkeypatch):
     expected = estimate(model_dir, tmp_path / "whole")
     original = curvature.HessianBatch.quadratic_forms
     calls = []
@@ -174,16 +174,16 @@ def test_fisher(model_dir, tmp_path):
     assert all(trace > 0 for trace in artifact.traces.values())
 
 
-def test_only_the_layers_that_the_quantizer_takes(model_dir, tmp_path):
+def test_only_the_layers_that_the_component_quantizes(model_dir, tmp_path):
     artifact = estimate(model_dir, tmp_path, "quantizer.include=['layers.*.mlp.*']", *FISHER)
     assert set(artifact.traces) == {f"layers.{k}.mlp.w{i}" for k in (0, 1) for i in (1, 2, 3)}
 
 
-def test_a_short_dataset_gives_all_it_has(model_dir, tmp_path, caplog):
+def test_a_short_dataset_gives_all_its_samples(model_dir, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     artifact = estimate(model_dir, tmp_path, "dataset.num=2", *FISHER)
     assert artifact.dataset["num_samples"] == 2
-    assert "all 2 samples are taken; num_samples is more" in caplog.text
+    assert "the dataset has 2 samples, fewer than num_samples" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_two_ranks_and_the_command(model_dir, tmp_path):
     assert found.dataset["digest"] == expected.dataset["digest"]
 
 
-def test_auto_computes_what_is_missing_and_training_follows_the_scores(model_dir, tmp_path):
+def test_auto_computes_a_missing_artifact_and_training_uses_it(model_dir, tmp_path):
     assert run_qat(make_config(model_dir, tmp_path, *FEW, "sensitivity=auto")) == 0
     artifact = SensitivityArtifact.load(tmp_path / "sensitivity.json")
     found = hard_loss(tmp_path)
@@ -243,7 +243,7 @@ def test_auto_without_alpha_computes_nothing(model_dir, tmp_path):
     assert not (tmp_path / "sensitivity.json").exists()
 
 
-def test_the_recipe_leaves_the_journal_of_others(model_dir, tmp_path):
+def test_the_recipe_does_not_delete_other_journals(model_dir, tmp_path):
     foreign = tmp_path / "sensitivity.json.0000" / "rank0.jsonl"
     foreign.parent.mkdir()
     foreign.write_text("[1]\n")
@@ -251,8 +251,8 @@ def test_the_recipe_leaves_the_journal_of_others(model_dir, tmp_path):
     assert foreign.exists()
 
 
-def test_what_a_run_may_overwrite_includes_its_artifact(model_dir, tmp_path):
-    """The demo, run twice with different seeds."""
+def test_overwrite_output_also_overwrites_the_artifact(model_dir, tmp_path):
+    """The demo runs twice with different seeds."""
     options = (*FEW[:2], *FISHER, "sensitivity=auto", "overwrite_output=True", "max_steps=1")
     assert run_qat(make_config(model_dir, tmp_path, *options)) == 0
     assert run_qat(make_config(model_dir, tmp_path, *options, "seed=7")) == 0

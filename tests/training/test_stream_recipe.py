@@ -1,4 +1,4 @@
-"""The recipe on a stream: steps, exact resume on as many ranks and workers, failing data."""
+"""Test the recipe on a stream: steps, exact resuming, failing data."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("end_process_group")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Four jsonl files of some 700 documents in all; the tokenizer makes a token of each byte."""
+    """Return four jsonl files with about 700 documents. The tokenizer makes a token per byte."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(4):
         lines = [
@@ -61,9 +61,7 @@ def test_the_stream_gives_the_number_of_steps(model_dir, tmp_path, files):
     ("num_workers", "accumulation"),
     [(0, 1), (0, 2), pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)],
 )
-def test_resuming_goes_on_with_the_same_tokens(
-    model_dir, tmp_path, files, num_workers, accumulation
-):
+def test_a_resumed_run_reads_the_same_tokens(model_dir, tmp_path, files, num_workers, accumulation):
     options = (
         f"num_workers={num_workers}",
         f"gradient_accumulation_steps={accumulation}",
@@ -138,7 +136,7 @@ def test_bad_data_in_the_middle_save_a_checkpoint_first(model_dir, tmp_path, fil
     folder = tmp_path / "text"
     folder.mkdir()
     lines = (files / "part_0.jsonl").read_text().splitlines()
-    # Read in order, 64 documents at a time; the bad row is in the second lot.
+    # The rows are read in order, 64 at a time. The bad row is in the second block.
     bad = [*lines[:90], '{"text": null}', *lines[90:]]
     (folder / "part_0.jsonl").write_text("\n".join(bad) + "\n")
     options = ("dataset.shuffle_buffer=0", "dataset_val=null", "batch_size=60")
@@ -150,7 +148,7 @@ def test_bad_data_in_the_middle_save_a_checkpoint_first(model_dir, tmp_path, fil
         distributed.destroy_process_group()
     ((step, _),) = checkpoints.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert 0 < step < 6
-    # Mended in a place that was not read yet, with as many bytes: the run goes on from there.
+    # The repair has the same number of bytes, after the position, so the run can resume.
     mended = [*lines[:90], '{"text": "ab"}', *lines[90:]]
     (folder / "part_0.jsonl").write_text("\n".join(mended) + "\n")
     resumed = config(model_dir, tmp_path / "run", folder, *options, "resume_from_checkpoint=True")
@@ -160,7 +158,7 @@ def test_bad_data_in_the_middle_save_a_checkpoint_first(model_dir, tmp_path, fil
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_workers_error_is_its_message_alone(model_dir, tmp_path, files, num_workers):
+def test_the_error_of_a_worker_is_its_message_only(model_dir, tmp_path, files, num_workers):
     folder = tmp_path / "text"
     folder.mkdir()
     lines = (files / "part_0.jsonl").read_text().splitlines()
@@ -198,7 +196,7 @@ def test_a_failing_validation_stream_loses_nothing(model_dir, tmp_path, files):
 
 
 class BreakingLogger(DiskLogger):
-    """Breaks a file when step 2 is logged."""
+    """A metric logger that damages a file when step 2 is logged."""
 
     def __init__(self, log_dir, file):
         super().__init__(log_dir)
@@ -210,7 +208,7 @@ class BreakingLogger(DiskLogger):
             Path(self._breaks).write_text("{\n" * 50)
 
 
-def test_a_stream_that_ends_too_soon_says_so(model_dir, tmp_path, files):
+def test_a_stream_that_ends_too_soon_is_an_error(model_dir, tmp_path, files):
     options = ("dataset.max_tokens=null", "dataset.epochs=1", "max_steps=4000", "dataset_val=null")
     options += ("log_every_n_steps=1000", "batch_size=60")
     with pytest.raises(DataStreamError, match="the stream ended before the last step"):
@@ -228,13 +226,13 @@ def test_calibration_samples_of_a_stream(model_dir, tmp_path, files):
 
 
 def tokenized(model_dir, folder, files):
-    """Overrides that train on the text as a tokenized set."""
+    """Return overrides that train on the text as a tokenized set."""
     run_tokenize(config(model_dir, folder, files, max_tokens=9999999))
     return ("dataset.source=token_shards", f"dataset.data_files={folder}/tokens")
 
 
 def cut_on_two_ranks(cfg, folder):
-    """Runs on 2 ranks until a Ctrl-C in the second step."""
+    """Run on 2 ranks until a Ctrl-C in the second step."""
     path = write_config(
         OmegaConf.merge(cfg, OmegaConf.from_dotlist([*signal_at(2, "SIGINT")])), folder
     )
@@ -245,7 +243,7 @@ def cut_on_two_ranks(cfg, folder):
 
 @pytest.mark.slow
 def test_a_tokenized_set_resumes_on_another_number_of_ranks(model_dir, tmp_path, files):
-    """2 ranks without workers to 1 with two: the same losses as on 1 from the start."""
+    """A change from 2 ranks to 1 rank with 2 workers gives the losses of 1 rank alone."""
     options = ("dataset_val=null", "save_every_n_steps=2", "keep_last_checkpoints=9")
     options += tokenized(model_dir, tmp_path, files)
     one = ("gradient_accumulation_steps=2", "num_workers=2")
@@ -263,7 +261,7 @@ def test_a_tokenized_set_resumes_on_another_number_of_ranks(model_dir, tmp_path,
 
 
 @pytest.mark.slow
-def test_text_resumes_on_as_many_ranks(model_dir, tmp_path, files):
+def test_text_resumes_on_the_same_number_of_ranks(model_dir, tmp_path, files):
     options = ("dataset_val=null", "save_every_n_steps=2", "keep_last_checkpoints=9")
     whole = config(model_dir, tmp_path / "whole", files, *options, max_tokens=6 * 8 * 16)
     torchrun = ("--nproc_per_node", "2")
@@ -280,7 +278,7 @@ def test_text_resumes_on_as_many_ranks(model_dir, tmp_path, files):
     assert len(logged(tmp_path / "run")) == 6
 
 
-def test_text_on_another_number_of_workers_names_the_remedy(model_dir, tmp_path, files):
+def test_text_on_another_number_of_workers_is_an_error(model_dir, tmp_path, files):
     options = ("dataset_val=null",)
     assert not run(config(model_dir, tmp_path, files, *options, *signal_at(2, "SIGINT"))).finished
     options += ("resume_from_checkpoint=True", "num_workers=1")
@@ -289,7 +287,7 @@ def test_text_on_another_number_of_workers_names_the_remedy(model_dir, tmp_path,
 
 
 @pytest.mark.parametrize("length", [24, 27])
-def test_the_order_of_map_style_data_depends_on_no_number_of_ranks(length):
+def test_the_order_of_map_style_data_does_not_depend_on_the_ranks(length):
     def order(rank, world_size, epoch=1, start=0):
         sampler = PositionSampler(
             length, length, rank=rank, world_size=world_size, seed=3, shuffle=True
@@ -309,7 +307,7 @@ def test_the_order_of_map_style_data_depends_on_no_number_of_ranks(length):
             assert sorted(step) == sorted(alone[start : start + 8])
 
 
-def test_uneven_validation_samples_are_filled_up():
+def test_uneven_validation_samples_are_repeated():
     for length, world_size in ((7, 2), (3, 4), (8, 4)):
         whole = -(-length // world_size) * world_size
         ranks = [

@@ -1,4 +1,4 @@
-"""``hestia_tokenize``: a set that trains as the stream does, errors, the command."""
+"""Test ``hestia_tokenize``: a set that trains like the stream, errors, the command."""
 
 import json
 
@@ -14,7 +14,7 @@ TOKENS = 6 * 4 * 16
 
 
 @pytest.mark.parametrize("shuffle_buffer", [0, 20])
-def test_training_on_the_set_in_order_is_training_on_the_stream(
+def test_training_on_the_set_in_order_equals_training_on_the_stream(
     model_dir,
     tmp_path,
     files,  # noqa: F811
@@ -38,8 +38,8 @@ def test_training_on_the_set_in_order_is_training_on_the_stream(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_resuming_goes_on_with_the_same_tokens(model_dir, tmp_path, files, num_workers):  # noqa: F811
-    """Over the end of a pass, and on another number of workers."""
+def test_a_resumed_run_reads_the_same_tokens(model_dir, tmp_path, files, num_workers):  # noqa: F811
+    """The run resumes across the end of a pass, and on another number of workers."""
     run_tokenize(config(model_dir, tmp_path, files, max_tokens=800))
     options = ("dataset.source=token_shards", f"dataset.data_files={tmp_path}/tokens")
     options += ("gradient_accumulation_steps=2",)
@@ -79,7 +79,7 @@ def test_only_streams_of_text_are_tokenized(model_dir, tmp_path, files):  # noqa
         run_tokenize(shards)
     several = config(model_dir, tmp_path, files)
     several.dataset = [several.dataset, several.dataset]
-    with pytest.raises(ValueError, match="what one .* reads"):
+    with pytest.raises(ValueError, match="must be one .* with a source of text"):
         run_tokenize(several)
 
 

@@ -1,5 +1,4 @@
-"""``python -m hestia_tune validate``: it refuses what a run refuses, in the same words, and leaves
-everything as it was."""
+"""Test ``python -m hestia_tune validate``: the same errors as a run, and no changed file."""
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hestia_tune.commands.qat import run_qat
 
 
 def validate(monkeypatch, capsys, path, *overrides):
-    """(exit code, stdout, the error)."""
+    """Run the command and return (exit code, stdout, the error)."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sys.argv", ["python"])
@@ -28,7 +27,7 @@ def test_it_refuses_what_a_run_refuses(model_dir, tmp_path, monkeypatch, capsys,
     assert code == 1 and CASES[override] in line
 
 
-def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monkeypatch, capsys):
+def test_a_valid_config_changes_no_file(model_dir, tmp_path, monkeypatch, capsys):
     cfg = make_config(model_dir, tmp_path / "run", "max_steps=2")
     run(cfg)
     kept = {
@@ -46,7 +45,7 @@ def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monk
         f"dataset.cache_dir={tmp_path / 'text'}",
     )
     assert code == 1 and "text is empty: its text is generated when" in line
-    # What needs a GPU, or would be computed or replaced first.
+    # These options need a GPU, or results that a run computes or replaces first.
     more = ("overwrite_output=True", "device=cuda", "compile=True", "sensitivity=auto")
     more += ("optimizer.fused=True", "reconstruction=auto", "distillation.weight=1")
     more += ("enable_activation_checkpointing=True", "enable_activation_offloading=True")
@@ -68,9 +67,7 @@ def test_a_valid_config_is_told_and_nothing_is_changed(model_dir, tmp_path, monk
     assert len(logged(tmp_path / "run")) == 2
 
 
-def test_what_a_run_computed_first_does_not_stop_its_resuming(
-    model_dir, tmp_path, monkeypatch, capsys
-):
+def test_a_run_with_computed_results_can_resume(model_dir, tmp_path, monkeypatch, capsys):
     small = ("reconstruct.num_samples=4", "reconstruct.batch_size=4", "reconstruct.epochs=1")
     small += (
         "sensitivity_estimation.num_samples=4",
