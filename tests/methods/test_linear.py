@@ -193,11 +193,11 @@ def test_operators_keep_their_promises():
     scalars = TAU, PRESSURE, [], QUANTIZER.key()
     ops = torch.ops.hestia
     for op, args in (
-        (ops.linear, (x, bias, weight, *scalars)),
-        (ops.linear, (x[0, 0], None, weight, *scalars)),
-        (ops.linear, (x.permute(1, 0, 2), None, weight, *scalars)),
-        (ops.input_grad, (torch.ones(1).expand(2, 3, 48), weight, *scalars)),
-        (ops.input_grad, (torch.randn(48, 3, 2).permute(2, 1, 0), weight, *scalars)),
+        (ops.product, (x, bias, weight, *scalars, False)),
+        (ops.product, (x[0, 0], None, weight, *scalars, False)),
+        (ops.product, (x.permute(1, 0, 2), None, weight, *scalars, False)),
+        (ops.product, (torch.ones(1).expand(2, 3, 48), None, weight, *scalars, True)),
+        (ops.product, (torch.randn(48, 3, 2).permute(2, 1, 0), None, weight, *scalars, True)),
         (ops.weight_grad, (torch.randn(48, 64), weight, *scalars)),
     ):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
