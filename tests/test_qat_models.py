@@ -145,7 +145,7 @@ def test_the_layer_that_does_not_fit_is_named_with_the_sizes_that_do():
 
 
 def test_a_model_without_blocks_says_how_to_name_its_linears():
-    with pytest.raises(ValueError, match=r"\(it has 1\); name those to quantize by include"):
+    with pytest.raises(ValueError, match=r"\(it has 1\); name the linears to quantize by"):
         HestiaQATQuantizer(group_size=32).prepare(nn.Sequential(nn.Linear(32, 32)))
 
 

@@ -13,7 +13,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Literal, get_args, get_origin
+from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -60,19 +60,22 @@ class Method(ABC):
     # The names in `parameter_names` that are trained.
     trained_parameters: tuple[str, ...] = ()
     _by_name: ClassVar[dict[str, type["Method"]]] = {}
+    # The values of every field of a Literal type. torch.compile cannot read them off the type.
+    _words: ClassVar[dict[str, tuple]] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "name" in vars(cls):
             Method._by_name[cls.name] = cls
+        hints = get_type_hints(cls).items()
+        cls._words = {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
 
     def __post_init__(self):
         """Raise InputError if a field of a Literal type has a value that the type does not list."""
-        for field in dataclasses.fields(self):
-            words, value = get_args(field.type), getattr(self, field.name)
-            if get_origin(field.type) is Literal and value not in words:
+        for name, words in self._words.items():
+            if (value := getattr(self, name)) not in words:
                 rule = " or ".join(map(json.dumps, words))
-                raise InputError(f"{field.name} must be {rule}; got {value!r}")
+                raise InputError(f"{name} must be {rule}; got {value!r}")
 
     def key(self) -> str:
         """Return the method's name and fields, for example "ternary, group_size=128".
@@ -153,11 +156,8 @@ class Method(ABC):
     ) -> tuple[Tensor, ...]:
         """Return the gradients of the latent weight and of all ``parameters``.
 
-        The gradient of a parameter that is not trained is zero.
-
-        Args:
-            grad: The gradient of the effective weight.
-            weight: See `effective_weight`, also for the other arguments.
+        The gradient of a parameter that is not trained is zero. ``grad`` is the gradient of the
+        effective weight. `effective_weight` describes the other arguments.
         """
 
     @abstractmethod

@@ -258,11 +258,8 @@ class GroupMethod(Method):
     ) -> Tensor:
         """Return H(w; tau), shaped like ``w``.
 
-        This default is for methods without a temperature. It returns the hard weights.
-
-        Args:
-            w: See `scale_and_code`, also for ``parameters`` and ``total``.
-            tau: The temperature, 0-D, in the dtype of ``w``.
+        This default is for methods without a temperature. It returns the hard weights. ``tau`` is
+        0-D, in the dtype of ``w``. `scale_and_code` describes the other arguments.
         """
         return self.values(*self.scale_and_code(w, parameters, total, False), parameters)
 
