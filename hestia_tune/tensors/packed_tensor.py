@@ -192,7 +192,8 @@ class PackedTensor(TorchAOBaseTensor):
 def packed_linear(x: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
     """Return ``F.linear(x, weight.dequantize(), bias)``.
 
-    Every product with a packed weight uses this function. The result is exact unless the weight has a kernel. The kernel's module states its error.
+    Every product with a packed weight uses this function. The result is exact unless the weight has
+    a kernel. The kernel's module states its error.
 
     Args:
         x: The input (..., in_features), in the weight's presented dtype (except under autocast).
