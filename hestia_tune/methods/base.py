@@ -271,31 +271,25 @@ def fused(key: str, formula: str):
     return torch.compile(getattr(Method.from_key(key), formula), dynamic=True)
 
 
-@torch.library.custom_op("hestia::effective_weight", mutates_args=())
-def _effective_weight_operator(
-    weight: Tensor, tau: Tensor, pressure: Tensor, parameters: list[Tensor], key: str
-) -> Tensor:
-    return fused(key, "effective_weight")(weight, tau, pressure, parameters)
-
-
-@_effective_weight_operator.register_fake
-def _(weight, tau, pressure, parameters, key):
-    return Method.from_key(key).effective_weight(weight, tau, pressure, parameters)
-
-
-@torch.library.custom_op("hestia::weight_grad", mutates_args=())
-def _weight_grad_operator(
-    grad: Tensor, weight: Tensor, tau: Tensor, pressure: Tensor, parameters: list[Tensor], key: str
+@torch.library.custom_op("hestia::formula", mutates_args=())
+def _formula_operator(
+    key: str, formula: str, tensors: list[Tensor], parameters: list[Tensor]
 ) -> list[Tensor]:
-    return list(fused(key, "vjp")(grad, weight, tau, pressure, parameters))
+    return _as_list(fused(key, formula)(*tensors, parameters))
 
 
-@_weight_grad_operator.register_fake
-def _(grad, weight, tau, pressure, parameters, key):
-    return list(Method.from_key(key).vjp(grad, weight, tau, pressure, parameters))
+@_formula_operator.register_fake
+def _(key, formula, tensors, parameters):
+    return _as_list(getattr(Method.from_key(key), formula)(*tensors, parameters))
 
 
-def weight_grad(method: Method, grad: Tensor, *latent) -> Sequence[Tensor]:
+def _as_list(result: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def weight_grad(
+    method: Method, grad: Tensor, latent: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """Return the gradients of the latent weight and of the parameters (`Method.vjp`).
 
     A compiled region calls one operator for them.
@@ -303,11 +297,12 @@ def weight_grad(method: Method, grad: Tensor, *latent) -> Sequence[Tensor]:
     Args:
         method: The method of the weight.
         grad: The gradient of the effective weight.
-        *latent: The latent weight, tau, pressure and the list of parameters.
+        latent: The latent weight, tau and pressure.
+        parameters: The method's parameters.
     """
     if torch.compiler.is_compiling():
-        return _weight_grad_operator(grad, *latent, method.key())
-    return method.vjp(grad, *latent)
+        return _formula_operator(method.key(), "vjp", [grad, *latent], list(parameters))
+    return method.vjp(grad, *latent, parameters)
 
 
 class _EffectiveWeight(torch.autograd.Function):
@@ -317,19 +312,19 @@ class _EffectiveWeight(torch.autograd.Function):
     def forward(ctx, weight, method, tau, pressure, *parameters):
         ctx.method = method
         ctx.save_for_backward(weight, tau, pressure, *parameters)
-        latent = (weight, tau, pressure, list(parameters))
         if method.is_one_operator and torch.compiler.is_compiling():
-            return _effective_weight_operator(*latent, method.key())
-        return method.effective_weight(*latent)
+            inputs = [weight, tau, pressure], list(parameters)
+            return _formula_operator(method.key(), "effective_weight", *inputs)[0]
+        return method.effective_weight(weight, tau, pressure, parameters)
 
     @staticmethod
     def backward(ctx, grad):
         weight, tau, pressure, *parameters = ctx.saved_tensors
-        latent = (weight, tau, pressure, parameters)
+        latent = weight, tau, pressure
         if ctx.method.is_one_operator:
-            grads = weight_grad(ctx.method, grad, *latent)
+            grads = weight_grad(ctx.method, grad, latent, parameters)
         else:
-            grads = ctx.method.vjp(grad, *latent)
+            grads = ctx.method.vjp(grad, *latent, parameters)
         return grads[0], None, None, None, *grads[1:]
 
 

@@ -79,11 +79,7 @@ def round_scale(scale: Tensor, levels: int) -> Tensor:
 
 
 def mean_scale(
-    blocks: Tensor,
-    total: SumOverRanks | None = None,
-    *,
-    keep_hard: bool = False,
-    levels: int = 3,
+    blocks: Tensor, total: SumOverRanks | None = None, *, keep_hard: bool = False, levels: int = 3
 ) -> Tensor:
     """Return gamma = mean|w| + eps (Eq. 1) of each group, rounded to bfloat16; shape (..., 1).
 

@@ -30,26 +30,24 @@ def _multiply(x, bias, effective, is_backward):
 
 @torch.library.custom_op("hestia::product", mutates_args=())
 def _product_operator(
+    key: str,
     x: Tensor,
     bias: Tensor | None,
-    weight: Tensor,
-    tau: Tensor,
-    pressure: Tensor,
+    latent: list[Tensor],
     parameters: list[Tensor],
-    key: str,
     is_backward: bool,
 ) -> Tensor:
-    effective = fused(key, "effective_weight")(weight, tau, pressure, parameters)
+    effective = fused(key, "effective_weight")(*latent, parameters)
     return _multiply(x, bias, effective, is_backward)
 
 
 @_product_operator.register_fake
-def _(x, bias, weight, tau, pressure, parameters, key, is_backward):
-    effective = Method.from_key(key).effective_weight(weight, tau, pressure, parameters)
+def _(key, x, bias, latent, parameters, is_backward):
+    effective = Method.from_key(key).effective_weight(*latent, parameters)
     return _multiply(x, bias, effective, is_backward)
 
 
-def _product(method: Method, x, bias, *latent, is_backward: bool = False) -> Tensor:
+def _product(method: Method, x, bias, latent, parameters, *, is_backward: bool = False) -> Tensor:
     """Return the product with the effective weight, by one operator in a compiled region.
 
     Args:
@@ -57,12 +55,14 @@ def _product(method: Method, x, bias, *latent, is_backward: bool = False) -> Ten
         x: The input (..., in_features). In backward, the gradient (..., out_features) of the
             output.
         bias: The bias (out_features,), or None.
-        *latent: The latent weight, tau, pressure and the list of parameters.
+        latent: The latent weight, tau and pressure.
+        parameters: The method's parameters.
         is_backward: Whether to return the gradient of the input.
     """
     if torch.compiler.is_compiling():
-        return _product_operator(x, bias, *latent, method.key(), is_backward)
-    return _multiply(x, bias, method.effective_weight(*latent), is_backward)
+        inputs = list(latent), list(parameters)
+        return _product_operator(method.key(), x, bias, *inputs, is_backward)
+    return _multiply(x, bias, method.effective_weight(*latent, parameters), is_backward)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -73,21 +73,21 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.method, ctx.has_bias = method, bias is not None
         kept = x if weight.requires_grad else None
         ctx.save_for_backward(kept, weight, tau, pressure, *parameters)
-        return _product(method, x, bias, weight, tau, pressure, list(parameters))
+        return _product(method, x, bias, (weight, tau, pressure), parameters)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, tau, pressure, *parameters = ctx.saved_tensors
         needs_x, _, needs_bias, needs_weight, *_ = ctx.needs_input_grad
-        latent = (weight, tau, pressure, parameters)
+        latent = weight, tau, pressure
         grad_x = grad_bias = None
         grads = [None] * (1 + len(parameters))
         if needs_x:
-            grad_x = _product(ctx.method, grad, None, *latent, is_backward=True)
+            grad_x = _product(ctx.method, grad, None, latent, parameters, is_backward=True)
         grad_NO = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
             grad_eff = grad_NO.t() @ x.reshape(-1, x.shape[-1])  # (out, N) x (N, in)
-            grads = weight_grad(ctx.method, grad_eff, *latent)
+            grads = weight_grad(ctx.method, grad_eff, latent, parameters)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_NO.sum(0)
         return grad_x, None, grad_bias, grads[0], None, None, *grads[1:]
@@ -114,12 +114,9 @@ def quantized_linear(
         method: The method of the weight.
         parameters: The parameters in the order of `Method.parameter_names`.
     """
-    autocast = torch.is_autocast_enabled(x.device.type)
-    if autocast:
+    if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+        with torch.autocast(x.device.type, enabled=False):
+            return quantized_linear(x, weight, bias, tau, pressure, method, parameters)
     bias = None if bias is None else bias.to(x.dtype)
-    arguments = (x, method, bias, weight, tau, pressure, *parameters)
-    if not autocast:
-        return _QuantizedLinear.apply(*arguments)
-    with torch.autocast(x.device.type, enabled=False):
-        return _QuantizedLinear.apply(*arguments)
+    return _QuantizedLinear.apply(x, method, bias, weight, tau, pressure, *parameters)

@@ -112,10 +112,10 @@ class LatentRows:
         rows = self._to_pairs(latent)
         if is_hard:
             pressure = torch.ones_like(fake.pressure)
-            effective = self._formula("hard", compiled=False)(rows, parameters)
+            effective = self._layer.method.hard(rows, parameters, self.total)
         else:
-            pressure, formula = fake.pressure, self._formula("effective_weight")
-            effective = formula(rows, fake.tau, pressure, parameters)
+            pressure = fake.pressure
+            effective = self._formula("effective_weight")(rows, fake.tau, pressure, parameters)
         derived = self._layer.derive(latent, pressure, self.total)
         return {"weight": self._from_pairs(effective.to(dtype)), **derived}
 
@@ -129,15 +129,14 @@ class LatentRows:
         fake, (latent, parameters) = self._layer.weight_fake_quantizer, self.latents()
         moved = {name: grad.to(latent.device) for name, grad in grads.items()}
         inputs = self._to_pairs(moved.pop("weight")), self._to_pairs(latent)
-        formula = self._formula("vjp")
-        pulled, *others = formula(*inputs, fake.tau, fake.pressure, parameters)
+        pulled, *others = self._formula("vjp")(*inputs, fake.tau, fake.pressure, parameters)
         if moved:
             pulled = pulled + self._layer.derive_vjp(moved, latent, fake.pressure, self.total)
         return [self._from_pairs(pulled), *others]
 
-    def _formula(self, name: str, *, compiled: bool = True) -> Callable[..., Any]:
+    def _formula(self, name: str) -> Callable[..., Any]:
         """Return a formula of the method, as fused kernels unless its scales span ranks."""
-        if compiled and self._compiled and self.total is None:
+        if self._compiled and self.total is None:
             return fused(self._layer.method.key(), name)
         return functools.partial(getattr(self._layer.method, name), total=self.total)
 

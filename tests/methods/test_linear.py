@@ -190,14 +190,15 @@ def test_compiled_without_bias_or_with_strided_tensors_equals_eager(compiled):
 def test_operators_keep_their_promises():
     """Check schemas, and shapes and strides of the fake kernels, by torch.library."""
     x, weight, bias = make_inputs(requires_grad=False)
-    scalars = TAU, PRESSURE, [], QUANTIZER.key()
+    key, latent = QUANTIZER.key(), [weight, TAU, PRESSURE]
     ops = torch.ops.hestia
     for op, args in (
-        (ops.product, (x, bias, weight, *scalars, False)),
-        (ops.product, (x[0, 0], None, weight, *scalars, False)),
-        (ops.product, (x.permute(1, 0, 2), None, weight, *scalars, False)),
-        (ops.product, (torch.ones(1).expand(2, 3, 48), None, weight, *scalars, True)),
-        (ops.product, (torch.randn(48, 3, 2).permute(2, 1, 0), None, weight, *scalars, True)),
-        (ops.weight_grad, (torch.randn(48, 64), weight, *scalars)),
+        (ops.product, (x, bias, latent, [], False)),
+        (ops.product, (x[0, 0], None, latent, [], False)),
+        (ops.product, (x.permute(1, 0, 2), None, latent, [], False)),
+        (ops.product, (torch.ones(1).expand(2, 3, 48), None, latent, [], True)),
+        (ops.product, (torch.randn(48, 3, 2).permute(2, 1, 0), None, latent, [], True)),
+        (ops.formula, ("effective_weight", latent, [])),
+        (ops.formula, ("vjp", [torch.randn(48, 64), *latent], [])),
     ):
-        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(op, (key, *args), test_utils=("test_schema", "test_faketensor"))
