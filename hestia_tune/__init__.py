@@ -1,4 +1,4 @@
-"""hestia_tune: quantization-aware training of pretrained LLMs to ternary weights."""
+"""Train pretrained LLMs to ternary weights, by quantization-aware training."""
 
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name == "load_quantized":  # the one that needs torchtune, which takes seconds to import
+    if name == "load_quantized":  # It needs torchtune, which takes seconds to import.
         from hestia_tune.models.packed import load_quantized
 
         return load_quantized

@@ -1,21 +1,22 @@
-"""The methods as plain functions on tensors, for use without modules, steps or configs.
+"""Offer the methods as plain functions on tensors, without modules, steps or configs.
 
-All take a latent weight (out_features, in_features) in float64, float32, bfloat16 or float16, on
-any device, and
+All functions take a latent weight (out_features, in_features) in float64, float32, bfloat16 or
+float16, on any device. They share these options:
 
-    group_size    weights that share a scale: a positive int that divides in_features, "channel" or
-                  "tensor" (`hestia_tune.methods.granularity`)
-    num_stages    residual stages of a complex weight, 1 to 4; both of its dimensions are even
-    granularity   "tensor", or the complex columns that share scales
+    group_size    Weights that share a scale: a positive int that divides in_features, "channel" or
+                  "tensor" (`hestia_tune.methods.granularity`).
+    num_stages    Residual stages of a complex weight, 1 to 4. Both of its dimensions are even.
+    granularity   "tensor", or the number of complex columns that share scales.
 
-Float64 is computed in float64, everything else in float32; weights that are returned have the shape
-and dtype of the latent one. All raise TypeError on a weight that is not floating point, or options
-of another type, and ValueError on values out of range or that do not fit the weight.
+The formulas run in float64 for a float64 weight, and in float32 for every other dtype. Returned
+weights have the shape and the dtype of the latent weight. All functions raise InputTypeError if
+the weight is not floating point or an option has a wrong type. They raise InputError if an option
+is out of range or does not fit the weight.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-import torch
+from torch import Tensor
 
 from hestia_tune.methods.base import Scalar, effective_weight, require_float
 from hestia_tune.methods.fairy2i import Fairy2iMethod, Granularity
@@ -34,34 +35,35 @@ __all__ = [
 
 
 def relaxed_ternary(
-    weight: torch.Tensor, tau: Scalar, pressure: Scalar = 1.0, *, group_size: GroupSize = 128
-) -> torch.Tensor:
-    """Effective weight (1 - p)·W + p·H(W; tau) (Eqs. 5-7), differentiable in ``weight``.
+    weight: Tensor, tau: Scalar, pressure: Scalar = 1.0, *, group_size: GroupSize = 128
+) -> Tensor:
+    """Return the effective weight (1 - p)·W + p·H(W; tau) (Eqs. 5-7), differentiable in ``weight``.
 
-    Its gradient is the closed form of Lemma 1 (scale detached) and saves only ``weight``. Under
-    ``torch.compile``, pass ``tau`` and ``pressure`` as 0-D tensors: a float would be compiled in.
+    The gradient is the closed form of Lemma 1, with a detached scale. It saves only ``weight``.
+    Under ``torch.compile``, pass ``tau`` and ``pressure`` as 0-D tensors. The compiler would treat
+    a float as a constant and compile again for every value.
 
     Args:
-        tau: temperature in units of normalised weight squared, >= 0; 0 is the hard method
-            with a straight-through gradient.
-        pressure: in [0, 1]; 0 gives ``weight`` itself, 1 the relaxed ternary weight.
+        weight: The latent weight W.
+        tau: The temperature, in units of normalised weight squared, at least 0. 0 gives the hard
+            weight with a straight-through gradient.
+        pressure: The pressure p, in [0, 1]. 0 gives ``weight`` itself, 1 the relaxed weight.
+        group_size: See the module docstring.
     """
     return effective_weight(weight, tau, pressure, TernaryMethod(group_size=group_size))
 
 
-def hard_ternary(weight: torch.Tensor, *, group_size: GroupSize = 128) -> torch.Tensor:
-    """Dequantized weight gamma·clip(round(W/gamma), -1, 1) (Eq. 2); no gradient flows.
+def hard_ternary(weight: Tensor, *, group_size: GroupSize = 128) -> Tensor:
+    """Return the hard weight gamma·clip(round(W/gamma), -1, 1) (Eq. 2). No gradient flows.
 
-    Each entry is -gamma, 0 or gamma, with gamma exactly representable in bfloat16.
+    Each entry is -gamma, 0 or gamma. Bfloat16 represents every gamma exactly.
     """
     require_float(weight)
     return TernaryMethod(group_size=group_size).hard(weight)
 
 
-def ternary_codes(
-    weight: torch.Tensor, *, group_size: GroupSize = 128
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and scales whose product is `hard_ternary`.
+def ternary_codes(weight: Tensor, *, group_size: GroupSize = 128) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales whose product is `hard_ternary`.
 
     Returns:
         codes: int8 in {-1, 0, 1}, shaped like ``weight``.
@@ -73,53 +75,52 @@ def ternary_codes(
 
 
 def relaxed_fairy2i(
-    weight: torch.Tensor,
+    weight: Tensor,
     tau: Scalar,
     pressure: Scalar = 1.0,
     *,
     num_stages: int = 2,
     granularity: Granularity = "tensor",
-) -> torch.Tensor:
-    """Effective weight of Fairy2i-H; as `relaxed_ternary`, but tau in squared radians."""
+) -> Tensor:
+    """Return the effective weight of Fairy2i-H, differentiable in ``weight``.
+
+    `relaxed_ternary` describes the arguments, but here tau is in squared radians.
+    """
     method = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
     return effective_weight(weight, tau, pressure, method)
 
 
 def hard_fairy2i(
-    weight: torch.Tensor, *, num_stages: int = 2, granularity: Granularity = "tensor"
-) -> torch.Tensor:
-    """The sum of the hard stages as a real weight; no gradient flows."""
+    weight: Tensor, *, num_stages: int = 2, granularity: Granularity = "tensor"
+) -> Tensor:
+    """Return the sum of the hard stages as a real weight. No gradient flows."""
     require_float(weight)
     return Fairy2iMethod(num_stages=num_stages, granularity=granularity).hard(weight)
 
 
 def fairy2i_codes(
-    weight: torch.Tensor, *, num_stages: int = 2, granularity: Granularity = "tensor"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and scales of which `hard_fairy2i` is made, as `Fairy2iMethod.codes` gives them."""
+    weight: Tensor, *, num_stages: int = 2, granularity: Granularity = "tensor"
+) -> tuple[Tensor, Tensor]:
+    """Return the codes and the scales of `hard_fairy2i`, in the layout of `Fairy2iMethod.codes`."""
     require_float(weight)
     return Fairy2iMethod(num_stages=num_stages, granularity=granularity).codes(weight)
 
 
 def optimal_temperature(
-    weights: torch.Tensor | Iterable[torch.Tensor], *, group_size: GroupSize = 128
+    weights: Tensor | Iterable[Tensor], *, group_size: GroupSize = 128
 ) -> float:
-    """tau that minimises the mean squared relaxation error over all ``weights`` together.
+    """Return the tau that minimises the mean squared relaxation error over all ``weights``.
 
     Args:
-        weights: one latent weight, or several; read one at a time.
+        weights: One latent weight, or several. The function reads them one at a time.
+        group_size: See the module docstring.
 
     Returns:
         tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights (Sec. 4.1).
 
     Raises:
-        InputTypeError: on a weight that is not floating point.
-        InputError: on no weights, all-zero weights, or NaN or infinity among them.
+        InputTypeError: If a weight is not floating point.
+        InputError: If there are no weights, all are zero, or one has NaN or infinity.
     """
-
-    def checked() -> Iterator[torch.Tensor]:
-        for weight in [weights] if isinstance(weights, torch.Tensor) else weights:
-            require_float(weight)
-            yield weight
-
-    return TernaryMethod(group_size=group_size).fit_temperature(checked())
+    several = [weights] if isinstance(weights, Tensor) else weights
+    return TernaryMethod(group_size=group_size).fit_temperature(several)

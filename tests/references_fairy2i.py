@@ -1,4 +1,4 @@
-"""Fairy2i, slow and obvious, in plain autograd; what the fast code is held against.
+"""Compute Fairy2i slowly and obviously, in plain autograd, as a reference.
 
 Legend: A real weight, U and W its widely-linear pair, z a complex entry, theta its angle, k an
 axis (angle k·pi/2, code i^k), s_re and s_im scales, tau temperature, p pressure, T stages.
@@ -12,7 +12,7 @@ AXES = tuple(k * math.pi / 2 for k in range(4))
 
 
 def split(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """U = 1/2·[(A11 + A22) + i(A21 - A12)], W = 1/2·[(A11 - A22) + i(A12 + A21)]."""
+    """Return U = 1/2·[(A11 + A22) + i(A21 - A12)] and W = 1/2·[(A11 - A22) + i(A12 + A21)]."""
     n, m = a.shape[0] // 2, a.shape[1] // 2
     a11, a12, a21, a22 = a[:n, :m], a[:n, m:], a[n:, :m], a[n:, m:]
     return (
@@ -22,7 +22,7 @@ def split(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def merge(u: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The real matrix of y = U·x + W·conj(x)."""
+    """Return the real matrix of y = U·x + W·conj(x)."""
     return torch.cat(
         [
             torch.cat([u.real + w.real, w.imag - u.imag], dim=1),
@@ -32,12 +32,12 @@ def merge(u: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def wrapped(angle: torch.Tensor) -> torch.Tensor:
-    """The same angle in [-pi, pi)."""
+    """Return the same angle in [-pi, pi)."""
     return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 
 def hard_axis(z: complex) -> int:
-    """The axis whose sector [k·pi/2 - pi/4, k·pi/2 + pi/4) holds z, by comparisons; zero: 0."""
+    """Return the axis whose sector [k·pi/2 - pi/4, k·pi/2 + pi/4) holds z, and 0 for zero."""
     x, y = z.real, z.imag
     if x == 0 and y == 0:
         return 0
@@ -57,7 +57,7 @@ def bfloat16(value: float) -> float:
 
 
 def scales(z: torch.Tensor, granularity) -> tuple[torch.Tensor, torch.Tensor]:
-    """s_re = mean|Re z| over entries whose axis is real, s_im likewise; detached, like Re z."""
+    """Return s_re = mean|Re z| over entries with a real axis, and s_im likewise; detached."""
     z = z.detach()
     axes = hard_axes(z)
     s_re, s_im = torch.empty_like(z.real), torch.empty_like(z.real)
@@ -77,14 +77,14 @@ def scales(z: torch.Tensor, granularity) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def softmax(z: torch.Tensor, tau: float) -> torch.Tensor:
-    """pi_k, a softmax over -delta_k^2/tau with wrapped angles delta_k, in a last axis."""
+    """Return pi_k, a softmax over -delta_k^2/tau with wrapped angles delta_k, in a last axis."""
     theta = torch.atan2(z.imag, z.real).unsqueeze(-1)
     delta = wrapped(theta - torch.tensor(AXES, dtype=theta.dtype))
     return torch.softmax(-(delta**2) / tau, dim=-1)
 
 
 def quantize(z: torch.Tensor, tau: float, granularity) -> torch.Tensor:
-    """One stage: s_re·(pi_0 - pi_2) + i·s_im·(pi_1 - pi_3); tau 0 is the hard axis."""
+    """Return one stage, s_re·(pi_0 - pi_2) + i·s_im·(pi_1 - pi_3). tau 0 gives the hard axis."""
     s_re, s_im = scales(z, granularity)
     if tau == 0:
         pi = torch.nn.functional.one_hot(hard_axes(z), 4).to(s_re.dtype)
@@ -94,7 +94,7 @@ def quantize(z: torch.Tensor, tau: float, granularity) -> torch.Tensor:
 
 
 def stages(z: torch.Tensor, tau: float, num_stages: int, granularity) -> torch.Tensor:
-    """Quantize, subtract, quantize the remainder; the sum."""
+    """Quantize, subtract, quantize the remainder, and return the sum."""
     total, residual = 0, z
     for _ in range(num_stages):
         output = quantize(residual, tau, granularity)
@@ -103,12 +103,12 @@ def stages(z: torch.Tensor, tau: float, num_stages: int, granularity) -> torch.T
 
 
 def quantized(a: torch.Tensor, tau: float, num_stages: int = 2, granularity="tensor"):
-    """The real weight of the quantized pair."""
+    """Return the real weight of the quantized pair."""
     return merge(*(stages(z, tau, num_stages, granularity) for z in split(a)))
 
 
 def effective(a, tau: float, p: float, num_stages: int = 2, granularity="tensor"):
-    """(1 - p)·A + p·H(A; tau), differentiable in A; straight-through where tau is 0."""
+    """Return (1 - p)·A + p·H(A; tau), differentiable in A; straight-through where tau is 0."""
     value = quantized(a, tau, num_stages, granularity)
     if tau == 0:
         value = a + (value - a).detach()

@@ -1,4 +1,4 @@
-"""The functional API: scalars, errors, what is saved for backward, and compilation."""
+"""Test the functional API: scalars, errors, tensors saved for backward, and compilation."""
 
 from functools import partial
 
@@ -110,9 +110,9 @@ def test_hard_weights_and_codes_carry_no_gradient():
 
 
 def elide_lower_precision(function, *inputs):
-    """``function`` as a compiler may run it: a value cast down and up again is not rounded.
+    """Run ``function`` as a compiler may: casting a value down and up again does not round it.
 
-    Inductor keeps such intermediates in registers at full precision, unless told to emulate casts.
+    Inductor keeps such intermediates in registers at full precision, unless it emulates casts.
     """
     module = make_fx(lambda *args: function(*args))(*inputs)
     cast = torch.ops.aten._to_copy.default
@@ -141,7 +141,7 @@ def test_the_rounding_of_the_scale_survives_a_compiler_that_elides_casts(method,
 
 @pytest.fixture(scope="module")
 def compiled():
-    """With a group size that no other test uses, as in a process that has seen no quantizer yet."""
+    """Compile with a group size that no other test uses, as in a process without other methods."""
     return torch.compile(
         lambda weight, tau, pressure: relaxed_ternary(weight, tau, pressure, group_size=44),
         fullgraph=True,
@@ -149,7 +149,7 @@ def compiled():
 
 
 def run_annealing(function, weight: torch.Tensor, grad: torch.Tensor):
-    """Value and gradient at points of a schedule that ends hard, and how many graphs each took."""
+    """Return value, gradient and number of graphs at points of a schedule that ends hard."""
     results, graphs = [], []
     for tau, pressure in ((0.3, 0.0), (0.3, 0.4), (0.3, 1.0), (0.01, 1.0), (0.0, 1.0)):
         scalars = torch.tensor([tau, pressure], device=weight.device).unbind()

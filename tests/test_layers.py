@@ -1,11 +1,11 @@
-"""The house keeps its rooms: no import circles, nothing imported upwards, no room too large."""
+"""Test the structure of the package: no import cycles, no upward imports, no file too long."""
 
 import ast
 import graphlib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hestia_tune"
-# Each imports only what stands before it. A file that has a place of its own is dotted.
+# Each entry imports only earlier entries. A file with a place of its own has a dot in its name.
 ROOMS = [
     "errors",
     "files",
@@ -37,13 +37,13 @@ MODULES = {
 
 
 def room_of(module: str) -> str | None:
-    """The place of a module in the list, by its longest name there."""
+    """Return the place of a module in the list, by its longest name there."""
     parts = module.split(".")[1:3]
     return next((n for n in (".".join(parts), *parts[:1]) if n in ROOMS), None)
 
 
 def imports(path: Path) -> list[tuple[str, str]]:
-    """(module, name) of every ``from module import name``, those for type checkers aside."""
+    """Return (module, name) of every ``from module import name``, except for type checkers."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
         id(node)
@@ -68,7 +68,7 @@ def test_there_are_no_import_circles():
         }
         for name, path in MODULES.items()
     }
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, naming the circle
+    graphlib.TopologicalSorter(graph).prepare()  # It raises a CycleError that names the cycle.
 
 
 def test_nothing_imports_upwards_and_private_names_stay_at_home():

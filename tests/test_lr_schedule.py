@@ -1,4 +1,4 @@
-"""Warmup-stable-decay, tabulated."""
+"""Test warmup-stable-decay against a table."""
 
 import pytest
 import torch

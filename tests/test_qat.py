@@ -1,4 +1,4 @@
-"""Prepare and convert on small models without any trainer; real architectures: test_qat_models."""
+"""Test prepare and convert on small models, without a trainer. See also test_qat_models."""
 
 import copy
 import dataclasses
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, two blocks of two linears, and a head, as a transformer has them."""
+    """An embedding, two blocks of two linears, and a head, as in a transformer."""
 
     def __init__(self, dim: int = 32, vocab: int = 11):
         super().__init__()
@@ -176,7 +176,7 @@ def test_a_linear_of_two_names_in_one_place_is_quantized_and_converted_under_bot
 
 
 def test_meta_device_then_materialised():
-    """Swapped on meta without touching memory; the buffers are made anew after to_empty."""
+    """Swap on meta without touching memory. The buffers are created again after to_empty."""
     with torch.device("meta"):
         model = Model()
     HestiaQATQuantizer(group_size=32).prepare(model)

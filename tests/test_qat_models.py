@@ -1,4 +1,4 @@
-"""Which linears are quantized: the default filter on real architectures, patterns, errors."""
+"""Test which linears are quantized: the default filter on real models, patterns, errors."""
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def test_errors_name_the_rule_and_leave_the_model_as_it_was(options, error, mess
 
 
 def test_the_layer_that_does_not_fit_is_named_with_the_sizes_that_do():
-    """The first layers fit; none is swapped before all are checked."""
+    """Check that no layer is swapped before all are checked, although the first layers fit."""
     model = make_blocks(in_features=128)
     with pytest.raises(ValueError) as caught:
         HestiaQATQuantizer(group_size=128).prepare(model)
@@ -145,7 +145,7 @@ def test_the_layer_that_does_not_fit_is_named_with_the_sizes_that_do():
 
 
 def test_a_model_without_blocks_says_how_to_name_its_linears():
-    with pytest.raises(ValueError, match=r"\(it has 1\); name those to quantize by include"):
+    with pytest.raises(ValueError, match=r"\(it has 1\); name the linears to quantize by"):
         HestiaQATQuantizer(group_size=32).prepare(nn.Sequential(nn.Linear(32, 32)))
 
 

@@ -1,4 +1,4 @@
-"""``convert`` to packed weights in place, without any trainer."""
+"""Test ``convert`` to packed weights in place, without a trainer."""
 
 import copy
 
@@ -21,7 +21,7 @@ from hestia_tune.models.build import ready_for_inference
 @pytest.mark.parametrize("target", ["ternary", "intx"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_convert_packs_in_place(target, dtype):
-    """The layers' own groups, the same outputs as dense hard weights, to the last bit."""
+    """Check the layers' own groups, and outputs equal to dense hard weights to the last bit."""
     model = make_model().to(dtype)
     HestiaQATQuantizer(group_size=32).prepare(model)
     dense = copy.deepcopy(model)
@@ -51,7 +51,7 @@ def test_convert_packs_complex_codes_in_place(num_stages, dtype):
 
 
 def test_packed_models_move_with_all_their_parts():
-    """As `load_quantized` does with its device: here to the meta device, any other being alike."""
+    """Move a model to a device like `load_quantized`. The meta device represents all devices."""
     model = make_model()
     HestiaQATQuantizer(group_size=32).prepare(model)
     quantize_(model, HestiaConfig(step="convert", target="ternary"))

@@ -1,4 +1,4 @@
-"""The schedules step by step, and the driver that writes them into a prepared model."""
+"""Test the schedules step by step, and the driver that writes them into a prepared model."""
 
 import math
 
@@ -12,7 +12,7 @@ from hestia_tune.config import ScheduleConfig
 from hestia_tune.functional import hard_ternary
 
 TOTALS = [1, 2, 3, 5, 10, 37, 1000]
-RHOS = [0, 0.001, 0.1, 0.2, 1 / 3, 0.5, 0.99, 1]  # most give a T_comp that is no integer
+RHOS = [0, 0.001, 0.1, 0.2, 1 / 3, 0.5, 0.99, 1]  # For most of them T_comp is not an integer.
 
 
 @pytest.mark.parametrize("rho", RHOS)
@@ -40,7 +40,7 @@ def test_every_step_equals_eqs_8_12_and_13(T, rho):
         (2, 0.5, [0, 1, 1], [0.3, 0.3, 0]),
         (2, 1, [0, 0.5, 1], [0.3, 0.3, 0]),
         (3, 1 / 3, [0, 1, 1, 1], [0.3, 0.3, 0.15, 0]),
-        # T_comp = 1.5: the cosine has begun at step 2, a seventh of 3.5 in.
+        # T_comp = 1.5: at step 2 the cosine has run for 0.5 of 3.5 steps, a seventh.
         (5, 0.3, [0, 2 / 3, 1, 1, 1, 1], [0.3, 0.3, 0.285145, 0.183378, 0.056477, 0]),
     ],
 )
@@ -58,7 +58,7 @@ def test_pressure_rises_temperature_falls_and_the_end_is_hard(T, rho):
     temperatures = [schedule.temperature(t, 0.7) for t in range(T + 1)]
     assert pressures == sorted(pressures) and pressures[0] >= 0 and pressures[-1] == 1
     assert temperatures == sorted(temperatures, reverse=True)
-    assert all(tau > 0 for tau in temperatures[:-1])  # the last training step is still soft
+    assert all(tau > 0 for tau in temperatures[:-1])  # The last training step is still soft.
     for beyond in (T, T + 1, 10 * T):
         assert schedule.pressure(beyond) == 1 and schedule.temperature(beyond, 0.7) == 0
 
@@ -90,7 +90,7 @@ def test_both_schedules_are_continuous_where_compression_ends(rho):
     for step in (t - 1, t, t + 1):
         assert schedule.pressure(step) == pytest.approx(1, abs=1e-5)
         assert schedule.temperature(step) == pytest.approx(0.3, abs=1e-9)
-    # Temperature waits for the pressure: constant during compression, falling right after.
+    # The temperature waits for the pressure: constant during compression, falling right after it.
     assert schedule.temperature(t // 2) == 0.3
     assert schedule.temperature(t + 5000) < 0.3
 
@@ -173,7 +173,7 @@ def state(layers) -> dict[str, tuple[float, float]]:
 
 def test_the_driver_writes_every_step_into_every_layer():
     driver, layers = make_driver()
-    for t in [*range(8), 2]:  # and back, as a resumed run does
+    for t in [*range(8), 2]:  # and back, like a resumed run
         driver.set_step(t)
         expected = {
             name: (
@@ -197,7 +197,7 @@ def test_without_scores_all_layers_are_alike():
 
 
 def test_the_driver_keeps_the_buffers_it_found():
-    """Written in place: a compiled graph holds on to these very tensors."""
+    """Check that the driver writes in place, because a compiled graph keeps these tensors."""
     driver, layers = make_driver()
     before = [(f.tau, f.pressure) for f in (m.weight_fake_quantizer for m in layers.values())]
     driver.set_step(3)

@@ -1,4 +1,4 @@
-"""Quantizing the shard equals quantizing the whole: one process and two ranks, every method."""
+"""Test that quantizing shards equals quantizing the whole: one and two ranks, every method."""
 
 import os
 import socket
@@ -39,7 +39,7 @@ COMPONENTS = {
 
 
 class Block(nn.Module):
-    """10 and 6 rows: on two ranks 5 and 3 each, which no pairing of rows divides; 3 on one rank."""
+    """Linears of 10 and 6 rows. Two ranks hold 5 and 3 each, which no pairing of rows divides."""
 
     def __init__(self):
         super().__init__()
@@ -58,9 +58,9 @@ def make_model() -> nn.Sequential:
 
 
 def prepared(name: str) -> tuple[nn.Module, nn.Module]:
-    """(model whose blocks are quantized, component)."""
+    """Return a model with quantized blocks, and the component."""
     component = COMPONENTS[name]()
-    if name in ("group", "learned"):  # groups of 4 divide 8 alone; 10 and 6 are left out
+    if name in ("group", "learned"):  # Groups of 4 divide only 8, so 10 and 6 are left out.
         component._skip_incompatible = True
     return component.prepare(make_model()), component
 
@@ -71,7 +71,7 @@ def batches(step: int) -> list[torch.Tensor]:
 
 
 def train(name: str, dtype: torch.dtype, sharded: bool, **options):
-    """(losses, gradient norms, latents by name, hard outputs) of a few steps."""
+    """Return losses, gradient norms, latents by name and hard outputs of a few steps."""
     model, component = prepared(name)
     after_write = None
     if sharded:
@@ -181,7 +181,7 @@ def on_ranks(world: int, folder: Path, all_options: bool) -> dict:
 
 @pytest.mark.slow
 def test_three_ranks_with_fsdps_options(tmp_path):
-    """Of 10, 6 and 8 rows: shards of 4, 4 and 2, which FSDP2 pads."""
+    """Check 10, 6 and 8 rows. FSDP2 pads their shards, for example 4, 4 and 2 rows."""
     found = on_ranks(3, tmp_path, all_options=True)
     for name in COMPONENTS:
         reference = train(name, torch.float32, sharded=False)
@@ -209,16 +209,16 @@ def test_bfloat16_on_any_number_of_ranks(sharded, name):
 @pytest.mark.parametrize("name", COMPONENTS)
 @pytest.mark.parametrize("dtype", ["", "bf16"])
 def test_hard_equals_converted(sharded, name, world, dtype):
-    """Zero difference between the sharded model, hard, and the converted one in the dtype."""
+    """Check zero difference between the hard sharded model and the converted model in its dtype."""
     *_, hard, plain = sharded[world][(name, dtype) if dtype else name]
-    if name == "tequila" and dtype:  # the sum of two biases is rounded, and not each of them
+    if name == "tequila" and dtype:  # The sum of two biases is rounded, not each bias.
         torch.testing.assert_close(hard, plain, rtol=2e-2, atol=2e-2)
     else:
         assert torch.equal(hard, plain)
 
 
 def test_tied_weights():
-    """Two quantized linears may share a weight; with anything else a weight cannot be shared."""
+    """Check that two quantized linears may share a weight, but not with another module."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     HestiaQATQuantizer(group_size=4, include=["*"]).prepare(model)
@@ -233,7 +233,7 @@ def test_tied_weights():
 
 
 def test_rounded_latents_are_refused():
-    """FSDP2's mixed precision would hand them over; a model that is cast as a whole is another."""
+    """Check the latents of FSDP2's mixed precision. Casting a whole model is allowed."""
     model, _ = prepared("channel")
     layer = next(iter(quantized_linears(model).values()))
     x = torch.randn(2, layer.in_features)

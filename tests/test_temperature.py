@@ -1,4 +1,4 @@
-"""The best initial temperature against a brute-force search on the weights themselves."""
+"""Test the best initial temperature against a brute-force search on the weights themselves."""
 
 import pytest
 import references
@@ -14,7 +14,7 @@ from hestia_tune.methods.temperature import (
 
 
 def relaxation_error(weights, tau: float, group_size) -> float:
-    """Sum of (w - H(w; tau))^2 over all weights, by Eq. 6."""
+    """Return the sum of (w - H(w; tau))^2 over all weights, by Eq. 6."""
     total = 0.0
     for weight in weights:
         weight = weight.double()
@@ -24,7 +24,7 @@ def relaxation_error(weights, tau: float, group_size) -> float:
 
 
 def brute_force(weights, group_size) -> float:
-    """The best of a logarithmic grid over the whole range, then of a finer one around it."""
+    """Return the best of a logarithmic grid over the range, then of a finer grid around it."""
     low, high = (torch.tensor(bound, dtype=torch.float64).log().item() for bound in SEARCH_RANGE)
     for points in (120, 60):
         grid = torch.linspace(low, high, points, dtype=torch.float64).exp().tolist()
@@ -55,7 +55,7 @@ def sample(name: str, out: int = 64, inp: int = 256) -> torch.Tensor:
     ["gaussian", "uniform", "laplace", "heavy tails", "two humps", "sparse", "rows of all sizes"],
 )
 def test_equals_a_brute_force_search(name, group_size):
-    """Its error is at most 1e-6 above the least one; tau itself is close where that is sharp."""
+    """Check an error at most 1e-6 above the least, and tau itself where the minimum is sharp."""
     weights = [sample(name)]
     tau = optimal_temperature(weights[0], group_size=group_size)
     expected = brute_force(weights, group_size)
@@ -81,7 +81,7 @@ def test_a_list_is_one_model():
     together = optimal_temperature(torch.cat(parts), group_size=64)
     assert optimal_temperature(parts, group_size=64) == pytest.approx(together, rel=1e-9)
     assert optimal_temperature(iter(parts), group_size=64) == pytest.approx(together, rel=1e-9)
-    # Larger weights cost more, so they weigh more than a mean over layers would give them.
+    # Larger weights have larger errors, so they count more than in a mean over layers.
     assert brute_force(parts, 64) == pytest.approx(together, rel=5e-3)
 
 

@@ -1,4 +1,4 @@
-"""A random Llama of some 50,000 parameters in a Hugging Face folder, and the recipe run on it."""
+"""Make a random Llama of about 50,000 parameters in a folder, and run the recipe on it."""
 
 import builtins
 import contextlib
@@ -40,7 +40,7 @@ NUM_QUANTIZED = 7 * SHAPE["num_layers"]
 
 
 def make_model_dir(folder: Path, seed: int = 0, **shape: int) -> Path:
-    """Writes a randomly initialised Llama with a byte-level tokenizer."""
+    """Write a randomly initialised Llama with a byte-level tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = SHAPE | shape
     torch.manual_seed(seed)
@@ -79,7 +79,7 @@ def make_model_dir(folder: Path, seed: int = 0, **shape: int) -> Path:
 
 
 def random_dataset(tokenizer, *, num: int, seq_len: int = 16, seed: int = 0) -> SequenceDataset:
-    """Sequences with some structure (each token follows from the one before, mostly)."""
+    """Return sequences with some structure: a token mostly follows from the token before it."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(1, 200, (num, 1), generator=generator)
     noise = torch.randint(0, 3, (num, seq_len), generator=generator)
@@ -88,7 +88,7 @@ def random_dataset(tokenizer, *, num: int, seq_len: int = 16, seed: int = 0) -> 
 
 
 class _HalfIgnored(SequenceDataset):
-    """Every other four samples have no token to predict."""
+    """A dataset whose samples have no token to predict, in every second group of four."""
 
     def __getitem__(self, index):
         sample = super().__getitem__(index)
@@ -98,7 +98,7 @@ class _HalfIgnored(SequenceDataset):
 
 
 def half_ignored_dataset(tokenizer, *, num: int, seed: int = 0) -> SequenceDataset:
-    """`random_dataset` of which half the batches of 4 are ignored."""
+    """Return a `random_dataset` where half the batches of 4 are ignored."""
     return _HalfIgnored(
         random_dataset(tokenizer, num=num, seed=seed).sequences.flatten().tolist(), 16
     )
@@ -111,15 +111,18 @@ class _AllIgnored(SequenceDataset):
 
 
 def all_ignored_dataset(tokenizer, *, num: int, seed: int = 0) -> SequenceDataset:
-    """`random_dataset` with no token to predict."""
+    """Return a `random_dataset` with no token to predict."""
     return _AllIgnored(
         random_dataset(tokenizer, num=num, seed=seed).sequences.flatten().tolist(), 16
     )
 
 
 class SignallingLogger(DiskLogger):
-    """Sends a signal when a given step is logged, once: to this process, to all of its group, to
-    its parent, or to all processes of its parent (the whole job, under torchrun)."""
+    """A logger that sends a signal when a given step is logged, once.
+
+    It sends the signal to this process, its whole group, its parent, or all processes of its
+    parent (the whole job, under torchrun).
+    """
 
     def __init__(self, log_dir: str, at_step: int, signal_name: str, to: str = "self"):
         super().__init__(log_dir)
@@ -132,11 +135,11 @@ class SignallingLogger(DiskLogger):
             job = [one.pid for one in [*parent.children(recursive=True), parent]]
             targets = {"self": [os.getpid()], "group": [0], "parent": [parent.pid], "job": job}
             for target in targets[self._to]:
-                os.kill(target, self._signal)  # 0 is the group
+                os.kill(target, self._signal)  # 0 means the group
 
 
 def signal_at(step: int, name: str, to: str = "self") -> tuple[str, ...]:
-    """Overrides that make a run send a signal when ``step`` is logged."""
+    """Return overrides that make a run send a signal when ``step`` is logged."""
     return (
         "metric_logger._component_=tiny.SignallingLogger",
         f"metric_logger.at_step={step}",
@@ -146,7 +149,7 @@ def signal_at(step: int, name: str, to: str = "self") -> tuple[str, ...]:
 
 
 class FailingDataset(SequenceDataset):
-    """Its 13th sample, in a data worker, comes never or ends the worker."""
+    """A dataset whose 13th sample never comes in a data worker, or ends the worker."""
 
     how = ""
 
@@ -159,7 +162,7 @@ class FailingDataset(SequenceDataset):
 
 
 def failing_dataset(tokenizer, *, num: int, how: str) -> SequenceDataset:
-    """`random_dataset` whose worker fails; a worker that hangs is waited for 3 seconds."""
+    """Return a `random_dataset` whose worker fails. The wait for a hanging worker is 3 seconds."""
     loader.DATALOADER_TIMEOUT = 3
     dataset = FailingDataset(random_dataset(tokenizer, num=num).sequences.flatten().tolist(), 16)
     dataset.how = how
@@ -167,7 +170,7 @@ def failing_dataset(tokenizer, *, num: int, how: str) -> SequenceDataset:
 
 
 class _OddRows(SequenceDataset):
-    """Its 13th sample is no conversation."""
+    """A dataset whose 13th sample is not a conversation."""
 
     error: type[Exception] = KeyError
 
@@ -178,14 +181,14 @@ class _OddRows(SequenceDataset):
 
 
 def odd_rows_dataset(tokenizer, *, num: int, error: str = "KeyError") -> SequenceDataset:
-    """`random_dataset` with a row that its component cannot read."""
+    """Return a `random_dataset` with a row that its component cannot read."""
     dataset = _OddRows(random_dataset(tokenizer, num=num).sequences.flatten().tolist(), 16)
     dataset.error = getattr(builtins, error)
     return dataset
 
 
 class InfiniteLaterLoss(torch.nn.CrossEntropyLoss):
-    """Infinite from the third gradient on."""
+    """A loss that is infinite from the third gradient on."""
 
     count = 0
 
@@ -195,7 +198,7 @@ class InfiniteLaterLoss(torch.nn.CrossEntropyLoss):
 
 
 class InfiniteLaterGradient(InfiniteLaterLoss):
-    """The loss stays what it is."""
+    """A loss with an infinite gradient. The loss itself does not change."""
 
     def forward(self, logits, labels):
         loss = super().forward(logits, labels)
@@ -206,7 +209,7 @@ class InfiniteLaterGradient(InfiniteLaterLoss):
 
 
 class FailingLogger(DiskLogger):
-    """Cannot log step 2."""
+    """A logger that cannot log step 2."""
 
     def log_dict(self, payload, step):
         if step == 2:
@@ -215,7 +218,7 @@ class FailingLogger(DiskLogger):
 
 
 class InfiniteTrainingLoss(torch.nn.CrossEntropyLoss):
-    """Infinite as soon as a gradient is wanted of it."""
+    """A loss that is infinite as soon as it needs a gradient."""
 
     def forward(self, logits, labels):
         loss = super().forward(logits, labels)
@@ -223,7 +226,7 @@ class InfiniteTrainingLoss(torch.nn.CrossEntropyLoss):
 
 
 class PoisoningSGD(torch.optim.SGD):
-    """Writes infinity into the first weight of the first MLP's shape, as a runaway step would."""
+    """An optimizer that writes infinity into the first weight of the first MLP's shape."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -233,7 +236,7 @@ class PoisoningSGD(torch.optim.SGD):
 
 
 class GraphCountingLogger(DiskLogger):
-    """Notes how many graphs the compiler has made when a step is logged, validation aside."""
+    """A logger that notes how many graphs the compiler has made at a step, without validation."""
 
     counts: ClassVar[dict[int, int]] = {}
 
@@ -244,7 +247,7 @@ class GraphCountingLogger(DiskLogger):
 
 
 def make_config(model_dir: Path, output_dir: Path, *overrides: str) -> DictConfig:
-    """A config of a short run; ``overrides`` as on the command line."""
+    """Return a config of a short run. ``overrides`` are written as on the command line."""
     base = {
         "output_dir": str(output_dir),
         "device": "cpu",
@@ -283,7 +286,7 @@ def make_config(model_dir: Path, output_dir: Path, *overrides: str) -> DictConfi
 def run(
     cfg: DictConfig, before_cleanup: Callable[[HestiaQATRecipe], None] = lambda recipe: None
 ) -> HestiaQATRecipe:
-    """Runs the recipe in this process and returns it, process group closed."""
+    """Run the recipe in this process and return it, with the process group closed."""
     try:
         recipe = HestiaQATRecipe(cfg)
         recipe.setup(recipe.config)
@@ -298,8 +301,10 @@ def run(
 def tune_process(
     *arguments: str, torchrun: Sequence[str] = (), recipe: str = "hestia_qat"
 ) -> subprocess.Popen:
-    """Starts ``tune run [torchrun] RECIPE ARGUMENTS`` with one thread a rank, in a group of its own
-    (of processes: what ends it ends its ranks and workers)."""
+    """Start ``tune run [torchrun] RECIPE ARGUMENTS`` with one thread a rank.
+
+    It has its own process group, so that ending the group ends its ranks and workers.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     tune = str(Path(sys.executable).with_name("tune"))
     return subprocess.Popen(
@@ -313,9 +318,9 @@ def tune_process(
 
 
 def end_job(process: subprocess.Popen) -> None:
-    """Kills a process and all that it started; torchrun's ranks have their own sessions."""
+    """Kill a process and all its children. The ranks of torchrun have their own sessions."""
     job = psutil.Process(process.pid)
-    job.suspend()  # so that it starts nothing more
+    job.suspend()  # so that it starts no more processes
     for one in [*job.children(recursive=True), job]:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
@@ -324,7 +329,7 @@ def end_job(process: subprocess.Popen) -> None:
 def tune_run(
     *arguments: str, torchrun: Sequence[str] = (), recipe: str = "hestia_qat"
 ) -> subprocess.CompletedProcess:
-    """Runs what `tune_process` starts to its end; one that does not end is an error."""
+    """Run `tune_process` to its end, and raise an error if it does not end."""
     process = tune_process(*arguments, torchrun=torchrun, recipe=recipe)
     try:
         out, err = process.communicate(timeout=600)
@@ -335,12 +340,12 @@ def tune_run(
 
 
 def write_config(cfg: DictConfig, path: Path) -> str:
-    """Saves a config as a YAML file and returns its path."""
+    """Save a config as a YAML file and return its path."""
     OmegaConf.save(cfg, path)
     return str(path)
 
 
 def logged(output_dir: Path, key: str = "loss") -> dict[int, float]:
-    """step -> value of every row of metrics.jsonl that has ``key``."""
+    """Return step -> value of every row of metrics.jsonl that has ``key``."""
     rows = map(json.loads, (Path(output_dir) / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: row[key] for row in rows if key in row}

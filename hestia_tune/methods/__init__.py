@@ -1,4 +1,4 @@
-"""Methods: one file each, stateless, with a closed-form backward."""
+"""Hold the methods: one file each, stateless, with a backward in closed form."""
 
 from hestia_tune.methods.base import Method, effective_weight
 from hestia_tune.methods.even import EvenMethod

@@ -1,14 +1,16 @@
-"""Hestia with an even number of codes: 1 bit, {-1, 1}, and 2 bits, {-1.5, -0.5, 0.5, 1.5}.
+"""Relax weights with an even number of codes: 1 bit, {-1, 1}, or 2 bits, {-1.5, -0.5, 0.5, 1.5}.
 
-The relaxation is that of Eqs. 5 and 6 with another codebook: with z = w/s and levels q,
+The relaxation is the one of Eqs. 5 and 6 with another codebook. With z = w/s and levels q,
 
     pi_q  proportional to exp(-(z - q)^2/tau)    H = s·E[q]    dH/dw = (2/tau)·Var[q]
 
-For {-1, 1} that is H = s·tanh(2z/tau), and s = mean|w| (which leaves the least squared error too).
-Of a hard weight, which has one magnitude, s is that magnitude.
-For four levels s is that of the least squares; the paper's rebuttal, which reports 2 bits, does not
-say which grid it took. Var[q] is the sum over pairs of levels of pi·pi'·(q - q')^2: positive terms,
-so that it keeps its digits where one level is certain (`hestia_tune.methods.ternary`).
+For {-1, 1} this gives H = s·tanh(2z/tau) with s = mean|w|. This s also leaves the least squared
+error. All weights of a hard group have one magnitude, and s is this magnitude.
+
+For four levels, s is the scale with the least squared error. The paper's rebuttal reports 2 bits,
+but does not say which grid it used. Var[q] is the sum over pairs of levels of pi·pi'·(q - q')^2.
+Its terms are positive, so it keeps its digits where one level is certain
+(`hestia_tune.methods.ternary`).
 """
 
 from dataclasses import dataclass
@@ -29,8 +31,11 @@ class EvenMethod(GroupMethod):
     """Two or four levels, relaxed.
 
     Args:
-        group_size: as in `GroupMethod`; not "tensor" with "int2".
+        group_size: See `GroupMethod`; not "tensor" with "int2".
         codebook: "binary" or "int2".
+
+    Raises:
+        InputError: If an option is wrong.
     """
 
     name: ClassVar[str] = "even"
@@ -43,6 +48,7 @@ class EvenMethod(GroupMethod):
 
     @property
     def levels(self) -> int:
+        """How many codes there are."""
         return len(_CODES[self.codebook])
 
     def scale_and_code(self, w, parameters, total, is_final):
@@ -53,8 +59,11 @@ class EvenMethod(GroupMethod):
         return scale, nearest_code(w, scale, self.levels)
 
     def _softmax(self, w, scale, tau):
-        """Levels q and their weights pi, one (rows, groups, group) each; s·q is code·scale."""
-        unit = 1 if self.codebook == "binary" else 2  # codes are so many times their level
+        """Return the levels q, their weights pi, (rows, groups, group) each, and s.
+
+        The product s·q equals scale·code.
+        """
+        unit = 1 if self.codebook == "binary" else 2  # A code is this factor times its level.
         levels = [code / unit for code in _CODES[self.codebook]]
         z = w / (unit * scale)
         logits = [(2.0 * z - q) * q / tau for q in levels]

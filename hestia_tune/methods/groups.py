@@ -1,21 +1,24 @@
-"""What methods with one scale per group share: codes, scales, and their rounding.
+"""Provide codes, scales and their rounding for methods with one scale per group.
 
-A weight is scale times code. The codes are those of ``levels``:
+A weight is a scale times a code. The number ``levels`` chooses the codes:
 
-    2   -1, 1          nearest code: the sign
-    3   -1, 0, 1       0 up to half a scale
-    4   -3, -1, 1, 3   the outer ones beyond two scales; {-1.5, -0.5, 0.5, 1.5} in steps of two
+    2   -1, 1          The nearest code is the sign.
+    3   -1, 0, 1       The code is 0 up to half a scale.
+    4   -3, -1, 1, 3   The outer codes lie beyond two scales. In steps of two, the levels are
+                       {-1.5, -0.5, 0.5, 1.5}.
 
 Every product must be a bfloat16 number, so that every export is exact. A bfloat16 scale has 8
-significant bits; three times it has up to 10, so scales of four levels are rounded to 6. That costs
-a relative error of at most 1/64 of the scale, 3e-5 of the weights' squared error.
+significant bits. Three times such a scale has up to 10, so scales of four levels are rounded to 6.
+This rounding costs a relative error of at most 1/64 of the scale, 3e-5 of the weights' squared
+error.
 
-Scales are sums in float64, so that they depend neither on device nor on order; codes are found by
-comparisons, which are exact, and not by a division, which a compiler may approximate.
+Scales are sums in float64, so that they depend neither on the device nor on the order. Comparisons
+find the codes, because comparisons are exact. A compiler may approximate a division.
 
-Scales have a lower bound, `SCALE_EPS`, so that nothing is divided by zero. A scale at the bound
-belongs to a group of zeros, or of weights or a step below it. Two and four levels have no code 0,
-so the hard weights of such a group have the scale 0. Zeros stay zeros in every file format.
+Scales have a lower bound, `SCALE_EPS`, so that no formula divides by zero. A scale at the bound
+belongs to a group of zeros, or to a group whose weights or step are below the bound. Two and four
+levels have no code 0, so the hard weights of such a group have the scale 0. Zeros stay zeros in
+every file format.
 """
 
 from abc import abstractmethod
@@ -25,6 +28,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hestia_tune.errors import InputError
 from hestia_tune.methods.base import Method, SumOverRanks, compute_dtype
@@ -36,52 +40,57 @@ from hestia_tune.methods.granularity import (
 )
 
 SCALE_EPS = 1e-8
-# The bound, rounded to the 6 significant bits of a scale or to 8, is not above this.
+# The bound, rounded to the 6 or 8 significant bits of a scale, is at most this number.
 _LEAST_SCALE = SCALE_EPS * (1 + 2**-6)
 # The smallest and the largest magnitude of a code.
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
 _PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",)}
+_FILE_FORMATS = {2: ("onnx",), 3: ("onnx", "intx"), 4: ()}  # besides the formats of all levels
 
 
-def round_to_bfloat16(x: torch.Tensor, spare_bits: int = 0) -> torch.Tensor:
-    """Rounds float32 to the nearest bfloat16 (ties to even), still float32.
+def round_to_bfloat16(x: Tensor, spare_bits: int = 0) -> Tensor:
+    """Round float32 to the nearest bfloat16 (ties to even) and return it in float32.
 
-    By its bits, because a compiler may drop a cast down and up again: inductor keeps bfloat16
-    intermediates of a fused kernel in float32.
+    The function works on the bits, because a compiler may drop a cast down and up again: inductor
+    keeps bfloat16 intermediates of a fused kernel in float32.
 
     Args:
-        x: float32.
-        spare_bits: so many of bfloat16's 8 significant bits are left zero, for a factor.
+        x: Numbers in float32.
+        spare_bits: How many of bfloat16's 8 significant bits stay zero, to leave room for a factor.
     """
     dropped = 16 + spare_bits
     bits = x.view(torch.int32)
     rounded = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
     rounded = (rounded & -(1 << dropped)).view(torch.float32)
-    return torch.where(x.isnan(), x, rounded)  # the sum may carry a NaN's bits over to zero
+    return torch.where(x.isnan(), x, rounded)  # The sum may carry a NaN's bits over to zero.
 
 
-def round_scale(scale: torch.Tensor, levels: int) -> torch.Tensor:
-    """A scale, in any float dtype, so that its product with every code is a bfloat16 number;
-    float32."""
+def round_scale(scale: Tensor, levels: int) -> Tensor:
+    """Round a scale so that its product with every code is a bfloat16 number.
+
+    Args:
+        scale: The scale, in any float dtype.
+        levels: The number of codes.
+
+    Returns:
+        The rounded scale, in float32.
+    """
     return round_to_bfloat16(scale.to(torch.float32), 2 if levels == 4 else 0)
 
 
 def mean_scale(
-    blocks: torch.Tensor,
-    total: SumOverRanks | None = None,
-    *,
-    keep_hard: bool = False,
-    levels: int = 3,
-) -> torch.Tensor:
-    """gamma = mean|w| + eps (Eq. 1) of each (..., group), bfloat16-rounded; shape (..., 1).
+    blocks: Tensor, total: SumOverRanks | None = None, *, keep_hard: bool = False, levels: int = 3
+) -> Tensor:
+    """Return gamma = mean|w| + eps (Eq. 1) of each group, rounded to bfloat16; shape (..., 1).
 
     Args:
-        blocks: (rows, groups, group).
-        total: sums over the other parts of a group, if this is one.
-        keep_hard: take gamma itself of a group that is hard already, gamma a bfloat16 number. The
-            mean of a group gamma·{-1, 0, 1} is gamma times the share of nonzeros, so that a second
-            quantization would shrink the group. By Cauchy-Schwarz, nonzero |w| are equal where
-            (sum|w|)^2 = nonzeros·sum w^2; float64 holds both sides exactly for a bfloat16 gamma.
+        blocks: The weights (rows, groups, group).
+        total: Sums a tensor over all parts of a group, if this process holds only a part.
+        keep_hard: Whether to return gamma itself for a group that is hard already, if gamma is a
+            bfloat16 number. The mean of a group gamma·{-1, 0, 1} is gamma times the share of
+            nonzeros, so a second quantization would shrink the group. By Cauchy-Schwarz, the
+            nonzero |w| are equal where (sum|w|)^2 = nonzeros·sum w^2. Float64 holds both sides
+            exactly for a bfloat16 gamma.
         levels: 3; or 2, for which a hard group has no zeros.
     """
     magnitude = blocks.detach().abs()
@@ -103,16 +112,17 @@ def mean_scale(
     return scale.to(compute_dtype(blocks))
 
 
-def least_squares_scale(blocks: torch.Tensor, levels: int = 3) -> torch.Tensor:
-    """The scale s of the codes q that leave the least sum (w - s·q)^2; shape (..., 1), rounded.
+def least_squares_scale(blocks: Tensor, levels: int = 3) -> Tensor:
+    """Return the scale s whose codes q leave the least sum (w - s·q)^2, rounded; shape (..., 1).
 
-    With magnitudes low and high of the codes, and the k largest |w| of a group of n coded high,
+    Let low and high be the magnitudes of the codes. If the k largest |w| of a group of n get a
+    high code, then
 
         s = N/D    N = low·sum|w| + (high - low)·(sum of the k largest)
                    D = low^2·n + (high^2 - low^2)·k
 
-    and the sum falls by N^2/D; the k that is best is searched. Of equally good ones the first is
-    taken, so that a hard weight keeps its scale.
+    and the sum falls by N^2/D. The function searches for the best k. It takes the first of equally
+    good ones, so that a hard weight keeps its scale.
     """
     low, high = _MAGNITUDES[levels]
     largest = blocks.detach().abs().sort(-1, descending=True).values
@@ -128,32 +138,34 @@ def least_squares_scale(blocks: torch.Tensor, levels: int = 3) -> torch.Tensor:
     return round_scale(scale.clamp(min=SCALE_EPS), levels).to(compute_dtype(blocks))
 
 
-def scale_of_hard(blocks: torch.Tensor, levels: int) -> torch.Tensor:
+def scale_of_hard(blocks: Tensor, levels: int) -> Tensor:
     """Return the scales of groups that are hard already, and 0 for all other groups.
 
     A hard group is a scale, as `round_scale` rounds it, times codes. A method that starts from this
     scale does not change a hard weight.
 
     Args:
-        blocks: (..., group).
+        blocks: The weights (..., group).
         levels: 3 or 4.
 
     Returns:
-        (..., 1).
+        The scales (..., 1).
     """
     low, high = blocks.detach().abs().aminmax(dim=-1, keepdim=True)
-    # Of four levels the smallest code is ±1, or ±3 if all are ±3.
+    # The smallest code of four levels is ±1, or ±3 if all codes are ±3.
     scale = torch.where(round_scale(low, 4) == low, low, low / 3) if levels == 4 else high
     is_hard = (nearest_code(blocks, scale, levels) * scale == blocks).all(-1, keepdim=True)
     return torch.where(is_hard & (round_scale(scale, levels) == scale), scale, 0.0)
 
 
-def nearest_code(w: torch.Tensor, scale: torch.Tensor, levels: int = 3) -> torch.Tensor:
-    """The code whose product with the scale is nearest, in the dtype of ``w``; a tie takes the
-    inner one, and 0 without a code 0 the positive one. The code of a NaN, or with the scale NaN, is
-    NaN."""
+def nearest_code(w: Tensor, scale: Tensor, levels: int = 3) -> Tensor:
+    """Return the code whose product with the scale is nearest to ``w``, in the dtype of ``w``.
+
+    A tie takes the inner code. Without a code 0, the weight 0 takes the positive code. The code is
+    NaN if the weight or the scale is NaN.
+    """
     magnitude = w.abs()
-    zero = magnitude * (0.0 * scale)  # in place of a constant, so that a NaN is not lost
+    zero = magnitude * (0.0 * scale)  # A constant would lose a NaN.
     if levels == 3:
         return torch.where(magnitude > 0.5 * scale, torch.sign(w), zero)
     one = zero + 1.0
@@ -163,15 +175,20 @@ def nearest_code(w: torch.Tensor, scale: torch.Tensor, levels: int = 3) -> torch
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMethod(Method):
-    """A method whose hard weights are scale times code, with a scale per group. It has a scale and
-    a code of every weight, and what it relaxes them to (`relaxed`) with its `slopes`.
+    """A method whose hard weights are scale times code, with a scale per group.
+
+    A subclass defines the scale and the code of every weight (`scale_and_code`). If it relaxes
+    weights, it also defines the relaxation (`relaxed`) and its `slopes`.
 
     Args:
-        group_size: weights along in_features that share a scale (128 in the paper), or "channel",
+        group_size: Weights along in_features that share a scale (128 in the paper), or "channel",
             or "tensor".
+
+    Raises:
+        InputError: If an option is wrong.
     """
 
-    # How many codes there are: 2, 3 or 4, as in the module docstring.
+    # How many codes there are: 2, 3 or 4; see the module docstring.
     levels: ClassVar[int] = 3
     group_size: GroupSize = 128
 
@@ -181,28 +198,29 @@ class GroupMethod(Method):
 
     @property
     def file_formats(self) -> tuple[str, ...]:
-        formats = "torchao", "huggingface", "compressed_tensors", "gguf"
-        formats += ("onnx",) if self.levels < 4 else ()
-        return (*formats, "intx") if "intx" in self.packed_formats else formats
+        """The formats that hestia_convert can write. The first is the default."""
+        return "torchao", "huggingface", "compressed_tensors", "gguf", *_FILE_FORMATS[self.levels]
 
     @property
     def packed_formats(self) -> tuple[str, ...]:
+        """Packed tensors that hold the codes. The first is the default."""
         return _PACKED_FORMATS[self.levels]
 
     @property
     def scales_span_rows(self) -> bool:
+        """Whether a scale covers several rows."""
         return self.group_size == "tensor"
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
         check_divides(self.group_size, in_features, name)
 
-    def blocks(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight, or a gradient of it, as (rows, groups, group) in the dtype of formulas."""
+    def blocks(self, weight: Tensor) -> Tensor:
+        """Return a weight or its gradient as (rows, groups, group) in the dtype of formulas."""
         return block_view(weight, self.group_size).to(compute_dtype(weight))
 
     def require_rows(self, what: str) -> None:
-        """Raises ValueError if a scale covers several rows, which ``what`` cannot have."""
-        if self.group_size == "tensor":
+        """Raise InputError if a scale covers several rows. ``what`` names the reason."""
+        if self.scales_span_rows:
             raise InputError(
                 f'{what} needs scales that lie within rows; got group_size "tensor"; use "channel" '
                 "or an int"
@@ -210,56 +228,53 @@ class GroupMethod(Method):
 
     @abstractmethod
     def scale_and_code(
-        self,
-        w: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        total: SumOverRanks | None,
-        is_final: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale, (rows, groups, 1) or (1, 1, 1), and all codes, in the dtype of ``w``.
+        self, w: Tensor, parameters: Sequence[Tensor], total: SumOverRanks | None, is_final: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scale, (rows, groups, 1) or (1, 1, 1), and all codes, in the dtype of ``w``.
 
         Args:
-            w: (rows, groups, group).
-            parameters: of the method, (rows, groups) each.
-            total: sums over the ranks that share the weight, for the group size "tensor"; or None.
-            is_final: whether this is for the deployable weight, which may be hard already.
+            w: The weights (rows, groups, group).
+            parameters: The method's parameters, (rows, groups) each.
+            total: Sums a tensor over the ranks that share the weight. None unless the group size
+                is "tensor".
+            is_final: Whether the result is for the deployable weight. ``w`` may then be hard
+                already.
         """
 
-    def values(
-        self, scale: torch.Tensor, code: torch.Tensor, parameters: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """The hard weights of codes."""
+    def values(self, scale: Tensor, code: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the hard weights of codes."""
         return self.hard_scale(scale) * code
 
-    def hard_scale(self, scale: torch.Tensor) -> torch.Tensor:
+    def hard_scale(self, scale: Tensor) -> Tensor:
         """Return the scales of hard weights: 0 for a scale at its bound, if no code is 0."""
         return scale if self.levels == 3 else torch.where(scale <= _LEAST_SCALE, 0.0, scale)
 
     def relaxed(
-        self,
-        w: torch.Tensor,
-        tau: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        total: SumOverRanks | None,
-    ) -> torch.Tensor:
-        """H(w; tau), shaped like ``w``; without a temperature the hard weights, as here.
-        Arguments as `scale_and_code`'s, tau in the dtype of ``w``."""
+        self, w: Tensor, tau: Tensor, parameters: Sequence[Tensor], total: SumOverRanks | None
+    ) -> Tensor:
+        """Return H(w; tau), shaped like ``w``.
+
+        This default is for methods without a temperature. It returns the hard weights. ``tau`` is
+        0-D, in the dtype of ``w``. `scale_and_code` describes the other arguments.
+        """
         return self.values(*self.scale_and_code(w, parameters, total, False), parameters)
 
     def slopes(
-        self,
-        w: torch.Tensor,
-        tau: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        total: SumOverRanks | None,
-    ) -> tuple[torch.Tensor, ...]:
-        """dH/dw and what `parameter_grads` needs, at every weight; arguments as `relaxed`'s."""
+        self, w: Tensor, tau: Tensor, parameters: Sequence[Tensor], total: SumOverRanks | None
+    ) -> tuple[Tensor, ...]:
+        """Return dH/dw and the input of `parameter_grads`, at every weight.
+
+        `relaxed` describes the arguments.
+        """
         raise NotImplementedError
 
-    def parameter_grads(
-        self, sums: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Gradients of all parameters, given those by the further `slopes`, summed by group."""
+    def parameter_grads(self, sums: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of all parameters.
+
+        Args:
+            sums: The gradients by all `slopes` but the first, summed by group: (rows, groups).
+            parameters: The method's parameters.
+        """
         return [each.to(p.dtype) for each, p in zip(sums, parameters, strict=True)]
 
     def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
@@ -279,14 +294,10 @@ class GroupMethod(Method):
         return grad_w, *self.parameter_grads(sums, parameters)
 
     def quantized(
-        self,
-        weight: torch.Tensor,
-        parameters: Sequence[torch.Tensor] = (),
-        total: SumOverRanks | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(`blocks` of the weight, scale, code) of the deployable weight."""
-        w = self.blocks(weight.detach())
-        total = total if self.scales_span_rows else None
+        self, weight: Tensor, parameters: Sequence[Tensor] = (), total: SumOverRanks | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the `blocks`, the scale and the code of the deployable weight."""
+        w, total = self.blocks(weight.detach()), total if self.scales_span_rows else None
         return w, *self.scale_and_code(w, parameters, total, True)
 
     def hard(self, weight, parameters=(), total=None):

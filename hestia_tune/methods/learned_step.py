@@ -1,14 +1,14 @@
-"""Methods with a learned step per group: LSQ, SEQ and DLT.
+"""Define the methods with a learned step per group: LSQ, SEQ and DLT.
 
-The effective weight is (1 - p)·W + p·Q(W), with the pressure p. A temperature is not read. Q/a is a
-function of z = w/a, where a is the step:
+The effective weight is (1 - p)·W + p·Q(W), with the pressure p. The methods read no temperature.
+Q/a is a function of z = w/a, where a is the step:
 
     dQ/dw = 1[|z| <= reach]
     dQ/da = (Q/a - z where |z| <= reach, else ±outside) / norm
 
 The norm is the square root of the number of weights that share a step. Steps are rounded to
-bfloat16 before anything is computed from them, codes included. The rounding passes gradients as
-they are.
+bfloat16 before anything is computed from them, codes included. The rounding passes gradients
+unchanged.
 """
 
 from dataclasses import dataclass
@@ -31,25 +31,25 @@ from hestia_tune.methods.straight_through import Start
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedStepMethod(GroupMethod):
-    """What the methods with a learned step share.
+    """The base of the methods with a learned step.
 
     ParetoQ's code divides the gradient of a step by the square root of the size of the whole matrix
     instead of the group's size. A group of pretrained weights that is hard already keeps its values
     with both starts: its step is chosen so that the scale stays.
+
+    A layer holds the parameter ``step``, (out_features, groups), float32.
 
     Args:
         group_size: See `GroupMethod`; not "tensor".
         start: How the pretrained weights determine the step: "absmax", their largest |w|, as in
             ParetoQ's code; or "least_squares", where the codes leave the least squared error.
 
-    Parameters of a layer: ``step``, (out_features, groups), float32.
-
     Raises:
         InputError: If an option is wrong.
     """
 
     trained_parameters = ("step",)
-    # Scale divided by step, reach, outside; see the module docstring.
+    # The scale divided by the step, reach and outside; see the module docstring.
     slope_rule: ClassVar[tuple[float, float, float]] = (1.0, 1.0, 1.0)
     start: Start = "absmax"
 
@@ -63,7 +63,7 @@ class LearnedStepMethod(GroupMethod):
             step = w.abs().amax(-1)
         else:
             step = least_squares_scale(w, self.levels).squeeze(-1) / ratio
-        kept = scale_of_hard(w, self.levels).squeeze(-1)  # ratio·(kept/ratio) is rounded to kept
+        kept = scale_of_hard(w, self.levels).squeeze(-1)  # ratio·(kept/ratio) rounds to kept.
         return (torch.where(kept > 0, kept / ratio, step).to(torch.float32),)
 
     def scale_and_code(self, w, parameters, total, is_final):
@@ -89,7 +89,8 @@ class LSQMethod(LearnedStepMethod):
     2·mean|w|/sqrt(Q_P). The start "absmax" is the start in ParetoQ's code.
 
     Args:
-        group_size, start: See `LearnedStepMethod`.
+        group_size: See `GroupMethod`; not "tensor".
+        start: See `LearnedStepMethod`.
     """
 
     name: ClassVar[str] = "lsq"
@@ -110,7 +111,8 @@ class SEQMethod(LearnedStepMethod):
 
     Args:
         bits: "ternary" or 2.
-        group_size, start: See `LearnedStepMethod`.
+        group_size: See `GroupMethod`; not "tensor".
+        start: See `LearnedStepMethod`.
     """
 
     name: ClassVar[str] = "seq"
@@ -118,10 +120,12 @@ class SEQMethod(LearnedStepMethod):
 
     @property
     def levels(self) -> int:
+        """How many codes there are."""
         return 4 if self.bits == 2 else 3
 
     @property
     def slope_rule(self) -> tuple[float, float, float]:
+        """The scale divided by the step, reach and outside; see the module docstring."""
         # Codes of four levels are ±1 and ±3, in units of a/4.
         return (1 / 4, 0.99, 3 / 4) if self.bits == 2 else (2 / 3, 0.99, 1.0)
 
@@ -132,19 +136,20 @@ class DLTMethod(LearnedStepMethod):
 
     T is LSQ's code clip(round(w/a), -1, 1). The offset of a group starts at 0, and dQ/dc = 1,
     divided by nothing. Reach and outside are 1. This is the DLT in the code of Tencent's Sherry and
-    AngelSlim, whose slopes divide the gradient of a step by the square root of the size of the
-    whole matrix. The DLT of TernaryLLM (arXiv 2406.07177), the paper that introduced the name,
-    differs: there a threshold that follows from mean|w| chooses the codes, as in TWN, and a only
-    multiplies them. The start "absmax" is not from that paper.
+    AngelSlim. Their code divides the gradient of a step by the square root of the size of the whole
+    matrix. TernaryLLM (arXiv 2406.07177) introduced the name, but its DLT differs: as in TWN, a
+    threshold that follows from mean|w| chooses the codes, and a only multiplies them. The start
+    "absmax" is not from that paper.
 
     The levels c - a, c and c + a are rounded to bfloat16, so a dense hard model is exact. They are
     not products of a scale and a code, so no packed format holds them. A hard model with an offset
     changes if it is prepared again: the offset starts at 0, and the codes are chosen without it.
 
-    Args:
-        group_size, start: See `LearnedStepMethod`.
+    A layer holds the parameters ``step`` and ``offset``, (out_features, groups), float32.
 
-    Parameters of a layer: ``step`` and ``offset``, (out_features, groups), float32.
+    Args:
+        group_size: See `GroupMethod`; not "tensor".
+        start: See `LearnedStepMethod`.
     """
 
     name: ClassVar[str] = "dlt"

@@ -1,14 +1,15 @@
-"""The quantized linear: one autograd function that never keeps an effective weight.
+"""Multiply by the effective weight in one autograd function that never keeps it.
 
-`F.linear` would save the effective weight for the gradient of its input: a second copy of the
-model, which FSDP could not free after the forward either. The function here saves its input (as any
-linear does) and the latent weight, and recomputes the effective weight in backward. The price is
-one more pass over the weight, small beside the three matrix products of a linear.
+`F.linear` would save the effective weight for the gradient of its input. That would be a second
+copy of the model, and FSDP could not free it after the forward either. The function here saves its
+input, as any linear does, and the latent weight. It recomputes the effective weight in backward.
+The price is one more pass over the weight, which is small beside the three matrix products of a
+linear.
 
-Under `torch.compile` that is not enough: the compiler would find the recomputation to be a common
-subexpression of the forward and save its result after all. So in a compiled region the three steps
-are opaque operators (`hestia::...`), which run the same formulas, themselves compiled into fused
-kernels. Operators take no Python objects, so a method travels as its key.
+`torch.compile` needs more. The compiler would recognise the recomputation as a common
+subexpression of the forward, and would save its result after all. So in a compiled region the
+three products are opaque operators (`hestia::...`). They run the same formulas, which are compiled
+into fused kernels. Operators take no Python objects, so they take the key of the method.
 """
 
 from collections.abc import Sequence
@@ -20,58 +21,48 @@ from torch import Tensor
 from hestia_tune.methods.base import Method, fused, weight_grad
 
 
-def _multiply(x, effective, bias):  # (..., in) x (out, in)^T
-    return F.linear(x, effective.to(x.dtype), bias)
+def _multiply(x, bias, effective, is_backward):
+    effective = effective.to(x.dtype)
+    if is_backward:
+        return x @ effective  # (..., out) x (out, in)
+    return F.linear(x, effective, bias)  # (..., in) x (out, in)^T
 
 
-def _multiply_back(grad, effective):  # (..., out) x (out, in)
-    return grad @ effective.to(grad.dtype)
-
-
-@torch.library.custom_op("hestia::linear", mutates_args=())
-def _linear_operator(
+@torch.library.custom_op("hestia::product", mutates_args=())
+def _product_operator(
+    key: str,
     x: Tensor,
     bias: Tensor | None,
-    weight: Tensor,
-    tau: Tensor,
-    pressure: Tensor,
+    latent: list[Tensor],
     parameters: list[Tensor],
-    key: str,
+    is_backward: bool,
 ) -> Tensor:
-    return _multiply(x, fused(key, "effective_weight")(weight, tau, pressure, parameters), bias)
+    effective = fused(key, "effective_weight")(*latent, parameters)
+    return _multiply(x, bias, effective, is_backward)
 
 
-@_linear_operator.register_fake
-def _(x, bias, weight, tau, pressure, parameters, key):
-    effective = Method.from_key(key).effective_weight(weight, tau, pressure, parameters)
-    return _multiply(x, effective, bias)
+@_product_operator.register_fake
+def _(key, x, bias, latent, parameters, is_backward):
+    effective = Method.from_key(key).effective_weight(*latent, parameters)
+    return _multiply(x, bias, effective, is_backward)
 
 
-@torch.library.custom_op("hestia::input_grad", mutates_args=())
-def _input_grad_operator(
-    grad: Tensor, weight: Tensor, tau: Tensor, pressure: Tensor, parameters: list[Tensor], key: str
-) -> Tensor:
-    return _multiply_back(grad, fused(key, "effective_weight")(weight, tau, pressure, parameters))
+def _product(method: Method, x, bias, latent, parameters, *, is_backward: bool = False) -> Tensor:
+    """Return the product with the effective weight, by one operator in a compiled region.
 
-
-@_input_grad_operator.register_fake
-def _(grad, weight, tau, pressure, parameters, key):
-    effective = Method.from_key(key).effective_weight(weight, tau, pressure, parameters)
-    return _multiply_back(grad, effective)
-
-
-def _linear(method: Method, x, bias, *latent) -> torch.Tensor:
-    """Return the product with the effective weight, by one operator in a compiled region."""
+    Args:
+        method: The method of the weight.
+        x: The input (..., in_features). In backward, the gradient (..., out_features) of the
+            output.
+        bias: The bias (out_features,), or None.
+        latent: The latent weight, tau and pressure.
+        parameters: The method's parameters.
+        is_backward: Whether to return the gradient of the input.
+    """
     if torch.compiler.is_compiling():
-        return _linear_operator(x, bias, *latent, method.key())
-    return _multiply(x, method.effective_weight(*latent), bias)
-
-
-def _input_grad(method: Method, grad, *latent) -> torch.Tensor:
-    """Return the gradient of the input, by one operator in a compiled region."""
-    if torch.compiler.is_compiling():
-        return _input_grad_operator(grad, *latent, method.key())
-    return _multiply_back(grad, method.effective_weight(*latent))
+        inputs = list(latent), list(parameters)
+        return _product_operator(method.key(), x, bias, *inputs, is_backward)
+    return _multiply(x, bias, method.effective_weight(*latent, parameters), is_backward)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -82,51 +73,50 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.method, ctx.has_bias = method, bias is not None
         kept = x if weight.requires_grad else None
         ctx.save_for_backward(kept, weight, tau, pressure, *parameters)
-        return _linear(method, x, bias, weight, tau, pressure, list(parameters))
+        return _product(method, x, bias, (weight, tau, pressure), parameters)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight, tau, pressure, *parameters = ctx.saved_tensors
         needs_x, _, needs_bias, needs_weight, *_ = ctx.needs_input_grad
-        latent = (weight, tau, pressure, parameters)
+        latent = weight, tau, pressure
         grad_x = grad_bias = None
         grads = [None] * (1 + len(parameters))
         if needs_x:
-            grad_x = _input_grad(ctx.method, grad, *latent)
+            grad_x = _product(ctx.method, grad, None, latent, parameters, is_backward=True)
         grad_NO = grad.reshape(-1, grad.shape[-1])
         if needs_weight:
             grad_eff = grad_NO.t() @ x.reshape(-1, x.shape[-1])  # (out, N) x (N, in)
-            grads = weight_grad(ctx.method, grad_eff, *latent)
+            grads = weight_grad(ctx.method, grad_eff, latent, parameters)
         if ctx.has_bias and needs_bias:
             grad_bias = grad_NO.sum(0)
         return grad_x, None, grad_bias, grads[0], None, None, *grads[1:]
 
 
 def quantized_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tau: torch.Tensor,
-    pressure: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tau: Tensor,
+    pressure: Tensor,
     method: Method,
-    parameters: Sequence[torch.Tensor] = (),
-) -> torch.Tensor:
-    """``F.linear`` with the effective weight (Eq. 7) in place of the latent one.
+    parameters: Sequence[Tensor] = (),
+) -> Tensor:
+    """Return ``F.linear`` with the effective weight (Eq. 7) in place of the latent weight.
 
     Args:
-        x: (..., in_features); its dtype (or autocast's) is the dtype of the products.
-        weight: (out_features, in_features) latent weight; quantized as it is, then rounded once.
-        bias: (out_features,) or None.
-        tau, pressure: 0-D tensors, so that a change of value compiles nothing anew.
-        method: the method.
-        parameters: of the method, as `Method.parameter_names`.
+        x: The input (..., in_features). Its dtype, or autocast's dtype, is the products' dtype.
+        weight: The latent weight (out_features, in_features). It is quantized in its own dtype,
+            and the result is rounded once.
+        bias: The bias (out_features,), or None.
+        tau: The temperature, a 0-D tensor, so that a new value compiles nothing again.
+        pressure: The pressure, a 0-D tensor for the same reason.
+        method: The method of the weight.
+        parameters: The parameters in the order of `Method.parameter_names`.
     """
-    autocast = torch.is_autocast_enabled(x.device.type)
-    if autocast:
+    if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+        with torch.autocast(x.device.type, enabled=False):
+            return quantized_linear(x, weight, bias, tau, pressure, method, parameters)
     bias = None if bias is None else bias.to(x.dtype)
-    arguments = (x, method, bias, weight, tau, pressure, *parameters)
-    if not autocast:
-        return _QuantizedLinear.apply(*arguments)
-    with torch.autocast(x.device.type, enabled=False):
-        return _QuantizedLinear.apply(*arguments)
+    return _QuantizedLinear.apply(x, method, bias, weight, tau, pressure, *parameters)

@@ -1,7 +1,7 @@
-"""Methods without a temperature: they round, and the gradient passes as it is.
+"""Define methods without a temperature: they round, and the gradient passes unchanged.
 
-The effective weight is (1 - p)·W + p·Q(W), with the pressure p. A temperature is not read. Scale
-and code follow from the latent weights of every step, and no gradient flows through the scale:
+The effective weight is (1 - p)·W + p·Q(W), with the pressure p. The methods read no temperature.
+At every step the latent weights determine scale and code. No gradient flows through the scale:
 dQ/dw = 1 for every w. Methods with a learned step are in `hestia_tune.methods.learned_step`.
 """
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from hestia_tune.config import require_number
 from hestia_tune.methods.groups import (
@@ -35,8 +36,8 @@ class StraightThroughMethod(GroupMethod):
 class AbsMeanMethod(StraightThroughMethod):
     """AbsMean: BitNet b1.58, and the row "w/o" of the paper's ablation.
 
-    Q(w) = gamma·clip(round(w/gamma), -1, 1) with gamma = mean|w| of the group (Eqs. 1, 2). It is
-    the ternary method at temperature 0. With the group size "tensor" it is the rule of TriLM
+    Q(w) = gamma·clip(round(w/gamma), -1, 1) with gamma = mean|w| of the group (Eqs. 1, 2). AbsMean
+    is the ternary method at temperature 0. With the group size "tensor" it is the rule of TriLM
     (Spectra, arXiv 2407.12327).
 
     Args:
@@ -56,12 +57,15 @@ class TWNMethod(StraightThroughMethod):
 
     With t = delta·mean|w| of a group, Q(w) = s·sign(w) where |w| >= t, and 0 elsewhere. The scale s
     is the mean of the |w| that are not below t. A hard weight has one magnitude besides 0, so a
-    second quantization does not change it, unless delta is 0: zeros then count in s.
+    second quantization does not change it. The exception is delta 0, where zeros count in s.
 
     Args:
         group_size: See `GroupMethod`.
         delta: The threshold in units of mean|w|, in [0, 1]. The paper of TWN uses 0.7, later code
             0.75.
+
+    Raises:
+        InputError: If an option is wrong.
     """
 
     name: ClassVar[str] = "twn"
@@ -72,7 +76,7 @@ class TWNMethod(StraightThroughMethod):
         require_number("delta", self.delta, 0, 1, "0.7 in the paper of TWN, 0.75 in later code")
 
     def scale_and_code(self, w, parameters, total, is_final):
-        def mean(kept: torch.Tensor) -> torch.Tensor:
+        def mean(kept: Tensor) -> Tensor:
             sums = [torch.where(kept, w.abs(), 0.0).sum(-1, keepdim=True, dtype=torch.float64)]
             sums.append(kept.sum(-1, keepdim=True, dtype=torch.float64))
             if total is not None:
@@ -99,6 +103,9 @@ class INT2Method(StraightThroughMethod):
     Args:
         group_size: See `GroupMethod`; not "tensor".
         start: "absmax" or "least_squares", the rule for the scale at every step.
+
+    Raises:
+        InputError: If an option is wrong.
     """
 
     name: ClassVar[str] = "int2"
@@ -110,6 +117,7 @@ class INT2Method(StraightThroughMethod):
 
     @property
     def levels(self) -> int:
+        """How many codes there are."""
         return 3 if self.start == "absmax" else 4
 
     def scale_and_code(self, w, parameters, total, is_final):

@@ -1,13 +1,13 @@
-"""Tequila (arXiv 2509.23809): AbsMean, with dead weights as a bias.
+"""Quantize by Tequila (arXiv 2509.23809): AbsMean, with a bias made of the dead weights.
 
-A weight of code 0 gets no signal of its own from a product with code 0. Here it also stands in a
-bias of its row,
+A dead weight is a weight of code 0. The product with its code gives it no signal of its own. In
+Tequila, a dead weight is also part of a bias of its row:
 
     y = x·Q(W)^T + b    b = epsilon·(sum of the w with code 0, of a row)
 
-which does not depend on x, so that the gradient of a dead weight is g + epsilon·(sum of dL/dy over
-the tokens); that of the others is g. The bias is rounded to bfloat16 before it is used; in the hard
-model it is a bias of every linear.
+The bias does not depend on x. So the gradient of a dead weight is g + epsilon·(sum of dL/dy over
+the tokens), and the gradient of every other weight is g. The bias is rounded to bfloat16 before it
+is used. In the hard model, every linear has this bias.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,11 @@ class TequilaMethod(AbsMeanMethod):
     """Codes {-1, 0, 1} times mean|w| of the group, and a bias of the weights with code 0.
 
     Args:
-        group_size: as in `GroupMethod`.
-        epsilon: of the bias, in [0, 1]; 1e-3 as published.
+        group_size: See `GroupMethod`.
+        epsilon: The factor of the bias, in [0, 1]. The paper uses 1e-3.
+
+    Raises:
+        InputError: If an option is wrong.
     """
 
     name: ClassVar[str] = "tequila"
@@ -38,7 +41,7 @@ class TequilaMethod(AbsMeanMethod):
         require_number("epsilon", self.epsilon, 0, 1, "1e-3 as published")
 
     def bias(self, weight, pressure, total=None):
-        """Return what is added to every output, (rows,); 0 at pressure 0."""
+        """Return the bias (rows,), to be added to every output. It is 0 at pressure 0."""
         w, _, code = self.quantized(weight, (), total)
         dead = torch.where(code == 0, w, 0.0).view_as(weight)  # (rows, in_features)
         bias = pressure * self.epsilon * dead.sum(-1, dtype=torch.float64)

@@ -1,65 +1,72 @@
-"""Ternary weights: the hard method of Eq. 2 and its softmax relaxation (Eqs. 5-7).
+"""Quantize to ternary weights: the hard method of Eq. 2 and its softmax relaxation (Eqs. 5-7).
 
 Legend: w weight, gamma scale, z = w/gamma, a = |z|, q code in {-1, 0, 1}, tau temperature,
 p pressure. With
 
     e1 = exp(-4a/tau)    e2 = exp((1 - 2a)/tau)    D = 1 + e1 + e2
 
-the weights of the three codes are 1/D (the nearer outer code), e2/D (zero), e1/D (the farther
-outer code), so that the softmax over the codebook is never materialised:
+the softmax gives the nearer outer code the weight 1/D, zero e2/D, and the farther outer code e1/D.
+So the formulas never materialise the softmax over the codebook:
 
     H      = gamma · sign(z) · (1 - e1)/D                  (Eq. 6)
     dH/dw  = (2/tau) · (4·e1/D + (e2/D)·(1 + e1))/D        (Lemma 1)
 
-The variance of Lemma 1, E[q^2] - E[q]^2, is written as one fraction with positive terms: as a
-difference it would lose all its digits in float32 once an assignment is confident, which is
-exactly where annealing ends.
+Lemma 1 has the variance E[q^2] - E[q]^2. Here it is one fraction with positive terms. In float32,
+the difference would lose all its digits where the softmax is confident, which is where annealing
+ends.
 
-Two choices make results independent of device, compiler and summation order. The absolute
-values are summed in float64 before gamma is rounded to bfloat16 (a float32 sum of 128 weights
-changes with its order, and flips the rounding of a few scales in every large weight). And the
-hard code is the comparison |w| > gamma/2, which is exact, instead of round(w/gamma), which a
-compiler may compute with an approximate division. A tie |w| = gamma/2 gives the code 0, as
-rounding half to even does.
+Two choices make results independent of device, compiler and summation order. First, the absolute
+values are summed in float64 before gamma is rounded to bfloat16. A float32 sum of 128 weights
+changes with its order, and flips the rounding of a few scales in every large weight. Second, the
+hard code is the exact comparison |w| > gamma/2 instead of round(w/gamma). A compiler may compute
+round(w/gamma) with an approximate division. A tie |w| = gamma/2 gives the code 0, like rounding
+half to even.
 
-Learned parameters, one of each per group. A step delta of its own (twice the threshold between 0
-and the outer codes) and an offset b choose the codes, and gamma only multiplies them: with
-u = (w - b)/delta in place of z, H = gamma·mu(u), and
+There is one learned parameter of each kind per group. A learned step delta (twice the threshold
+between 0 and the outer codes) and an offset b choose the codes, and gamma only multiplies them.
+With u = (w - b)/delta in place of z, H = gamma·mu(u), and
 
     dH/dw = (gamma/delta)·mu'(u)    dH/ddelta = -u·dH/dw    dH/db = -dH/dw    dH/dgamma = mu(u)
 
-exact under the relaxation; without a step of its own delta is gamma, and dH/dgamma = mu - u·mu'.
-At tau 0, where mu' is that of a straight-through rounding, 1, these parameters take it up to 1.5
-steps, beyond which the code is clipped, much as in LSQ: round(u) - u, and then the code. The
-rounding of gamma to bfloat16 passes gradients as they are.
+These slopes are exact under the relaxation. Without a learned step, delta is gamma, and
+dH/dgamma = mu - u·mu'. At tau 0, mu' is the slope 1 of a straight-through rounding. For the
+learned parameters it is 1 only up to 1.5 steps, because the code is clipped beyond. So dH/dgamma
+is round(u) - u, and beyond 1.5 steps the code, much as in LSQ. The rounding of gamma to bfloat16
+passes gradients unchanged.
 """
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from hestia_tune.errors import InputError
+from hestia_tune.methods.base import require_float
 from hestia_tune.methods.groups import (
     GroupMethod,
     least_squares_scale,
     mean_scale,
     nearest_code,
-    round_to_bfloat16,
+    round_scale,
     scale_of_hard,
 )
 from hestia_tune.methods.temperature import relaxation_histogram, temperature_from_histogram
 
-# exp(80) is finite in float32 and bfloat16; beyond it the weight of a nonzero code is below 1e-34.
+# exp(80) is finite in float32 and bfloat16. Beyond it, the softmax gives a nonzero code less than
+# 1e-34.
 _MAX_EXPONENT = 80.0
-# The hard code is round(u) up to here, in steps; beyond, it is clipped and u no longer matters.
+# The hard code is round(u) up to here, in steps. Beyond, it is clipped and u no longer matters.
 _ROUNDED_WITHIN = 1.5
-# Keeps 2/tau finite in float32; a cosine over 10^9 steps stays far above it.
+# This bound keeps 2/tau finite in float32. A cosine over 10^9 steps stays far above it.
 MIN_TAU = 1e-30
 
 
-def _softmax_terms(w: torch.Tensor, step: torch.Tensor, tau: torch.Tensor):
-    """(-4a/tau, e1, e2, 1/D) of the module docstring, a = |w|/step; stable for every tau > 0."""
+def _softmax_terms(w: Tensor, step: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return -4a/tau, e1, e2 and 1/D of the module docstring, with a = |w|/step.
+
+    The terms are stable for every tau > 0.
+    """
     a = w.abs() / step
     log_e1 = -4.0 * a / tau
     e1 = log_e1.exp()
@@ -67,8 +74,11 @@ def _softmax_terms(w: torch.Tensor, step: torch.Tensor, tau: torch.Tensor):
     return log_e1, e1, e2, 1.0 / (1.0 + e1 + e2)
 
 
-def _mean(shifted: torch.Tensor, step: torch.Tensor, tau: torch.Tensor, log_e1, inv_d):
-    """mu of the module docstring, given two of `_softmax_terms`; at tau 0 the hard code."""
+def _mean(shifted: Tensor, step: Tensor, tau: Tensor, log_e1: Tensor, inv_d: Tensor) -> Tensor:
+    """Return mu of the module docstring, given two of the `_softmax_terms`.
+
+    At tau 0 it is the hard code.
+    """
     soft = torch.sign(shifted) * (-torch.expm1(log_e1)) * inv_d
     return torch.where(tau > 0, soft, nearest_code(shifted, step))
 
@@ -77,19 +87,23 @@ def _mean(shifted: torch.Tensor, step: torch.Tensor, tau: torch.Tensor, log_e1, 
 class TernaryMethod(GroupMethod):
     """Codes {-1, 0, 1} with a scale per group.
 
+    A layer holds these parameters, all (out_features, groups): ``scale_logit`` (t),
+    ``threshold_logit`` (s) and ``offset`` (o), if they are learned; and then ``scale_start`` (g),
+    which is not trained.
+
     Args:
-        group_size: as in `GroupMethod`; 128 in the paper.
-        scale: "absmean", mean|w| of the latent weights as they are (Eq. 1; AbsMean of BitNet
-            b1.58); or "learned", 2·sigmoid(t)·g with a parameter t per group that starts at 0.
+        group_size: See `GroupMethod`; 128 in the paper.
+        scale: "absmean", mean|w| of the current latent weights (Eq. 1; AbsMean of BitNet b1.58);
+            or "learned", 2·sigmoid(t)·g with a parameter t per group that starts at 0.
         threshold: "half" of the scale (Eq. 2), or "learned", sigmoid(s)·g with a parameter s that
             starts at 0.
-        offset: "none", or "learned": codes are chosen by w - o·g, with a parameter o that starts
-            at 0.
-        start: g of learned parameters, by the pretrained weights: their "absmean", or the scale
-            of "least_squares". A group that is hard already keeps its scale with both.
+        offset: "none"; or "learned", where w - o·g chooses the codes, with a parameter o that
+            starts at 0.
+        start: How the pretrained weights determine g: by their "absmean", or by the scale of
+            "least_squares". A group that is hard already keeps its scale with both.
 
-    Parameters of a layer, all (out_features, groups): ``scale_logit`` (t), ``threshold_logit``
-    (s) and ``offset`` (o), those that are learned; and then ``scale_start`` (g), not trained.
+    Raises:
+        InputError: If an option is wrong.
     """
 
     name: ClassVar[str] = "ternary"
@@ -112,10 +126,12 @@ class TernaryMethod(GroupMethod):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
+        """The names of the parameters that a layer holds beside its weight, in order."""
         return (*self.trained_parameters, "scale_start") if self.trained_parameters else ()
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
+        """The names of the learned parameters."""
         names = {"scale": "scale_logit", "threshold": "threshold_logit", "offset": "offset"}
         return tuple(name for key, name in names.items() if getattr(self, key) == "learned")
 
@@ -129,21 +145,23 @@ class TernaryMethod(GroupMethod):
         return *(torch.zeros_like(start) for _ in self.trained_parameters), start
 
     def _groups(self, w, parameters, total=None, keep_hard=False):
-        """(gamma, delta, w - b): of (rows, groups, 1) the first two; delta is gamma and b nothing
-        if they are not learned."""
-        values = dict(zip(self.parameter_names, parameters, strict=True))
-        start = values.get("scale_start", torch.empty(0))
+        """Return gamma and delta, (rows, groups, 1) or (1, 1, 1), and w - b.
+
+        If they are not learned, delta is gamma and b is 0.
+        """
+        named = zip(self.parameter_names, parameters, strict=True)
+        values = {name: value.unsqueeze(-1) for name, value in named}
         if self.scale == "learned":
-            scale = (2.0 * torch.sigmoid(values["scale_logit"]) * start).to(torch.float32)
-            scale = round_to_bfloat16(scale).to(w.dtype).unsqueeze(-1)
+            scale = 2.0 * torch.sigmoid(values["scale_logit"]) * values["scale_start"]
+            scale = round_scale(scale, self.levels).to(w.dtype)
         else:
             scale = mean_scale(w, total, keep_hard=keep_hard)
         step, shifted = scale, w
         if self.threshold == "learned":
-            step = (2.0 * torch.sigmoid(values["threshold_logit"]) * start).to(w.dtype)
-            step = step.unsqueeze(-1)
+            step = 2.0 * torch.sigmoid(values["threshold_logit"]) * values["scale_start"]
+            step = step.to(w.dtype)
         if self.offset == "learned":
-            shifted = w - (values["offset"] * start).to(w.dtype).unsqueeze(-1)
+            shifted = w - (values["offset"] * values["scale_start"]).to(w.dtype)
         return scale, step, shifted
 
     def scale_and_code(self, w, parameters, total, is_final):
@@ -181,17 +199,27 @@ class TernaryMethod(GroupMethod):
         grads = []
         for name, by_group, parameter in zip(self.trained_parameters, sums, trained, strict=True):
             inner = by_group * start
-            if name != "offset":  # 2·sigmoid
+            if name != "offset":  # The slope of 2·sigmoid.
                 sigmoid = torch.sigmoid(parameter)
                 inner = inner * 2.0 * sigmoid * (1.0 - sigmoid)
             grads.append(inner.to(parameter.dtype))
         return [*grads, torch.zeros_like(start)]
 
     def fit_temperature(self, weights):
-        """As `Method.fit_temperature`, but reads every weight once, one at a time: tau within
-        [0.001, 4], to about 1e-4; 0.351 for Gaussian weights."""
+        """Return the tau that minimises the mean squared relaxation error over all ``weights``.
+
+        Unlike `Method.fit_temperature`, it reads every weight once, one at a time.
+
+        Returns:
+            tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights.
+
+        Raises:
+            InputTypeError: If a weight is not floating point.
+            InputError: If there are no weights, all are zero, or one has NaN or infinity.
+        """
         histogram = None
         for weight in weights:
+            require_float(weight)
             if not torch.isfinite(weight).all():
                 raise InputError("tau_init auto needs finite weights; got NaN or infinity")
             blocks = self.blocks(weight.detach())

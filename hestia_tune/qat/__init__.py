@@ -1,1 +1,1 @@
-"""Prepare and convert, the quantized linear, its shards under FSDP2, and the schedule."""
+"""Prepare and convert models: the quantized linear, its shards under FSDP2, and the schedule."""

@@ -1,8 +1,8 @@
-"""A parameter that FSDP2 shards as the latent weight and gathers as the effective one.
+"""Define a parameter that FSDP2 shards as the latent weight and gathers as the effective weight.
 
-By FSDP2's own open door: a local tensor with ``fsdp_pre_all_gather`` says what is gathered in its
-place. It is a wrapper around the plain rows and costs one Python call per operator on it, a few a
-step.
+FSDP2 offers a hook for this: a local tensor with ``fsdp_pre_all_gather`` returns the tensor that
+FSDP2 gathers in its place. The parameter is a wrapper around the plain rows. It costs one Python
+call per operator on it, a few in every step.
 """
 
 import torch
@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
-# What FSDP2 and modules do to a parameter before they gather it; of all else the result is plain.
+# Operators that FSDP2 and modules apply to a parameter before they gather it. All other operators
+# return plain tensors.
 _KEPT = {
     aten._pin_memory.default,
     aten._to_copy.default,
@@ -28,13 +29,13 @@ _KEPT = {
 
 
 class LatentShard(torch.Tensor):
-    """Rows of a latent weight, which FSDP2 gathers as rows of the effective weight.
+    """Rows of a latent weight. FSDP2 gathers them as rows of the effective weight.
 
-    A plain tensor to everything else: operators see ``latent`` and give plain tensors, but for
-    views, copies and empty ones, which stay shards.
+    For everything else it behaves like a plain tensor: operators see ``latent`` and return plain
+    tensors. Only views, copies and empty tensors stay shards.
 
     Tensor Attributes:
-        latent: (rows, in_features), float32.
+        latent: The rows of the latent weight (rows, in_features), float32.
     """
 
     @staticmethod
@@ -76,15 +77,14 @@ class LatentShard(torch.Tensor):
         return return_and_correct_aliasing(func, args, kwargs or {}, out)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """What FSDP2 gathers: the effective rows that `refresh` has made, padded as it needs."""
+        """Return the rows to gather: the effective rows of `refresh`, padded as FSDP2 needs."""
         effective = module.effective_rows.to(self.device)
-        padded = -(-outer_size[0] // mesh.size())
-        if effective.shape[0] < padded:
-            missing = padded - effective.shape[0]
+        missing = -(-outer_size[0] // mesh.size()) - effective.shape[0]
+        if missing > 0:
             effective = nn.functional.pad(effective, (0, 0, 0, missing))
         return (effective,), None
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        """The whole effective weight, and padding behind it, as it was gathered."""
+        """Return the whole effective weight as it was gathered, with padding behind it."""
         (gathered,) = all_gather_outputs
         return None if out is not None else (gathered, (gathered,))

@@ -1,4 +1,4 @@
-"""The quantized linear, what it holds, and which linears of a model are quantized."""
+"""Define the quantized linear and its contents, and choose which linears are quantized."""
 
 import fnmatch
 import re
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchao.quantization.qat.linear import FakeQuantizedLinear
@@ -24,16 +24,17 @@ _WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapp
 
 
 def clean_fqn(fqn: str) -> str:
-    """A fully qualified name without the parts that wrappers (compile, checkpointing) add."""
+    """Return a qualified name without the parts that wrappers add (compile, checkpointing)."""
     return _WRAPPERS.sub("", fqn).removeprefix(".")
 
 
 def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
-    """The default filter: every linear inside a numbered block, such as ``layers.3.attn.q_proj``.
+    """Return whether a module is a linear in a numbered block, such as ``layers.3.attn.q_proj``.
 
-    Embeddings and norms are no linears, and the output head stands outside the blocks. The output
-    projection of ``nn.MultiheadAttention`` is left out: that module reads its weight directly. So
-    are the linears that choose among experts, by their names: they are tiny, and decide.
+    This is the default filter. Embeddings and norms are not linears, and the output head is outside
+    the blocks. The filter leaves out the output projection of ``nn.MultiheadAttention``, because
+    that module reads its weight directly. By their names, it also leaves out the linears that
+    choose among experts. They are tiny, and their output decides which experts run.
     """
     if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
         return False
@@ -45,15 +46,17 @@ def select_linears(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
 ) -> dict[str, nn.Linear]:
-    """The linears to quantize, by fully qualified name.
+    """Return the linears to quantize, by fully qualified name.
 
     Args:
-        include: shell patterns over fully qualified names (``layers.*.mlp.*``), or None for
+        model: The model.
+        include: Shell patterns over fully qualified names (``layers.*.mlp.*``), or None for
             `is_transformer_linear`.
-        exclude: patterns of linears to leave out again.
+        exclude: Shell patterns of linears to leave out again.
 
     Raises:
-        InputError: if a pattern matches no linear, nothing is left, or the model is a bare linear.
+        InputError: If a pattern matches no linear, no linear is left, or the model is itself a
+            linear.
     """
     if isinstance(model, nn.Linear):
         raise InputError("the model is itself a linear and cannot be swapped in place; wrap it")
@@ -64,7 +67,7 @@ def select_linears(
     }
 
     def matching(patterns: Sequence[str], option: str) -> set[str]:
-        found = set()
+        names = set()
         for pattern in patterns:
             hits = fnmatch.filter(linears, pattern)
             if not hits:
@@ -73,8 +76,8 @@ def select_linears(
                     f"{option} pattern {pattern!r} matches no linear of the model"
                     f"{nearest(pattern, linears)}; its linears are named like {examples}"
                 )
-            found.update(hits)
-        return found
+            names.update(hits)
+        return names
 
     if include is None:
         chosen = {fqn for fqn, module in linears.items() if is_transformer_linear(module, fqn)}
@@ -84,55 +87,60 @@ def select_linears(
     if not chosen:
         raise InputError(
             f"no linear of the model is selected (it has {len(linears)}); "
-            "name those to quantize by include, for example include=['*']"
+            "name the linears to quantize by include, for example include=['*']"
         )
     return {fqn: module for fqn, module in linears.items() if fqn in chosen}
 
 
-def local_rows(value: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor that FSDP may have sharded, plain and detached."""
+def local_rows(value: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that FSDP may have sharded, plain and detached."""
     local = value.to_local() if isinstance(value, DTensor) else value
     return (local.latent if isinstance(local, LatentShard) else local).detach()
 
 
-def shard_like(local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``local`` as what this rank holds of a tensor that is sharded as ``value`` is, or not."""
+def shard_like(local: Tensor, value: Tensor) -> Tensor:
+    """Return ``local`` as this rank's part of a tensor that is sharded like ``value``, or not."""
     if not isinstance(value, DTensor):
         return local
     # `DTensor.from_local` would move rows that CPU offloading keeps on the CPU to the GPU.
     return DTensor(local, value._spec, requires_grad=False)
 
 
-def plain_shard(value: torch.Tensor) -> torch.Tensor:
-    """The same shard or tensor, its local rows plain; shares memory."""
+def plain_shard(value: Tensor) -> Tensor:
+    """Return the same shard or tensor with plain local rows. It shares memory."""
     return shard_like(local_rows(value), value)
 
 
-def full_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that FSDP may have sharded, plain, detached. Collective if it has."""
+def full_tensor(value: Tensor) -> Tensor:
+    """Return the whole of a tensor that FSDP may have sharded, plain and detached.
+
+    The call is collective if the tensor is sharded.
+    """
     if isinstance(value, DTensor):
         value = value.detach().full_tensor()
     return local_rows(value)
 
 
 class FakeQuantizer(nn.Module):
-    """weight -> effective weight, at the temperature and pressure held here as 0-D buffers.
+    """A module that maps a weight to its effective weight, and holds temperature and pressure.
 
-    The buffers are float32 whatever the model is cast to, not saved in state dicts (they follow
-    from the step), and tensors rather than floats, so that a change of value compiles nothing anew.
+    Temperature and pressure are 0-D float32 buffers. Casting the model does not cast them. State
+    dicts do not contain them, because they follow from the step. They are tensors instead of
+    floats, so that a new value compiles nothing again.
 
     Args:
-        method: the method.
-        tau, pressure: initial values.
-        device: where the buffers live.
+        method: The method of the weight.
+        tau: The initial temperature.
+        pressure: The initial pressure.
+        device: The device of the buffers.
 
     Attributes:
-        enabled: False computes with latent weights.
-        is_hard: computes with `Method.hard`, whatever tau and pressure; for evaluation.
+        enabled: Whether to quantize. If False, the linear uses its latent weight.
+        is_hard: Whether to use `Method.hard` for every tau and pressure, for example in evaluation.
     """
 
-    tau: torch.Tensor
-    pressure: torch.Tensor
+    tau: Tensor
+    pressure: Tensor
 
     def __init__(self, method: Method, *, tau: float, pressure: float, device=None):
         super().__init__()
@@ -143,13 +151,13 @@ class FakeQuantizer(nn.Module):
         self.reset_buffers(device)
 
     def reset_buffers(self, device=None) -> None:
-        """(Re)creates the buffers on ``device``: what a model made on the meta device needs."""
+        """Create the buffers on ``device``, again for a model that was made on the meta device."""
         for name, value in self._initial.items():
             buffer = torch.tensor(value, dtype=torch.float32, device=device)
             self.register_buffer(name, buffer, persistent=False)
 
     def _apply(self, fn, recurse=True):
-        """Follows the model to another device, but not to another dtype."""
+        """Move the buffers with the model to another device, but keep their dtype."""
 
         def follow(value):
             moved = fn(value)
@@ -157,8 +165,8 @@ class FakeQuantizer(nn.Module):
 
         return super()._apply(follow, recurse)
 
-    def forward(self, weight: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        """The effective weight; ``parameters`` are the method's."""
+    def forward(self, weight: Tensor, *parameters: Tensor) -> Tensor:
+        """Return the effective weight. ``parameters`` are the method's parameters."""
         if not self.enabled:
             return weight
         if self.is_hard:
@@ -169,23 +177,23 @@ class FakeQuantizer(nn.Module):
         return self.method.key()
 
 
-# Method -> its own kind of quantized linear, if it has one; a kind registers itself.
+# Maps a method to its own kind of quantized linear, if there is one. Every kind registers itself.
 _KINDS: dict[type[Method], type["QuantizedLinear"]] = {}
 
 
 class QuantizedLinear(FakeQuantizedLinear):
     """A linear whose forward uses the effective weight; see `hestia_tune.methods.linear`.
 
-    Made by `from_linear`. The parameter keeps its name ``weight`` and its identity, so state dicts,
-    optimizers and tied weights do not notice. Parameters of the method stand beside it under the
-    names that it gives them.
+    `from_linear` makes it. The parameter keeps its name ``weight`` and its identity, so state
+    dicts, optimizers and tied weights do not change. The layer also holds the method's parameters,
+    under the names that the method gives them.
 
     Attributes:
-        weight_is_effective: the forward is handed the effective weight already, by
-            `hestia_tune.qat.shards`; the linear is then a plain one.
+        weight_is_effective: Whether ``weight`` is the effective weight already when the forward
+            runs (`hestia_tune.qat.shards`). The forward is then the one of a plain linear.
     """
 
-    # Names of parameters that follow from the latent weight; see `derive`.
+    # Names of the parameters that follow from the latent weight; see `derive`.
     derived_names: ClassVar[tuple[str, ...]] = ()
     weight_fake_quantizer: FakeQuantizer
     weight_is_effective = False
@@ -198,7 +206,7 @@ class QuantizedLinear(FakeQuantizedLinear):
     def from_linear(
         cls, mod: nn.Linear, method: Method, *, tau: float = 0.3, pressure: float = 1.0
     ) -> "QuantizedLinear":
-        """Return a quantized linear with the parameters of ``mod``; works on the meta device."""
+        """Return a quantized linear with the parameters of ``mod``, also on the meta device."""
         cls = _KINDS.get(type(method), cls)
         new = cls(mod.in_features, mod.out_features, mod.bias is not None, device="meta")
         new.weight, new.bias = mod.weight, mod.bias
@@ -216,52 +224,53 @@ class QuantizedLinear(FakeQuantizedLinear):
 
     @property
     def method(self) -> Method:
-        """The mathematics of this layer."""
+        """The method of this layer."""
         return self.weight_fake_quantizer.method
 
     def method_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The method's parameters, in its order."""
+        """Return the method's parameters, in the method's order."""
         return tuple(getattr(self, name) for name in self.method.parameter_names)
 
-    def latents(self) -> tuple[torch.Tensor, ...]:
-        """The latent weight and the method's parameters: all that the effective weight is of."""
+    def latents(self) -> tuple[Tensor, ...]:
+        """Return the latent weight and the method's parameters: they make the effective weight."""
         return (self.weight, *self.method_parameters())
 
-    def whole_latents(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The latent weight and the method's parameters, whole and detached. Collective if FSDP
-        has sharded them."""
+    def whole_latents(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the latent weight and the method's parameters, whole and detached.
+
+        The call is collective if FSDP has sharded them.
+        """
         weight, *parameters = (full_tensor(value) for value in self.latents())
         return weight, tuple(parameters)
 
-    def forward_bias(self) -> torch.Tensor | None:
-        """Return what is added to the outputs."""
+    def forward_bias(self) -> Tensor | None:
+        """Return the bias that the forward adds to the outputs."""
         return self.bias
 
-    def hard_bias(self, latent: torch.Tensor) -> torch.Tensor | None:
-        """Return the whole bias of the hard linear, detached, if it is not this linear's own.
+    def hard_bias(self, latent: Tensor) -> Tensor | None:
+        """Return the whole bias of the hard linear, detached, if it differs from ``self.bias``.
 
-        Args:
-            latent: The whole latent weight.
+        ``latent`` is the whole latent weight. The default None keeps ``self.bias``.
         """
         return None
 
     def derive(
-        self, latent: torch.Tensor, pressure: torch.Tensor, total: SumOverRanks | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Return, by name, parameters that follow from rows of the latent weight.
+        self, latent: Tensor, pressure: Tensor, total: SumOverRanks | None = None
+    ) -> dict[str, Tensor]:
+        """Return the parameters that follow from rows of the latent weight, by name.
 
-        They are held under `derived_names`, handed to the forward and never trained.
+        Their names are `derived_names`. The forward uses them, but they are never trained.
         """
         return {}
 
     def derive_vjp(
         self,
-        grads: Mapping[str, torch.Tensor],
-        latent: torch.Tensor,
-        pressure: torch.Tensor,
+        grads: Mapping[str, Tensor],
+        latent: Tensor,
+        pressure: Tensor,
         total: SumOverRanks | None = None,
-    ) -> torch.Tensor:
-        """Return the gradient of the latent weight, given those of what `derive` returned."""
+    ) -> Tensor:
+        """Return the gradient of the latent weight, given the gradients of derived parameters."""
         raise NotImplementedError
 
     def _apply(self, fn, recurse=True):
@@ -271,13 +280,13 @@ class QuantizedLinear(FakeQuantizedLinear):
 
     def to_hard_linear(
         self,
-        pack: Callable[..., torch.Tensor] = lambda method, *latents: method.hard(*latents),
+        pack: Callable[..., Tensor] = lambda method, *latents: method.hard(*latents),
         name: str = "the linear",
     ) -> nn.Linear:
-        """A plain linear whose weight is the hard one, in the dtype of the latent weight.
+        """Return a plain linear with the hard weight, in the dtype of the latent weight.
 
         Args:
-            pack: method, latent weight and the method's parameters -> what stands for the weight,
+            pack: Maps the method, the latent weight and the method's parameters to the new weight,
                 dense or packed.
             name: Name of this layer, for the error.
 
@@ -287,7 +296,7 @@ class QuantizedLinear(FakeQuantizedLinear):
         latent, (whole, parameters) = self.weight.detach(), self.whole_latents()
         require_finite(name, whole, *parameters)
 
-        def sharded(value: torch.Tensor) -> torch.Tensor:
+        def sharded(value: Tensor) -> Tensor:
             if not isinstance(latent, DTensor):
                 return value
             return distribute_tensor(value, latent.device_mesh, latent.placements)
@@ -297,18 +306,18 @@ class QuantizedLinear(FakeQuantizedLinear):
         if (bias := self.hard_bias(whole)) is not None:
             bias = sharded(bias).to(latent.dtype)
             new.bias = nn.Parameter(bias, self.weight.requires_grad)
-        dense = type(hard) in (torch.Tensor, DTensor)
+        dense = type(hard) in (Tensor, DTensor)
         new.weight = nn.Parameter(hard, requires_grad=dense and self.weight.requires_grad)
         return new.train(self.training)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         fake, bias = self.weight_fake_quantizer, self.forward_bias()
         if self.weight_is_effective or not fake.enabled:
             return F.linear(x, self.weight, bias)  # (..., in) x (out, in) -> (..., out)
         if self.weight.dtype != self._latent_dtype:
             raise InputError(
-                f"a latent weight must be quantized as it is, {self._latent_dtype}, before it is "
-                f"rounded; FSDP hands it over as {self.weight.dtype}; call "
+                f"a latent weight must be quantized in its own dtype, {self._latent_dtype}; FSDP "
+                f"has rounded it to {self.weight.dtype}; call "
                 "hestia_tune.qat.shards.quantize_shards(model) before fully_shard"
             )
         parameters = self.method_parameters()
@@ -322,7 +331,7 @@ class QuantizedLinear(FakeQuantizedLinear):
 
 
 def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """The quantized linears of a prepared model by fully qualified name, in model order."""
+    """Return the quantized linears of a prepared model by qualified name, in model order."""
     return {
         clean_fqn(fqn): module
         for fqn, module in model.named_modules()

@@ -1,10 +1,10 @@
-"""Prepare and convert: swapping quantized linears in and out of any model, the torchao way.
+"""Prepare and convert models: swap quantized linears in and out of any model, as torchao does.
 
-`HestiaConfig` and `Fairy2iConfig` are registered with torchao, so that
+`HestiaConfig` and `Fairy2iConfig` are registered with torchao, so
 ``quantize_(model, HestiaConfig(step="prepare"))`` works like torchao's own configs. The two-step
-components, ``prepare(model)`` and ``convert(model)``, wrap them: they know which linears to take
+components, ``prepare(model)`` and ``convert(model)``, wrap the configs. They choose the linears,
 and name them in their errors. Nothing here copies a weight: prepare shares the parameter (also on
-the meta device), convert replaces it by the hard weight.
+the meta device), and convert replaces it by the hard weight.
 """
 
 import abc
@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torchao.core.config import AOBaseConfig
-from torchao.quantization import quantize_
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from hestia_tune.config import nearest, require_number
@@ -25,7 +23,7 @@ from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.methods import EvenMethod, Fairy2iMethod, Method, TernaryMethod
 from hestia_tune.methods.fairy2i import Granularity
 from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.qat.linear import QuantizedLinear, clean_fqn, quantized_linears, select_linears
+from hestia_tune.qat.linear import QuantizedLinear, clean_fqn, select_linears
 from hestia_tune.qat.tequila_linear import TequilaLinear  # noqa: F401  (registers itself)
 from hestia_tune.tensors import pack
 
@@ -34,15 +32,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class QATConfigBase(AOBaseConfig):
-    """What the configs of all methods share.
+    """The base of the configs of all methods.
 
     Args:
-        step: "prepare" swaps quantized linears in, "convert" swaps plain linears with hard
-            weights back.
-        tau: temperature until a schedule sets another, >= 0; 0 is straight-through.
-        pressure: pressure until a schedule sets another, in [0, 1].
-        target: what "convert" makes of a weight: "dense" (the hard weight in its own dtype) or a
-            packed format of the method.
+        step: "prepare" swaps quantized linears in. "convert" swaps plain linears with hard weights
+            back.
+        tau: The temperature until a schedule sets another, at least 0. 0 is straight-through.
+        pressure: The pressure until a schedule sets another, in [0, 1].
+        target: The kind of weight that "convert" makes: "dense" (the hard weight in its own dtype)
+            or a packed format of the method.
+
+    Raises:
+        InputError: If an option is wrong.
     """
 
     step: Literal["prepare", "convert"] = "prepare"
@@ -62,20 +63,20 @@ class QATConfigBase(AOBaseConfig):
 
     @abc.abstractmethod
     def method(self) -> Method:
-        """The method."""
+        """Return the method."""
 
-    def pack(
-        self, method: Method, latent: torch.Tensor, parameters: Sequence[torch.Tensor] = ()
-    ) -> torch.Tensor:
-        """What stands for a latent weight after "convert"; ``method`` is its layer's own."""
+    def pack(self, method: Method, latent: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
+        """Return the weight that replaces a latent weight in "convert", by its layer's method."""
         if self.target == "dense":
             return method.hard(latent, parameters)
         return pack(method, latent, self.target, parameters)
 
 
 def transform(module: nn.Module, config: QATConfigBase, name: str = "a linear") -> nn.Module:
-    """What ``quantize_`` does to a linear: the same for every method. The name is for the errors of
-    "convert"; ``quantize_`` does not give one."""
+    """Return the module that replaces a linear in ``quantize_``, for every method.
+
+    The errors of "convert" show the name. ``quantize_`` does not pass a name.
+    """
     if config.step == "convert":
         is_quantized = isinstance(module, QuantizedLinear)
         return module.to_hard_linear(config.pack, name) if is_quantized else module
@@ -91,9 +92,9 @@ class MethodConfig(QATConfigBase):
     """QAT by any method for ``torchao.quantization.quantize_``.
 
     Args:
-        of: the method, such as ``LSQMethod(group_size=64)``.
-        step, tau, pressure, target: see `QATConfigBase`; a method without a temperature ignores
-            ``tau``.
+        of: The method, such as ``LSQMethod(group_size=64)``.
+        step: See `QATConfigBase`, also for ``pressure`` and ``target``.
+        tau: See `QATConfigBase`. A method without a temperature ignores it.
     """
 
     of: Method
@@ -107,25 +108,25 @@ class HestiaConfig(QATConfigBase):
     """Ternary QAT for ``torchao.quantization.quantize_``.
 
     Args:
-        group_size: weights that share a scale: an int that divides in_features (128 in the
+        group_size: Weights that share a scale: an int that divides in_features (128 in the
             paper), "channel" or "tensor".
-        scale: "absmean" (Eq. 1) or "learned", a factor per group that training finds.
+        scale: "absmean" (Eq. 1) or "learned", a factor per group that training finds. See
+            `hestia_tune.methods.TernaryMethod`, also for the next three options.
         threshold: "half" of the scale, or "learned".
         offset: "none" or "learned".
-        start: "absmean" or "least_squares", where learned parameters start; all four as in
-            `hestia_tune.methods.TernaryMethod`.
-        codebook: "ternary"; or "binary" or "int2", 1 and 2 bits, as in
+        start: Where learned parameters start: "absmean" or "least_squares".
+        codebook: "ternary"; or "binary" (1 bit) or "int2" (2 bits) of
             `hestia_tune.methods.EvenMethod`, which learns no scales.
         target: "dense", "ternary" (a packed `hestia_tune.TernaryTensor`) or "intx" (torchao's int2
-            tensor); of the other codebooks "binary" and "int2".
-        step, tau, pressure: see `QATConfigBase`.
+            tensor). The other codebooks have "dense", and their own name for a packed weight.
+        step: See `QATConfigBase`, also for ``tau`` and ``pressure``.
 
     Raises:
-        InputError: on values that are out of range.
+        InputError: If an option is wrong.
 
     Note:
-        ``quantize_`` by itself takes every linear, the output head too; pass
-        ``filter_fn=hestia_tune.is_transformer_linear`` or use `HestiaQATQuantizer`.
+        ``quantize_`` by itself takes every linear, the output head too. Pass
+        ``filter_fn=hestia_tune.is_transformer_linear``, or use `HestiaQATQuantizer`.
     """
 
     group_size: GroupSize = 128
@@ -154,14 +155,14 @@ class Fairy2iConfig(QATConfigBase):
     """Complex-valued QAT for ``torchao.quantization.quantize_``; tau is in squared radians.
 
     Args:
-        num_stages: residual stages, 1 to 4, each one bit per real weight (2 in the paper).
-        granularity: "tensor" (the paper's: two scales per matrix and stage) or an int, the complex
-            columns that share them.
+        num_stages: Residual stages, 1 to 4, each of one bit per real weight (2 in the paper).
+        granularity: "tensor" (two scales per matrix and stage, as in the paper), or the number of
+            complex columns that share scales.
         target: "dense" or "fairy2i" (a packed `hestia_tune.Fairy2iTensor`).
-        step, tau, pressure: see `QATConfigBase`.
+        step: See `QATConfigBase`, also for ``tau`` and ``pressure``.
 
     Raises:
-        InputError: on values that are out of range.
+        InputError: If an option is wrong.
     """
 
     num_stages: int = 2
@@ -176,22 +177,26 @@ for _config in (MethodConfig, HestiaConfig, Fairy2iConfig):
 
 
 class QATQuantizerBase:
-    """Two-step quantizer component: ``prepare(model)`` before training, ``convert(model)`` after.
+    """A two-step component: ``prepare(model)`` before training, ``convert(model)`` after it.
 
     Args:
-        config: the method and its options.
-        include: shell patterns of the linears to quantize; None takes every linear of the
+        config: The method and its options.
+        include: Shell patterns of the linears to quantize. None takes every linear of the
             transformer blocks (attention q, k, v, output; MLP gate, up, down).
-        exclude: shell patterns of linears to leave out.
-        skip_incompatible: leave out the linears whose shape the method cannot take, instead of
-            raising an error.
-        scale_lr: learning rate of the method's own parameters; None takes the optimizer's.
+        exclude: Shell patterns of linears to leave out.
+        skip_incompatible: Whether to leave out linears of a shape that the method cannot quantize,
+            instead of raising an error.
+        scale_lr: Learning rate of the method's own parameters. None takes the optimizer's rate.
 
     Attributes:
-        skipped: names of the linears that `prepare` left out for their shape.
+        skipped: Names of the linears that `prepare` left out for their shape.
+
+    Raises:
+        InputTypeError: If the patterns are not lists.
+        InputError: If ``scale_lr`` is out of range, or the method has no parameters.
     """
 
-    # Whether the method reads a temperature, and so a schedule of it.
+    # Whether the method reads a temperature, and so a schedule of the temperature.
     has_temperature: ClassVar[bool] = True
 
     def __init__(
@@ -222,11 +227,11 @@ class QATQuantizerBase:
         self.skipped: list[str] = []
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Swaps the selected linears for quantized ones, in place; returns ``model``.
+        """Swap the selected linears for quantized linears, in place, and return ``model``.
 
         Raises:
-            InputError: if a pattern matches nothing, or a layer cannot be quantized; the error
-                names the layer, and the model is as it was.
+            InputError: If a pattern matches nothing, or a layer cannot be quantized. The error
+                names the layer, and the model does not change.
         """
         chosen = select_linears(model, self._include, self._exclude)
         self.skipped = []
@@ -245,20 +250,17 @@ class QATQuantizerBase:
                 f"{self.method.key()}"
             )
         config = dataclasses.replace(self.config, step="prepare")
-        quantize_(model, config, filter_fn=lambda module, fqn: clean_fqn(fqn) in chosen)
-        # A module that stands in one parent under two names has been swapped under the first only.
-        by_weight = {id(layer.weight): layer for layer in quantized_linears(model).values()}
+        layers = {id(linear): transform(linear, config) for linear in chosen.values()}
         for fqn, module in list(model.named_modules(remove_duplicate=False)):
-            if clean_fqn(fqn) in chosen and not isinstance(module, QuantizedLinear):
-                parent, _, name = fqn.rpartition(".")
-                setattr(model.get_submodule(parent), name, by_weight[id(module.weight)])
+            if id(module) in layers and clean_fqn(fqn) in chosen:
+                model.set_submodule(fqn, layers[id(module)])
         return model
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Swaps every quantized linear for a plain one with its hard weight, in place.
+        """Swap every quantized linear for a plain linear with its hard weight, in place.
 
-        Linears that shared a latent weight share the hard one; a weight shared with something that
-        is not quantized, such as an embedding, is shared no longer.
+        Linears that shared a latent weight share the hard weight. A module
+        that is not quantized, such as an embedding, no longer shares the weight.
 
         Raises:
             InputError: If nothing is prepared.
@@ -274,8 +276,7 @@ class QATQuantizerBase:
         for fqn, layer in layers.items():
             linear = transform(layer, config, clean_fqn(fqn))
             linear.weight = hard.setdefault(id(layer.weight), linear.weight)
-            parent, _, name = fqn.rpartition(".")
-            setattr(model.get_submodule(parent), name, linear)
+            model.set_submodule(fqn, linear)
         return model
 
 
@@ -283,8 +284,11 @@ class Component(QATQuantizerBase):
     """A component whose options are the fields of a config or of a method.
 
     Args:
-        scale_lr, include, exclude, skip_incompatible: See `QATQuantizerBase`.
-        options: Fields of ``options_type``, such as ``group_size``.
+        scale_lr: See `QATQuantizerBase`, also for the next three options.
+        include: Shell patterns of the linears to quantize.
+        exclude: Shell patterns of linears to leave out.
+        skip_incompatible: Whether to leave out linears that the method cannot quantize.
+        **options: Fields of ``options_type``, such as ``group_size``.
 
     Raises:
         InputTypeError: If there is no such option.
@@ -334,7 +338,7 @@ class Fairy2iQATQuantizer(Component):
 
     Its options are the fields of `Fairy2iConfig`, and the options of `Component`. With
     ``schedule: {rho: 0.0, tau_init: 0.0}`` it is straight-through (*Fairy2i* in the paper's
-    Table 3), with a temperature relaxed (*Fairy2i-H*).
+    Table 3). With a temperature it is relaxed (*Fairy2i-H*).
     """
 
     options_type = Fairy2iConfig

@@ -1,12 +1,11 @@
-"""Pressure, temperature and learning rate as functions of the step; the driver that hands the
-first two to layers.
+"""Compute pressure, temperature and learning rate from the step, and write the first two.
 
 Legend: t global step (optimizer steps done so far), T total steps, rho compress ratio,
 T_comp = rho·T (a real number, not rounded), alpha sensitivity strength, s sensitivity score.
 
-Training step t uses the values at t, so the last one, T - 1, is still slightly soft; at t = T the
-pressure is 1 and the temperature 0, which is the hard model. Everything follows from the global
-step, so a resumed run needs no state of its own.
+Training step t uses the values at t, so the last step, T - 1, is still slightly soft. At t = T the
+pressure is 1 and the temperature 0: the hard model. All values follow from the global step, so a
+resumed run needs no state of its own.
 """
 
 import contextlib
@@ -14,6 +13,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,70 +27,70 @@ if TYPE_CHECKING:
     from hestia_tune.qat.linear import QuantizedLinear
 
 
-class AnnealingSchedule:
-    """Both schedules for one run.
+@dataclass(frozen=True)
+class AnnealingSchedule(ScheduleConfig):
+    """The schedules of the pressure and of the temperature for one run.
 
     Args:
         total_steps: T, at least 1.
-        rho, tau_init, alpha, hard_fraction: see `hestia_tune.config.ScheduleConfig`; tau_init a
-            number.
+        rho: See `hestia_tune.config.ScheduleConfig`, also for ``alpha`` and ``hard_fraction``.
+        tau_init: The temperature while the pressure rises. It must be a number here.
 
     Raises:
-        InputError: on options out of range.
+        InputTypeError: If an option has a wrong type.
+        InputError: If an option is out of range.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        rho: float = 0.2,
-        tau_init: float = 0.3,
-        alpha: float = 0.4,
-        hard_fraction: float = 0.0,
-    ):
-        if isinstance(total_steps, bool) or not isinstance(total_steps, int):
-            raise InputTypeError(f"total_steps must be an int; got {total_steps!r}")
-        if total_steps < 1:
-            raise InputError(f"total_steps must be at least 1; got {total_steps}")
-        config = ScheduleConfig(
-            rho=rho, tau_init=tau_init, alpha=alpha, hard_fraction=hard_fraction
-        )
-        if isinstance(config.tau_init, str):
+    total_steps: int
+
+    def __post_init__(self):
+        if isinstance(self.total_steps, bool) or not isinstance(self.total_steps, int):
+            raise InputTypeError(f"total_steps must be an int; got {self.total_steps!r}")
+        if self.total_steps < 1:
+            raise InputError(f"total_steps must be at least 1; got {self.total_steps}")
+        super().__post_init__()
+        if isinstance(self.tau_init, str):
             raise InputTypeError(
                 'tau_init must be a number here; resolve "auto" by optimal_temperature'
             )
-        if config.rho == 1:
+        if self.rho == 1:
             warnings.warn(
                 "schedule.rho 1 leaves no step to anneal: the pressure rises over the whole run, "
                 "straight into the hard model; the paper uses 0.2",
-                stacklevel=2,
+                stacklevel=3,
             )
-        self.total_steps, self.tau_init = total_steps, float(config.tau_init)
-        self.rho, self.alpha = config.rho, config.alpha
-        self.hard_fraction = config.hard_fraction
 
     @classmethod
     def of(cls, total_steps: int, section: Section, **changes: float) -> "AnnealingSchedule":
-        """With the options that a section has under the names of `ScheduleConfig`, or others."""
+        """Return the schedule of a section's options.
+
+        Args:
+            total_steps: T.
+            section: A section with the options of `ScheduleConfig`, under the same names.
+            **changes: Options that replace the section's options.
+        """
         names = [field.name for field in dataclasses.fields(ScheduleConfig)]
         return cls(total_steps, **{name: getattr(section, name) for name in names} | changes)
 
     def pressure(self, step: int) -> float:
-        """p_t = min(1, t / (rho·T)), or 1 if rho is 0 (Eq. 8)."""
+        """Return p_t = min(1, t / (rho·T)), or 1 if rho is 0 (Eq. 8)."""
         if self.rho == 0 or step >= self.total_steps:
             return 1.0
         return min(1.0, step / (self.rho * self.total_steps))
 
     def temperature(self, step: int, score: float = 0.0) -> float:
-        """That of a tensor with sensitivity ``score``: e^{alpha·s} (Eq. 13: a more sensitive one is
-        hotter at every step) times tau_init until T_comp, then (tau_init/2)·(1 +
+        """Return the temperature of a tensor with the sensitivity score ``score``.
+
+        It is e^{alpha·s} times a base (Eq. 13), so a more sensitive tensor is hotter at every step.
+        The base is tau_init until T_comp. Then it is (tau_init/2)·(1 +
         cos(pi·(t - T_comp)/(T_hard - T_comp))) until T_hard = (1 - hard_fraction)·T (Eq. 12, where
-        it is T), then 0."""
+        T_hard is T), and 0 afterwards.
+        """
         compress_steps = self.rho * self.total_steps
         hard_from = (1.0 - self.hard_fraction) * self.total_steps
         if step >= hard_from:
             return 0.0
-        base = self.tau_init
+        base = float(self.tau_init)
         if step > compress_steps:
             progress = (step - compress_steps) / (hard_from - compress_steps)
             base = 0.5 * base * (1.0 + math.cos(math.pi * progress))
@@ -101,20 +101,20 @@ class ScheduleDriver:
     """Writes pressure and temperature into the quantized linears of a prepared model.
 
     Args:
-        schedule: what to write.
-        layers: fully qualified name -> quantized linear (see `hestia_tune.quantized_linears`), or
-            any module with a ``weight_fake_quantizer`` that has the 0-D buffers ``tau`` and
-            ``pressure``.
-        scores: sensitivity score per name, or None for the uniform schedule (every score 0, the
-            paper's "w/o Hessian").
-        after_write: called when the values have changed, for what depends on them
-            (`hestia_tune.qat.shards.refresh`).
+        schedule: The schedule of pressure and temperature.
+        layers: Maps fully qualified names to quantized linears (see
+            `hestia_tune.quantized_linears`). Any module will do if it has a
+            ``weight_fake_quantizer`` with the 0-D buffers ``tau`` and ``pressure``.
+        scores: Sensitivity score per name. None gives the uniform schedule, where every score is 0
+            (the paper's "w/o Hessian").
+        after_write: A function to call whenever the values have changed, for example
+            `hestia_tune.qat.shards.refresh`.
 
     Attributes:
-        layers: as given.
+        layers: The given layers.
 
     Raises:
-        InputError: if there are no layers, or the names of ``scores`` are not those of ``layers``.
+        InputError: If there are no layers, or ``scores`` and ``layers`` have different names.
     """
 
     def __init__(
@@ -135,25 +135,27 @@ class ScheduleDriver:
         self._scores = {name: 0.0 if scores is None else scores[name] for name in layers}
 
     def temperatures(self, step: int) -> dict[str, float]:
-        """Temperature of every layer at ``step``, by name."""
+        """Return the temperature of every layer at ``step``, by name."""
         return {name: self.schedule.temperature(step, s) for name, s in self._scores.items()}
 
     def set_step(self, step: int) -> None:
-        """Call before the forward of training step ``step``, and never between it and backward."""
+        """Write the values of training step ``step``.
+
+        Call it before the forward of the step, and never between the forward and the backward.
+        """
         self.write(self.temperatures(step), self.schedule.pressure(step))
 
     def write(self, temperatures: Mapping[str, float], pressure: float) -> None:
-        """Sets the temperature of every layer, by name, and the pressure of all.
+        """Set the temperature of every layer, by name, and the pressure of all layers.
 
-        One copy to the device and one fused kernel, however many layers there are.
+        It costs one copy to the device and one fused kernel for any number of layers.
         """
         taus = [temperatures[name] for name in self.layers]
         fakes = [layer.weight_fake_quantizer for layer in self.layers.values()]
         buffers = [fake.tau for fake in fakes] + [fake.pressure for fake in fakes]
         values = torch.tensor(taus + [pressure] * len(taus), dtype=torch.float32)
-        torch._foreach_copy_(
-            buffers, list(values.to(buffers[0].device, non_blocking=True).unbind())
-        )
+        values = values.to(buffers[0].device, non_blocking=True)
+        torch._foreach_copy_(buffers, list(values.unbind()))
         self._after_write()
 
     @contextlib.contextmanager
@@ -173,11 +175,11 @@ class ScheduleDriver:
             self._after_write()
 
     def hard(self):
-        """Context in which the model computes with hard weights, those of `Method.hard`."""
+        """Return a context in which the model computes with the hard weights of `Method.hard`."""
         return self._temporarily(1.0, is_hard=True)
 
     def latent(self):
-        """Context in which the model computes with its latent weights (pressure 0)."""
+        """Return a context in which the model computes with its latent weights (pressure 0)."""
         return self._temporarily(0.0, is_hard=False)
 
 
@@ -189,28 +191,26 @@ def get_wsd_schedule(
     min_lr_ratio: float = 0.0,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """Warmup-stable-decay schedule (``lr_scheduler._component_``).
+    """Return a warmup-stable-decay schedule (``lr_scheduler._component_``).
 
-    The factor of the peak rises linearly over the first ceil(warmup_ratio·T) steps (the first step
-    already learns), stays at 1, and falls linearly over the last ceil(decay_ratio·T) steps; the
-    value ``min_lr_ratio`` would be reached at step T, one after the last.
+    The factor of the peak rises linearly over the first ceil(warmup_ratio·T) steps. The first step
+    already learns. Then the factor stays at 1. It falls linearly over the last ceil(decay_ratio·T)
+    steps, and would reach ``min_lr_ratio`` at step T, one after the last.
 
     Args:
-        optimizer: the optimizer whose learning rate is the peak.
-        num_training_steps: T, filled in by the recipe.
-        warmup_ratio: fraction of T spent rising, in [0, 1].
-        decay_ratio: fraction of T spent falling, in [0, 1]; with ``warmup_ratio`` at most 1.
-        min_lr_ratio: what the decay ends at, relative to the peak, in [0, 1].
-        last_epoch: index of the last step done, filled in by the recipe.
+        optimizer: The optimizer. Its learning rate is the peak.
+        num_training_steps: T. The recipe fills it in.
+        warmup_ratio: Fraction of T in which the factor rises, in [0, 1].
+        decay_ratio: Fraction of T in which the factor falls, in [0, 1]. The sum of this ratio and
+            ``warmup_ratio`` is at most 1.
+        min_lr_ratio: The factor at the end of the decay, in [0, 1].
+        last_epoch: Index of the last step done. The recipe fills it in.
 
     Raises:
-        InputError: on ratios out of range.
+        InputError: If a ratio is out of range.
     """
-    for name, value in (
-        ("warmup_ratio", warmup_ratio),
-        ("decay_ratio", decay_ratio),
-        ("min_lr_ratio", min_lr_ratio),
-    ):
+    ratios = dict(warmup_ratio=warmup_ratio, decay_ratio=decay_ratio, min_lr_ratio=min_lr_ratio)
+    for name, value in ratios.items():
         require_number(f"lr_scheduler.{name}", value, 0, 1, "it is a fraction")
     if warmup_ratio + decay_ratio > 1:
         raise InputError(

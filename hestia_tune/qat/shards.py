@@ -1,26 +1,27 @@
-"""Quantize the shard, not the gathered weight: QAT under FSDP2 at the cost of two passes a step.
+"""Quantize the shard instead of the gathered weight: QAT under FSDP2 at two passes a step.
 
-Every rank turns its rows of the float32 latent weight into rows of the effective weight, rounds
-them once, to the compute dtype, and that is what FSDP2 gathers: the linear is then a plain linear.
-The gradient that FSDP2 reduces, in float32, is that of the effective weight; since the Jacobian
-depends on the latent alone, it is pulled back once an optimizer step, after all micro-batches.
+Every rank turns its rows of the float32 latent weight into rows of the effective weight, and rounds
+them once, to the compute dtype. FSDP2 gathers these rows, so the linear is a plain linear. FSDP2
+reduces the gradient of the effective weight, in float32. The Jacobian depends only on the latent
+weight. So the gradient is pulled back once per optimizer step, after all micro-batches.
 
     quantize_shards(model)          before ``fully_shard``, on the prepared model
     refresh(model, dtype)           when latents, temperature or pressure have changed
     ... forward, backward ...
     pull_back(layers)               before clipping: ``weight.grad`` becomes the latents' gradient
 
-What it costs: two passes over the shard a step (forward and pull-back), divided by the ranks and
-independent of accumulation and of how often FSDP2 gathers; and the effective rows, kept from one
-`refresh` to the next, 2 bytes a weight and rank in bfloat16. Making them anew in each gather would
-save those bytes and cost a pass per gather, two a micro-batch with ``reshard_after_forward``.
+Cost in time: two passes over the shard a step (forward and pull-back), divided by the ranks. It
+does not depend on accumulation, or on how often FSDP2 gathers. Cost in memory: the effective rows,
+which are kept from one `refresh` to the next, 2 bytes a weight and rank in bfloat16. Computing them
+again in each gather would save these bytes. It would cost a pass per gather, two a micro-batch with
+``reshard_after_forward``.
 
-Scales that span ranks are sums over them (one all-reduce of a few numbers a layer). A method that
-pairs row i with row i + n/2 (Fairy2i) exchanges rows, so that each rank holds both of a pair:
-all-to-all of the shard, 4 bytes a weight there and 2 back in a refresh, 8 there and 4 back in a
-pull-back, divided by the ranks; nothing on one rank.
+If scales span ranks, they are sums over the ranks (one all-reduce of a few numbers a layer). A
+method that pairs row i with row i + n/2 (Fairy2i) exchanges rows, so that each rank holds both rows
+of a pair. The exchange is an all-to-all of the shard. It sends 4 bytes a weight there and 2 back in
+a refresh, 8 there and 4 back in a pull-back, divided by the ranks. One rank exchanges nothing.
 
-With FSDP2's CPU offloading, rows wait on the CPU and are worked on where tau is.
+With FSDP2's CPU offloading, the rows wait on the CPU. They are processed on the device of tau.
 """
 
 import functools
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -41,11 +42,13 @@ from hestia_tune.qat.linear import QuantizedLinear, local_rows, quantized_linear
 
 
 def quantize_shards(model: nn.Module) -> None:
-    """Makes the latent weights of a prepared model `LatentShard`; call before ``fully_shard``.
+    """Turn the latent weights of a prepared model into `LatentShard`.
+
+    Call it before ``fully_shard``.
 
     Raises:
-        InputError: if a latent weight is shared with a module that is not quantized: one gathered
-            weight cannot be the effective and the latent one.
+        InputError: If a module that is not quantized shares a latent weight. FSDP2 gathers one
+            weight, which cannot be both the effective and the latent weight.
     """
     layers = quantized_linears(model).values()
     shards = {
@@ -63,23 +66,23 @@ def quantize_shards(model: nn.Module) -> None:
         layer.weight = shards[id(layer.weight)]
         layer.weight_is_effective = True
         layer.effective_rows = None
-        for name in layer.derived_names:  # gathered, and its gradient reduced, like any other
+        for name in layer.derived_names:  # FSDP2 treats it like any other parameter.
             rows = torch.empty(layer.out_features, device=layer.weight.device)
             layer.register_parameter(name, nn.Parameter(rows))
 
 
 class LatentRows:
-    """The rows of a quantized linear that this process holds: quantized, and pulled back.
+    """The rows of a quantized linear that this process holds.
 
-    The one place where latents become effective rows and gradients come back to them: under FSDP2
-    on any number of ranks, in one process, and in reconstruction.
+    Only this class turns latents into effective rows, and pulls gradients back to the latents. It
+    works under FSDP2 on any number of ranks, in one process, and in reconstruction.
 
     Args:
         layer: The linear; its latents are plain or sharded by FSDP2.
-        compiled: Run the formulas as fused kernels, unless scales span ranks.
+        compiled: Whether to run the formulas as fused kernels, unless scales span ranks.
 
     Attributes:
-        total: Sums over the ranks; None if no scale of the method needs them.
+        total: A function that sums over the ranks; None if no scale of the method needs sums.
     """
 
     def __init__(self, layer: QuantizedLinear, *, compiled: bool = False):
@@ -91,85 +94,85 @@ class LatentRows:
         spans_ranks = layer.method.scales_span_rows and self._size > 1
         self.total: SumOverRanks | None = self._sum if spans_ranks else None
 
-    def latents(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return this process's rows of the latent weight and of the parameters, where tau is."""
+    def latents(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return this process's latent rows and parameters, on the device of tau."""
         device = self._layer.weight_fake_quantizer.tau.device
         latent, *parameters = (local_rows(v).to(device) for v in self._layer.latents())
         return latent, parameters
 
     @torch.no_grad()
-    def quantize(self, dtype: torch.dtype, *, is_hard: bool) -> dict[str, torch.Tensor]:
-        """Return the effective rows as "weight", and what the linear derives. Collective.
+    def quantize(self, dtype: torch.dtype, *, is_hard: bool) -> dict[str, Tensor]:
+        """Return the effective rows as "weight", and the derived parameters. Collective.
 
         Args:
-            dtype: Dtype of the products, to which the rows are rounded once.
-            is_hard: Whether to return the hard rows, whatever temperature and pressure are.
+            dtype: The dtype of the products. The rows are rounded to it once.
+            is_hard: Whether to return the hard rows for every temperature and pressure.
         """
         fake, (latent, parameters) = self._layer.weight_fake_quantizer, self.latents()
         rows = self._to_pairs(latent)
         if is_hard:
             pressure = torch.ones_like(fake.pressure)
-            effective = self._formula("hard", compiled=False)(rows, parameters)
+            effective = self._layer.method.hard(rows, parameters, self.total)
         else:
-            pressure, formula = fake.pressure, self._formula("effective_weight")
-            effective = formula(rows, fake.tau, pressure, parameters)
+            pressure = fake.pressure
+            effective = self._formula("effective_weight")(rows, fake.tau, pressure, parameters)
         derived = self._layer.derive(latent, pressure, self.total)
         return {"weight": self._from_pairs(effective.to(dtype)), **derived}
 
     @torch.no_grad()
-    def pull_back(self, grads: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def pull_back(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the gradients of the latent weight and of the method's parameters. Collective.
 
         Args:
-            grads: The gradients of what `quantize` returned, by name.
+            grads: The gradients of the tensors that `quantize` returned, by name.
         """
         fake, (latent, parameters) = self._layer.weight_fake_quantizer, self.latents()
         moved = {name: grad.to(latent.device) for name, grad in grads.items()}
         inputs = self._to_pairs(moved.pop("weight")), self._to_pairs(latent)
-        formula = self._formula("vjp")
-        pulled, *others = formula(*inputs, fake.tau, fake.pressure, parameters)
+        pulled, *others = self._formula("vjp")(*inputs, fake.tau, fake.pressure, parameters)
         if moved:
             pulled = pulled + self._layer.derive_vjp(moved, latent, fake.pressure, self.total)
         return [self._from_pairs(pulled), *others]
 
-    def _formula(self, name: str, *, compiled: bool = True) -> Callable[..., Any]:
+    def _formula(self, name: str) -> Callable[..., Any]:
         """Return a formula of the method, as fused kernels unless its scales span ranks."""
-        if compiled and self._compiled and self.total is None:
+        if self._compiled and self.total is None:
             return fused(self._layer.method.key(), name)
         return functools.partial(getattr(self._layer.method, name), total=self.total)
 
-    def _sum(self, value: torch.Tensor) -> torch.Tensor:
+    def _sum(self, value: Tensor) -> Tensor:
+        """Return the sum of a tensor over the ranks."""
         value = value.contiguous()
         dist.all_reduce(value, group=self._group)
         return value
 
     def _bounds(self, num_rows: int, rank: int) -> tuple[int, int]:
-        """Rows [begin, end) of a rank among ``num_rows``, as FSDP2 deals them."""
+        """Return begin and end of a rank's rows among ``num_rows``, as FSDP2 shards them."""
         each = -(-num_rows // self._size)
         return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
 
     def _overlaps(self, rank: int, other: int) -> list[int]:
-        """How many rows of the upper and of the lower half ``rank`` holds and ``other`` pairs."""
+        """Return how many upper and how many lower rows ``rank`` holds and ``other`` pairs."""
         num_rows = self._layer.out_features
         begin, end = self._bounds(num_rows, rank)
         first, last = self._bounds(num_rows // 2, other)
         offsets = 0, num_rows // 2
         return [len(range(max(begin, first + o), min(end, last + o))) for o in offsets]
 
-    def _to_pairs(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows held, m) -> (2k, m): the upper rows of k pairs, then their lower rows."""
+    def _to_pairs(self, rows: Tensor) -> Tensor:
+        """Return (2k, m) for the held rows: the upper rows of k pairs, then their lower rows."""
         if not self._exchanges:
             return rows
         begin, _ = self._bounds(self._layer.out_features, self._rank)
         upper = max(0, self._layer.out_features // 2 - begin)
         return self._exchange(rows.tensor_split([upper]), to_pairs=True)
 
-    def _from_pairs(self, pairs: torch.Tensor) -> torch.Tensor:
-        """The way back of `_to_pairs`."""
+    def _from_pairs(self, pairs: Tensor) -> Tensor:
+        """Return the held rows for the pairs; undo `_to_pairs`."""
         return self._exchange(pairs.tensor_split(2), to_pairs=False) if self._exchanges else pairs
 
-    def _exchange(self, halves: Sequence[torch.Tensor], *, to_pairs: bool) -> torch.Tensor:
-        """All-to-all of both halves, one below the other."""
+    def _exchange(self, halves: Sequence[Tensor], *, to_pairs: bool) -> Tensor:
+        """Exchange both halves by all-to-all, and return one below the other."""
         sent = [self._overlaps(self._rank, other) for other in range(self._size)]
         received = [self._overlaps(other, self._rank) for other in range(self._size)]
         if not to_pairs:
@@ -184,17 +187,17 @@ class LatentRows:
 
 @torch.no_grad()
 def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> None:
-    """Makes the effective rows of every layer from its latents, rounded once to ``dtype``; FSDP2
-    lets go of those that it has gathered and kept.
+    """Compute the effective rows of every layer from its latents, rounded once to ``dtype``.
 
-    Collective. Call it before a forward whenever latents, temperature or pressure have changed.
+    FSDP2 then drops the rows that it has gathered and kept. The call is collective. Call it before
+    a forward whenever latents, temperature or pressure have changed.
 
     Args:
-        model: with `LatentShard` weights.
-        dtype: of the products.
-        compiled: run the formula as fused kernels, unless its scales span ranks.
+        model: A model with `LatentShard` weights.
+        dtype: The dtype of the products.
+        compiled: Whether to run the formulas as fused kernels, unless scales span ranks.
     """
-    made: dict[int, dict[str, torch.Tensor]] = {}  # by weight: linears may share one
+    made: dict[int, dict[str, Tensor]] = {}  # by weight, because linears may share one
     for layer in quantized_linears(model).values():
         if id(layer.weight) not in made:
             rows, fake = LatentRows(layer, compiled=compiled), layer.weight_fake_quantizer
@@ -209,27 +212,28 @@ def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> 
 
 
 def cage_strength(last: float, share: float) -> float:
-    """Return CAGE's lambda at a share of the run: 0 up to 80%, then linear to ``last``."""
+    """Return CAGE's lambda at a share of the run: 0 up to 80%, then linear up to ``last``."""
     return last * max(0.0, share - 0.8) / (1 - 0.8)
 
 
 @torch.no_grad()
 def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], strength: float) -> None:
-    """CAGE (arXiv 2510.18784): w <- w - lr·lambda·(w - Q(w)), in place. Collective.
+    """Pull weights to their codes in place, by CAGE (arXiv 2510.18784). Collective.
 
-    Call it after an optimizer step. Q is the method's own hard weight, so any method will do; as
-    AdamW's decay, it passes by gradients and moments. Costs a hard quantization of the rows that
-    this rank holds.
+    The rule is w <- w - lr·lambda·(w - Q(w)). Call it after an optimizer step. Q is the method's
+    own hard weight, so every method works. Like AdamW's decay, the pull does not change gradients
+    and moments. It costs a hard quantization of the rows that this rank holds.
 
     Args:
-        optimizer: whose parameter groups give lr; weights that are in none stay.
-        layers: sharded or not.
-        strength: lambda; lr·lambda above 1 counts as 1, which ends at the codes. 0 does nothing.
+        optimizer: The optimizer. Its parameter groups give lr. Weights outside all groups stay.
+        layers: The quantized linears, sharded or not.
+        strength: lambda. A product lr·lambda above 1 counts as 1, which ends at the codes. 0 does
+            nothing.
     """
     groups = optimizer.param_groups if strength else []
     rates = {id(p): min(1.0, group["lr"] * strength) for group in groups for p in group["params"]}
     for layer in layers:
-        rate = rates.pop(id(layer.weight), None)  # once, if linears share the weight
+        rate = rates.pop(id(layer.weight), None)  # only once, if linears share the weight
         if rate is not None:
             own = local_rows(layer.weight)
             hard = LatentRows(layer).quantize(own.dtype, is_hard=True)["weight"]
@@ -238,12 +242,11 @@ def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], stren
 
 @torch.no_grad()
 def pull_back(layers: Iterable[QuantizedLinear], *, compiled: bool = False) -> None:
-    """Turns the gradient of every effective weight into that of its latents, in place. Collective.
+    """Turn the gradient of every effective weight into the latents' gradients. Collective.
 
-    ``compiled`` as in `refresh`.
-
-    Call it once an optimizer step, after the last backward and before clipping, with temperature,
-    pressure and latents as in the forward.
+    It works in place. Call it once per optimizer step, after the last backward and before clipping.
+    Temperature, pressure and latents must be the same as in the forward. `refresh` describes
+    ``compiled``.
     """
     seen: set[int] = set()
     for layer in layers:
@@ -254,7 +257,7 @@ def pull_back(layers: Iterable[QuantizedLinear], *, compiled: bool = False) -> N
         grads = {name: local_rows(p.grad) for name, p in held.items() if p.grad is not None}
         pulled, *others = LatentRows(layer, compiled=compiled).pull_back(grads)
         grads["weight"].copy_(pulled)
-        for name in layer.derived_names:  # it follows from the latent weight
+        for name in layer.derived_names:  # They follow from the latent weight.
             getattr(layer, name).grad = None
         for parameter, own in zip(layer.method_parameters(), others, strict=True):
             if parameter.requires_grad:

@@ -1,8 +1,8 @@
-"""The quantized linear of Tequila, which owns the bias that dead weights make.
+"""Define the quantized linear of Tequila, with the bias that dead weights make.
 
-Without FSDP the bias is computed in the forward, by an autograd function that saves the latent
-weight alone. With FSDP it is a parameter, (out_features,), that is gathered and whose gradient is
-reduced like any other; `hestia_tune.qat.shards` computes it and pulls its gradient back.
+Without FSDP, the forward computes the bias by an autograd function that saves only the latent
+weight. With FSDP, the bias is a parameter (out_features,). FSDP gathers it and reduces its gradient
+like any other parameter. `hestia_tune.qat.shards` computes it and pulls its gradient back.
 """
 
 import torch
@@ -41,7 +41,7 @@ class TequilaLinear(QuantizedLinear, method=TequilaMethod):
 
 
 class _Bias(torch.autograd.Function):
-    """weight, method, pressure -> the bias; saves the weight."""
+    """weight, method, pressure -> the bias; saves the weight and the pressure."""
 
     @staticmethod
     def forward(ctx, weight, method, pressure):

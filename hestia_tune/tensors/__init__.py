@@ -1,12 +1,13 @@
-"""Packed weights for inference, their bits, and the way to torchao's own tensor.
+"""Pack weights for inference, into tensors of this package or torchao's own tensor.
 
-`pack` is how the rest of the package makes them: what a method's codes go into is one of its
-``packed_formats``, and here is the one table of those.
+The rest of the package packs weights by `pack`. A method lists the tensors that hold its codes in
+``packed_formats``. The table of these formats is here.
 """
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from hestia_tune.errors import InputError
 from hestia_tune.methods import Method
@@ -40,7 +41,7 @@ __all__ = [
     "use_kernel",
 ]
 
-# A checkpoint that holds them loads with weights_only=True.
+# A checkpoint with these tensors loads with weights_only=True.
 torch.serialization.add_safe_globals([BinaryTensor, Fairy2iTensor, INT2Tensor, TernaryTensor])
 
 _FROM_CODES = {
@@ -54,9 +55,19 @@ _BY_LEVELS = {kind.levels: kind for kind in (BinaryTensor, TernaryTensor, INT2Te
 
 
 def read_hard(
-    weight: torch.Tensor, group_size: GroupSize, levels: int = 3, name: str = "the weight"
+    weight: Tensor, group_size: GroupSize, levels: int = 3, name: str = "the weight"
 ) -> GroupTensor:
-    """Return `GroupTensor.from_hard` for codes of so many levels; its errors name the weight."""
+    """Return the packed tensor of a hard weight.
+
+    Args:
+        weight: See `GroupTensor.from_hard`, also for ``group_size``.
+        group_size: Weights that share a scale.
+        levels: The number of codes: 2, 3 or 4.
+        name: Name of the weight, for errors.
+
+    Raises:
+        InputError: If the weight is not hard.
+    """
     try:
         return _BY_LEVELS[levels].from_hard(weight, group_size=group_size)
     except InputError as error:
@@ -64,7 +75,11 @@ def read_hard(
 
 
 def check_format(method: Method, packed_format: str | None) -> str:
-    """``packed_format``, or the method's first if None; ValueError if it has none of that name."""
+    """Return ``packed_format``, or the method's first packed format if it is None.
+
+    Raises:
+        InputError: If the method has no packed format of this name.
+    """
     packed_format = packed_format or next(iter(method.packed_formats), None)
     if packed_format not in method.packed_formats:
         known = ", ".join(method.packed_formats) or "none"
@@ -74,27 +89,27 @@ def check_format(method: Method, packed_format: str | None) -> str:
 
 def pack(
     method: Method,
-    weight: torch.Tensor,
+    weight: Tensor,
     packed_format: str | None = None,
-    parameters: Sequence[torch.Tensor] = (),
+    parameters: Sequence[Tensor] = (),
     *,
     is_hard: bool = False,
     name: str = "the weight",
-) -> torch.Tensor:
-    """The packed hard weight of a latent weight, in its dtype.
+) -> Tensor:
+    """Return the packed hard weight of a latent weight, in its dtype.
 
     Args:
-        method: the method it was trained with.
-        weight: (out_features, in_features), the latent weight.
-        packed_format: one of the method's ``packed_formats``; None takes the first.
-        parameters: of the method, if it has any.
-        is_hard: whether ``weight`` is the hard weight already, which is then packed as it is; only
-            of a method whose ``codes_follow_from_hard``.
+        method: The method that trained the weight.
+        weight: The latent weight (out_features, in_features).
+        packed_format: One of the method's ``packed_formats``. None takes the first.
+        parameters: The method's parameters, if it has any.
+        is_hard: Whether ``weight`` is the hard weight already, to be packed without a change. The
+            method must have ``codes_follow_from_hard``.
         name: Name of the weight, for errors.
 
     Raises:
-        NotFiniteError: if the latent weight or a parameter has NaN or infinity.
-        InputError: if the method has no packed format of that name, or if a weight that should be
+        NotFiniteError: If the latent weight or a parameter has NaN or infinity.
+        InputError: If the method has no packed format of this name, or a weight that should be
             hard is not.
     """
     packed_format = check_format(method, packed_format)

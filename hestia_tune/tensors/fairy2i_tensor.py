@@ -1,21 +1,23 @@
-"""`Fairy2iTensor`: a weight held as complex codes of 2 bits, in residual stages, and their scales.
+"""Define `Fairy2iTensor`: a weight held as complex codes of 2 bits, in residual stages, and scales.
 
-The weight of a plain `nn.Linear` can be one, as it can be a `TernaryTensor`: it presents a dtype
-and is multiplied as its dequantized weight would be, to the last bit, in that dtype. T stages take
-T bits a real weight, plus the scales.
+The weight of a plain `nn.Linear` can be a `Fairy2iTensor`, like a `TernaryTensor`. It presents a
+dtype. A product with it equals the product with its dequantized weight in this dtype, to the last
+bit. T stages take T bits per real weight, plus the scales.
 
-Layout. A weight (2n, 2m) is ``qdata`` (T, 2, n, ceil(m / 4)), the powers of i of U and W in 2 bits,
-`bitpack.pack2`, and ``scale`` (T, 2, 2, 1, 1) or (T, 2, 2, n, groups): stage, U or W, s_re or s_im.
-An entry of U and W stands for two rows and two columns, i and n + i, j and m + j. A transpose has
-the same parts and a flag.
+Layout. A weight (2n, 2m) is ``qdata`` (T, 2, n, ceil(m / 4)) and ``scale``. ``qdata`` holds the
+powers of i of U and W in 2 bits, by `bitpack.pack2`. ``scale`` is (T, 2, 2, 1, 1) or
+(T, 2, 2, n, groups): stage, U or W, s_re or s_im. An entry of U and W stores two rows and two
+columns: i and n + i, j and m + j. A transpose has the same parts and a flag.
 
-Checkpoints must carry codes. A hard weight does not tell them: each of its entries is a sum of 2·T
-scaled digits, rounded to the weight's dtype, that several sets of codes and scales can make, and
-quantizing it anew makes another weight. So `from_hard`, which the ternary tensor has, is not
-offered: save what `Fairy2iMethod.codes` gives for the latent weight, or the tensor itself.
+Checkpoints must carry codes, because a hard weight does not determine them. Each entry of a hard
+weight is a sum of 2·T scaled digits, rounded to the weight's dtype. Several sets of codes and
+scales can make this sum, and a second quantization makes another weight. So this tensor has no
+`from_hard`, unlike the ternary tensor. Save the codes and scales that `Fairy2iMethod.codes` returns
+for the latent weight, or save the tensor itself.
 """
 
 import torch
+from torch import Tensor
 
 from hestia_tune.errors import InputError
 from hestia_tune.methods.fairy2i import MAX_STAGES, Fairy2iMethod, dequantize_codes
@@ -27,11 +29,12 @@ class Fairy2iTensor(PackedTensor):
     """A complex weight for inference; make one with `from_codes` or `from_hp`.
 
     Tensor Attributes:
-        qdata: uint8 (num_stages, 2, n, ceil(m / 4)), powers of i, four to a byte.
-        scale: bfloat16 (num_stages, 2, 2, 1, 1) or (num_stages, 2, 2, n, groups).
+        qdata: Powers of i, four to a byte, uint8 (num_stages, 2, n, ceil(m / 4)).
+        scale: Scales, bfloat16, (num_stages, 2, 2, 1, 1) or (num_stages, 2, 2, n, groups).
 
-    Non-Tensor Attributes: those of `PackedTensor`.
-        dtype: stages are added in float32 (float64 for float64), and the sum is rounded to it once.
+    Non-Tensor Attributes (see `PackedTensor`):
+        dtype: The presented dtype. Stages are added in float32 (float64 for float64), and the sum
+            is rounded to ``dtype`` once.
     """
 
     method_type = Fairy2iMethod
@@ -55,15 +58,19 @@ class Fairy2iTensor(PackedTensor):
 
     @classmethod
     def from_codes(
-        cls, codes: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16
+        cls, codes: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfloat16
     ) -> "Fairy2iTensor":
-        """Packs codes and scales as `Fairy2iMethod.codes` gives them.
+        """Pack codes and scales, as `Fairy2iMethod.codes` returns them.
 
         Args:
-            codes: (num_stages, 2, n, m), int8 in {0, 1, 2, 3}: powers of i of U and W.
-            scales: (num_stages, 2, 2, 1, 1), or (num_stages, 2, 2, n, groups) with groups that
-                divide m; their dtype, and errors, as of `GroupTensor.from_codes`.
-            dtype: the dtype to present.
+            codes: Powers of i of U and W, (num_stages, 2, n, m), int8 in {0, 1, 2, 3}.
+            scales: Scales (num_stages, 2, 2, 1, 1), or (num_stages, 2, 2, n, groups) with groups
+                that divide m. `GroupTensor.from_codes` describes the allowed dtypes.
+            dtype: The dtype to present.
+
+        Raises:
+            InputTypeError: If codes, scales or ``dtype`` have another dtype.
+            InputError: If a shape or a code is wrong, or bfloat16 would round a scale.
         """
         check_codes(codes, 0, 3)
         if codes.dim() != 4:
@@ -73,10 +80,13 @@ class Fairy2iTensor(PackedTensor):
         shape = (2 * codes.shape[2], 2 * codes.shape[3])
         return cls(pack2(codes), exact_bfloat16(scales).contiguous(), shape, dtype)
 
-    def codes(self) -> torch.Tensor:
-        """int8 in {0, 1, 2, 3}, (num_stages, 2, n, m); of a transpose, those of the weight."""
+    def codes(self) -> Tensor:
+        """Return the codes (num_stages, 2, n, m), int8 in {0, 1, 2, 3}.
+
+        A transpose returns the codes of its weight.
+        """
         return unpack2(self.qdata, self.weight_shape[1] // 2).to(torch.int8)
 
-    def dequantize_weight(self, *, for_now: bool = False) -> torch.Tensor:
-        """The dense weight (2n, 2m) in the presented dtype, as `Fairy2iMethod.hard` makes it."""
+    def dequantize_weight(self, *, for_now: bool = False) -> Tensor:
+        """Return the weight (2n, 2m) of `Fairy2iMethod.hard`, dense, in the presented dtype."""
         return dequantize_codes(self.codes(), self.scale, self.dtype)

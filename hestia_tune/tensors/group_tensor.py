@@ -1,4 +1,4 @@
-"""`GroupTensor`: a weight held as codes of 1 or 2 bits and one bfloat16 scale per group.
+"""Define `GroupTensor`: a weight held as codes of 1 or 2 bits and one bfloat16 scale per group.
 
 The weight of a plain `nn.Linear` can be a `GroupTensor`; nothing else about the model changes.
 It presents a dtype (the dtype of a dense weight in its place). A product with it equals the
@@ -9,7 +9,7 @@ Layout. A weight (out_features, in_features) is ``qdata`` (out_features, ceil(in
 n codes a byte (`bitpack`), and ``scale`` (out_features, groups), (out_features, 1) or (1, 1). A
 transpose has the same parts and a flag.
 
-`to_intx` makes torchao's own tensor of the same weights, for people who have torchao alone.
+`to_intx` makes torchao's own tensor of the same weights, for users of torchao without this package.
 """
 
 import functools
@@ -18,6 +18,7 @@ from functools import partial
 from typing import ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
 from hestia_tune.errors import InputError, InputTypeError
@@ -29,21 +30,21 @@ from hestia_tune.tensors.bitpack import pack_codes, packed_width, unpack_codes
 from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_bfloat16
 
 T = TypeVar("T", bound="GroupTensor")
-# Bits of a code -> a dtype of the size that the codes of one byte have in bfloat16.
+# Maps the bits of a code to a dtype. It is as large as the codes of one byte in bfloat16.
 _AT_ONCE = {1: torch.complex128, 2: torch.int64}
 
 
 class _Scratch(threading.local):
-    """Memory on the CPU for one dense weight of a thread, as large as the largest so far.
+    """Memory on the CPU for one dense weight of a thread, as large as the largest weight so far.
 
-    The system hands out fresh memory page by page. For a large weight this takes several times as
-    long as computing its numbers.
+    The system provides new memory page by page. For a large weight this takes several times as long
+    as computing its numbers.
     """
 
     memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def take(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return (size,) numbers, which the thread's next call overwrites."""
+    def take(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for (size,) numbers. The thread's next call overwrites it."""
         num_bytes = size * dtype.itemsize
         if num_bytes > self.memory.numel():
             with torch.inference_mode(False):
@@ -55,21 +56,22 @@ _scratch = _Scratch()
 
 
 class GroupTensor(PackedTensor):
-    """A weight of scales and codes for inference; make one of its kinds with `from_codes`,
-    `from_hp` or `from_hard`.
+    """A weight of scales and codes for inference.
+
+    Each kind of it is made with `from_codes`, `from_hp` or `from_hard`.
 
     Class Attributes:
-        levels: how many codes there are; they lie evenly around 0.
-        bits: of a code.
-        hard_rule: what a group of a hard weight is, in errors.
+        levels: The number of codes. They lie evenly around 0.
+        bits: Bits per code.
+        hard_rule: The values of a group in a hard weight, for errors.
 
     Tensor Attributes:
-        qdata: uint8, which of the codes it is, counted from the lowest, along the last axis.
-        scale: bfloat16; multiplies the codes of its block.
+        qdata: Packed indices of the codes, counted from the lowest, along the last axis; uint8.
+        scale: Scales, bfloat16. A scale multiplies the codes of its block.
 
-    Non-Tensor Attributes: those of `PackedTensor`.
-        dtype: bfloat16, float32 and float64 hold every value exactly. float16 rounds scales
-            outside its normal range (6e-5 to 65504) when it is dequantized.
+    Non-Tensor Attributes (see `PackedTensor`):
+        dtype: The presented dtype. bfloat16, float32 and float64 hold every value exactly.
+            Dequantizing to float16 rounds scales outside its normal range (6e-5 to 65504).
     """
 
     levels: ClassVar[int]
@@ -78,7 +80,7 @@ class GroupTensor(PackedTensor):
 
     @classmethod
     def _grid(cls) -> tuple[int, int]:
-        """The largest code, and the distance of two."""
+        """Return the largest code, and the distance between neighbouring codes."""
         return (1, 1) if cls.levels == 3 else (cls.levels - 1, 2)
 
     def check_shapes(self, shape, qdata_shape, scale_shape):
@@ -94,28 +96,30 @@ class GroupTensor(PackedTensor):
                 f"in_features; got {scale_shape} for a weight {shape}"
             )
 
-    @functools.cached_property  # which files of earlier versions hold, and may set
+    @functools.cached_property  # Files of earlier versions hold it, and may set it.
     def block_size(self) -> tuple[int, ...]:
-        """Weights along each axis of the weight that share a scale: (1, group_size), (1,
-        in_features) per channel, (out_features, in_features) per tensor."""
+        """How many weights share a scale, along each axis of the weight.
+
+        It is (1, group_size), (1, in_features) per channel, or (out_features, in_features) per
+        tensor.
+        """
         sizes = zip(self.weight_shape, self.scale.shape, strict=True)
         return tuple(weights // max(1, scales) for weights, scales in sizes)
 
     @classmethod
-    def from_codes(
-        cls: type[T], codes: torch.Tensor, scale: torch.Tensor, *, dtype=torch.bfloat16
-    ) -> T:
-        """Packs codes and scales as `Method.codes` gives them.
+    def from_codes(cls: type[T], codes: Tensor, scale: Tensor, *, dtype=torch.bfloat16) -> T:
+        """Pack codes and scales, as `Method.codes` returns them.
 
         Args:
-            codes: (out_features, in_features), int8, of those that this kind has.
-            scale: (out_features, groups), (out_features, 1) per channel, or (1, groups) for all
-                rows; bfloat16, or a float dtype whose values bfloat16 holds exactly.
-            dtype: the dtype to present.
+            codes: Codes of this kind (out_features, in_features), int8.
+            scale: Scales (out_features, groups), (out_features, 1) per channel, or (1, groups) for
+                all rows. The dtype is bfloat16, or a float dtype if bfloat16 holds its values
+                exactly.
+            dtype: The dtype to present.
 
         Raises:
-            InputTypeError: on another dtype of codes, scales or ``dtype``.
-            InputError: on other shapes or codes, or scales that bfloat16 would round.
+            InputTypeError: If codes, scales or ``dtype`` have another dtype.
+            InputError: If a shape or a code is wrong, or bfloat16 would round a scale.
         """
         largest, distance = cls._grid()
         check_codes(codes, -largest, largest)
@@ -125,21 +129,22 @@ class GroupTensor(PackedTensor):
         return cls(packed, exact_bfloat16(scale).contiguous(), codes.shape, dtype)
 
     @classmethod
-    def from_hard(cls: type[T], weight: torch.Tensor, *, group_size: GroupSize = 128) -> T:
-        """Recovers codes and scales of a hard weight, exactly, to present its dtype.
+    def from_hard(cls: type[T], weight: Tensor, *, group_size: GroupSize = 128) -> T:
+        """Recover codes and scales of a hard weight exactly, and present its dtype.
 
-        The scale of a group is the largest absolute value in it, of four levels the smallest. Of
-        codes with a 0, no scale is left to recover where all weights are zero, and 0 stands for it.
+        The scale of a group is its largest absolute value; with four levels, its smallest. If the
+        codes include 0, a group of zeros leaves no scale to recover. Its scale becomes 0.
 
         Args:
-            weight: (out_features, in_features), each weight the product of a code and the scale of
-                its group.
-            group_size: an int that divides in_features, "channel" or "tensor".
+            weight: The hard weight (out_features, in_features). Each entry is the product of a code
+                and the scale of its group.
+            group_size: An int that divides in_features, "channel" or "tensor".
 
         Raises:
-            InputTypeError: on a weight that is not floating point.
-            InputError: naming the first row and group that are not such products, or whose scale is
-                no bfloat16 value; or on a group size that does not divide in_features.
+            InputTypeError: If the weight is not floating point.
+            InputError: If an entry is not such a product, or a scale is not a bfloat16 value. The
+                error names the first such row and group. Also if the group size does not divide
+                in_features.
         """
         require_float(weight)
         blocks = block_view(weight.detach(), group_size).to(compute_dtype(weight))
@@ -158,36 +163,36 @@ class GroupTensor(PackedTensor):
         codes = code.to(torch.int8).view_as(weight)
         return cls.from_codes(codes, scale.squeeze(-1), dtype=weight.dtype)
 
-    def codes(self) -> torch.Tensor:
-        """int8, of this tensor's shape."""
+    def codes(self) -> Tensor:
+        """Return the codes, int8, in this tensor's shape."""
         codes = self._unpacked(self.qdata, self.weight_shape[-1]).to(torch.int8)
         return codes.t() if self.is_transposed else codes
 
-    def _unpacked(self, qdata: torch.Tensor, width: int) -> torch.Tensor:
+    def _unpacked(self, qdata: Tensor, width: int) -> Tensor:
         """Return the codes of packed bytes, in bfloat16."""
         largest, distance = self._grid()
         return unpack_codes(qdata, width, self.bits).to(torch.bfloat16) * distance - largest
 
-    def dequantize_weight(self, *, for_now: bool = False) -> torch.Tensor:
-        """(out_features, in_features), scale times code, in the presented dtype."""
+    def dequantize_weight(self, *, for_now: bool = False) -> Tensor:
+        """Return scale times code, (out_features, in_features), in the presented dtype."""
         width, packed = self.weight_shape[-1], self.qdata
-        # Neither a fake tensor nor one of another device.
-        is_plain = type(packed) is torch.Tensor and packed.device.type == "cpu"
+        # The table is for real tensors on the CPU: no fake tensors, no other device.
+        is_plain = type(packed) is Tensor and packed.device.type == "cpu"
         if torch.compiler.is_compiling() or not is_plain:
             codes = self._unpacked(packed, width)
         else:  # Look up all codes of a byte at once, which takes less than half the time.
             every_byte = torch.arange(256, dtype=torch.uint8, device="cpu").unsqueeze(-1)
             table = self._unpacked(every_byte, 8 // self.bits).view(_AT_ONCE[self.bits]).flatten()
             out = _scratch.take(packed.numel(), table.dtype) if for_now else None
-            found = torch.index_select(table, 0, packed.int().flatten(), out=out)
-            codes = found.view(packed.shape).view(torch.bfloat16)[:, :width]
+            looked_up = torch.index_select(table, 0, packed.int().flatten(), out=out)
+            codes = looked_up.view(packed.shape).view(torch.bfloat16)[:, :width]
         blocks = codes.unflatten(-1, (self.scale.shape[-1], self.block_size[-1]))
-        # A code times a bfloat16 scale is exact; only then comes the presented dtype.
+        # A code times a bfloat16 scale is exact. The presented dtype comes only after it.
         return blocks.mul_(self.scale.unsqueeze(-1)).flatten(-2).to(self.dtype)
 
 
 class TernaryTensor(GroupTensor):
-    """Codes -1, 0, 1, four to a byte: code + 1."""
+    """Codes -1, 0, 1, four to a byte, stored as code + 1."""
 
     method_type = TernaryMethod
     levels, bits = 3, 2
@@ -195,8 +200,10 @@ class TernaryTensor(GroupTensor):
 
 
 class INT2Tensor(GroupTensor):
-    """Codes -3, -1, 1, 3, four to a byte: (code + 3) / 2. The scale is half the distance of two
-    levels."""
+    """Codes -3, -1, 1, 3, four to a byte, stored as (code + 3) / 2.
+
+    The scale is half the distance between neighbouring levels.
+    """
 
     method_type = partial(EvenMethod, codebook="int2")
     levels, bits = 4, 2
@@ -204,7 +211,7 @@ class INT2Tensor(GroupTensor):
 
 
 class BinaryTensor(GroupTensor):
-    """Codes -1, 1, eight to a byte: (code + 1) / 2."""
+    """Codes -1, 1, eight to a byte, stored as (code + 1) / 2."""
 
     method_type = partial(EvenMethod, codebook="binary")
     levels, bits = 2, 1
@@ -212,18 +219,21 @@ class BinaryTensor(GroupTensor):
 
 
 def to_intx(
-    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> IntxUnpackedToInt8Tensor:
-    """An int2 tensor of torchao, zero point 0, that dequantizes to scale times code.
+    """Return an int2 tensor of torchao, zero point 0, that dequantizes to scale times code.
 
     Args:
-        codes: (out_features, in_features), int8 in {-1, 0, 1}.
-        scale: as for `TernaryTensor.from_codes`. One of a whole tensor is repeated for every row,
-            because torchao cannot take rows out of blocks that span rows.
-        dtype: bfloat16, float32 or float16; torchao keeps the scales in it.
+        codes: Codes (out_features, in_features), int8 in {-1, 0, 1}.
+        scale: Scales as for `TernaryTensor.from_codes`. A scale of the whole tensor is repeated for
+            every row, because torchao cannot slice rows out of blocks that span rows.
+        dtype: bfloat16, float32 or float16. torchao stores the scales in it.
 
     Raises:
-        InputError: as `TernaryTensor.from_codes`, or on a scale too large for float16.
+        InputTypeError: If ``dtype`` is another dtype, or for the reasons of
+            `TernaryTensor.from_codes`.
+        InputError: If a scale is too large for float16, or for the reasons of
+            `TernaryTensor.from_codes`.
     """
     if dtype not in (torch.bfloat16, torch.float32, torch.float16):
         raise InputTypeError(

@@ -1,8 +1,8 @@
-"""Which kernel multiplies by which weight: `use_kernel`.
+"""Choose which kernel multiplies by which weight, by `use_kernel`.
 
 `auto` measures the product of one row by every kernel that can take a weight, and by the
-dequantized weight, and chooses the fastest. It measures once per process for each kind of weight
-(shape, groups, dtype, device, number of threads). The measurement repeats one product, whose
+dequantized weight. It chooses the fastest. It measures once per process for each kind of weight
+(shape, groups, dtype, device, number of threads). The measurement repeats one product, so its
 weight may stay in the cache. It compares kernels, and does not predict the speed of a model.
 
 A complex weight is multiplied as a ternary weight, so that every kernel can take it
@@ -26,7 +26,7 @@ from hestia_tune.tensors.packed_tensor import PackedTensor, packed_linear
 
 
 def stacked(weight: Fairy2iTensor) -> TernaryTensor:
-    """Re U, Im U, Re W and Im W, one above the other: (4n, num_stages · m)."""
+    """Return Re U, Im U, Re W and Im W, one above the other: (4n, num_stages · m)."""
     codes, scale = weight.codes(), weight.scale  # (T, 2, n, m), (T, 2, 2, n or 1, groups)
     parts = [(codes == i).to(torch.int8) - (codes == i + 2).to(torch.int8) for i in (0, 1)]
     digits = torch.stack(parts, 2)  # (T, U or W, Re or Im, n, m)
@@ -37,11 +37,11 @@ def stacked(weight: Fairy2iTensor) -> TernaryTensor:
 
 
 class ComplexStack(Kernel):
-    """A kernel of the stacked matrix of a `Fairy2iTensor`; see the module.
+    """A kernel of the stacked matrix of a `Fairy2iTensor`; see `stacked`.
 
     Args:
-        weight: the complex weight.
-        make: makes the kernel of the stack.
+        weight: The complex weight.
+        make: A function that makes the kernel of the stacked matrix.
     """
 
     def __init__(self, weight, make):
@@ -50,7 +50,7 @@ class ComplexStack(Kernel):
         self._inner, self._stages = make(stack), weight.qdata.shape[0]
         self.name, self.max_rows = self._inner.name, self._inner.max_rows
         self.num_bytes = self._inner.num_bytes
-        self._inner.watch(weight)  # and no longer keeps the stack, unless its library reads it
+        self._inner.watch(weight)  # This drops the stack, unless the library reads it.
 
     def product(self, x):
         rows = len(x)
@@ -65,18 +65,18 @@ class ComplexStack(Kernel):
 KERNELS: dict[str, type[Kernel]] = {kind.name: kind for kind in (OnnxRuntime, Gemlite, Int4Pack)}
 DEQUANTIZE = "dequantize"
 _MIN_SECONDS = 0.02
-# A kind of weight -> its kernel (None: dequantized) and why others were not taken.
+# Maps a kind of weight to its kernel (None: dequantized) and to the reasons against other kernels.
 _chosen: dict[tuple, tuple[type[Kernel] | None, list[str]]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelUse:
-    """What `use_kernel` did.
+    """The result of `use_kernel`.
 
     Attributes:
-        layers: name of a packed weight -> name of its kernel.
-        num_bytes: memory of all kernels, besides the packed weights' own.
-        notes: why a kernel was not taken.
+        layers: Maps the name of a packed weight to the name of its kernel.
+        num_bytes: Bytes of memory of all kernels, without the packed weights' own.
+        notes: Why kernels were not taken.
     """
 
     layers: dict[str, str]
@@ -92,18 +92,20 @@ class KernelUse:
 
 @torch.no_grad()
 def use_kernel(model: nn.Module, name: str = "auto") -> KernelUse:
-    """Chooses how a model's packed weights are multiplied from now on, in their present dtype.
+    """Choose how a model's packed weights are multiplied from now on, in their current dtype.
 
-    Weights that are loaded, moved or cast later dequantize until this is called again.
+    Weights that are loaded, moved or cast later are dequantized until this is called again.
 
     Args:
-        model: any module with packed parameters, on their device; kernels are for
-            `TernaryTensor` and `Fairy2iTensor`.
-        name: "auto", the fastest (see the module); "dequantize", which is exact and needs no more
-            memory; or one of `KERNELS`. Weights that this one cannot take are dequantized.
+        model: Any module with packed parameters, on their device. Only `TernaryTensor` and
+            `Fairy2iTensor` have kernels.
+        name: "auto" takes the fastest (see the module docstring). "dequantize" is exact and needs
+            no more memory. Or a name in `KERNELS`; weights that this kernel cannot take are
+            dequantized.
 
     Raises:
-        InputError: on an unknown name; or if the kernel's library is not there; never for "auto".
+        InputError: If the name is unknown, or the kernel's library is not installed. "auto" never
+            raises it.
     """
     if name not in ("auto", DEQUANTIZE, *KERNELS):
         known = ", ".join(["auto", DEQUANTIZE, *KERNELS])
@@ -114,8 +116,8 @@ def use_kernel(model: nn.Module, name: str = "auto") -> KernelUse:
     for layer, weight in model.named_parameters():
         if not isinstance(weight, PackedTensor) or weight.is_meta:
             continue
-        kind, found = _choose(weight, name)
-        notes |= dict.fromkeys(found)
+        kind, reasons = _choose(weight, name)
+        notes |= dict.fromkeys(reasons)
         weight.kernel = kind and make(weight, kind)
         layers[layer] = DEQUANTIZE if weight.kernel is None else weight.kernel.name
         num_bytes += 0 if weight.kernel is None else weight.kernel.num_bytes
@@ -153,7 +155,7 @@ def _choose(weight: PackedTensor, name: str) -> tuple[type[Kernel] | None, list[
 
 
 def make(weight: PackedTensor, kind: type[Kernel]) -> Kernel:
-    """A kernel of a packed weight; ValueError if it is of a form that the library does not have."""
+    """Return a kernel of a packed weight, or raise InputError if the library cannot take it."""
     if isinstance(weight, Fairy2iTensor):
         return ComplexStack(weight, lambda stack: make(stack, kind))
     kind.require()
@@ -163,7 +165,7 @@ def make(weight: PackedTensor, kind: type[Kernel]) -> Kernel:
 
 
 def _seconds(function: Callable, *args: Any) -> float:
-    """The shortest of some calls, after one that is not counted."""
+    """Return the seconds of the fastest of some calls, after a first call that does not count."""
     times = []
     while len(times) < 2 or sum(times) < _MIN_SECONDS:
         started = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Products that read packed codes, each by one library, behind `packed_linear`.
+"""Multiply by packed codes, each kernel by one library, for `packed_linear`.
 
 A kernel holds a weight a second time, in its library's own layout. This copy is the price of its
 speed. The kernel is the attribute ``kernel`` of the weight. It is never saved, copied or moved:
-files hold codes and scales. Some products are not for a kernel: another dtype or device, more
-rows than the kernel is good for, a graph that is compiled or differentiated, codes that have
-changed since. `packed_linear` asks `Kernel.takes` and dequantizes in these cases.
+files hold codes and scales. A kernel does not take some products: another dtype or device, more
+rows than the kernel is fast for, a compiled or differentiated graph, or codes that have changed
+since. `packed_linear` asks `Kernel.takes` and dequantizes in these cases.
 
     kernel       device     layout                          products
     int4pack     CPU, CUDA  codes in 4 bits (torch)         as bfloat16 or float32 rounds
@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hestia_tune.errors import InputError
 from hestia_tune.tensors.bitpack import packed_width
@@ -31,15 +32,15 @@ from hestia_tune.tensors.bitpack import packed_width
 class Kernel(abc.ABC):
     """A ternary weight in the layout of a library.
 
+    The library may refuse the weight by an error of its own.
+
     Args:
-        weight: a `TernaryTensor` (out_features, in_features), no transpose, that `limit` has
-            nothing against.
+        weight: A `TernaryTensor` (out_features, in_features) for which `limit` returns no reason.
+            It must not be a transpose.
 
     Attributes:
-        max_rows: rows up to which a product is expected to be faster than a dense one.
-        parts: what the kernel holds, as tensors.
-
-    The library may refuse the weight by an error of its own.
+        max_rows: The number of rows up to which a product should be faster than a dense product.
+        parts: The tensors that the kernel holds.
     """
 
     name: ClassVar[str]
@@ -48,18 +49,18 @@ class Kernel(abc.ABC):
     devices: ClassVar[Sequence[str]]
     dtypes: ClassVar[Sequence[torch.dtype]]
     max_rows: float = float("inf")
-    parts: Sequence[torch.Tensor] = ()
+    parts: Sequence[Tensor] = ()
 
     @classmethod
     def limit(cls, weight: Any) -> str:
-        """Why this kernel cannot take the weight; empty if it can."""
+        """Return why this kernel cannot take the weight, or an empty string if it can."""
         if weight.device.type not in cls.devices:
             return f"runs on {' and '.join(cls.devices)} only"
         return "" if weight.dtype in cls.dtypes else f"has no products in {weight.dtype}"
 
     @classmethod
     def require(cls) -> None:
-        """Raises ImportError, with the remedy, if the library is not there."""
+        """Raise InputError with the remedy if the library is not installed."""
         if not all(importlib.util.find_spec(package) for package in cls.packages):
             needed = " and ".join(cls.packages)
             raise InputError(
@@ -70,23 +71,25 @@ class Kernel(abc.ABC):
         self.watch(weight)
 
     def watch(self, weight: Any) -> None:
-        """Remembers the packed weight as it is, for `takes` to see if it has changed."""
+        """Remember the state of the packed weight, so that `takes` sees whether it has changed."""
         self._source, self._versions = weight.parts, _versions(weight)
         self._dtype, self._device, self._width = weight.dtype, weight.device, weight.shape[-1]
 
     @abc.abstractmethod
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, in_features) in the weight's dtype -> (rows, out_features), in it or in float32,
-        both contiguous."""
+    def product(self, x: Tensor) -> Tensor:
+        """Return the product (rows, out_features), contiguous, in the weight's dtype or float32.
+
+        ``x`` is (rows, in_features), contiguous, in the weight's dtype.
+        """
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Memory besides the packed weight's own."""
+        """Bytes of memory, without the packed weight's own."""
         return sum(part.nbytes for part in self.parts)
 
-    def takes(self, x: torch.Tensor, weight: Any) -> bool:
-        """Whether the product of ``x`` with ``weight`` is one for this kernel."""
-        # Once a product: what torch would ask the subclass for is not asked of the weight.
+    def takes(self, x: Tensor, weight: Any) -> bool:
+        """Return whether this kernel takes the product of ``x`` with ``weight``."""
+        # This runs for every product, so it avoids attributes that torch asks the subclass for.
         rows = x.numel() // max(1, x.shape[-1])
         return (
             0 < rows <= self.max_rows
@@ -100,19 +103,22 @@ class Kernel(abc.ABC):
             and _versions(weight) == self._versions
         )
 
-    def __deepcopy__(self, memo: dict) -> None:  # noqa: B027 (it is all that is wanted)
-        """A copy of the weight has no kernel."""
+    def __deepcopy__(self, memo: dict) -> None:  # noqa: B027 (None is the copy)
+        """Return None, because a copy of the weight has no kernel."""
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``F.linear(x, weight, bias)`` for an ``x`` (..., in_features) that it takes."""
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``F.linear(x, weight, bias)`` for an ``x`` (..., in_features) that it takes."""
         y = self.product(x.reshape(-1, x.shape[-1]).contiguous())
         y = y if bias is None else y + bias.to(y.dtype)
         return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
 
 
 def _versions(weight: Any) -> list[int]:
-    """Return how often a packed weight, which torch counts as a whole, and its parts were written
-    to in place. Tensors made in inference mode have no count, which is 0 here."""
+    """Return how often a packed weight and its parts were changed in place.
+
+    Torch counts changes of the weight as a whole. Tensors made in inference mode have no count, so
+    the function returns 0 for them.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         tensors = (weight, weight.qdata, weight.scale)
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
@@ -122,11 +128,11 @@ _GROUPS = (256, 128, 64, 32)
 
 
 class Int4Pack(Kernel):
-    """See the module; in memory 4 bits a weight, and two numbers of its dtype a group."""
+    """See the module docstring. It takes 4 bits a weight, and two numbers of its dtype a group."""
 
     name = "int4pack"
     devices = ("cpu", "cuda")
-    max_rows = 32  # measured: from here on dequantizing and a dense product are as fast
+    max_rows = 32  # Measured: for more rows, a dequantized weight is as fast.
     dtypes = (torch.bfloat16, torch.float32)
 
     @classmethod
@@ -155,7 +161,7 @@ class Int4Pack(Kernel):
             packed = torch.ops.aten._convert_weight_to_int4pack(pairs, tiles)
         else:
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-        # (groups, out_features, 2): scale, and what is added to (code + 8 - 8) * scale
+        # (groups, out_features, 2): the scale, and the number added to (code + 8 - 8) * scale
         scale = weight.scale.repeat_interleave(weight.block_size[-1] // group, 1)
         scale = scale.expand(rows, -1).t().to(weight.dtype)
         self.parts = packed, torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
@@ -167,7 +173,7 @@ class Int4Pack(Kernel):
 
 
 class Gemlite(Kernel):
-    """See the module; in memory as much as the packed weight."""
+    """See the module docstring. It takes as much memory as the packed weight."""
 
     name = "gemlite"
     packages, extra = ("gemlite",), "cuda"
@@ -199,9 +205,10 @@ class Gemlite(Kernel):
 
 BLOCKS = (128, 64, 32)
 _ZERO_POINTS = 0b01010101  # four zero points 1
-_SESSION_BYTES = 85_000  # measured: what a session has besides its weights
+_SESSION_BYTES = 85_000  # Measured: memory of a session without its weights.
 _WEIGHTS = ["codes", "scale", "zeros"]
-# One product. Activations are rounded to 8 bits (accuracy level 4), weights given as memory.
+# A model of one product. It rounds activations to 8 bits (accuracy level 4). Its weights are given
+# as memory.
 _MODEL = """<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
 product (float[rows, {columns}] x) => (float[rows, {rows}] y)
 <uint8 {codes} codes = ["location": "memory"], float {scale} scale = ["location": "memory"],
@@ -211,7 +218,7 @@ product (float[rows, {columns}] x) => (float[rows, {rows}] y)
 
 
 class OnnxRuntime(Kernel):
-    """See the module. The kernel takes 2.8 bits a weight at blocks of 128."""
+    """See the module docstring. It takes 2.8 bits a weight at blocks of 128."""
 
     name = "onnxruntime"
     packages, extra = ("onnx", "onnxruntime"), "cpu"
@@ -223,7 +230,7 @@ class OnnxRuntime(Kernel):
     def _block(cls, weight) -> int | None:
         group, width = weight.block_size[-1], weight.shape[1]
         fits = (block for block in BLOCKS if group % block == 0)
-        return next(fits, BLOCKS[-1] if group == width else None)  # the last block is filled up
+        return next(fits, BLOCKS[-1] if group == width else None)  # The last block is padded.
 
     @classmethod
     def limit(cls, weight):
@@ -260,5 +267,5 @@ class OnnxRuntime(Kernel):
 
     def product(self, x):
         y = torch.from_numpy(self._session.run(None, {"x": x.detach().float().numpy()})[0])
-        # Rounded activations make numbers of NaN and infinity.
+        # Rounding the activations turns NaN and infinity into numbers.
         return y.masked_fill_(~x.isfinite().all(1, keepdim=True), torch.nan)

@@ -1,13 +1,14 @@
-"""What packed weights have in common: two parts, a presented dtype, and most operators.
+"""Define the base of packed weights: two parts, a presented dtype, and most operators.
 
-Operators that are registered on `PackedTensor` are inherited by every kind of it (torchao copies a
-parent's table). Products all come to `packed_linear`: of a weight that has a kernel
-(`hestia_tune.tensors.kernels`), and that this one takes, they read the packed codes; others
-dequantize and call the dense operator, at the cost in time and in memory of one dense weight.
+Every kind of packed tensor inherits the operators that are registered on `PackedTensor` (torchao
+copies a parent's table). All products go through `packed_linear`. If the weight has a kernel
+(`hestia_tune.tensors.kernels`) that takes the product, the kernel reads the packed codes. Otherwise
+`packed_linear` dequantizes and calls the dense operator, which costs the time and the memory of one
+dense weight.
 
-A packed weight is whole: it can be moved, copied and transposed, but not cut, joined or sharded. A
-packed model of 1B weights takes 0.8 GB, so every rank loads a copy. An operator that would need a
-part of a weight, or a dense one, is an error and never a silent dense copy.
+A packed weight stays whole: it can be moved, copied and transposed, but not cut, joined or sharded.
+A packed model of 1B weights takes 0.8 GB, so every rank loads a copy. An operator that would need a
+part of a weight, or a dense weight, raises an error. It never makes a dense copy silently.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import TorchAOBaseTensor
 
@@ -29,18 +31,18 @@ _PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64
 aten = torch.ops.aten
 
 
-def check_codes(codes: torch.Tensor, low: int, high: int) -> None:
-    """Raises unless ``codes`` are int8 from ``low`` to ``high``."""
+def check_codes(codes: Tensor, low: int, high: int) -> None:
+    """Raise InputTypeError unless ``codes`` are int8, InputError unless in [low, high]."""
     if codes.dtype != torch.int8:
         raise InputTypeError(f"codes must be int8; got {codes.dtype}")
     if not codes.is_meta and codes.numel():
-        found = [value.item() for value in codes.aminmax()]
-        if found[0] < low or found[1] > high:
-            raise InputError(f"codes must be {low} to {high}; got {found[0]} to {found[1]}")
+        least, most = (value.item() for value in codes.aminmax())
+        if least < low or most > high:
+            raise InputError(f"codes must be {low} to {high}; got {least} to {most}")
 
 
-def exact_bfloat16(scale: torch.Tensor) -> torch.Tensor:
-    """``scale`` as bfloat16; raises if that would change a value."""
+def exact_bfloat16(scale: Tensor) -> Tensor:
+    """Return ``scale`` in bfloat16, or raise InputError if this would change a value."""
     require_float(scale)
     rounded = scale.to(torch.bfloat16)
     same = (rounded.to(scale.dtype) == scale) | scale.isnan()
@@ -59,23 +61,23 @@ class PackedTensor(TorchAOBaseTensor):
     Subclasses implement ``from_codes``, ``codes``, ``dequantize_weight`` and ``check_shapes``.
 
     Args:
-        qdata: uint8, the packed codes.
-        scale: bfloat16. Its dtype never changes.
-        shape: (out_features, in_features), or turned if ``is_transposed``.
-        dtype: the floating-point dtype it presents; ``.to(dtype)`` changes it and nothing else.
-        is_transposed: whether this is `t()` of a weight, whose parts it then holds.
+        qdata: The packed codes, uint8.
+        scale: The scales, bfloat16. Their dtype never changes.
+        shape: (out_features, in_features), or (in_features, out_features) if ``is_transposed``.
+        dtype: The floating-point dtype that it presents. ``.to(dtype)`` changes only this dtype.
+        is_transposed: Whether this is the transpose of a weight. It then holds the weight's parts.
 
     Raises:
-        InputTypeError: on another dtype.
-        InputError: if the parts do not fit the shape.
+        InputTypeError: If a part has another dtype, or ``dtype`` cannot be presented.
+        InputError: If the parts do not fit the shape.
     """
 
     tensor_data_names: ClassVar[list[str]] = ["qdata", "scale"]
     tensor_attribute_names: ClassVar[list[str]] = ["shape", "dtype", "is_transposed"]
-    # What codes and scales come from.
+    # Makes the method that computes codes and scales.
     method_type: ClassVar[Callable[..., Method]]
     is_transposed = False
-    # What multiplies by it in place of its dense weight; see `hestia_tune.use_kernel`.
+    # Computes products in place of the dense weight; see `hestia_tune.use_kernel`.
     kernel: Kernel | None = None
 
     def __new__(cls, qdata, scale, shape, dtype, is_transposed=False):
@@ -97,20 +99,20 @@ class PackedTensor(TorchAOBaseTensor):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """(out_features, in_features) of the weight, whether this is its transpose or not."""
+        """(out_features, in_features) of the weight, also if this is its transpose."""
         return tuple(self.shape)[::-1] if self.is_transposed else tuple(self.shape)
 
     @classmethod
-    def from_hp(cls: type[T], weight: torch.Tensor, **options: Any) -> T:
-        """Quantizes a high-precision weight by the training's own rule, to present its dtype.
+    def from_hp(cls: type[T], weight: Tensor, **options: Any) -> T:
+        """Quantize a high-precision weight by the rule of training, and present its dtype.
 
         Args:
-            weight: (out_features, in_features), floating point; the latent weight, not a hard one.
-            options: fields of the method (`TernaryMethod`, `Fairy2iMethod`), such as group_size.
+            weight: The latent weight (out_features, in_features), floating point, not a hard one.
+            **options: Fields of the method (`TernaryMethod`, `Fairy2iMethod`), such as group_size.
 
         Raises:
-            InputTypeError: on a weight that is not floating point, or options of another type.
-            InputError: on options that do not fit the weight.
+            InputTypeError: If the weight is not floating point, or an option has a wrong type.
+            InputError: If an option does not fit the weight.
         """
         require_float(weight)
         codes, scales = cls.method_type(**options).codes(weight)
@@ -118,7 +120,7 @@ class PackedTensor(TorchAOBaseTensor):
 
     @classmethod
     def operator(cls, operators: Any) -> Callable:
-        """Registers a function that has the signature of the operators; subclasses inherit it."""
+        """Register a function that has the signature of the operators. Subclasses inherit it."""
 
         def register(function: Callable) -> Callable:
             @cls.implements(operators)
@@ -133,8 +135,11 @@ class PackedTensor(TorchAOBaseTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        """In inference mode, operators made of others arrive whole and are divided here; and a
-        view of a tensor that was made outside that mode must be made outside it too."""
+        """Run an operator, or the simpler operators that it consists of.
+
+        In inference mode, composite operators arrive whole and are decomposed here. A view must be
+        made outside inference mode if its tensor was made outside.
+        """
         kwargs = kwargs or {}
         if func not in cls._ATEN_OP_TABLE[cls]:
             result = func.decompose(*args, **kwargs)
@@ -150,26 +155,26 @@ class PackedTensor(TorchAOBaseTensor):
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a file holds: a kernel is made anew."""
+        """Return the state for a file, without the kernel."""
         return {name: value for name, value in self.__dict__.items() if name != "kernel"}
 
     def __repr__(self) -> str:
         names = (*self.tensor_attribute_names, "device")
-        facts = [f"{name}={getattr(self, name)}" for name in names]
-        facts += [f"{name}={tuple(getattr(self, name).shape)}" for name in self.tensor_data_names]
-        return f"{type(self).__name__}({', '.join(facts)})"
+        shown = [f"{name}={getattr(self, name)}" for name in names]
+        shown += [f"{name}={tuple(getattr(self, name).shape)}" for name in self.tensor_data_names]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def _stable_hash_for_caching(self) -> str:
-        """What the compiler's cache may tell two of them apart by: everything but the values."""
+        """Return a key for the compiler's cache: it distinguishes all properties but the values."""
         return f"{self!r} {self.requires_grad} {[part.stride() for part in self.parts]}"
 
     @property
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed codes and scales."""
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """The packed codes and the scales."""
         return self.qdata, self.scale
 
-    def dequantize(self, *, for_now: bool = False) -> torch.Tensor:
-        """Return the dense weight in the presented dtype, turned if this is a transpose.
+    def dequantize(self, *, for_now: bool = False) -> Tensor:
+        """Return the dense weight in the presented dtype, transposed if this is a transpose.
 
         Args:
             for_now: Whether the weight is used at once and not kept. The next such call of this
@@ -178,20 +183,22 @@ class PackedTensor(TorchAOBaseTensor):
         dense = self.dequantize_weight(for_now=for_now)
         return dense.t() if self.is_transposed else dense
 
-    def rebuilt(self: T, qdata: torch.Tensor, scale: torch.Tensor, **changes: Any) -> T:
-        """A tensor of other parts; its attributes are those of this one but for ``changes``."""
+    def rebuilt(self: T, qdata: Tensor, scale: Tensor, **changes: Any) -> T:
+        """Return a tensor of other parts, with the attributes of this tensor except ``changes``."""
         attributes = {name: getattr(self, name) for name in self.tensor_attribute_names}
         return type(self)(qdata, scale, **attributes | changes)
 
 
-def packed_linear(
-    x: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``F.linear(x, weight.dequantize(), bias)``: every product with a packed weight comes here.
+def packed_linear(x: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``F.linear(x, weight.dequantize(), bias)``.
 
-    Exactly so, unless the weight has a kernel, whose error its module states. ``weight`` is
-    (out_features, in_features), itself a transpose or not; ``x`` (..., in_features) has its
-    presented dtype (autocast aside).
+    Every product with a packed weight uses this function. The result is exact unless the weight has
+    a kernel. The kernel's module states its error.
+
+    Args:
+        x: The input (..., in_features), in the weight's presented dtype (except under autocast).
+        weight: The weight (out_features, in_features). It may itself be a transpose.
+        bias: The bias (out_features,), or None.
     """
     if not torch.compiler.is_compiling():
         kernel = weight.kernel
@@ -200,16 +207,16 @@ def packed_linear(
                 return kernel(x, bias)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # of any library, and there is a way without it
+            except Exception as error:  # A library may raise anything. Dequantizing still works.
                 warn_once(f"no longer by {kernel.name}: {one_line(error)}; dequantized")
                 weight.kernel = None
-        if not (torch.is_grad_enabled() and x.requires_grad):  # nothing is saved for a backward
+        if not (torch.is_grad_enabled() and x.requires_grad):  # No backward will need it.
             return F.linear(as_dense(x), weight.dequantize(for_now=True), bias)
     return F.linear(as_dense(x), as_dense(weight), bias)
 
 
-def as_dense(value: torch.Tensor) -> torch.Tensor:
-    """A tensor that may be packed, torchao's own included, as a plain one."""
+def as_dense(value: Tensor) -> Tensor:
+    """Return a tensor as a plain tensor. It may be packed, also by torchao."""
     return value.dequantize() if isinstance(value, TorchAOBaseTensor) else value
 
 
@@ -220,7 +227,7 @@ def _(func, types, args, kwargs):
 
 @PackedTensor.implements_torch_function(torch.Tensor.storage)
 def _(func, types, args, kwargs):
-    """What safetensors asks for last, and with it transformers' ``save_pretrained``."""
+    """Raise an error where safetensors, and so ``save_pretrained``, ask for the storage."""
     raise RuntimeError(
         f"a {type(args[0]).__name__} is two tensors and has no storage that safetensors could "
         "write; give save_pretrained a dense state_dict={name: as_dense(value) for name, value in "
@@ -231,18 +238,21 @@ def _(func, types, args, kwargs):
 
 @PackedTensor.operator(aten.linear.default)
 def linear(input, weight, bias=None):  # (..., in) x (out, in) -> (..., out)
+    """Return the product of the linear operator."""
     return packed_linear(input, weight, bias)
 
 
 @PackedTensor.operator(aten.mm.default)
 def mm(x, weight):  # (n, in) x (in, out) -> (n, out)
-    if getattr(weight, "is_transposed", False):  # as a decomposed linear passes it
+    """Return the matrix product. A decomposed linear passes a transpose."""
+    if getattr(weight, "is_transposed", False):
         return packed_linear(x, weight.t())
     return torch.mm(as_dense(x), as_dense(weight))
 
 
 @PackedTensor.operator(aten.addmm.default)
 def addmm(bias, x, weight, *, beta=1, alpha=1):  # (n, in) x (in, out) -> (n, out)
+    """Return the matrix product plus the bias."""
     if getattr(weight, "is_transposed", False) and bias.dim() == 1 and beta == alpha == 1:
         return packed_linear(x, weight.t(), bias)
     return torch.addmm(as_dense(bias), as_dense(x), as_dense(weight), beta=beta, alpha=alpha)
@@ -250,7 +260,7 @@ def addmm(bias, x, weight, *, beta=1, alpha=1):  # (n, in) x (in, out) -> (n, ou
 
 @PackedTensor.operator(aten.permute.default)
 def permute(self, dims):
-    """Return the same tensor or its transpose, which has views of both parts and another flag."""
+    """Return the same tensor or its transpose. The transpose has views of both parts."""
     if dims[0] % 2 == 0:
         return self.detach()
     parts = (part.detach() for part in self.parts)
@@ -259,12 +269,13 @@ def permute(self, dims):
 
 @PackedTensor.operator([aten.t.default, aten.transpose.int])
 def transpose(self, first=0, second=1):
+    """Return the transpose, or the same tensor if both dimensions are the same."""
     return permute(self, [1, 0] if (second - first) % 2 else [0, 1])
 
 
 @PackedTensor.operator([aten._to_copy.default, aten.to.dtype_layout])
 def to(self, *, dtype=None, device=None, non_blocking=False, **unused):
-    """Moves both parts; another dtype is another presented dtype."""
+    """Move both parts. ``dtype`` changes only the presented dtype."""
     device = device or self.device
     parts = (part.to(device, non_blocking=non_blocking) for part in self.parts)
     return self.rebuilt(*parts, dtype=dtype or self.dtype)
@@ -272,14 +283,14 @@ def to(self, *, dtype=None, device=None, non_blocking=False, **unused):
 
 @PackedTensor.operator(aten.empty_like.default)
 def empty_like(self, *, dtype=None, device=None, **unused):
-    """Uninitialised memory of the same layout, as `nn.Module.to_empty` asks for."""
+    """Return uninitialised memory of the same layout, for `nn.Module.to_empty`."""
     parts = (torch.empty_like(part, device=device or self.device) for part in self.parts)
     return self.rebuilt(*parts, dtype=dtype or self.dtype)
 
 
 @PackedTensor.operator(aten.copy_.default)
 def copy_(target, source, non_blocking=False):
-    """Between equal layouts; into a dense tensor it copies the dequantized values."""
+    """Copy between equal layouts, or copy the dequantized values into a dense tensor."""
     if not isinstance(target, PackedTensor):
         return target.copy_(source.dequantize())
     if _layout(source) != _layout(target):
@@ -294,7 +305,10 @@ def copy_(target, source, non_blocking=False):
 
 
 def _layout(value) -> tuple:
-    """What must be equal for one tensor to be copied into another: all but values and dtype."""
+    """Return the properties that must be equal to copy one tensor into another.
+
+    These are all properties except the values and the dtype.
+    """
     if not isinstance(value, PackedTensor):
         return ()
     names = [name for name in value.tensor_attribute_names if name != "dtype"]

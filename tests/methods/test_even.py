@@ -1,4 +1,4 @@
-"""Hestia's relaxation with two and four levels against Eqs. 5 to 7."""
+"""Test Hestia's relaxation with two and four levels against Eqs. 5 to 7."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def weight(seed=0, shape=(6, 32), dtype=torch.float64):
 
 
 def reference(method, w, tau, pressure):
-    """(1 - p)·w + p·s·sum of q·softmax(-(w/s - q)^2/tau), s detached."""
+    """Return (1 - p)·w + p·s·sum of q·softmax(-(w/s - q)^2/tau), with s detached."""
     blocks = method.blocks(w)
     if method.codebook == "binary":
         s, levels = mean_scale(blocks), torch.tensor([-1.0, 1.0], dtype=w.dtype)

@@ -1,4 +1,4 @@
-"""The Fairy2i method against the formulas: values, gradients, limits, codes, compilation."""
+"""Test the Fairy2i method against the formulas: values, gradients, limits, codes, compilation."""
 
 import pytest
 import references_fairy2i as references
@@ -49,7 +49,7 @@ def test_value_and_gradient_equal_plain_autograd(tau, num_stages, granularity):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tau", TAUS)
 def test_low_precision_loses_only_its_rounding(tau, dtype):
-    """Computed in float32; entries close to 0, where a rounding turns the angle, are left out."""
+    """Compare with float32. The test leaves out entries near 0, where rounding turns the angle."""
     method = make_method()
     for seed in range(3):
         weight = make_weight(seed, dtype=dtype)
@@ -65,7 +65,7 @@ def test_low_precision_loses_only_its_rounding(tau, dtype):
 @pytest.mark.parametrize("granularity", ["tensor", 2])
 @pytest.mark.parametrize("num_stages", STAGES)
 def test_gradcheck(num_stages, granularity):
-    """Numerically: scales rounded to bfloat16 do not move under steps of 1e-8."""
+    """Check gradients numerically. Scales rounded to bfloat16 do not move under steps of 1e-8."""
     method = make_method(num_stages, granularity)
     for seed, (tau, pressure) in enumerate([(0.3, 1.0), (0.1, 0.6), (2.0, 1.0)]):
         weight = make_weight(seed + 10, (4, 8)).requires_grad_()
@@ -152,7 +152,7 @@ def test_annealing_ends_at_the_hard_weight(num_stages):
 
 
 def test_infinite_temperature_forgets_the_weight():
-    """Equal probabilities: every axis cancels with its opposite."""
+    """Check that all axes are equally likely, so that every axis cancels its opposite."""
     value = effective_weight(make_weight(), 1e9, 1.0, make_method())
     assert value.abs().max() < 1e-7
 
@@ -173,7 +173,7 @@ def test_straight_through_gradient_is_the_identity_to_the_last_bit():
 
 
 def test_int_granularity_shares_scales_within_a_row_and_its_partner_only():
-    """Rows i and n + i, columns j..j+g and m + j..m + j + g: nothing else is touched."""
+    """Check that only rows i and n + i, columns j..j+g and m + j..m + j + g change."""
     method, weight = make_method(granularity=4), make_weight(0, (6, 32))
     changed = weight.clone()
     changed[1, 5] += 3.0

@@ -1,4 +1,4 @@
-"""The Fairy2i method where angles are least forgiving: ties, +-pi, zero, tiny, not finite."""
+"""Test the Fairy2i method at difficult angles: ties, +-pi, zero, tiny, not finite."""
 
 import math
 
@@ -16,14 +16,14 @@ TWO = Fairy2iMethod()
 
 
 def from_u(*entries: complex, dtype=torch.float64) -> torch.Tensor:
-    """The real weight of U = ``entries`` (a row) and W = 0."""
+    """Return the real weight of U = ``entries`` (a row) and W = 0."""
     u = torch.tensor([entries], dtype=torch.complex128)
     zero = torch.zeros_like(u.real)
     return merge(torch.stack([u.real, zero]), torch.stack([u.imag, zero])).to(dtype)
 
 
 def complex_u(weight: torch.Tensor) -> torch.Tensor:
-    """U of a real weight, as a complex row."""
+    """Return U of a real weight, as a complex row."""
     return torch.complex(*split(weight.double()))[0].flatten()
 
 
@@ -51,8 +51,8 @@ def test_an_axis_owns_its_clockwise_boundary_and_zero_is_real(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_number_next_to_a_tie_belongs_to_the_larger_part(dtype):
-    """Codes of matrices in which U is 1 or its neighbour: no rounding of an angle blurs them."""
-    above = 1 + 2 * torch.finfo(dtype).eps  # halved exactly by the split, in every dtype
+    """Check codes where U is 1 or the next number: no rounding of an angle blurs them."""
+    above = 1 + 2 * torch.finfo(dtype).eps  # The split halves it exactly, in every dtype.
     entries = {
         complex(above, 1): 0, complex(1, above): 1,
         complex(-1, above): 1, complex(-above, 1): 2,
@@ -65,7 +65,7 @@ def test_the_number_next_to_a_tie_belongs_to_the_larger_part(dtype):
 
 @pytest.mark.parametrize("tau", [0.0, 0.05, 0.3])
 def test_commutes_with_negation_scaling_and_turning_by_i(tau):
-    """H(-A) = -H(A), H(4A) = 4·H(A), and H(i·z) = i·H(z): the two scales swap with the axes."""
+    """Check H(-A) = -H(A), H(4A) = 4·H(A) and H(i·z) = i·H(z). Scales swap with the axes."""
     weight = random_weight()
     value, _ = value_and_grad(weight, tau)
     assert torch.equal(value_and_grad(-weight, tau)[0], -value)
@@ -88,12 +88,12 @@ def test_grid_weights_with_many_ties_equal_the_formulas():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("tau", [0.3, 0.01, 1e-6, 1e-30])
-def test_a_boundary_is_shared_by_its_two_axes_however_cold_it_is(tau, dtype):
-    """pi is 1/2 and 1/2 at |Re| = |Im|; cold, the slope is k/4 of the scale, k = pi/tau."""
+def test_both_axes_share_a_boundary_at_every_temperature(tau, dtype):
+    """Check pi = 1/2 and 1/2 at |Re| = |Im|. Cold, the slope is k/4 of the scale, k = pi/tau."""
     weight = from_u(1 + 1j, 2, -3j, 2j, dtype=dtype)
     value, grad = value_and_grad(weight, tau, ONE, grad=from_u(1j, 0, 0, 0, dtype=dtype))
     (s_re, s_im) = ONE.codes(weight)[1][0, 0].flatten().tolist()
-    # The two far axes have, together, the weight that is missing from a tanh.
+    # The two far axes together have the weight that a tanh lacks.
     share = 0.5 * math.tanh(math.pi**2 / 4 / tau)
     z = complex_u(value)[0]
     assert (z.real.item(), z.imag.item()) == pytest.approx((s_re * share, s_im * share), rel=1e-6)
@@ -107,7 +107,7 @@ def test_a_boundary_is_shared_by_its_two_axes_however_cold_it_is(tau, dtype):
 @pytest.mark.parametrize("tau", [0.05, 0.3, 2.0])
 @pytest.mark.parametrize("axis", range(4))
 def test_value_and_gradient_are_continuous_through_every_axis_and_pi(axis, tau):
-    """On the axis, the mean of both sides: at angle +-pi too, where a plain angle jumps by 2·pi."""
+    """Check that an axis has the mean of both sides, also at +-pi, where an angle jumps by 2·pi."""
     others = [0.3 + 0.9j, -1.1 + 0.2j, 0.5 - 0.8j]
     grad = from_u(0.7 - 0.4j, 0, 0, 0)
     turn = 1j**axis
@@ -120,7 +120,7 @@ def test_value_and_gradient_are_continuous_through_every_axis_and_pi(axis, tau):
     for i, tolerance in ((0, 1e-7), (1, 1e-6)):
         low, on, high = (results[side][i] for side in (-1e-9, 0.0, 1e-9))
         torch.testing.assert_close(on, (low + high) / 2, rtol=0, atol=tolerance)
-    # The value is continuous; the kink of the wrapped angle turns the slope, by little when cold.
+    # The value is continuous. The kink of the wrapped angle changes the slope, by little when cold.
     torch.testing.assert_close(results[-1e-9][0], results[1e-9][0], rtol=0, atol=1e-7)
     if tau == 0.05:
         torch.testing.assert_close(results[-1e-9][1], results[1e-9][1], rtol=0, atol=1e-6)
@@ -128,7 +128,7 @@ def test_value_and_gradient_are_continuous_through_every_axis_and_pi(axis, tau):
 
 @pytest.mark.parametrize("tau", [0.05, 0.3, 2.0])
 def test_signed_zeros_on_the_negative_axis_change_nothing(tau):
-    """atan2(0, -1) is pi and atan2(-0, -1) is -pi."""
+    """Check that -0 changes nothing, although atan2(0, -1) is pi and atan2(-0, -1) is -pi."""
     for method in (ONE, TWO):
         plus, minus = (
             value_and_grad(from_u(complex(-1.0, zero), 0.4 + 1j, 1 - 0.3j), tau, method)
@@ -140,13 +140,13 @@ def test_signed_zeros_on_the_negative_axis_change_nothing(tau):
 @pytest.mark.parametrize("radius", [1e-1, 1e-3, 1e-5])
 @pytest.mark.parametrize("tau", [0.1, 0.3, 2.0])
 def test_the_gradient_is_exact_close_to_the_origin(tau, radius):
-    """It grows as 1/|z|, and no clamp hides that above 2^-20 scales."""
+    """Check that the gradient grows as 1/|z|. No clamp hides this above 2^-20 scales."""
     angles = [0.1, 0.7, 0.9, 1.5, 2.5, -0.6, -1.7, -3.0]
     tiny = [radius * complex(math.cos(a), math.sin(a)) for a in angles]
     weight = from_u(*tiny, 1 - 0.1j, 0.1 - 1j, 0.9 + 0.3j, 0.2 - 1.1j)
     _, grad = value_and_grad(weight, tau, ONE)
     weight.requires_grad_()
-    # W is zero here, where plain autograd of an angle is NaN: U by itself.
+    # W is zero here, and plain autograd of its angle is NaN. So the test takes only U.
     u = torch.complex(*split(weight))[0]
     plain = references.quantize(u, tau, "tensor")
     (expected,) = torch.autograd.grad(plain, u, torch.complex(*split(torch.ones_like(weight)))[0])
@@ -161,10 +161,10 @@ def test_modulus_zero_has_the_axis_one_and_no_gradient_of_an_angle(method, tau, 
     weight = from_u(0, 1 + 0.5j, -0.25 - 1j, 0.5 - 2j, dtype=dtype)
     value, grad = value_and_grad(weight, tau, method)
     assert value.isfinite().all()
-    # At a tie, 1e30 is the slope: more than float16 holds.
+    # At a tie the slope is 1e30, which float16 cannot hold.
     assert grad.isfinite().all() or (tau == 1e-30 and dtype == torch.float16)
     if method is ONE and tau > 0:
-        assert complex_u(grad)[0] == 0  # and nothing of the other axis:
+        assert complex_u(grad)[0] == 0  # Nothing comes from the other axis:
         z = complex_u(value.double())[0]
         assert z.real > 0 and z.imag == 0
     _, blended = value_and_grad(weight, tau, ONE, pressure=0.75)

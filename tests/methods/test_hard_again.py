@@ -1,4 +1,4 @@
-"""Hard weights: quantized again, of groups of zeros, and of weights that are not finite."""
+"""Test hard weights: quantized again, with groups of zeros, and with NaN or infinity."""
 
 from functools import partial
 
@@ -56,7 +56,7 @@ def weight(seed=0, shape=(12, 64), std=1.0, dtype=torch.float32):
 
 
 def trained(method, w, seed=1):
-    """Parameters of the start, moved as training moves them: steps by half, logits by one."""
+    """Return initial parameters, moved as training does: steps by half, logits by one."""
     generator = torch.Generator().manual_seed(seed)
     moved = {}
     for name, value in zip(method.parameter_names, method.initial_parameters(w), strict=True):
@@ -82,7 +82,7 @@ def test_a_hard_model_that_is_prepared_again_does_not_change(method, dtype, std)
 @pytest.mark.parametrize("bits", ["ternary", 2])
 @pytest.mark.parametrize("start", ["absmax", "least_squares"])
 def test_every_scale_of_seq_comes_back_from_its_step(bits, start):
-    """All significands of a scale over many exponents, and codes that are all ±1 or all ±3."""
+    """Check all significands over many exponents, with codes that are all ±1 or all ±3."""
     method = SEQMethod(group_size=4, bits=bits, start=start)
     significands, unit = (32, 5) if bits == 2 else (128, 7)
     scales = (torch.arange(significands, 2 * significands) * 2.0**-unit).view(-1, 1)
@@ -95,7 +95,7 @@ def test_every_scale_of_seq_comes_back_from_its_step(bits, start):
 
 @pytest.mark.parametrize("method", LEARNED, ids=str)
 def test_other_weights_start_as_published(method):
-    """One weight that is no level is enough: its group is no longer hard."""
+    """Check that one weight that is not a level makes its group no longer hard."""
     w = method.hard(weight(), trained(method, weight()))
     w[:, ::GROUP] = 1 + 2**-20
     *_, start = method.initial_parameters(w)
@@ -108,7 +108,7 @@ def test_other_weights_start_as_published(method):
 
 
 def test_the_exceptions_change():
-    """DLT with an offset and Fairy2i; without an offset DLT does not."""
+    """Check that DLT with an offset and Fairy2i change. DLT without an offset does not."""
     w, dlt = weight(), DLTMethod(group_size=GROUP)
     step, offset = trained(dlt, w)
     offset += 0.1
@@ -128,12 +128,12 @@ def test_binary_is_the_mean_of_weights_that_share_a_magnitude():
     ternary = TernaryMethod().hard(weight(shape=(64, 1024)))
     error = (method.hard(ternary) - ternary).square().sum() / ternary.square().sum()
     assert error.item() == pytest.approx((ternary == 0).double().mean().item(), abs=0.01)
-    assert error.item() == pytest.approx(0.31, abs=0.01)  # it was 0.45
+    assert error.item() == pytest.approx(0.31, abs=0.01)  # 0.45 before
 
 
 @pytest.mark.parametrize("exponent", [-26, -19, -18, 0, 20])
 def test_a_binary_magnitude_is_kept_however_small(exponent):
-    """Below 2^-18 the epsilon of the mean would change it. No hard weight is below 2^-27."""
+    """Check magnitudes down to 2^-27. Below 2^-18 the epsilon of the mean would change them."""
     hard = torch.ones(128, 8) * (torch.arange(128, 256).view(-1, 1) * 2.0 ** (exponent - 7))
     hard[:, ::3] *= -1
     for group_size in (8, "channel"):

@@ -1,4 +1,4 @@
-"""The quantized linear: F.linear with the effective weight, and nothing more kept for backward."""
+"""Test that the quantized linear equals F.linear, and saves no more than it for backward."""
 
 import pytest
 import references
@@ -15,7 +15,7 @@ TAU, PRESSURE = torch.tensor(0.3), torch.tensor(0.6)
 
 
 def make_inputs(shape=(2, 3), *, bias=True, dtype=torch.float32, requires_grad=True):
-    """x (*shape, 64), weight (48, 64) and bias (48,) or None."""
+    """Return x (*shape, 64), weight (48, 64), and bias (48,) or None."""
     generator = torch.Generator().manual_seed(0)
     x, weight, b = (
         torch.randn(*size, generator=generator, dtype=torch.float64)
@@ -27,12 +27,12 @@ def make_inputs(shape=(2, 3), *, bias=True, dtype=torch.float32, requires_grad=T
 
 
 def value_and_grads(function, inputs, grad=None):
-    """The output, and the gradients of those inputs that want one."""
+    """Return the output, and the gradients of the inputs that require a gradient."""
     y = function(*inputs)
     if grad is None:
         grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    return y.detach(), torch.autograd.grad(y, wanted, grad)
+    trained = [t for t in inputs if t is not None and t.requires_grad]
+    return y.detach(), torch.autograd.grad(y, trained, grad)
 
 
 def eager(x, weight, bias, tau=TAU, pressure=PRESSURE):
@@ -133,7 +133,7 @@ def saved_by(function, *inputs) -> list[torch.Tensor]:
 
 
 def storages(tensors) -> dict[int, int]:
-    """Bytes by address: what is held in memory, however often it is saved."""
+    """Return bytes by address, so that a tensor that is saved twice counts once."""
     return {t.data_ptr(): t.nbytes for t in tensors}
 
 
@@ -154,7 +154,7 @@ def test_saves_no_more_than_a_plain_linear_when_part_of_it_is_frozen(frozen):
     (x if frozen == "x" else weight).requires_grad_(False)
     ours = storages(t for t in saved_by(eager, x, weight, None) if t.dim() > 0)
     plain = storages(saved_by(F.linear, x, weight))
-    latent = {weight.data_ptr()} if frozen == "x" else set()  # needed for the Jacobian
+    latent = {weight.data_ptr()} if frozen == "x" else set()  # The Jacobian needs it.
     assert set(ours) <= set(plain) | latent
 
 
@@ -172,7 +172,7 @@ def test_compiled_equals_eager_over_a_schedule_with_one_compilation(compiled):
         scalars = torch.tensor(point).unbind()
         expected = value_and_grads(lambda *args, s=scalars: eager(*args, *s), inputs)
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
-    # The last point is hard: no tolerance.
+    # The last point is hard, so it has no tolerance.
     hard = hard_ternary(weight, group_size=32)
     assert torch.equal(got[-1][0], F.linear(inputs[0], hard, bias))
 
@@ -188,16 +188,17 @@ def test_compiled_without_bias_or_with_strided_tensors_equals_eager(compiled):
 
 
 def test_operators_keep_their_promises():
-    """Schemas, and shapes and strides of the fake kernels, as torch.library checks them."""
+    """Check schemas, and shapes and strides of the fake kernels, by torch.library."""
     x, weight, bias = make_inputs(requires_grad=False)
-    scalars = TAU, PRESSURE, [], QUANTIZER.key()
+    key, latent = QUANTIZER.key(), [weight, TAU, PRESSURE]
     ops = torch.ops.hestia
     for op, args in (
-        (ops.linear, (x, bias, weight, *scalars)),
-        (ops.linear, (x[0, 0], None, weight, *scalars)),
-        (ops.linear, (x.permute(1, 0, 2), None, weight, *scalars)),
-        (ops.input_grad, (torch.ones(1).expand(2, 3, 48), weight, *scalars)),
-        (ops.input_grad, (torch.randn(48, 3, 2).permute(2, 1, 0), weight, *scalars)),
-        (ops.weight_grad, (torch.randn(48, 64), weight, *scalars)),
+        (ops.product, (x, bias, latent, [], False)),
+        (ops.product, (x[0, 0], None, latent, [], False)),
+        (ops.product, (x.permute(1, 0, 2), None, latent, [], False)),
+        (ops.product, (torch.ones(1).expand(2, 3, 48), None, latent, [], True)),
+        (ops.product, (torch.randn(48, 3, 2).permute(2, 1, 0), None, latent, [], True)),
+        (ops.formula, ("effective_weight", latent, [])),
+        (ops.formula, ("vjp", [torch.randn(48, 64), *latent], [])),
     ):
-        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(op, (key, *args), test_utils=("test_schema", "test_faketensor"))

@@ -1,4 +1,4 @@
-"""Methods without a temperature against their definitions: values, surrogate gradients, scales."""
+"""Test methods without a temperature: values, surrogate gradients and scales by definition."""
 
 import math
 
@@ -46,16 +46,16 @@ def weight(seed=0, shape=(6, 32), dtype=torch.float64, std=0.7):
 
 
 def rounded(scale, bits=8):
-    """To so many significant bits, half to even; the gradient passes."""
+    """Round to this many significant bits, half to even. The gradient passes."""
     mantissa, exponent = torch.frexp(scale.detach().float().double())
     return scale + ((mantissa * 2**bits).round() / 2**bits * 2.0**exponent - scale).detach()
 
 
 def reference(method, w, step=None):
-    """The definitions, one group a row, by autograd: values are hard, gradients the surrogate's."""
+    """Return hard values with surrogate gradients, by definition and autograd; one group a row."""
     rows = groups(w, method.group_size)
     a = None if step is None else step.reshape(-1, 1)
-    through = lambda value, x: x + (value - x).detach()  # noqa: E731  value, with x's gradient
+    through = lambda value, x: x + (value - x).detach()  # noqa: E731  the value, with the gradient of x
     size = rows.abs().detach()
     if isinstance(method, AbsMeanMethod):
         gamma = rounded(size.mean(1, keepdim=True) + 1e-8)
@@ -118,7 +118,7 @@ def test_an_offset_is_added_to_the_codes_of_lsq_and_levels_are_rounded(start):
 
 @pytest.mark.parametrize("group_size", [8, "channel", "tensor"])
 def test_dead_weights_are_a_bias(group_size):
-    """y = x·A^T + sum of the dead epsilon·w, by autograd; weights and codes are AbsMean's."""
+    """Check y = x·A^T + sum of dead epsilon·w by autograd. Weights and codes equal AbsMean's."""
     method, plain = (
         TequilaMethod(group_size=group_size, epsilon=0.3),
         AbsMeanMethod(group_size=group_size),
@@ -152,7 +152,7 @@ def test_dead_weights_are_a_bias(group_size):
 
 
 def parameters_of(method, w, seed=5):
-    """Those of the start, moved by up to a third, in the dtype of the formulas."""
+    """Return the initial parameters, moved by up to a third, in the dtype of the formulas."""
     generator = torch.Generator().manual_seed(seed)
     found = method.initial_parameters(w)
     return tuple(
@@ -188,7 +188,7 @@ def test_hard_is_codes_times_scales_and_exact_in_bfloat16(method, dtype):
         blocks = codes.reshape(*scales.shape, -1) * scales.unsqueeze(-1).to(dtype)
         assert hard.dtype == dtype and torch.equal(blocks.reshape(w.shape), hard)
         assert torch.equal(hard.to(torch.bfloat16).to(dtype), hard)
-        for tau in (0.0, 0.3):  # which is not read
+        for tau in (0.0, 0.3):  # The method does not read it.
             found = method.effective_weight(w, torch.tensor(tau), ONE, parameters)
             torch.testing.assert_close(found, hard, rtol=0, atol=0)
 
@@ -216,7 +216,7 @@ def test_rows_of_a_weight_on_two_ranks_are_those_of_the_whole(method):
     whole = method.initial_parameters(w)
     expected = method.effective_weight(w, ZERO, ONE, whole)
     grads = method.vjp(upstream, w, ZERO, ONE, whole)
-    halves = []  # what each rank asks the other for, first recorded, then summed
+    halves = []  # what each rank asks the other for: first recorded, then summed
 
     def run(rows, total):
         parts = [p[rows] for p in whole]
@@ -225,7 +225,7 @@ def test_rows_of_a_weight_on_two_ranks_are_those_of_the_whole(method):
 
     both = slice(0, 4), slice(4, 6)
     known: list[torch.Tensor] = []
-    for _ in range(3):  # each round knows one more sum
+    for _ in range(3):  # Each round knows one more sum.
         asked = []
         for rows in both:
             seen = []
@@ -268,7 +268,7 @@ def test_least_squares_leaves_no_better_scale(levels):
     blocks = weight(3, shape=(40, 1, 16))
     codes = torch.tensor(sorted(LEVELS[levels]), dtype=torch.float64)
 
-    def error(scale):  # of the nearest codes, all tried
+    def error(scale):  # tries all nearest codes
         return (blocks.unsqueeze(-1) - scale.unsqueeze(-1) * codes).abs().amin(-1).square().sum(-1)
 
     found = error(least_squares_scale(blocks, levels))

@@ -1,4 +1,4 @@
-"""The ternary method against the equations: values, gradients, limits, ties, memory."""
+"""Test the ternary method against the equations: values, gradients, limits, ties, memory."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_gradient_equals_autograd_of_the_reference(group_size, tau):
 
 @pytest.mark.parametrize("tau", [0.05, 0.3, 2.0])
 def test_gradcheck_with_the_scale_held_fixed(tau, monkeypatch):
-    """Finite differences would move gamma, which the gradient treats as a constant."""
+    """Hold gamma fixed. Finite differences would move it, but the gradient treats it as fixed."""
     from hestia_tune.methods import groups, ternary
 
     w = weight(shape=(2, 8)).requires_grad_()
@@ -58,18 +58,18 @@ def test_gradcheck_with_the_scale_held_fixed(tau, monkeypatch):
 
 
 def test_lemma_1_in_float32_where_assignments_are_confident():
-    """The difference E[q^2] - E[q]^2 would be all rounding error here."""
+    """Check the slope where the difference E[q^2] - E[q]^2 would be only rounding error."""
     w = weight(shape=(64, 64), dtype=torch.float32).requires_grad_()
     relaxed_ternary(w, 0.05, group_size=64).sum().backward()
     w64 = w.detach().double()
     expected = lemma1_slope(w64, eq1_scale(w64, 64), 0.05)
     assert expected.min() < 1e-6 and expected.max() > 5
-    large = expected > 1e-10  # below, the reference itself has no digits left
+    large = expected > 1e-10  # Below, the reference itself has no digits left.
     torch.testing.assert_close(w.grad.double()[large], expected[large], rtol=2e-3, atol=0.0)
 
 
 def test_lemma_2_the_slope_concentrates_at_the_boundary():
-    """The integral of dH/dw over a boundary tends to gamma, wherever the interval ends."""
+    """Check that the integral of dH/dw over a boundary tends to gamma for every interval."""
     gamma = 1.0
     method = TernaryMethod(group_size="tensor")
     grid = torch.linspace(0.4, 0.6, 200_001, dtype=torch.float64).view(1, -1)
@@ -144,7 +144,7 @@ def test_scale_shapes():
 
 
 def test_ties_are_zero():
-    """mean|w| = 1 exactly; ±0.5 stand on the boundaries, as round-half-even has it."""
+    """Check that ±0.5 give 0 at mean|w| = 1, like rounding half to even."""
     w = torch.tensor([[0.5, -0.5, 0.5 + 2**-20, -0.5 - 2**-20, 2.0, 2.0 - 2**-19]])
     codes, scales = ternary_codes(w, group_size="tensor")
     assert scales.item() == 1.0
@@ -171,7 +171,7 @@ def test_nan_and_infinity_are_not_hidden(bad):
 
 
 def test_scale_does_not_depend_on_the_order_of_the_weights():
-    """A float32 sum would: its last bits change with the order, and with them some scales."""
+    """Check scales in two orders. The last bits of a float32 sum would change with the order."""
     w = weight(shape=(512, 128), dtype=torch.float32)
     shuffled = w[:, torch.randperm(128, generator=torch.Generator().manual_seed(1))]
     expected, actual = (ternary_codes(v, group_size=128)[1] for v in (w, shuffled))
@@ -230,8 +230,8 @@ def learned(group_size=4):
 
 @pytest.mark.parametrize("tau", [0.05, 0.3, 2.0])
 @pytest.mark.parametrize("pressure", [0.4, 1.0])
-def test_gradients_of_a_learned_scale_are_those_of_autograd(tau, pressure):
-    """gamma = 2·sigmoid(t)·start, rounded to bfloat16 with the gradient passed as it is."""
+def test_gradients_of_a_learned_scale_equal_autograd(tau, pressure):
+    """Check gamma = 2·sigmoid(t)·start, rounded to bfloat16. The gradient passes unchanged."""
     w = weight(shape=(3, 8)).requires_grad_()
     logit, start = learned().initial_parameters(w)
     logit = (logit.double() + torch.randn(3, 2, dtype=torch.float64) * 0.3).requires_grad_()
@@ -274,9 +274,11 @@ def test_a_learned_scale_starts_as_the_mean_and_is_exported():
 @pytest.mark.parametrize("tau", [0.05, 0.3, 2.0])
 @pytest.mark.parametrize("scale", ["absmean", "learned"])
 @pytest.mark.parametrize(("threshold", "offset"), [("learned", "learned"), ("half", "learned")])
-def test_gradients_of_threshold_and_offset_are_those_of_autograd(tau, scale, threshold, offset):
-    """H = gamma·mu((w - o·g)/delta), mu the relaxed code of Eq. 6 at scale 1, delta 2·sigmoid(s)·g
-    or gamma."""
+def test_gradients_of_threshold_and_offset_equal_autograd(tau, scale, threshold, offset):
+    """Check H = gamma·mu((w - o·g)/delta), with mu the relaxed code of Eq. 6 at scale 1.
+
+    delta is 2·sigmoid(s)·g or gamma.
+    """
     method = TernaryMethod(group_size=4, scale=scale, threshold=threshold, offset=offset)
     w = weight(shape=(3, 8)).requires_grad_()
     generator = torch.Generator().manual_seed(1)
@@ -333,7 +335,7 @@ def test_the_least_squares_start_has_no_better_scale_beside_it(group_size):
 
     least = error(start.unsqueeze(-1))
     for scale in torch.linspace(0.01, float(w.abs().max()), 400):
-        assert (least <= error(scale) * 1.001 + 1e-9).all()  # the scale is rounded to bfloat16
+        assert (least <= error(scale) * 1.001 + 1e-9).all()  # The scale is rounded to bfloat16.
     absmean = TernaryMethod(group_size=group_size)
     assert (w - method.hard(w, method.initial_parameters(w))).square().sum() < (
         w - absmean.hard(w)
@@ -354,7 +356,7 @@ def test_errors_of_learned_parameters(options, message):
 
 
 def test_the_hard_limit_of_a_learned_scale_is_a_straight_through_rounding():
-    """At tau 0: d(gamma·round(w/gamma))/dgamma = round(z) - z, and the code where it is clipped."""
+    """Check d(gamma·round(w/gamma))/dgamma at tau 0: round(z) - z, or the code where clipped."""
     w = torch.tensor([[0.2, -0.7, 1.2, -3.0]], dtype=torch.float64)
     parameters = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     zero, one = torch.tensor(0.0), torch.tensor(1.0)
@@ -372,5 +374,5 @@ def test_a_hard_weight_stays_as_it_is(group_size):
     again = method.codes(method.hard(hard))
     assert torch.equal(codes, again[0]) and torch.equal(scale, again[1])
     nudged = hard.clone()
-    nudged[0, 0] = hard.abs().max() * 1.01  # no longer ternary: quantized as anything else
+    nudged[0, 0] = hard.abs().max() * 1.01  # no longer ternary
     assert not torch.equal(method.hard(nudged), nudged)

@@ -1,4 +1,4 @@
-"""The ternary method where floating point is least forgiving: ties, tiny, not finite."""
+"""Test the ternary method at difficult floating-point numbers: ties, tiny, not finite."""
 
 import pytest
 import references
@@ -56,7 +56,7 @@ def test_a_tie_takes_the_code_zero_and_the_next_number_does_not(dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_annealing_to_1e_30_stays_exact_at_ties_and_hard_away_from_them(dtype):
     weight = make_weight(1, dtype=dtype)
-    weight[0, :32] = torch.tensor([0.5, -0.5, 1.0, 2.0]).repeat(8)  # scale 1: every other a tie
+    weight[0, :32] = torch.tensor([0.5, -0.5, 1.0, 2.0]).repeat(8)  # scale 1: half are ties
     weight[0, 32:64] = 0
     distance = ((weight.double() / references.eq1_scale(weight, 32)).abs() - 0.5).abs()
     hard = hard_ternary(weight, group_size=32).double()
@@ -65,7 +65,7 @@ def test_annealing_to_1e_30_stays_exact_at_ties_and_hard_away_from_them(dtype):
         value, slope = value_and_slope(weight, tau)
         assert value.isfinite().all() and slope.isfinite().all() and (slope >= 0).all()
         assert value[0, :2].tolist() == [0.5, -0.5]
-        # Two codes equally likely: their variance is 1/4.
+        # Two codes are equally likely, so their variance is 1/4.
         assert slope[0, :2].tolist() == pytest.approx([0.5 / tau] * 2, rel=1e-2)
         clear = distance > 20 * tau
         assert clear.double().mean() > 0.5 and slope[clear].max() < 1e-3
@@ -73,7 +73,7 @@ def test_annealing_to_1e_30_stays_exact_at_ties_and_hard_away_from_them(dtype):
 
 
 def test_lemma_2_holds_against_a_test_function():
-    """The integral of slope·phi tends to gamma·(phi(-gamma/2) + phi(gamma/2)) as tau -> 0."""
+    """Check that the integral of slope·phi tends to gamma·(phi(-gamma/2) + phi(gamma/2))."""
     weight = torch.linspace(-2, 2, 80001, dtype=torch.float64).view(1, -1)
     gamma = references.eq1_scale(weight, "tensor")[0, 0]
 
@@ -89,11 +89,11 @@ def test_lemma_2_holds_against_a_test_function():
 
 
 def test_tiny_weights_keep_their_relative_precision():
-    """1 - exp(-x) would have lost every digit here."""
+    """Check weights for which 1 - exp(-x) would lose every digit."""
     weight = torch.tensor([[1e-9, -1e-12, 1e-20, 1.0]] * 2)
     value, _ = value_and_slope(weight, 0.3, group_size=4)
     expected = references.eq6_relaxed(weight.double(), references.eq1_scale(weight, 4), 0.3)
-    # The softmax itself cancels below 1e-16: there H is linear, with the slope at zero.
+    # The softmax itself cancels below 1e-16. There H is linear, with the slope at zero.
     slope = references.lemma1_slope(torch.zeros(1).double(), torch.ones(1).double(), 0.3).item()
     torch.testing.assert_close(
         value[:, :3].double(), slope * weight[:, :3].double(), rtol=1e-5, atol=0
@@ -104,7 +104,7 @@ def test_tiny_weights_keep_their_relative_precision():
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, -1e-45, 1e-12])
 @pytest.mark.parametrize("tau", [0.0, 1e-20, 0.3])
 def test_vanishing_groups_are_finite(tau, value):
-    """gamma is eps = 1e-8 there, and nothing is divided by zero."""
+    """Check that gamma is eps = 1e-8, and no formula divides by zero."""
     weight = torch.full((1, 64), value)
     assert ternary_codes(weight, group_size=32)[1].double().min() > 0.99e-8
     relaxed, slope = value_and_slope(weight, tau)
@@ -112,7 +112,7 @@ def test_vanishing_groups_are_finite(tau, value):
     assert relaxed.abs().max() <= max(abs(weight).max(), 1e-30)
 
 
-# Every bit set is the NaN that CUDA devices produce.
+# CUDA devices produce the NaN with every bit set.
 NON_FINITE = {
     "nan": lambda: torch.tensor(float("nan")),
     "nan, all bits set": lambda: torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32),
@@ -137,7 +137,7 @@ def test_non_finite_weights_poison_their_group_and_no_other(poison, tau):
 
 @pytest.mark.parametrize("group_size", [32, "channel", "tensor"])
 def test_odd_and_homogeneous(group_size):
-    """H(-w) = -H(w) and H(4w) = 4·H(w), to the last bit: powers of two change no rounding."""
+    """Check H(-w) = -H(w) and H(4w) = 4·H(w) to the last bit. Powers of two change no rounding."""
     weight = make_weight(0)
     for tau in (0.0, 0.3):
         value = relaxed_ternary(weight, tau, 0.6, group_size=group_size)

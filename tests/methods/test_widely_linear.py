@@ -1,4 +1,4 @@
-"""The widely-linear map: lossless, a real product in disguise, orthogonal up to a factor."""
+"""Test the widely-linear map: lossless, equal to a real product, orthogonal up to a factor."""
 
 import pytest
 import references_fairy2i as references
@@ -15,7 +15,7 @@ def matrix(seed, shape, dtype=torch.float64):
 
 
 def pair(weight):
-    """U and W as complex matrices."""
+    """Return U and W as complex matrices."""
     return torch.complex(*split(weight)).unbind()
 
 
@@ -46,7 +46,7 @@ def test_equals_the_formulas(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_complex_map_is_the_real_product(shape):
-    """y = U·x + W·conj(x), with x = x1 + i·x2 and y = y1 + i·y2."""
+    """Check y = U·x + W·conj(x), with x = x1 + i·x2 and y = y1 + i·y2."""
     weight, x = matrix(0, shape).double(), matrix(1, (3, shape[1])).double()
     u, w = pair(weight)
     z = torch.complex(*x.chunk(2, dim=1))
@@ -62,7 +62,7 @@ def test_a_complex_linear_map_has_no_conjugate_part():
 
 
 def test_orthogonal_up_to_a_factor_of_two():
-    """<merge(z), A> = 2·<z, split(A)>: what lets gradients travel by the same two functions."""
+    """Check <merge(z), A> = 2·<z, split(A)>. So gradients can use the same two functions."""
     a, b = matrix(0, (6, 8)).double(), matrix(1, (6, 8)).double()
     (re_a, im_a), (re_b, im_b) = split(a), split(b)
     inner = (re_a * re_b).sum() + (im_a * im_b).sum()

@@ -1,4 +1,4 @@
-"""Bit packing against a byte-by-byte reference, round trips, widths that fill no byte."""
+"""Test bit packing: a byte-by-byte reference, round trips, widths that fill no byte."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def random_codes(shape, seed=0, dtype=torch.int8):
 
 
 def slow_bytes(row: list[int]) -> list[int]:
-    """Little end first, the last byte filled up with zeros."""
+    """Return the bytes, little end first, with the last byte padded with zeros."""
     chunks = [row[at : at + 4] for at in range(0, len(row), 4)]
     return [sum(code * 4**i for i, code in enumerate(chunk)) for chunk in chunks]
 

@@ -1,4 +1,4 @@
-"""A Fairy2iTensor: exact, small, and under torch what a dense weight would be, or an error."""
+"""Test that a Fairy2iTensor is exact and small, and acts as a dense weight or raises an error."""
 
 import pytest
 import references_fairy2i as reference
@@ -26,7 +26,7 @@ def packed(num_stages=2, granularity="tensor", dtype=torch.float32, shape=(10, 3
 
 
 def assert_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same numbers, the sign of zero included."""
+    """Assert that the numbers are equal, including the sign of zero."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     assert torch.equal(actual.contiguous().view(integer), expected.contiguous().view(integer))
@@ -41,7 +41,7 @@ def assert_same(actual: Fairy2iTensor, expected: Fairy2iTensor) -> None:
     assert torch.equal(actual.scale, expected.scale)
 
 
-# What it holds.
+# The contents.
 
 
 @layouts
@@ -120,8 +120,8 @@ def test_a_stage_takes_one_bit_a_weight(num_stages):
     assert made.scale.shape == made.t().scale.shape == (num_stages, 2, 2, 8, 2)
 
 
-def test_a_hard_weight_does_not_tell_its_codes():
-    """Why there is no `from_hard`: quantizing a hard weight anew makes another one."""
+def test_a_hard_weight_does_not_determine_its_codes():
+    """Show why there is no `from_hard`: a second quantization makes another weight."""
     hard = packed(seed=1).dequantize()
     assert not torch.equal(Fairy2iTensor.from_hp(hard).dequantize(), hard)
     assert not hasattr(Fairy2iTensor, "from_hard")
@@ -200,7 +200,7 @@ def test_from_hp_refuses():
         Fairy2iTensor.from_hp(torch.ones(4, 8, dtype=torch.int32))
 
 
-# What it does under torch.
+# The behaviour under torch.
 
 
 @few_layouts

@@ -1,4 +1,4 @@
-"""torchao's own tensor made from codes and scales, exact, and usable with torchao alone."""
+"""Test torchao's own tensor of codes and scales: exact, and usable with torchao alone."""
 
 import subprocess
 import sys

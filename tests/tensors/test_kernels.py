@@ -1,4 +1,4 @@
-"""Kernels against the dequantized product; which one is taken, and when it is not."""
+"""Test kernels against the dequantized product, and the choice of a kernel."""
 
 import copy
 import io
@@ -14,15 +14,15 @@ from hestia_tune.tensors import kernel_choice as choice
 from hestia_tune.tensors.kernel_choice import stacked
 from hestia_tune.tensors.kernels import Int4Pack, Kernel, OnnxRuntime
 
-# Largest relative error of a product (2-norm). Rounded activations: 8 bits of a block's largest
-# value, uniform, give 0.6% of Gaussian ones; bfloat16 ones are rounded to 0.4% at most.
+# Largest relative error of a product (2-norm). Activations rounded to 8 bits of a block's largest
+# value give an error of 0.6% for Gaussian ones. Rounding to bfloat16 gives at most 0.4%.
 TOLERANCE = {
     ("onnxruntime", torch.float32): 0.01,
     ("onnxruntime", torch.bfloat16): 0.012,
     ("int4pack", torch.float32): 1e-5,
     ("int4pack", torch.bfloat16): 0.006,
 }
-# out_features, in_features, group_size: whole blocks, others, rows that fill no block.
+# out_features, in_features, group_size: whole blocks, other sizes, rows that fill no block.
 SHAPES = [
     (64, 256, 128),
     (48, 192, 64),
@@ -101,8 +101,10 @@ def test_every_shape_that_matters_has_a_kernel():
 
 @pytest.mark.parametrize(("name", "bits"), [("int4pack", 4.25), ("onnxruntime", 2.928)])
 def test_memory_of_a_kernel(name, bits):
-    """ONNX Runtime reads the packed codes in place: its own copy, and .16 of a session, are all
-    that is added."""
+    """Check that ONNX Runtime reads the packed codes in place.
+
+    It adds only its own copy and .16 of a session.
+    """
     for package in choice.KERNELS[name].packages:
         pytest.importorskip(package)
     weight = ternary(2048, 2048, 128, torch.bfloat16)
@@ -111,7 +113,7 @@ def test_memory_of_a_kernel(name, bits):
 
 
 def test_codes_are_exact(kind):
-    """A product with columns of the unit matrix gives the weight: no activation is rounded."""
+    """Check that products with columns of the unit matrix give the weight: nothing is rounded."""
     weight = ternary(32, 128, 64)
     found, dense = choice.make(weight, kind)(torch.eye(128), None).t(), weight.dequantize()
     assert (found - dense).abs().max() < 1e-6 * dense.abs().max()
@@ -213,7 +215,7 @@ def test_copies_and_files_hold_no_kernel():
 
 
 class Slow(Kernel):
-    """Takes whatever it is told to."""
+    """A kernel that takes a given time."""
 
     name, devices, dtypes = "slow", ("cpu",), (torch.float32,)
 
@@ -247,7 +249,7 @@ class Fast(Slow):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Kernels of known speed: seconds of a row."""
+    """Return kernels of known speed, in seconds per row."""
     monkeypatch.setattr(choice, "_chosen", {})
     monkeypatch.setattr(choice, "KERNELS", {kind.name: kind for kind in (Slow, Broken, Fast)})
     times = {"dequantize": 10.0, "slow": 5.0, "fast": 1.0, "broken": 0.0}
@@ -282,7 +284,7 @@ def test_auto_dequantizes_what_no_kernel_makes_faster(timed):
     linear = layer(ternary(8, 64, 32))
     assert use_kernel(linear).layers == {"weight": "dequantize"}
     assert linear.weight.kernel is None
-    assert use_kernel(linear, "fast").layers == {"weight": "fast"}  # as it was told
+    assert use_kernel(linear, "fast").layers == {"weight": "fast"}  # the given speed
     assert use_kernel(linear, "broken").layers == {"weight": "dequantize"}
 
 
@@ -339,5 +341,5 @@ def test_names(monkeypatch):
     with pytest.raises(ValueError, match=r"pip install 'hestia-tune\[cpu\]'"):
         use_kernel(linear, "onnxruntime")
     monkeypatch.setattr(choice, "_chosen", {})
-    use = use_kernel(linear)  # goes without
+    use = use_kernel(linear)  # no kernel
     assert any("hestia-tune[cpu]" in note for note in use.notes)

@@ -1,4 +1,4 @@
-"""Kernels of CUDA: gemlite's layout by its own code on the CPU; the products on a GPU."""
+"""Test CUDA kernels: gemlite's layout by its own code on the CPU, and products on a GPU."""
 
 import importlib
 import importlib.util
@@ -17,7 +17,7 @@ from hestia_tune.tensors.kernels import Gemlite
 
 @pytest.fixture
 def gemlite(monkeypatch):
-    """gemlite, which asks for a GPU when it is imported, reduced to its packing."""
+    """Return gemlite reduced to its packing, because importing gemlite needs a GPU."""
     spec = importlib.util.find_spec("gemlite")
     if spec is None or importlib.util.find_spec("triton") is None:
         pytest.skip("needs gemlite and triton")
@@ -30,7 +30,7 @@ def gemlite(monkeypatch):
     bitpack = importlib.import_module("gemlite.bitpack")
 
     class Linear(torch.nn.Module):
-        """What GemLiteLinearTriton documents: (code - zero) times the scale of its group."""
+        """The documented GemLiteLinearTriton: (code - zero) times the scale of its group."""
 
         def __init__(self, bits, group_size, columns, rows, input_dtype, output_dtype):
             super().__init__()

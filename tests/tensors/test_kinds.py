@@ -1,6 +1,6 @@
-"""Packed weights of two and four levels: what they hold, bytes, and what they refuse.
+"""Test packed weights of two and four levels: contents, bytes and errors.
 
-What all kinds share is tested with ternary ones."""
+The tests of ternary weights cover the common behaviour of all kinds."""
 
 import io
 
@@ -77,7 +77,7 @@ def test_saved_and_loaded_without_running_code(method):
 
 
 def test_groups_of_one_magnitude_keep_their_values():
-    """Of four levels either scale would do; of ternary ones without a zero there is one."""
+    """Check groups of one magnitude. Two scales fit four levels, but one fits ternary codes."""
     w = torch.tensor([[0.5, -0.5, 0.5, 0.5], [0.75, -0.25, 0.25, 0.25], [1.5, 1.5, -1.5, 1.5]])
     for kind, rows in ((INT2Tensor, w), (BinaryTensor, w[[0, 2]]), (TernaryTensor, w[[0, 2]])):
         assert torch.equal(kind.from_hard(rows, group_size=4).dequantize(), rows)

@@ -1,5 +1,7 @@
-"""What every packed tensor does under torch: products, dtypes, devices, copies, saving, compile,
-export."""
+"""Test every packed tensor under torch.
+
+The tests cover products, dtypes, devices, copies, saving, compile and export.
+"""
 
 import copy
 import io
@@ -245,7 +247,7 @@ def test_compiled_is_eager(method, dtype):
 def test_compiled_function_of_weights_of_several_shapes(method):
     torch._dynamo.reset()
 
-    # Without the code generator, whose time is most of the test's.
+    # Skip the code generator, because it takes most of the time.
     @torch.compile(fullgraph=True, backend="aot_eager")
     def function(x, weight, bias):
         return F.linear(x, weight, bias), x @ weight.t()
@@ -305,7 +307,7 @@ def test_what_cannot_stay_packed_is_an_error(method, name, inference):
 
 @pytest.fixture
 def two_ranks():
-    """A mesh of this process and one that does not exist; nothing is sent."""
+    """Return a mesh of this process and a missing one. Nothing is sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
@@ -338,6 +340,6 @@ def test_cuda(method, dtype):
     assert torch.equal(F.linear(x, weight), F.linear(x, weight.dequantize()))
     assert_same(weight.cpu(), host)
     assert pack(method, inputs(dtype, (10, 64)).cuda()).qdata.is_cuda
-    torch._dynamo.reset()  # or the ninth case on would not be compiled
+    torch._dynamo.reset()  # Otherwise the ninth and later cases would not be compiled.
     compiled = torch.compile(lambda x, w: F.linear(x, w))
     torch.testing.assert_close(compiled(x, weight), F.linear(x, weight))

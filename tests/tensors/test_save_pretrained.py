@@ -1,4 +1,4 @@
-"""Packed weights in a model of transformers."""
+"""Test packed weights in a model of transformers."""
 
 import pytest
 import torch

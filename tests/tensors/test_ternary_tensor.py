@@ -1,4 +1,4 @@
-"""What a TernaryTensor holds: construction, exactness, layout, and what it refuses."""
+"""Test a TernaryTensor: construction, exactness, layout and errors."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_from_hp_is_the_trained_hard_weight(group_size, dtype):
 @pytest.mark.parametrize("scales", ["rows", "groups", "tensor"])
 @pytest.mark.parametrize("odd", [None, 0.0, -1.5, float("inf"), float("nan")])
 def test_dequantizing_is_the_product_bit_for_bit(shape, scales, odd):
-    """Whatever the scales are, those that no method gives included."""
+    """Check every kind of scale, also scales that no method returns."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-1, 2, shape, generator=generator, dtype=torch.int8)
     groups = max(1, shape[1] // 4) if scales == "groups" and shape[1] % 4 == 0 else 1
@@ -110,7 +110,7 @@ def test_from_hard_recovers_the_weight(group_size, dtype):
     weight = latent(3, dtype=dtype)
     weight[1] = 0.0
     hard = hard_ternary(weight, group_size=group_size)
-    if dtype == torch.float16:  # where the scales of this weight are not rounded
+    if dtype == torch.float16:  # The scales of this weight are not rounded here.
         assert torch.equal(hard.to(torch.bfloat16).to(dtype), hard)
     packed = TernaryTensor.from_hard(hard, group_size=group_size)
     assert packed.dtype == dtype and torch.equal(packed.dequantize(), hard)
@@ -140,7 +140,7 @@ def test_from_hard_refuses_a_scale_that_is_no_bfloat16_value():
 
 
 def test_scales_that_float16_cannot_hold():
-    """Rounded once, after the product: a zero code of a scale beyond 65504 stays zero."""
+    """Check that rounding comes after the product: code 0 at a scale beyond 65504 stays zero."""
     scale = torch.tensor([[2.0**20], [2.0**-23], [2.0**-30]], dtype=torch.bfloat16)
     codes = torch.tensor([[0, 1, -1, 0]] * 3, dtype=torch.int8)
     dense = TernaryTensor.from_codes(codes, scale, dtype=torch.float16).dequantize()
@@ -159,7 +159,7 @@ def test_size_in_memory_and_repr():
 
 
 def test_a_file_of_an_earlier_version_loads(tmp_path):
-    """It stored the block size, and nothing of transposes."""
+    """Check a file that stores the block size, and nothing about transposes."""
     packed = TernaryTensor.from_hp(latent(), group_size=32)
     expected = packed.dequantize()
     del packed.__dict__["is_transposed"]
@@ -224,7 +224,7 @@ def test_quantizing_constructors_refuse(make):
 
 @pytest.mark.parametrize("width", [24, 25], ids=["whole bytes", "padded"])
 def test_products_share_memory_without_meeting(width):
-    """What is dequantized for one product is overwritten by the next, in any order and mode."""
+    """Check that products may overwrite earlier dequantized weights, in every order and mode."""
     generator = torch.Generator().manual_seed(0)
     dense = [torch.randn(rows, width, generator=generator) for rows in (4, 16, 8)]
     packed = [TernaryTensor.from_hp(w, group_size="channel").to(torch.bfloat16) for w in dense]
@@ -236,14 +236,14 @@ def test_products_share_memory_without_meeting(width):
         found += [F.linear(x, weight) for weight in packed[::-1]]
     for y, weight in zip(found, hard + hard[::-1], strict=True):
         assert torch.equal(y, F.linear(x.detach(), weight))
-    with torch.no_grad():  # nor do fake ones stay in it, whatever the default device
+    with torch.no_grad():  # Fake tensors do not stay in it either, for every default device.
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
             packed[1].rebuilt(*(torch.empty_like(part) for part in packed[1].parts)).dequantize()
         with torch.device("meta"):
             assert torch.equal(F.linear(x, packed[1]), found[1])
     y = F.linear(x, packed[0])
     with torch.no_grad():
-        F.linear(x, packed[1])  # before what the first saved is used
+        F.linear(x, packed[1])  # before the backward uses the tensors of the first
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(y) @ hard[0])
     assert all(torch.equal(w.dequantize(), h) for w, h in zip(packed, hard, strict=True))
