@@ -115,26 +115,25 @@ def cut(
         used = [{id(p) for p in block.parameters()} for block in chain.blocks]
         parts = [{n: w for n, w in weights.items() if id(w) in ids} for ids in used]
         parts.append({n: w for n, w in weights.items() if not any(id(w) in ids for ids in used)})
-        before = [None]
+        before = ()
         if chain.hidden.requires_grad:  # The embedding may be tied to a measured weight.
-            start, measured = chain.hidden.sum(), list(weights.values())
-            before = torch.autograd.grad(start, measured, allow_unused=True)
+            embedded = chain.hidden.sum()
+            before = torch.autograd.grad(embedded, [*weights.values()], allow_unused=True)
         if any(grad is not None for grad in before) or sum(map(len, parts)) > len(weights):
-            raise InputError("a weight that is measured is used in more than one place")
+            raise InputError("a measured weight is used in more than one place")
         with torch.no_grad():  # Otherwise the whole graph would be in memory.
             chain.check(logits_of(model, batch))
     except ValueError as error:
         warn_once(f"the model is measured as one segment, which takes more memory: {error}")
         return batch.tokens, [Segment(whole, weights)]
     runs = [partial(chain.run, index) for index in range(len(used))]
-    return chain.hidden.detach(), list(map(Segment, [*runs, head], parts))
+    return chain.hidden.detach(), [*map(Segment, [*runs, head], parts)]
 
 
-# Number of directions that share one run of every segment. A run costs 3 units of work, and a
-# direction some 4 units. Their results are also recorded together.
+# Number of directions that share one run of every segment, and whose results are recorded together.
+# A run of a segment costs 3 units of work, and a direction some 4 units.
 DIRECTIONS_PER_WALK = 32
-# A function that makes a vector when it is needed, because the vector is as large as the weight.
-Vector = Callable[[], torch.Tensor]
+Vector = Callable[[], torch.Tensor]  # Makes a vector, as large as a weight, when it is needed.
 _HIDDEN = ""  # Name of the hidden states among the inputs of a segment. The others are weights.
 
 
@@ -146,12 +145,12 @@ def _product_with_jacobian(
 
 
 def double_backward_attention():
-    """Return a context in which attention can be differentiated twice, without fused kernels."""
+    """Return a context without fused attention kernels, which cannot be differentiated twice."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 class _Run:
-    """A run of a segment, forward and (by `gradients`) backward, that can be differentiated."""
+    """A run of a segment, forward and (by `gradients`) backward; both can be differentiated."""
 
     def __init__(self, segment: Segment, hidden: torch.Tensor, delta: torch.Tensor | None = None):
         self.hidden = hidden.detach().requires_grad_(hidden.is_floating_point())
@@ -183,7 +182,7 @@ class HessianBatch:
     def __init__(self, hidden: torch.Tensor, segments: Sequence[Segment]):
         self._segments = segments
         self._place = {name: k for k, s in enumerate(segments) for name in s.weights}
-        self._hidden = [hidden.detach()]
+        self._hidden = [hidden.detach()]  # Input of each segment.
         with torch.no_grad(), double_backward_attention():
             for segment in segments[:-1]:
                 self._hidden.append(segment.forward(self._hidden[-1]))
@@ -198,9 +197,6 @@ class HessianBatch:
 
         Args:
             directions: Pairs (name of a weight, direction v with as many entries as the weight).
-
-        Returns:
-            The quadratic forms, in order.
         """
         forms = [0.0] * len(directions)
         for k, _, x, y in self._walk_up(directions):
@@ -215,7 +211,7 @@ class HessianBatch:
             directions: The directions v, with as many entries as the weight.
 
         Returns:
-            The products, shaped like the weight, in order.
+            The products, shaped like the weight.
         """
         parts = [[] for _ in self._segments]  # For each segment, x of each direction.
         for _, index, x, _ in self._walk_up([(name, direction) for direction in directions]):
@@ -236,9 +232,6 @@ class HessianBatch:
     ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
         """Carry all directions from their own segments up to the loss.
 
-        Args:
-            directions: Pairs (name of a weight, direction v with as many entries as the weight).
-
         Yields:
             (number of the direction, index of the segment, x, y) for each segment from the
             direction's own segment upwards. v^T H v is the sum of all x·y. In the own segment, x is
@@ -251,8 +244,8 @@ class HessianBatch:
             own = [k for k, place in enumerate(places) if place == index]
             run = self._run(index)
             gradients = run.gradients([_HIDDEN] * bool(carried) + [directions[k][0] for k in own])
-            for k, a in list(carried.items()):
-                inputs = [run.hidden, run.delta]
+            inputs = [run.hidden, run.delta]
+            for k, a in [*carried.items()]:
                 c, carried[k] = _product_with_jacobian(gradients[_HIDDEN], a, inputs)
                 yield k, index, c, a
             for k in own:
@@ -267,15 +260,7 @@ class HessianBatch:
 
 
 def rademacher(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return a vector of random signs.
-
-    Args:
-        like: A tensor with the number of entries, the dtype and the device of the vector.
-        generator: Source of the signs.
-
-    Returns:
-        The vector, (like.numel(),).
-    """
+    """Return random signs, (like.numel(),), in the dtype and on the device of ``like``."""
     signs = torch.empty(like.numel(), dtype=like.dtype, device=generator.device)
     return signs.bernoulli_(0.5, generator=generator).mul_(2).sub_(1).to(like.device)
 
@@ -291,11 +276,9 @@ def hutchpp(
 ) -> tuple[float, float, int]:
     """Return the Hutch++ estimate of the trace of a symmetric matrix H, (dim, dim).
 
-    h = Tr(Q^T H Q) + Tr(G^T (I - Q Q^T) H (I - Q Q^T) G)/num_probes (Eq. 10), where
-
-    - h is the estimate,
-    - Q, (dim, rank), is an orthonormal basis of H times random signs (the sketch),
-    - G, (dim, num_probes), holds random signs (the probes).
+    h = Tr(Q^T H Q) + Tr(G^T (I - Q Q^T) H (I - Q Q^T) G)/num_probes (Eq. 10). h is the
+    estimate. Q, (dim, rank), is an orthonormal basis of H times random signs (the sketch). G, (dim,
+    num_probes), holds random signs (the probes).
 
     The sketch catches the large eigenvalues of H, so their part of the trace is exact. The probes
     estimate the rest. The estimate is always unbiased. It is exact if ``rank`` covers the rank of
@@ -359,8 +342,8 @@ def fisher_traces(
     for generator in generators:
         labels = batch.labels.clone()
         labels[has_label] = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
-        loss, measured = mean_loss(logits, labels), list(weights.values())
-        gradients = torch.autograd.grad(loss, measured, retain_graph=True)
+        loss = mean_loss(logits, labels)
+        gradients = torch.autograd.grad(loss, [*weights.values()], retain_graph=True)
         yield {
             name: batch.num_predicted * float(g.square().sum(dtype=torch.float64))
             for name, g in zip(weights, gradients, strict=True)
