@@ -1,4 +1,4 @@
-"""Losses against a pretrained model, between hidden states h and h* or between predictions."""
+"""The divergence from the predictions of a pretrained model, computed with little memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,20 +8,6 @@ import torch.nn.functional as F
 
 # Number of positions whose predictions are compared at once. It bounds the memory of the logits.
 _LOGIT_POSITIONS = 128
-
-
-def squared_error(out: torch.Tensor, target: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """Return the relative squared error of every token, sum (h - h*)^2 / N.
-
-    Args:
-        out: The hidden states h, (..., dim).
-        target: The hidden states h* of the pretrained model, (..., dim).
-        norms: The divisor N of every token, (...): |h*|^2 or less.
-
-    Returns:
-        The errors, (...).
-    """
-    return (out - target).square().sum(-1) / norms
 
 
 def divergence(

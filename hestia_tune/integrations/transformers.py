@@ -76,10 +76,9 @@ class HestiaCallback(TrainerCallback):
                 raise InputError(f"HestiaCallback: {message}")
         self.layers = quantized_linears(self.component.prepare(model))
         weights = {name: layer.weight.detach() for name, layer in self.layers.items()}
-        for name, weight in weights.items():
-            if weight.dtype != torch.float32:
-                rule, remedy = "latents must be float32", "load the model with dtype=torch.float32"
-                raise InputError(f"{rule}; {name} is {weight.dtype}; {remedy}")
+        if other := [f"{n} is {w.dtype}" for n, w in weights.items() if w.dtype != torch.float32]:
+            remedy = "load the model with dtype=torch.float32"
+            raise InputError(f"latents must be float32; {other[0]}; {remedy}")
         if self.tau_init == "auto":  # Resuming loads other weights later, so fit it now.
             self.tau_init = method.fit_temperature(weights.values())
 
@@ -92,10 +91,7 @@ class HestiaCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, *, model, processing_class=None, **kwargs):
         if state.global_step < state.max_steps:
-            log.warning(
-                f"training stopped at step {state.global_step} of {state.max_steps}, so no hard "
-                "model is written; resume the training to get one"
-            )
+            log.warning(f"training stopped at step {state.global_step}; no hard model is written")
             return
         self.component.convert(model)
         for parameter in model.parameters():  # Buffers, such as rotary angles, stay float32.

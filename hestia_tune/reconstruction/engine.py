@@ -39,7 +39,7 @@ from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
 from hestia_tune.config import ReconstructionConfig
 from hestia_tune.distributed import gathered, of_all_ranks
 from hestia_tune.errors import NotFiniteError
-from hestia_tune.losses import divergence, squared_error
+from hestia_tune.losses import divergence
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.reconstruction.streams import Stream, prefetched
@@ -50,6 +50,7 @@ from hestia_tune.reconstruction.window import (
     alike,
     call_block,
     plain_linears,
+    trained_layers,
     windows,
 )
 
@@ -68,6 +69,20 @@ _ERROR_BATCHES = 8
 _Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
+def _kl_settings(settings: ReconstructionConfig) -> ReconstructionConfig:
+    """Return the settings of the stage towards predictions."""
+    names = ("lr", "parameter_lr", "norm_lr")
+    rates = {name: min(1.0, settings.kl_rate * getattr(settings, name)) for name in names}
+    return replace(settings, **rates, tau_init=min(KL_TAU_INIT, settings.tau_init))
+
+
+def _sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over the ranks, in place, and return it."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
 class Reconstruction:
     """The windows of one model.
 
@@ -79,8 +94,7 @@ class Reconstruction:
         settings: The options of the reconstruction.
         chains: The model on each batch of this rank's sequences, with hidden states (batch_size /
             ranks, seq_len, dim). Every rank has the same number of batches.
-        loss_masks: The positions that count in the loss, bool (batch_size / ranks, seq_len), for
-            each batch.
+        loss_masks: The positions with a loss, for each batch: bool (batch_size / ranks, seq_len).
         seed: Seed of the order of the batches.
         device: The device that trains the windows.
         dtype: Dtype of the matrix products.
@@ -116,8 +130,7 @@ class Reconstruction:
         has_any = [bool(quantized_linears(block)) for block in self.blocks]
         self.windows = [(begin, end) for begin, end in plan if any(has_any[begin:end])]
         self.steps = [settings.epochs * self.num_batches] * len(self.windows)
-        # Number of the window that is trained towards predictions.
-        self._towards_predictions: int | None = None
+        self._towards_predictions: int | None = None  # Number of the window with this target.
         begin = max(0, count - settings.kl_blocks)
         if any(has_any[begin:]):
             self._towards_predictions = len(self.windows)
@@ -138,7 +151,7 @@ class Reconstruction:
             for stream in self._streams:
                 stream.write(batch, chain.hidden)
         self._loss_masks = torch.stack(list(loss_masks)).to(self.device)
-        self._tokens = self._sum(self._loss_masks.sum((1, 2)).double()).clamp(min=1)
+        self._tokens = _sum_over_ranks(self._loss_masks.sum((1, 2)).double()).clamp(min=1)
         # All blocks that are alike share one compiled graph, of a copy without tensors of its own.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
         kinds = [next(o for o in self.blocks if alike(o, block)) for block in self.blocks]
@@ -166,10 +179,7 @@ class Reconstruction:
             yield from self._train(index, states.pop() if states else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after a step, with which `run` can continue within the window.
-
-        It holds the tensors themselves, not copies.
-        """
+        """Return the state after a step, for `run`. It holds the tensors themselves, no copies."""
         seconds = time.perf_counter() - self._started
         return {"window": self._index, "seconds": seconds, **self._optimizer.state_dict()}
 
@@ -195,11 +205,8 @@ class Reconstruction:
             block.to("cpu")
             stream.block = index + 1
 
-    def _layers(self, module: nn.Module) -> list[TrainedLayer]:
-        return [TrainedLayer(x, self._compiled) for x in quantized_linears(module).values()]
-
     def _hard_layers(self, module: nn.Module) -> list[TrainedLayer]:
-        layers = self._layers(module)
+        layers = trained_layers(module, self._compiled)
         for layer in layers:
             layer.refresh(self.dtype, hard=True)
         return layers
@@ -214,14 +221,7 @@ class Reconstruction:
         states: torch.Tensor,
         batch: int,
     ) -> torch.Tensor:
-        """Return the output of the blocks for the hidden states of a batch, in float32.
-
-        Args:
-            blocks: Numbers of the blocks, in order.
-            layers: Linears that use their E. All other linears use W.
-            states: Hidden states before the first block.
-            batch: Number of the batch.
-        """
+        """Return the float32 output of the blocks. Linears of ``layers`` use E, the others W."""
         effective = {id(layer.layer): layer.effective for layer in layers}
 
         def moved(value: Any) -> Any:
@@ -247,7 +247,7 @@ class Reconstruction:
     def _difference(
         self, norms: torch.Tensor, out: torch.Tensor, target: torch.Tensor, batch: int
     ) -> torch.Tensor:
-        errors = squared_error(out, target, norms[batch])
+        errors = (out - target).square().sum(-1) / norms[batch]  # (batch, seq_len)
         return self._mean(errors * self._loss_masks[batch], batch)
 
     def _divergence(self, out: torch.Tensor, target: torch.Tensor, batch: int) -> torch.Tensor:
@@ -277,19 +277,7 @@ class Reconstruction:
         for batch, (states, target) in batches:
             out = self._forward(blocks, layers, states, batch)
             total += measure(out, target, batch) * self._tokens[batch]
-        return float(self._sum(total) / self._tokens[::stride].sum())
-
-    def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the ranks, in place, and return it."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(value)
-        return value
-
-    def _kl_settings(self) -> ReconstructionConfig:
-        """Return the settings of the stage towards predictions."""
-        settings, names = self.settings, ("lr", "parameter_lr", "norm_lr")
-        rates = {name: min(1.0, settings.kl_rate * getattr(settings, name)) for name in names}
-        return replace(settings, **rates, tau_init=min(KL_TAU_INIT, settings.tau_init))
+        return float(_sum_over_ranks(total) / self._tokens[::stride].sum())
 
     def _train(self, index: int, state: Mapping[str, Any] | None) -> Iterator[WindowResult | None]:
         """Train one window, from its start or from a state; see `run` for what it yields."""
@@ -298,14 +286,14 @@ class Reconstruction:
         begin, end = self.windows[index]
         self._advance(self.full, end, hard=False)  # Its latents are still the pretrained weights.
         if index == self._towards_predictions:
-            name, source, settings = "divergence", self._streams[-1], self._kl_settings()
+            name, source, settings = "divergence", self._streams[-1], _kl_settings(settings)
             measure = self._divergence
         else:
             name, measure = "error", partial(self._difference, self._norms())
         self._advance(source, begin, hard=True)
         blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
         window.to(self.device)
-        layers, steps = self._layers(window), self.steps[index]
+        layers, steps = trained_layers(window, self._compiled), self.steps[index]
         schedule = AnnealingSchedule(
             steps, rho=0.0, tau_init=settings.tau_init, hard_fraction=HARD_FRACTION
         )
@@ -329,7 +317,7 @@ class Reconstruction:
             for layer in layers:
                 layer.pull_back()
             for parameter in self._optimizer.trained:
-                self._sum(parameter.grad)
+                _sum_over_ranks(parameter.grad)
             self._optimizer.take_step()
             yield None
         del self._optimizer  # This frees its moments.

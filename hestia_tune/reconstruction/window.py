@@ -142,6 +142,11 @@ class TrainedLayer:
                 value.grad = other
 
 
+def trained_layers(module: nn.Module, compiled: bool) -> list[TrainedLayer]:
+    """Return a `TrainedLayer` for each quantized linear of a module."""
+    return [TrainedLayer(layer, compiled) for layer in quantized_linears(module).values()]
+
+
 class WindowOptimizer:
     """AdamW without weight decay, with gradients clipped to norm 1.
 

@@ -90,7 +90,7 @@ def estimate_sensitivity(
     seed: int = 0,
     journal: Journal | None = None,
 ) -> SensitivityArtifact:
-    """Estimate the sensitivity of the layers of a model on calibration batches.
+    """Return the sensitivity artifact of a model, estimated on calibration batches.
 
     A progress bar shows the measurements. In a process group, every rank calls this function with
     the whole model and all batches. Every rank gets the same result.
@@ -103,9 +103,6 @@ def estimate_sensitivity(
         settings: Settings of the estimation. None: the defaults.
         seed: Seed of the probes.
         journal: Keeps measurements for a later call. None: they are not kept.
-
-    Returns:
-        The sensitivity artifact.
 
     Raises:
         InputTypeError: If a weight has a lower precision than float32.
@@ -139,11 +136,9 @@ def estimate_sensitivity(
         tokens_seen=sum(batch.num_predicted for batch in batches),
         wall_time_seconds=round(time.perf_counter() - started, 3),
     )
-    if artifact.unresolved:
-        log.warning(
-            "layers whose trace is not known to be positive take the smallest positive trace; "
-            f"raise num_probes for a better estimate of {', '.join(artifact.unresolved)}"
-        )
+    if names := ", ".join(artifact.unresolved):
+        rule = "a trace that is not known to be positive counts as the smallest positive trace"
+        log.warning(f"{rule}; raise num_probes for a better estimate of {names}")
     return artifact
 
 
