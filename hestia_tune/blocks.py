@@ -1,10 +1,10 @@
-"""The blocks of a decoder, found without knowing its architecture, and what they are called with.
+"""The blocks of a decoder, found without knowing its architecture, and their inputs.
 
-Sharding, checkpointing, curvature and reconstruction go block by block. What a block is called with
-beside the hidden states differs from model to model: a mask, rotary angles that may be of the kind
-of layer. So it is not rebuilt here: the model is run with its blocks replaced, by ones that note
-what they get (`record_blocks`), or by ones that put hidden states in (`BlockChain.logits`). Both
-cost what the model does outside of its blocks.
+Sharding, checkpointing, curvature and reconstruction work block by block. Besides the hidden
+states, a block gets inputs that differ from model to model, such as a mask or rotary angles. This
+module does not rebuild these inputs. It runs the model with other blocks in place of its own. These
+record their inputs (`record_blocks`), or they return given hidden states (`BlockChain.logits`).
+Either run costs as much as the parts of the model outside its blocks.
 """
 
 import contextlib
@@ -20,35 +20,41 @@ from hestia_tune.errors import InputError
 
 
 class BlockCall(NamedTuple):
-    """What a block is called with after the hidden states."""
+    """The inputs of a block after the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks by fully qualified name, in order: the longest ``nn.ModuleList`` that is in no
-    other; empty if there is none."""
+    """Return the blocks of a model by fully qualified name, in order.
+
+    The blocks are the items of the longest ``nn.ModuleList`` that is in no other ``nn.ModuleList``.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Fully qualified name -> block. Empty if the model has no ``nn.ModuleList``.
+    """
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in lists)
-        if isinstance(module, nn.ModuleList) and not inside:
+        is_nested = any(name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(module, nn.ModuleList) and not is_nested:
             lists[name] = module
-    if not lists:
-        return {}
-    name = max(lists, key=lambda key: len(lists[key]))
-    return {f"{name}.{index}".lstrip("."): block for index, block in enumerate(lists[name])}
+    name = max(lists, key=lambda key: len(lists[key]), default="")
+    return {f"{name}.{index}".lstrip("."): block for index, block in enumerate(lists.get(name, ()))}
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    """Its parameters and buffers."""
+    """Return the parameters and buffers of a module."""
     return [*module.parameters(), *module.buffers()]
 
 
 def outside_blocks(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers of a model that are in none of its blocks."""
-    held = {id(value) for block in find_blocks(model).values() for value in tensors_of(block)}
-    return [value for value in tensors_of(model) if id(value) not in held]
+    """Return the parameters and buffers of a model that are in none of its blocks."""
+    in_blocks = {id(value) for block in find_blocks(model).values() for value in tensors_of(block)}
+    return [value for value in tensors_of(model) if id(value) not in in_blocks]
 
 
 @contextlib.contextmanager
@@ -59,65 +65,76 @@ def on_device(
     whole: bool,
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """A model that is not trained runs on a device, where a copy of it is: of the whole, or of what
-    is in no block and of the block that is running.
+    """Run a model that is not trained on a device, with a copy of its tensors there.
+
+    At the end the model has its own tensors again.
 
     Args:
         model: The model.
         device: The device that the model runs on.
-        whole: Whether the whole model is copied there at once.
-        dtype: The dtype of the floating-point tensors of the copy; None leaves them as they are.
+        whole: Whether to copy the whole model at once. False copies the tensors outside the blocks,
+            and each block only while it runs.
+        dtype: Dtype of the copies of floating-point tensors. None keeps their dtype.
     """
-    values = tensors_of(model) if whole else outside_blocks(model)
-    kept: dict[nn.Module, list[torch.Tensor]] = {}
 
-    def copy_there(values: list[torch.Tensor]) -> list[torch.Tensor]:
-        before = [value.data for value in values]
+    @contextlib.contextmanager
+    def copied(values: list[torch.Tensor]) -> Iterator[None]:
+        originals = [value.data for value in values]
         for value in values:
             value.data = value.data.to(device, dtype if value.is_floating_point() else None)
-        return before
-
-    def restore(values: list[torch.Tensor], before: list[torch.Tensor]) -> None:
-        for value, data in zip(values, before, strict=True):
-            value.data = data
-
-    def enter(block: nn.Module, _: Any) -> None:
-        kept[block] = copy_there(tensors_of(block))
-
-    def leave(block: nn.Module, *_: Any) -> None:
-        restore(tensors_of(block), kept.pop(block))
-
-    with contextlib.ExitStack() as hooks:
-        for block in () if whole else find_blocks(model).values():
-            hooks.enter_context(block.register_forward_pre_hook(enter))
-            hooks.enter_context(block.register_forward_hook(leave))
-        before = copy_there(values)
         yield
-        restore(values, before)
+        for value, original in zip(values, originals, strict=True):
+            value.data = original
+
+    def make(block: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with copied(tensors_of(block)):
+                return type(block).forward(block, *args, **kwargs)
+
+        return forward
+
+    blocks = [] if whole else [*find_blocks(model).values()]
+    with _replaced(blocks, make), copied(tensors_of(model) if whole else outside_blocks(model)):
+        yield
 
 
 def hidden_of(output: Any) -> torch.Tensor:
-    """The hidden states of what a block returns; some return a tuple that begins with them."""
+    """Return the hidden states in the output of a block: the output, or its first item."""
     return output[0] if isinstance(output, tuple) else output
 
 
 @dataclass(frozen=True)
 class BlockChain:
-    """A model taken apart on one batch."""
+    """A model taken apart into its blocks on one batch."""
 
     model: nn.Module
-    blocks: list[nn.Module]  # of the model, in order
-    hidden: torch.Tensor  # (batch, seq_len, dim), before the first block
-    calls: list[BlockCall]
-    gives_tuple: bool  # whether blocks return a tuple
+    blocks: list[nn.Module]  # The blocks of the model, in order.
+    hidden: torch.Tensor  # Input of the first block: (batch, seq_len, dim).
+    calls: list[BlockCall]  # The other inputs of each block.
+    gives_tuple: bool  # Whether blocks return a tuple.
 
     def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states behind a block, (batch, seq_len, dim), from those before it."""
+        """Return the output of one block.
+
+        Args:
+            index: Number of the block.
+            hidden: Hidden states before the block, (batch, seq_len, dim).
+
+        Returns:
+            Hidden states after the block, (batch, seq_len, dim).
+        """
         args, kwargs = self.calls[index]
         return hidden_of(self.blocks[index](hidden, *args, **kwargs))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's logits if its last block gives ``hidden``, (batch, seq_len, dim)."""
+        """Return the logits of the model as if its last block had returned ``hidden``.
+
+        Args:
+            hidden: Hidden states, (batch, seq_len, dim).
+
+        Returns:
+            Logits, (batch, seq_len, vocabulary).
+        """
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         output = (hidden,) if self.gives_tuple else hidden
         with _replaced(self.blocks, lambda block: lambda *_, **__: output):
@@ -125,53 +142,71 @@ class BlockChain:
 
     @torch.no_grad()
     def check(self, logits: torch.Tensor) -> None:
-        """Raises ValueError if the blocks, one after the other, do not give the model's logits.
+        """Check that the blocks, run one after the other, give the logits of the model.
 
-        On the meta device there is nothing to compare.
+        On the meta device there are no values to compare.
+
+        Args:
+            logits: Logits of the model on this batch.
+
+        Raises:
+            InputError: If the logits differ.
         """
         hidden = self.hidden
         for index in range(len(self.blocks)):
             hidden = self.run(index, hidden)
-        found = self.logits(hidden)
-        if not found.is_meta and (found - logits).norm() > 1e-3 * logits.norm() + 1e-6:
-            raise InputError("the model is more than its blocks, one after the other")
+        difference = self.logits(hidden) - logits
+        if not logits.is_meta and difference.norm() > 1e-3 * logits.norm() + 1e-6:
+            raise InputError(
+                "the model is more than its blocks; run one after the other, they must give the "
+                "logits of the model"
+            )
 
 
 def as_one(logits: Any) -> torch.Tensor:
-    """Logits that a model may have returned in chunks of the sequence."""
+    """Return logits as one tensor; a model may return them as a list of chunks of the sequence."""
     return torch.cat(logits, 1) if isinstance(logits, list) else logits
 
 
 def share_equal(calls: list[BlockCall], others: list[BlockCall]) -> list[BlockCall]:
-    """``calls`` with the tensors of ``others`` in place of their equals: rotary angles and masks
-    are mostly those of every batch, and large."""
+    """Return ``calls`` with the tensors of ``others`` wherever the two are equal.
+
+    This saves memory: rotary angles and masks are large, and mostly the same in every batch.
+
+    Args:
+        calls: The inputs of the blocks on one batch.
+        others: The inputs of the blocks on another batch.
+
+    Returns:
+        The inputs, equal to ``calls``.
+    """
 
     def shared(value: Any, other: Any) -> Any:
-        same = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
-        return other if same and torch.equal(value, other) else value
+        are_tensors = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+        return other if are_tensors and torch.equal(value, other) else value
 
     try:
         return tree_map(shared, calls, others)
-    except ValueError:  # of another structure
+    except ValueError:  # The two have different structures.
         return calls
 
 
 class _AllSeen(Exception):
-    """Ends a run of the model behind its last block."""
+    """Ends a run of the model after its last block."""
 
 
 @contextlib.contextmanager
 def _replaced(
     blocks: Sequence[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]
 ) -> Iterator[None]:
-    """The blocks compute what ``make`` of each gives."""
+    """Replace the forward of each block by ``make(block)``, until the end of the context."""
     for block in blocks:
         block.forward = make(block)
     try:
         yield
     finally:
         for block in blocks:
-            vars(block).pop("forward", None)  # a block may be listed twice
+            vars(block).pop("forward", None)  # A block may be listed twice.
 
 
 def record_blocks(
@@ -180,12 +215,20 @@ def record_blocks(
     inputs: Mapping[str, Any] | None = None,
     gives_tuple: bool | None = None,
 ) -> BlockChain:
-    """Takes a model, called as ``model(tokens, **inputs)``, apart on a batch of tokens, int64
-    (batch, seq_len). Runs its first block unless it is known whether that ``gives_tuple``.
+    """Take a model apart into its blocks, on one batch of tokens.
+
+    Args:
+        model: The model. It is called as ``model(tokens, **inputs)``.
+        tokens: Token ids, int64 (batch, seq_len).
+        inputs: Further keyword inputs of the model. None: no further inputs.
+        gives_tuple: Whether blocks return a tuple. None: run the first block to find out.
+
+    Returns:
+        The blocks with their inputs on this batch.
 
     Raises:
-        InputError: if the model has no blocks, or calls them in another way than one after the
-            other, hidden states first.
+        InputError: If the model has no blocks, or does not call them one after the other with the
+            hidden states as first argument.
     """
     blocks = list(find_blocks(model).values())
     seen: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
@@ -207,6 +250,9 @@ def record_blocks(
         model(tokens, **(inputs or {}))
     in_order = [id(block) for block, *_ in seen] == [id(block) for block in blocks]
     if not seen or not in_order or not all(args for _, args, _ in seen):
-        raise InputError("the model does not call the blocks of one list one after the other")
+        raise InputError(
+            "the model must call the blocks of one nn.ModuleList one after the other, with the "
+            "hidden states as first argument"
+        )
     calls = [BlockCall(args[1:], kwargs) for _, args, kwargs in seen]
     return BlockChain(model, blocks, seen[0][1][0], calls, kinds[0])

@@ -1,4 +1,4 @@
-"""Losses against a pretrained model: hidden states h against h*, and predictions."""
+"""The divergence from the predictions of a pretrained model, computed with little memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,13 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# Positions whose predictions are compared at once: what bounds the memory of logits.
+# Number of positions whose predictions are compared at once. It bounds the memory of the logits.
 _LOGIT_POSITIONS = 128
-
-
-def squared_error(out: torch.Tensor, target: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """sum (h - h*)^2 / N of every token, N being the norms, |h*|^2 or less."""
-    return (out - target).square().sum(-1) / norms
 
 
 def divergence(
@@ -21,19 +16,24 @@ def divergence(
     head: Callable[[torch.Tensor], torch.Tensor],
     compiled: bool = False,
 ) -> torch.Tensor:
-    """KL(pretrained || own) of the predictions from hidden states (n, dim), a sum in nats.
+    """Return the divergence KL(pretrained || own) of the predictions, summed over positions.
 
-    Its gradient, where one is asked for, is taken at once, part by part, so that the logits of one
-    part stand at a time and none are computed twice.
+    If a gradient is needed, it is computed at once, part by part. So only the logits of one part
+    are in memory, and no logits are computed twice.
 
     Args:
-        head: hidden states (n, dim) to logits.
-        compiled: the divergence of logits as fused kernels.
+        out: The own hidden states, (n, dim).
+        target: The pretrained hidden states, (n, dim).
+        head: Function from hidden states (n, dim) to logits (n, vocabulary).
+        compiled: Whether to compute the divergence of the logits by fused kernels.
+
+    Returns:
+        The sum in nats, a scalar.
     """
-    of_logits = torch.compile(_of_logits, dynamic=True) if compiled else _of_logits
+    compare = torch.compile(_divergence, dynamic=True) if compiled else _divergence
 
     def of_part(h: torch.Tensor, h_full: torch.Tensor) -> torch.Tensor:
-        return of_logits(head(h), head(h_full))
+        return compare(head(h), head(h_full))
 
     total = out.new_zeros(())
     for part in zip(out.split(_LOGIT_POSITIONS), target.split(_LOGIT_POSITIONS), strict=True):
@@ -41,15 +41,19 @@ def divergence(
     return total
 
 
-def _of_logits(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    # (positions, vocabulary)
-    found, wanted = found.float().log_softmax(-1), wanted.float().log_softmax(-1)
-    return F.kl_div(found, wanted, reduction="sum", log_target=True)
+def _divergence(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+    """Return the divergence from logits (positions, vocabulary), computed in float32."""
+    own, target = (x.float().log_softmax(-1) for x in (logits, target_logits))
+    return F.kl_div(own, target, reduction="sum", log_target=True)
 
 
 class GradientAtOnce(torch.autograd.Function):
-    """``apply(function, first, *others)``: a scalar, whose gradient by ``first`` is taken at once
-    and kept in its dtype, so that what the function computes does not wait for the backward."""
+    """A scalar function whose gradient is computed in the forward pass.
+
+    Call ``GradientAtOnce.apply(function, first, *others)``. The result is ``function(first,
+    *others)``. Only its gradient with respect to ``first`` is computed. The gradient is kept in the
+    dtype of ``first``, and the intermediate results of the function are freed before the backward.
+    """
 
     @staticmethod
     def forward(ctx, function: Callable[..., torch.Tensor], first: torch.Tensor, *others: Any):

@@ -1,4 +1,4 @@
-"""Pictures of a run, as PNG files."""
+"""Pictures of a run, written as PNG files."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,52 +16,63 @@ def plot_training_curves(
     baselines: Mapping[str, float],
     path: str | Path,
 ) -> None:
-    """Loss, pressure and the fan of per-layer temperatures over steps.
+    """Draw the losses, the pressure and the temperature of each layer over the training steps.
 
     Args:
-        history: logged rows with ``step`` and any of ``loss``, ``pressure``, ``val_loss_relaxed``,
-            ``val_loss_hard``.
-        temperatures: layer name -> its temperature at steps 0, 1, ..., T.
-        baselines: label -> validation loss, drawn as horizontal lines.
+        history: Logged rows. Each row has ``step`` and any of ``loss``, ``pressure``,
+            ``val_loss_relaxed`` and ``val_loss_hard``. Losses are in nats per token.
+        temperatures: Layer name -> temperature of the layer at steps 0, 1, ..., T.
+        baselines: Label -> validation loss. Each baseline is drawn as a horizontal line.
+        path: The PNG file to write.
     """
-    with _picture(path, 8, 9) as figure:
-        axes = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1, 2])
+    with _picture(path, 8, 10) as figure:
+        figure.suptitle("Quantization-aware training: loss, pressure and temperature")
+        losses, pressures, fan = figure.subplots(3, 1, sharex=True, height_ratios=[4, 3, 5])
         for axis, key, label, style in (
-            (axes[0], "loss", "training (relaxed)", {"linewidth": 1}),
-            (axes[0], "val_loss_relaxed", "validation, relaxed", {"marker": "o", "markersize": 3}),
-            (axes[0], "val_loss_hard", "validation, hard", {"marker": "s", "markersize": 3}),
-            (axes[1], "pressure", "pressure", {}),
+            (losses, "loss", "training, relaxed weights", {"linewidth": 1}),
+            (losses, "val_loss_relaxed", "validation, relaxed weights", {"marker": "o"}),
+            (losses, "val_loss_hard", "validation, hard weights", {"marker": "s"}),
+            (pressures, "pressure", None, {}),
         ):
             points = [(row["step"], row[key]) for row in history if row.get(key) is not None]
-            if len(points) == 1:  # a line of one point would be invisible
-                style = {"marker": "o", "markersize": 5}
+            if len(points) == 1:  # A line through one point is invisible without a marker.
+                style = {"marker": "o"}
             if points:
-                axis.plot(*zip(*points, strict=True), label=label, **style)
+                axis.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
         for index, (label, value) in enumerate(baselines.items()):
-            axes[0].axhline(value, ls=("--", ":", "-.")[index % 3], color="grey", label=label)
-        axes[0].set_ylabel("loss (nats per token)")
-        if axes[0].get_legend_handles_labels()[0]:
-            axes[0].legend()
-        axes[1].set(ylabel="pressure", ylim=(-0.05, 1.05))
-        _draw_fan(axes[2], "step", temperatures)
+            losses.axhline(value, ls=("--", ":", "-.")[index % 3], color="grey", label=label)
+        losses.set_ylabel("training and validation loss (nats per token)")
+        if losses.get_legend_handles_labels()[0]:
+            losses.legend()
+        pressures.set(ylabel="pressure\n(share of the quantizer)", ylim=(-0.05, 1.05))
+        _draw_fan(fan, "training step", temperatures)
 
 
 def plot_temperatures(
     schedule: AnnealingSchedule, scores: Mapping[str, float], path: str | Path
 ) -> None:
-    """The fan of temperatures that a schedule of 100 steps gives layers with these scores."""
+    """Draw the temperature of each layer over a schedule of 100 steps.
+
+    Args:
+        schedule: A schedule of 100 steps.
+        scores: Layer name -> sensitivity score of the layer.
+        path: The PNG file to write.
+    """
     curves = {n: [schedule.temperature(t, s) for t in range(101)] for n, s in scores.items()}
     with _picture(path, 7, 4) as figure:
-        _draw_fan(figure.subplots(), "percent of the training steps", curves)
+        _draw_fan(figure.subplots(), "training progress (percent of the steps)", curves)
 
 
 def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: str) -> None:
-    """A heatmap of traces, blocks by projections, on a logarithmic scale.
+    """Draw a heatmap of the traces: one row per block, one column per projection.
+
+    The colors follow a logarithmic scale.
 
     Args:
-        traces: fully qualified name, like layers.3.attn.q_proj -> trace; those that are not
-            positive stay white.
-        curvature: what the traces are of, for the label.
+        traces: Fully qualified name, such as layers.3.attn.q_proj -> trace. Cells of traces that
+            are not positive stay white.
+        path: The PNG file to write.
+        curvature: Name of the matrix that was measured ("hessian" or "fisher"), for the label.
     """
     cells: dict[tuple[str, str], float] = {}  # (block, projection) -> trace
     for name, trace in traces.items():
@@ -80,10 +91,11 @@ def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: s
 
 
 def plot_errors(windows: Sequence[Any], path: str | Path) -> None:
-    """The relative error at the end of each window, before and after its training, over blocks.
+    """Draw the relative error at the end of each window, before and after its training.
 
     Args:
-        windows: with ``end``, ``naive_error`` and ``error``.
+        windows: Results of the windows, with ``end``, ``naive_error`` and ``error``.
+        path: The PNG file to write.
     """
     blocks = [window.end - 1 for window in windows]
     with _picture(path, 7, 4) as figure:
@@ -96,7 +108,8 @@ def plot_errors(windows: Sequence[Any], path: str | Path) -> None:
 
 @contextmanager
 def _picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
-    from matplotlib.figure import Figure  # slow to import, and needed once
+    """Yield a figure of a size in inches, and write it to ``path`` at the end."""
+    from matplotlib.figure import Figure  # Slow to import, and most commands do not need it.
 
     figure = Figure(figsize=(width, height), layout="constrained")
     yield figure
@@ -104,11 +117,16 @@ def _picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
         figure.savefig(temporary, format="png", dpi=130)
 
 
-def _draw_fan(axis: Any, label: str, temperatures: Mapping[str, Sequence[float]]) -> None:
-    last = {name.rpartition(".")[2]: name for name in temperatures}  # of each kind
-    for name, curve in temperatures.items():
-        kind = name.rpartition(".")[2]
-        color, label_ = f"C{[*last].index(kind)}", kind if name == last[kind] else None
-        axis.plot(curve, linewidth=0.6, color=color, label=label_)
-    axis.set(xlabel=label, ylabel="temperature", title=f"{len(temperatures)} layers by kind")
-    axis.legend(fontsize="small", ncols=2)
+def _draw_fan(axis: Any, xlabel: str, temperatures: Mapping[str, Sequence[float]]) -> None:
+    """Draw one line per layer; layers of one kind (the last part of the name) share a color."""
+    width = 1.2 if len(temperatures) <= 100 else 0.6
+    kinds = [name.rpartition(".")[2] for name in temperatures]
+    for number, kind in enumerate(dict.fromkeys(kinds)):
+        own = [curve for k, curve in zip(kinds, temperatures.values(), strict=True) if k == kind]
+        style = ("-", "--", "-.")[number % 3]
+        lines = axis.plot([*zip(*own, strict=True)], style, color=f"C{number}", linewidth=width)
+        lines[0].set_label(kind)
+    different = len(set(map(tuple, temperatures.values())))
+    title = f"{len(temperatures)} layers, one line each ({different} different)"
+    axis.set(xlabel=xlabel, ylabel="temperature", title=title)
+    axis.legend(title="kind of layer", fontsize="small", ncols=2, loc="upper right")

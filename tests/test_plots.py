@@ -1,4 +1,4 @@
-"""Pictures: PNG files that appear whole, whatever the numbers."""
+"""Pictures of a run: every PNG file is written whole and shows what its labels say."""
 
 import pytest
 from matplotlib.figure import Figure
@@ -7,41 +7,63 @@ from hestia_tune import AnnealingSchedule, plots
 from hestia_tune.plots import plot_sensitivity, plot_temperatures
 
 
+@pytest.fixture
+def saved_figures(monkeypatch) -> list[Figure]:
+    """Collect every figure that is saved."""
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: (figures.append(f), save(f, *a, **k)))
+    return figures
+
+
 @pytest.mark.parametrize(
     "traces",
     [
         {f"layers.{k}.attn.{p}": 10.0**k for k in range(12) for p in ("q_proj", "k_proj")},
         {"layers.0.attn.q_proj": 2.0, "layers.0.mlp.w1": -1.0, "layers.1.mlp.w1": 0.0},
-        {"layers.0.mlp.w1": -1.0, "output": -2.0},  # none of which has a logarithm
+        {"layers.0.mlp.w1": -1.0, "output": -2.0},  # No trace has a logarithm.
         {"output": 3.0},
     ],
 )
-def test_a_heatmap_of_any_traces(tmp_path, traces):
+def test_a_heatmap_can_be_drawn_of_any_traces(tmp_path, traces):
     path = tmp_path / "sensitivity.png"
-    path.write_bytes(b"an older one")
+    path.write_bytes(b"an older picture")
     plot_sensitivity(traces, path, "hessian")
     assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]
 
 
-def test_the_fan_of_temperatures(tmp_path):
+def test_the_temperatures_of_a_schedule_are_drawn(tmp_path):
     plot_temperatures(AnnealingSchedule(100), {"a": 0.1, "b": 0.9}, tmp_path / "fan.png")
     assert (tmp_path / "fan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_single_logged_point_is_visible(tmp_path, monkeypatch):
-    """A line of one point has no length, so the point needs a marker."""
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: (figures.append(f), save(f, *a, **k)))
+def test_a_single_logged_point_is_visible(tmp_path, saved_figures):
+    """Draw a marker, because a line through one point has no length."""
     rows = [{"step": 7, "loss": 2.5, "pressure": 1.0}]
     plots.plot_training_curves(rows, {"a": [0.3, 0.0]}, {}, tmp_path / "curves.png")
-    drawn = [line for axis in figures[0].axes[:2] for line in axis.get_lines()]
-    assert [line.get_marker() for line in drawn] == ["o", "o"]
+    lines = [line for axis in saved_figures[0].axes[:2] for line in axis.get_lines()]
+    assert [line.get_marker() for line in lines] == ["o", "o"]
 
 
-def test_every_kind_of_layer_is_in_the_legend():
-    figure = Figure()
+def test_the_training_curves_have_a_title_and_labels_in_words(tmp_path, saved_figures):
+    plots.plot_training_curves([], {"a": [0.3, 0.0]}, {}, tmp_path / "curves.png")
+    (figure,) = saved_figures
+    assert "loss, pressure and temperature" in figure.get_suptitle()
+    assert [axis.get_ylabel().replace("\n", " ") for axis in figure.axes] == [
+        "training and validation loss (nats per token)",
+        "pressure (share of the quantizer)",
+        "temperature",
+    ]
+    assert figure.axes[-1].get_xlabel() == "training step"
+
+
+def test_the_fan_has_one_line_per_layer_and_one_color_per_kind():
+    axis = Figure().subplots()
     names = ("0.gate", "0.shared_gate", "1.gate", "1.shared_gate")
-    plots._draw_fan(figure.subplots(), "step", {name: [0.3, 0.2] for name in names})
-    texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert sorted(texts) == ["gate", "shared_gate"]
+    curves = {name: [0.3 + index, 0.2] for index, name in enumerate(names)}
+    plots._draw_fan(axis, "step", curves)
+    texts = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert texts == ["gate", "shared_gate"]
+    lines = axis.get_lines()
+    assert sorted(line.get_ydata()[0] for line in lines) == [0.3, 1.3, 2.3, 3.3]
+    assert len({line.get_color() for line in lines}) == 2
+    assert axis.get_title() == "4 layers, one line each (4 different)"

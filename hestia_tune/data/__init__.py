@@ -1,4 +1,4 @@
-"""Text in, token sequences out."""
+"""Datasets: from text to sequences of tokens."""
 
 from hestia_tune.config import StreamConfig
 from hestia_tune.data.demo import demo_dataset

@@ -1,14 +1,14 @@
-"""The demo's text.
+"""The text of the demo: the help topics of Python, and the docstrings of its standard library.
 
-It is the prose of Python's own help topics (``help("assert")`` and so on), because every CPython
-carries it: the demo needs no download and ships no corpus. Topics are split by a hash of their
-names, since Python versions differ in which topics they have and a split by position would move
-between them. Some topics quote others ("compound" holds all of "while"), so paragraphs of a
-validation topic are taken out of the training documents; without this the validation loss would
-in part measure recall.
+Every CPython contains the help topics (``help("assert")`` and so on). So the demo needs no
+download, and the package contains no corpus. A hash of the topic's name decides whether a topic is
+for training or for validation. A split by position would move, because Python versions have
+different topics. Some topics quote others: "compound" contains all of "while". So the training
+documents lose every paragraph that is also in a validation topic. Otherwise the validation loss
+would partly measure recall.
 
-The cost: the text is small (about half a megabyte, a few milliseconds to split) and its wording
-follows the Python version, so losses on it compare only within one version.
+The cost: the text is small (about half a megabyte, a few milliseconds to split), and its wording
+depends on the Python version. So losses on it compare only within one version.
 """
 
 import ast
@@ -24,22 +24,22 @@ from typing import Any
 from hestia_tune.data.sequences import SequenceDataset, encode_each
 from hestia_tune.errors import InputError
 
-# Of the names' hashes, one class in nine is about a tenth of the characters and, spread over many
-# short topics, of every kind of prose in the text.
+# The hashes of the names have nine classes. One class is for validation: about a tenth of the
+# characters. It is spread over many short topics, so it has every kind of prose in the text.
 _HASH_CLASSES, _VALIDATION_CLASS = 9, 1
-# Shorter paragraphs ("See also:") recur everywhere and give nothing away.
+# Shorter paragraphs, such as "See also:", are everywhere and give nothing away.
 _QUOTE_LENGTH = 40
 
 
 def demo_documents(split: str) -> list[str]:
-    """The help topics of this Python as documents, sorted by topic name.
+    """Return the help topics of this Python as documents, sorted by topic name.
 
     Args:
-        split: "validation", with about a tenth of the characters, or "train".
+        split: "validation", about a tenth of the characters, or "train", the others.
 
     Raises:
-        InputError: if ``split`` is another word.
-        ModuleNotFoundError: if this Python was installed without its help topics.
+        InputError: If ``split`` is another word.
+        ModuleNotFoundError: If this Python was installed without its help topics.
     """
     from pydoc_data.topics import topics
 
@@ -53,10 +53,17 @@ def demo_documents(split: str) -> list[str]:
 
 
 def without_quotes(documents: Iterable[str], held_out: Iterable[str]) -> list[str]:
-    """``documents`` without the paragraphs that also stand in ``held_out``.
+    """Return ``documents`` without the paragraphs that are also in ``held_out``.
 
-    Paragraphs are parted by blank lines and compared without regard to line breaks and
-    indentation; those of under 40 characters stay. Documents left with nothing are dropped.
+    Blank lines separate paragraphs. Line breaks and indentation do not count in the comparison.
+    Paragraphs with fewer than 40 characters stay. Documents without any paragraph left are dropped.
+
+    Args:
+        documents: The documents to clean.
+        held_out: Documents that must not be quoted.
+
+    Returns:
+        The cleaned documents, in order.
     """
 
     def key(paragraph: str) -> str:
@@ -73,8 +80,10 @@ def without_quotes(documents: Iterable[str], held_out: Iterable[str]) -> list[st
 
 @functools.cache
 def stdlib_docstrings() -> tuple[str, ...]:
-    """The docstrings of the standard library, a document per module; takes some ten seconds, once
-    per process."""
+    """Return the docstrings of the standard library, one document per module.
+
+    This takes some ten seconds, once per process.
+    """
     stdlib = Path(sysconfig.get_path("stdlib"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     documents = []
@@ -84,10 +93,10 @@ def stdlib_docstrings() -> tuple[str, ...]:
             continue
         try:
             nodes = ast.walk(ast.parse(path.read_bytes()))
-        except SyntaxError:  # some files of lib2to3 are deliberately not Python 3
+        except SyntaxError:  # Some files of lib2to3 are deliberately not Python 3.
             continue
-        found = [ast.get_docstring(node) for node in nodes if isinstance(node, documented)]
-        docstrings = dict.fromkeys(inspect.cleandoc(text).strip() for text in found if text)
+        texts = [ast.get_docstring(node) for node in nodes if isinstance(node, documented)]
+        docstrings = dict.fromkeys(inspect.cleandoc(text).strip() for text in texts if text)
         if docstrings:
             documents.append("\n\n".join(docstrings) + "\n")
     return tuple(documents)
@@ -96,14 +105,21 @@ def stdlib_docstrings() -> tuple[str, ...]:
 def demo_dataset(
     tokenizer: Any, *, seq_len: int, split: str = "train", docstrings: bool = False
 ) -> SequenceDataset:
-    """The prose of Python's own help topics, which every Python carries.
+    """Return the help topics of this Python as sequences of tokens, for the demo.
 
     Args:
-        tokenizer: a torchtune tokenizer (``encode``, ``eos_id``).
-        seq_len: tokens per sequence.
-        split: as of `demo_documents`.
-        docstrings: adds the docstrings of the standard library, without what they share with the
-            validation topics; about five times as much text as the topics have.
+        tokenizer: A torchtune tokenizer (``encode``, ``eos_id``).
+        seq_len: Number of tokens per sequence.
+        split: "train" or "validation".
+        docstrings: Whether to add the docstrings of the standard library, without the paragraphs
+            that are also in the validation topics. They are about five times as long as the topics.
+
+    Returns:
+        The sequences.
+
+    Raises:
+        InputError: If ``split`` is another word.
+        ModuleNotFoundError: If this Python was installed without its help topics.
     """
     documents = demo_documents(split)
     if docstrings:

@@ -1,8 +1,8 @@
-"""Tokens to training samples: documents joined by EOS and cut into sequences of one length.
+"""From tokens to training samples: documents joined by EOS and cut into sequences of one length.
 
-torchtune's own text completion dataset truncates every document at the model's length, which loses
-most of a book. Here a long document goes on in the next sequence, and only the tail of the whole
-text is dropped. The cost: a sequence may begin in the midst of a document.
+torchtune's own text completion dataset truncates every document at the length of a sequence, so
+most of a book is lost. Here a long document continues in the next sequence. Only the tail of the
+whole text is dropped. The cost: a sequence may begin in the middle of a document.
 """
 
 import sys
@@ -17,22 +17,24 @@ from torch.utils.data import Dataset, Sampler
 
 
 class SequenceDataset(Dataset):
-    """Tokens in memory, 8 bytes each, as torchtune samples.
+    """Torchtune samples from tokens that are held in memory, 8 bytes per token.
 
     Args:
-        tokens: ids, in order; the last that fill no sequence of ``seq_len`` are dropped.
-        eos_id, document_masks: see `training_sample`.
+        tokens: Token ids, in order. The last ones, which do not fill a sequence, are dropped.
+        seq_len: Number of tokens per sequence.
+        eos_id: Id of the token that ends a document. It has an effect only with document masks.
+        document_masks: Whether the samples keep documents apart (see `training_sample`).
 
     Attributes:
-        sequences: int64 (num_sequences, seq_len).
+        sequences: The token ids, int64 (num_sequences, seq_len).
     """
 
     def __init__(
         self, tokens: Iterable[int], seq_len: int, eos_id: int = -1, document_masks: bool = False
     ):
         flat = np.fromiter(tokens, np.int64)
-        number = len(flat) // seq_len
-        self.sequences = torch.from_numpy(flat[: number * seq_len].reshape(number, seq_len))
+        whole = flat[: len(flat) // seq_len * seq_len]
+        self.sequences = torch.from_numpy(whole.reshape(-1, seq_len))
         self._form = eos_id, document_masks
 
     def __len__(self) -> int:
@@ -43,19 +45,25 @@ class SequenceDataset(Dataset):
 
 
 def encode_each(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:
-    """The token ids of each text, without special tokens."""
+    """Return the token ids of each text, without special tokens."""
     return (tokenizer.encode(text, add_bos=False, add_eos=False) for text in texts)
 
 
 def training_sample(tokens: list[int], eos_id: int, document_masks: bool) -> dict[str, Any]:
-    """A torchtune sample, labels equal to tokens; shifted by the recipe, they predict all but one.
+    """Return a torchtune sample whose labels equal its tokens.
+
+    The recipe shifts the labels, so that every token but the last predicts the next token.
 
     Args:
-        eos_id: the last token of a document.
-        document_masks: makes it a sample of ``torchtune.data.padded_collate_packed``: int64 tensors
-            ``tokens``, ``labels``, ``input_pos`` (seq_len,) and ``seq_lens`` (documents,).
-            Positions start at 0 with each document, and with each sequence: a document's second
-            part does not see its first.
+        tokens: The token ids of one sequence.
+        eos_id: Id of the last token of a document.
+        document_masks: Whether to make a sample for ``torchtune.data.padded_collate_packed``.
+            Positions then start at 0 with each document, and with each sequence. The second part of
+            a document that was cut does not see the first part.
+
+    Returns:
+        ``tokens`` and ``labels`` as lists. With document masks, int64 tensors: ``tokens``,
+        ``labels`` and ``input_pos`` (seq_len,), and ``seq_lens`` (documents,).
     """
     if not document_masks:
         return {"tokens": tokens, "labels": list(tokens)}
@@ -71,19 +79,23 @@ def training_sample(tokens: list[int], eos_id: int, document_masks: bool) -> dic
 
 @dataclass(eq=False)
 class PositionSampler(Sampler[int]):
-    """Indices of this rank from a position on, in an order that depends on no number of ranks.
+    """Sample indices of this rank, in an order that does not depend on the number of ranks.
 
-    Rank r of R takes positions r, r + R, r + 2R, ...: so R ranks take the same samples in one step
-    as one rank with R times the batch. Position p is in pass p // num_samples over the data.
-    torch's sampler can begin only at its start; the place that torchdata's remembers is a rank's.
+    Rank r of R takes positions r, r + R, r + 2R, ... So R ranks take the same samples in one step
+    as one rank with a batch R times as large. Position p is in pass p // num_samples over the data.
+    The sampler of torch can only begin at the start. The sampler of torchdata remembers the place
+    of one rank.
 
     Args:
-        num_samples: of the dataset.
-        length: positions of all ranks in an epoch, those left out that are too few for each rank
-            to have one; None has no end.
-        rank, world_size: of this process.
-        seed, shuffle: each pass is permuted by ``seed + epoch + pass``, if at all.
-        start: positions that all ranks together have taken already.
+        num_samples: Number of samples in the dataset.
+        length: Number of positions in an epoch, over all ranks. The last positions, too few for
+            each rank to have one, are left out. None: the epoch has no end.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        seed: Seed of the order. Pass k is permuted by the seed ``seed + epoch + k``.
+        shuffle: Whether each pass is permuted.
+        start: Number of positions that all ranks together have already taken.
+        epoch: Number of the epoch.
     """
 
     num_samples: int

@@ -10,9 +10,9 @@ sliding buffer does. The state of a sliding buffer would be its documents. Here 
 position of the block, a few numbers, and the tokens before the block that have not filled a
 sequence yet.
 
-The cost: resuming reads and tokenizes one block again (a second or two), and in a file that is
-not parquet it reads everything before the block. Resuming also needs the ranks and workers that
-the run began with. A tokenized set (tokens.py) does not. If one of many files is damaged, its
+The cost: resuming reads and tokenizes one block again (a second or two). In a file that is not
+parquet, resuming reads everything before the block. Resuming also needs the same number of ranks
+and workers as before. A tokenized set (tokens.py) does not. If one of many files is damaged, its
 name is in the log of `datasets`, not in the error.
 """
 
@@ -42,45 +42,49 @@ BLOCK_CHARACTERS = 1 << 24
 class DataStreamError(InputError):
     """The stream met data that it cannot read.
 
-    It may come days into a run: the caller should save a checkpoint before it passes the error on.
+    This can happen after days of training. So the caller should save a checkpoint first, and then
+    raise the error again.
     """
 
 
 def open_rows(config: StreamConfig) -> tuple[datasets.IterableDataset, str, list[str]]:
-    """The rows of a hub dataset or of files, of which one column holds the text.
+    """Open a dataset of the hub, or files, with the text in one column.
+
+    Args:
+        config: The options of the stream.
 
     Returns:
-        The rows; a digest of local files' names and sizes or of other paths, split and column; and
-        the files' paths.
+        The rows, a digest, and the paths of the files. The digest is of the split, the column, the
+        names and sizes of local files, and the paths of other files.
 
     Raises:
-        InputError: if there is no such dataset, file or split, or it is empty.
-        DataStreamError: if the first row cannot be read, or is no text.
+        InputError: If there is no such dataset, file or split, or it is empty.
+        DataStreamError: If the first row cannot be read, or is not text.
     """
     known = ("parquet", "json", "text", "token_shards")
     if config.source in known and not config.data_files:
         raise InputError(f"source {config.source} needs data_files; give a path, a list or a glob")
     near = nearest(config.source, known)
     if near and config.source not in known and not os.path.exists(config.source):
-        # Before the hub is asked, which without a network takes half a minute.
-        raise InputError(f"no source {config.source}{near}")
+        # This check comes first, because asking the hub without a network takes half a minute.
+        raise InputError(f"there is no source {config.source}{near}")
     try:
         builder: Any = datasets.load_dataset_builder(
             config.source, config.name, data_files=config.data_files, revision=config.revision
         )
-        if hasattr(builder.config, "batch_size"):  # parquet; else a whole row group at once
+        if hasattr(builder.config, "batch_size"):  # Parquet reads a whole row group by default.
             builder.config.batch_size = 256
         rows: Any = builder.as_streaming_dataset(config.split)
-        if rows.num_shards < 128:  # to open more, to count their row groups, would take too long
+        if rows.num_shards < 128:  # Opening more files, to count their row groups, takes too long.
             rows = rows.reshard()
-    except Exception as error:  # of many unrelated types
+    except Exception as error:  # The library raises many unrelated types.
         raise InputError(f"{config.files} could not be loaded: {one_line(error)}") from error
     if next(text_blocks(rows, config, 1), None) is None:
-        raise InputError(f"{config.files} holds no rows")
+        raise InputError(f"{config.files} holds no rows; give files that contain text")
     if rows.column_names:
         rows = rows.select_columns([config.column])
     paths = (builder.config.data_files or {}).get(config.split, [])
-    # A path on the hub has repository and commit in it.
+    # A path on the hub contains the repository and the commit.
     files = [(PurePosixPath(p).name, os.path.getsize(p)) if os.path.isfile(p) else p for p in paths]
     described = repr((config.split, config.column, files))
     return rows, hashlib.sha256(described.encode()).hexdigest()[:16], paths
@@ -89,65 +93,76 @@ def open_rows(config: StreamConfig) -> tuple[datasets.IterableDataset, str, list
 def text_blocks(
     rows: datasets.IterableDataset, config: StreamConfig, size: int
 ) -> Iterator[list[str]]:
-    """Lists of ``size`` texts, or of fewer with 16M characters.
+    """Yield lists of ``size`` texts, or of fewer texts that together have 16M characters.
 
-    After each, ``rows.state_dict()`` is the place behind it.
+    After each list, ``rows.state_dict()`` is the position after its last row.
+
+    Args:
+        rows: The rows to read.
+        config: The options of the stream.
+        size: Number of texts per list.
+
+    Yields:
+        Lists of texts.
 
     Raises:
-        DataStreamError: on data that cannot be read, or are no text.
+        DataStreamError: If data cannot be read, or are not text.
     """
     block, characters = [], 0
     try:
-        for row in rows.iter(batch_size=1):  # iter(rows) would deal out the share to the workers
+        for row in rows.iter(batch_size=1):  # iter(rows) would split the share among the workers.
             (text,) = row.get(config.column, [None])
             if not isinstance(text, str):
-                found = f"{type(text).__name__}, not text; columns: {', '.join(row)}"
-                raise InputTypeError(f"column {config.column!r} holds {found}")
+                content = f"{type(text).__name__}, not text; columns: {', '.join(row)}"
+                raise InputTypeError(f"column {config.column!r} holds {content}")
             block.append(text)
             characters += len(text)
             if len(block) == size or characters >= BLOCK_CHARACTERS:
                 yield block
                 block, characters = [], 0
-    except Exception as error:  # readers' errors are of many unrelated types
+    except Exception as error:  # Readers raise many unrelated types.
         raise DataStreamError(
             f"{config.files} cannot be read ({type(error).__name__}: {one_line(error)}); replace "
-            "the file, take it out of data_files, or look at the network"
+            "the file, remove it from data_files, or check the network"
         ) from error
     if block:
         yield block
 
 
-# With fewer files (or row groups) for each share than this, shares would be too uneven; then every
-# share reads all rows and takes each num_shares-th. Reading costs little beside tokenizing.
+# Least number of files (or row groups) per share. With fewer, the shares would be too uneven. Then
+# every share reads all rows and keeps one row in num_shares. Reading costs little compared with
+# tokenizing.
 LEAST_FILES = 8
-LOT = 8  # documents that one call of the tokenizer gets
+LOT = 8  # Number of documents that one call of the tokenizer gets.
 _START = {
-    "epoch": 0,
-    "block": 0,  # of the epoch
-    "rows": None,  # where `datasets` stands before the block
-    "carry": [],  # tokens before the block that filled no sequence
-    "given": 0,  # sequences of the block
-    "sequences": 0,  # in all
+    "epoch": 0,  # Number of the epoch.
+    "block": 0,  # Number of the block in the epoch.
+    "rows": None,  # Position of `datasets` before the block.
+    "carry": [],  # Tokens before the block that have not filled a sequence.
+    "given": 0,  # Sequences of the block that were given out.
+    "sequences": 0,  # Sequences that were given out in total.
 }
 
 
 class StreamingTextDataset(IterableDataset):
-    """Sequences of ``seq_len`` tokens from a source of documents; torchtune samples.
+    """Torchtune samples: sequences of ``seq_len`` tokens from a source of documents.
 
-    ``state_dict()`` is the place of the share that was last iterated, which torchdata's
-    ``StatefulDataLoader`` saves and restores in each worker.
+    ``state_dict()`` is the place in the share that was iterated last. The ``StatefulDataLoader`` of
+    torchdata saves it and restores it in each worker.
 
     Args:
-        tokenizer: a torchtune tokenizer (``encode``, ``eos_id``; with ``encode_batch``, of many
-            texts without special tokens, it is faster).
-        config: the options.
+        tokenizer: A torchtune tokenizer (``encode``, ``eos_id``). It is faster with a method
+            ``encode_batch``, which encodes many texts without special tokens.
+        config: The options.
 
     Attributes:
-        rank, world_size: of this process, which reads its share; those of torch.distributed.
-        batch_size: that of the data loader, to which several workers give whole batches.
+        rank: Rank of this process, which reads its share. The default comes from torch.distributed.
+        world_size: Number of ranks. The default comes from torch.distributed.
+        batch_size: Batch size of the data loader. Several workers give it whole batches.
 
     Raises:
-        InputError: if something cannot be found.
+        InputError: If there is no such dataset, file or split, or it is empty.
+        DataStreamError: If the first row cannot be read, or is not text.
     """
 
     def __init__(self, tokenizer: Any, config: StreamConfig):
@@ -156,18 +171,27 @@ class StreamingTextDataset(IterableDataset):
         self.rank = dist.get_rank() if grouped else 0
         self.world_size = dist.get_world_size() if grouped else 1
         self._rows, self._digest, self._paths = open_rows(config)
-        self._place = self._following = _START  # the present one; that of the next iteration
+        # The place now, and the place where the next iteration begins.
+        self._place = self._following = _START
 
     @property
     def num_sequences(self) -> int | None:
-        """Of this rank (all its workers together), the same on every rank; None if the stream ends
-        with its data, or never."""
+        """Number of sequences of this rank, over all its workers; the same on every rank.
+
+        None if the stream ends with its data, or never ends.
+        """
         tokens = self.config.max_tokens
         return tokens and tokens // self.config.seq_len // self.world_size
 
     def count_documents(self) -> int | None:
-        """Of one pass, all ranks together: by the hub, the footers of local parquet files, or the
-        lines of local text; None where only reading everything would tell."""
+        """Return the number of documents in one pass, over all ranks.
+
+        The number comes from the hub, from the footers of local parquet files, or from the number
+        of lines in local text files.
+
+        Returns:
+            The number, or None if only reading everything would give it.
+        """
         splits, count = self._rows.info.splits or {}, 0
         if self.config.split in splits:
             return splits[self.config.split].num_examples
@@ -177,29 +201,34 @@ class StreamingTextDataset(IterableDataset):
                 count += parquet.read_metadata(path).num_rows
             elif suffix in (".txt", ".jsonl"):
                 with open(path, "rb") as file:
-                    count += sum(
-                        chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b"")
-                    )
+                    count += sum(1 for _ in file)
             else:
                 return None
         return count or None
 
     def identity(self) -> list:
-        """What must be the same for a place to mean the same."""
+        """Return the values that a saved place depends on."""
         config = self.config
         return [self._digest, config.seq_len, config.seed, config.shuffle_buffer, *self._share()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last sequence given."""
+        """Return the place after the last sequence that was given out."""
         return self._place | {"stream": self.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on after ``state``; a ValueError if it is of another stream."""
+        """Let the next iteration continue after a place.
+
+        Args:
+            state: The place, from `state_dict`.
+
+        Raises:
+            InputError: If the place is from another stream.
+        """
         if state["stream"] != self.identity():
             raise InputError(
-                "the saved place is that of another stream: files, column, seq_len, seed, "
+                "the saved place is from another stream: files, column, seq_len, seed, "
                 "shuffle_buffer or the number of ranks or workers have changed; set them back, "
-                "start anew, or use a tokenized set (`tune run hestia_tokenize`)"
+                "start again, or use a tokenized set (`tune run hestia_tokenize`)"
             )
         self._place = self._following = state
 
@@ -208,25 +237,24 @@ class StreamingTextDataset(IterableDataset):
         return self._sequences(self._place)
 
     def _sequences(self, place: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The sequences from a place on."""
+        """Yield the sequences from a place on."""
         seq_len, eos_id = self.config.seq_len, self.tokenizer.eos_id
         carry, given, sequences = place["carry"], place["given"], place["sequences"]
         limit, (share, num_shares) = None, self._share()
-        if self.num_sequences is not None:  # whole batches, dealt to the workers in turn
+        if self.num_sequences is not None:  # The workers take whole batches in turn.
             workers, batches = num_shares // self.world_size, self.num_sequences // self.batch_size
             limit = len(range(share % workers, batches, workers)) * self.batch_size
         if sequences == limit:
             return
         if get_worker_info() is not None:
-            # Workers are the parallelism; threads of each worker would fight over the same cores.
+            # The workers already run in parallel. Threads in each would compete for the same cores.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         encode = getattr(self.tokenizer, "encode_batch", partial(encode_each, self.tokenizer))
         for at, block in self._blocks(place):
             tokens, number = list(carry), 0
             for start in range(0, len(block), LOT):
                 for ids in encode(block[start : start + LOT]):
-                    tokens.extend(ids)
-                    tokens.append(eos_id)
+                    tokens += [*ids, eos_id]
                 end = len(tokens) - len(tokens) % seq_len
                 for first in range(0, end, seq_len):
                     number += 1
@@ -243,15 +271,25 @@ class StreamingTextDataset(IterableDataset):
         self._place = at | {"carry": carry, "given": 0, "sequences": sequences}
 
     def _blocks(self, place: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        """Texts that are shuffled together, with their place; at the end, none with the end's."""
+        """Yield the place of a block and its texts, shuffled; at the end, the last place and [].
+
+        Args:
+            place: The place to begin at.
+
+        Yields:
+            The place of the block, and the texts.
+
+        Raises:
+            DataStreamError: If the share has no documents, or data cannot be read.
+        """
         config, (share, num_shares) = self.config, self._share()
         strategy = "shards" if self._rows.num_shards >= LEAST_FILES * num_shares else "auto"
         while config.epochs is None or place["epoch"] < config.epochs:
             seed = f"{config.seed}/{place['epoch']}"
             rows = split_dataset_by_node(self._rows, share, num_shares, strategy=strategy)
             if config.shuffle_buffer:
-                # It seeds the order of the files, but in epoch 0 leaves them as they are. `shuffle`
-                # would add a buffer, which is lost on resuming.
+                # This seeds the order of the files. In epoch 0 `datasets` does not shuffle them.
+                # `shuffle` would add a buffer, and its content would be lost on resuming.
                 rows.set_epoch(1 + zlib.crc32(seed.encode()))
             if place["rows"] is not None:
                 rows.load_state_dict(place["rows"])
@@ -265,33 +303,38 @@ class StreamingTextDataset(IterableDataset):
             if place["block"] == 0:
                 raise DataStreamError(
                     f"share {share} of {num_shares} (ranks x workers) of {config.files} holds no "
-                    "documents; use fewer workers, or more data"
+                    "documents; use fewer workers or more data"
                 )
             place = place | {"epoch": place["epoch"] + 1, "block": 0, "rows": None}
         yield place, []
 
     def _share(self) -> tuple[int, int]:
-        """(number, of how many) of this worker of this rank."""
+        """Return the number of this worker's share, and the number of shares over all ranks."""
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         return self.rank * workers + number, self.world_size * workers
 
 
 def text_dataset(tokenizer: Any, **options: Any) -> SequenceDataset:
-    """A text that is read once, in order, at the start, and held in memory (8 bytes a token), which
-    suits runs of up to some 100M tokens.
+    """Return the sequences of a text that is read once, in order, and held in memory.
+
+    The text takes 8 bytes per token. This suits runs of up to some 100M tokens.
 
     Args:
-        tokenizer: a torchtune tokenizer.
-        options: of :class:`hestia_tune.data.stream.StreamConfig`, ``shuffle_buffer`` being 0 and
-            ``epochs`` 1 by default.
+        tokenizer: A torchtune tokenizer.
+        options: The options of :class:`hestia_tune.config.StreamConfig`. The default of
+            ``shuffle_buffer`` is 0 here, and the default of ``epochs`` is 1.
+
+    Returns:
+        The sequences.
 
     Raises:
-        ValueError, DataStreamError: as the stream does.
+        InputError: If something cannot be found, an option is out of range, or the text has no end.
+        DataStreamError: If data cannot be read, or are not text.
     """
     config = StreamConfig.parse({"shuffle_buffer": 0, "epochs": 1} | options)
     if config.epochs is None and config.max_tokens is None:
-        raise InputError("a text in memory must end; give epochs or max_tokens")
+        raise InputError("a text that is held in memory must end; give epochs or max_tokens")
     stream = StreamingTextDataset(tokenizer, replace(config, document_masks=False))
     stream.rank, stream.world_size = 0, 1
     tokens = (token for sample in stream for token in sample["tokens"])

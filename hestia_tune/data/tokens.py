@@ -1,10 +1,13 @@
-"""A tokenized set: the tokens of a stream on disk, for those who train on them many times.
+"""A tokenized set: the tokens of a stream on disk, for training on them many times.
 
-A folder of ``tokens.bin`` (the ids of one document after another, EOS after each, 2 bytes each if
-the vocabulary allows, else 4) and ``index.json`` (counts, the tokenizer's digest, a checksum). The
-order is that of the stream when one process reads it. A sequence is found by its number alone: so a
-run resumes on any number of ranks and workers, at once, and sees no sequence twice. The folder
-appears when it is whole: a writer that is killed begins anew.
+The set is a folder with two files. ``tokens.bin`` has the ids of all documents, with EOS after each
+document. An id takes 2 bytes if the vocabulary allows it, and otherwise 4 bytes. ``index.json`` has
+the counts, the digest of the tokenizer and a checksum. The order is the order in which one process
+reads the stream.
+
+A sequence is found by its number alone. So a run resumes at once, on any number of ranks and
+workers, and sees no sequence twice. The folder appears when it is complete. A writer that was
+killed starts again from the beginning.
 """
 
 import hashlib
@@ -28,22 +31,24 @@ from hestia_tune.files import checksum, read_json, staged
 
 FORMAT = "hestia_tune.data.tokens/2"
 INDEX, TOKENS = "index.json", "tokens.bin"
-_AT_ONCE = {"seq_len": 1 << 13, "epochs": 1, "document_masks": False}
+_ONE_PASS = {"seq_len": 1 << 13, "epochs": 1, "document_masks": False}
+_REMEDY = "tokenize the text again"
 
 
 class TokenizedSet(Dataset):
-    """Sequences of a tokenized set by their number in the file; torchtune samples.
+    """Torchtune samples: the sequences of a tokenized set, by their number in the file.
 
     Args:
-        tokenizer: that of the set.
-        config: the options of a stream, ``data_files`` being the folder; those of reading text have
-            no effect.
+        tokenizer: The tokenizer that made the set.
+        config: The options of a stream, with the folder as ``data_files``. The options for reading
+            text have no effect.
 
     Attributes:
-        order: length (None if the passes have no end), seed and shuffle of its `PositionSampler`.
+        order: The arguments ``length``, ``seed`` and ``shuffle`` of the set's `PositionSampler`.
+            The length is None if the passes have no end.
 
     Raises:
-        InputError: if the folder holds no set, is damaged, or was made with another tokenizer.
+        InputError: If the folder holds no set, is damaged, or was made with another tokenizer.
     """
 
     def __init__(self, tokenizer: Any, config: StreamConfig):
@@ -51,23 +56,26 @@ class TokenizedSet(Dataset):
         folder = Path(config.files)
         index = _read_index(folder)
         if index["tokenizer"] != _tokenizer_digest(tokenizer):
-            raise InputError(f"{folder} was made with another tokenizer; tokenize anew")
+            raise InputError(f"{folder} was made with another tokenizer; {_REMEDY}")
         self.path, self._dtype = folder / TOKENS, np.dtype(index["dtype"])
         size = index["num_tokens"] * self._dtype.itemsize
         if self.path.stat().st_size != size:
-            raise InputError(f"{self.path} does not have its {size} bytes; tokenize anew")
+            raise InputError(f"{self.path} does not have its {size} bytes; {_REMEDY}")
         if not dist.is_initialized() or dist.get_rank() == 0:
-            verify_token_shards(folder)  # a second per gigabyte or two
+            verify_token_shards(folder)  # This takes a second per gigabyte or two.
         self._length = index["num_tokens"] // config.seq_len
         passes = config.epochs and config.epochs * self._length
         most = config.max_tokens and config.max_tokens // config.seq_len
         length = min((limit for limit in (passes, most) if limit is not None), default=None)
         if 0 in (self._length, length):
-            raise InputError(f"{folder} does not fill one sequence of {config.seq_len} tokens")
+            raise InputError(
+                f"{folder} does not fill one sequence of {config.seq_len} tokens; lower seq_len "
+                "or tokenize more text"
+            )
         self.order = {"length": length, "seed": config.seed, "shuffle": config.shuffle_buffer > 0}
 
     def __len__(self) -> int:
-        """The number of sequences of one pass."""
+        """Return the number of sequences in one pass."""
         return self._length
 
     def __getitem__(self, number: int) -> dict[str, Any]:
@@ -78,14 +86,18 @@ class TokenizedSet(Dataset):
 
 
 def streaming_text_dataset(tokenizer: Any, **options: Any) -> StreamingTextDataset | TokenizedSet:
-    """Sequences from text files, a hub dataset, or a tokenized set (``source: token_shards``).
+    """Return sequences from text files, a hub dataset, or a tokenized set.
 
     Args:
-        tokenizer: a torchtune tokenizer (``encode``, ``eos_id``).
-        options: those of :class:`hestia_tune.data.stream.StreamConfig`.
+        tokenizer: A torchtune tokenizer (``encode``, ``eos_id``).
+        options: The options of :class:`hestia_tune.config.StreamConfig`. With ``source:
+            token_shards``, ``data_files`` is the folder of a tokenized set.
+
+    Returns:
+        The sequences.
 
     Raises:
-        InputError: if something cannot be found or an option is out of range.
+        InputError: If something cannot be found, or an option is out of range.
     """
     config = StreamConfig.parse(options)
     kind = TokenizedSet if config.source == "token_shards" else StreamingTextDataset
@@ -93,55 +105,71 @@ def streaming_text_dataset(tokenizer: Any, **options: Any) -> StreamingTextDatas
 
 
 def self_generated_dataset(tokenizer: Any, **options: Any) -> TokenizedSet:
-    """Sequences that the pretrained model has sampled (LLM-QAT, arXiv 2305.17888), shuffled by the
-    seed: each a random token, a few greedy ones, of which the model is sure, and sampled ones. One
-    that ends a document goes on with another, as those of a text stream do.
+    """Return sequences that the pretrained model has sampled, shuffled by the seed.
+
+    The method is LLM-QAT (arXiv 2305.17888). Each sequence has a random token, then a few greedy
+    tokens, of which the model is sure, and then sampled tokens. A sequence that ends a document
+    continues with another document, as in a text stream.
 
     Args:
-        options: those of `GeneratedConfig`.
+        tokenizer: A torchtune tokenizer (``encode``, ``eos_id``).
+        options: The options of :class:`hestia_tune.config.GeneratedConfig`.
+
+    Returns:
+        The sequences.
 
     Raises:
-        InputError: on an option out of range, or if the folder holds no such set.
+        InputError: If an option is out of range, or the folder holds no such set.
     """
     config = GeneratedConfig.parse(options)
-    read = {key: getattr(config, key) for key in ("seq_len", "seed", "epochs")}
-    stream = StreamConfig(source="token_shards", data_files=config.cache_dir, **read)
+    shared = {key: getattr(config, key) for key in ("seq_len", "seed", "epochs")}
+    stream = StreamConfig(source="token_shards", data_files=config.cache_dir, **shared)
     return TokenizedSet(tokenizer, stream)
 
 
 def verify_token_shards(folder: str | Path) -> None:
-    """Reads all tokens of a set and raises a ValueError if they differ from their checksum."""
+    """Read all tokens of a set, and check that they agree with their checksum.
+
+    Args:
+        folder: The folder of the set.
+
+    Raises:
+        InputError: If they differ, or the folder holds no set.
+    """
     path, index = Path(folder) / TOKENS, _read_index(Path(folder))
     if checksum(path) != index["sha256"]:
-        raise InputError(f"{path} differs from its checksum; tokenize anew")
+        raise InputError(f"{path} differs from its checksum; {_REMEDY}")
 
 
 def write_token_shards(
     tokenizer: Any, folder: str | Path, *, max_tokens: int | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Tokenizes a source once; a set of this same call that is there already stays.
+    """Tokenize a source once. A set that the same call has already written is kept.
 
     Args:
-        max_tokens: stops at so many tokens; None takes one pass over the data.
-        options: of :class:`hestia_tune.data.stream.StreamConfig`; they decide the order.
+        tokenizer: A torchtune tokenizer (``encode``, ``eos_id``).
+        folder: The folder to write. It may be empty, or hold the result of the same call.
+        max_tokens: Number of tokens to stop at. None: one pass over the data.
+        options: The options of :class:`hestia_tune.config.StreamConfig`. They decide the order.
 
     Returns:
-        The index, with ``num_tokens`` (EOS of each document included) and ``num_documents``.
+        The index, with ``num_tokens`` (including the EOS of each document) and ``num_documents``.
 
     Raises:
-        InputError: if the folder holds anything else, or the source cannot be found.
-        DataStreamError: on data that cannot be read.
+        InputError: If the folder holds anything else, or the source cannot be found.
+        DataStreamError: If data cannot be read.
     """
-    config = StreamConfig.parse(options | _AT_ONCE | {"max_tokens": max_tokens})
+    config = StreamConfig.parse(options | _ONE_PASS | {"max_tokens": max_tokens})
     stream = StreamingTextDataset(tokenizer, replace(config, max_tokens=None))
     stream.rank, stream.world_size = 0, 1
 
     def parts():
         yield from (sample["tokens"] for sample in stream)
-        yield stream.state_dict()["carry"]  # the tail
+        yield stream.state_dict()["carry"]  # The tail.
 
-    count = stream.count_documents
-    return write_set(tokenizer, folder, stream.identity(), parts(), max_tokens, count)
+    return write_set(
+        tokenizer, folder, stream.identity(), parts(), max_tokens, stream.count_documents
+    )
 
 
 def write_set(
@@ -152,9 +180,22 @@ def write_set(
     max_tokens: int | None,
     count_documents: Callable[[], int | None] = lambda: None,
 ) -> dict[str, Any]:
-    """`write_token_shards` of lists of tokens, which are looked at only if the set is not there.
+    """Write a tokenized set from lists of tokens. A set that the same call has written is kept.
 
-    ``source`` is what they are, as JSON; ``count_documents`` is for the progress bar.
+    Args:
+        tokenizer: The tokenizer of the tokens.
+        folder: The folder to write. It may be empty, or hold the result of the same call.
+        source: Description of the tokens, as plain values for JSON. It identifies the set.
+        parts: Lists of token ids. They are read only if the set has to be written.
+        max_tokens: Number of tokens to stop at. None: all tokens.
+        count_documents: Function that returns the number of documents, for the progress bar. It
+            returns None if the number is unknown.
+
+    Returns:
+        The index, with ``num_tokens`` and ``num_documents``.
+
+    Raises:
+        InputError: If the folder holds anything else.
     """
     folder = Path(folder)
     index = {
@@ -166,22 +207,20 @@ def write_set(
     }
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
         _read_index(folder)
-        found = cache.kept(folder / INDEX, index, remedy="choose another folder, or empty it")
-        assert found is not None
-        return found
+        written = cache.kept(folder / INDEX, index, remedy="choose another folder, or empty it")
+        assert written is not None  # The file exists.
+        return written
 
     index |= {"num_tokens": 0, "num_documents": 0}
-    documents = count_documents()  # max_tokens may be far more than there is
+    documents = count_documents()  # The source may have far fewer tokens than max_tokens.
     limit = None if documents or max_tokens is None else f"at most {max_tokens:,}"
-    digest, progress = hashlib.sha256(), progress_bar(desc=limit, unit="tok", unit_scale=True)
+    progress = progress_bar(desc=limit, unit="tok", unit_scale=True)
     with staged(folder) as temporary, progress:
         temporary.mkdir()
         with open(temporary / TOKENS, "wb") as file:
             for tokens in parts:
                 tokens = tokens[: (max_tokens or 1 << 62) - index["num_tokens"]]
-                content = np.array(tokens, index["dtype"]).tobytes()
-                file.write(content)
-                digest.update(content)
+                np.array(tokens, index["dtype"]).tofile(file)
                 index["num_tokens"] += len(tokens)
                 index["num_documents"] += tokens.count(tokenizer.eos_id)
                 if documents and (done := index["num_documents"]):
@@ -190,21 +229,25 @@ def write_set(
                 progress.update(len(tokens))
                 if index["num_tokens"] == max_tokens:
                     break
-        index["sha256"] = digest.hexdigest()
+        index["sha256"] = checksum(temporary / TOKENS)
         (temporary / INDEX).write_text(json.dumps(index), encoding="utf-8")
     return index
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:
-    """Changes with what the tokenizer makes of a short text."""
+    """Return a digest of what the tokenizer makes of a short text."""
     ids = tokenizer.encode("A probe: déjà vu,\n\n  2 + 2 = 4.", add_bos=False, add_eos=False)
     described = repr((ids, tokenizer.eos_id, getattr(tokenizer, "vocab_size", None)))
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
+    """Return the index of the set in a folder; raise InputError if there is none."""
     path = folder / INDEX
     index = read_json(path) if path.is_file() else {}
     if index.get("format") != FORMAT:
-        raise InputError(f"{folder} holds no tokenized set: no {INDEX} of {FORMAT}")
+        raise InputError(
+            f"{folder} holds no tokenized set: no {INDEX} of {FORMAT}; give the folder of a set, "
+            "or an empty folder to write a set"
+        )
     return index

@@ -1,1 +1,1 @@
-"""QAT in other people's training loops; each module needs the library that it is named after."""
+"""QAT in the training loops of other libraries; each module needs the library of its name."""

@@ -1,8 +1,9 @@
-"""QAT under Hugging Face's Trainer: a callback that prepares, anneals and writes the hard model.
+"""QAT in Hugging Face's Trainer: a callback that prepares, anneals and writes the hard model.
 
-The values of a step follow from the Trainer's global step, so its own checkpoints, which hold the
-latent weights, resume with nothing added. `QuantizedLinear` pulls its gradient back itself; under
-FSDP that is `hestia_tune.qat.shards`'s work, which Trainer does not call, so that is refused.
+Temperature and pressure depend only on the Trainer's global step. The Trainer's own checkpoints
+hold the latent weights. So they resume without any addition. `QuantizedLinear` pulls its gradient
+back itself. Under FSDP this is the work of `hestia_tune.qat.shards`, and the Trainer does not call
+it. So FSDP is refused.
 """
 
 import logging
@@ -28,20 +29,23 @@ log = logging.getLogger(__name__)
 
 
 class HestiaCallback(TrainerCallback):
-    """``Trainer(..., callbacks=[HestiaCallback(HestiaConfig(group_size=128))])``.
+    """A callback that adds QAT to Hugging Face's Trainer.
 
-    It has to be there when the Trainer is made. After the last step the model is hard, its
-    parameters are bfloat16, and ``hard_model/`` in the Trainer's output_dir holds it. Until then
-    the Trainer evaluates the relaxed model. A training that stops early writes nothing.
+    Use it as ``Trainer(..., callbacks=[HestiaCallback(HestiaConfig(group_size=128))])``. It must be
+    given when the Trainer is made. Until the last step, the Trainer evaluates the relaxed model.
+    After the last step the model is hard and its parameters are bfloat16. The folder
+    ``hard_model/`` in the Trainer's output_dir then contains it. A training that stops early writes
+    no hard model.
 
     Args:
-        quantizer: a config (all linears of the blocks), or a component.
-        schedule: options of `hestia_tune.config.ScheduleConfig`; None takes the defaults.
-        scores: sensitivity score of every quantized linear by name
-            (`hestia_tune.SensitivityArtifact.scores`), or None for one temperature for all.
+        quantizer: A config, which quantizes all linears of the blocks, or a component. None:
+            ``HestiaConfig()``.
+        schedule: Options of `hestia_tune.config.ScheduleConfig`. None: the defaults.
+        scores: Name -> sensitivity score of every quantized linear
+            (`hestia_tune.SensitivityArtifact.scores`). None: all linears have the same temperature.
 
     Raises:
-        InputError: when the Trainer is made, on what it would train wrongly.
+        InputError: When the Trainer is made, if it would train in a way that is not supported.
     """
 
     def __init__(
@@ -55,26 +59,27 @@ class HestiaCallback(TrainerCallback):
         self.schedule, self.scores, self.layers = ScheduleConfig.parse(schedule), scores, {}
         self.tau_init = self.schedule.tau_init
 
-    def on_init_end(self, args, state, control, *, model, **kwargs):  # before it has an optimizer
+    def on_init_end(self, args, state, control, *, model, **kwargs):  # The optimizer comes later.
         method, rate = self.component.method, self.component.parameter_lr
-        own = method.trained_parameters and (args.weight_decay or rate is not None)
+        needs_group = method.trained_parameters and (args.weight_decay or rate is not None)
         sharded = args.fsdp or args.deepspeed or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-        for wrong, rule in (
-            (sharded, "no FSDP or DeepSpeed; train with hestia_qat"),
-            (args.load_best_model_at_end, "only the last step is hard; no load_best_model_at_end"),
-            (own, "learned parameters take no weight_decay and no rate of their own"),
+        for is_refused, message in (
+            (sharded, "FSDP and DeepSpeed are not supported; train with hestia_qat"),
             (
-                method.needs_training,
-                f"{method.name} leaves biases; train with hestia_qat",
+                args.load_best_model_at_end,
+                "only the last step is hard; no load_best_model_at_end",
             ),
+            (needs_group, "learned parameters take no weight_decay and no parameter_lr; unset it"),
+            (method.needs_training, f"{method.name} leaves biases; train with hestia_qat"),
         ):
-            if wrong:
-                raise InputError(f"HestiaCallback: {rule}")
+            if is_refused:
+                raise InputError(f"HestiaCallback: {message}")
         self.layers = quantized_linears(self.component.prepare(model))
         weights = {name: layer.weight.detach() for name, layer in self.layers.items()}
-        if odd := [f"{n} is {w.dtype}" for n, w in weights.items() if w.dtype != torch.float32]:
-            raise InputError(f"latents must be float32; {odd[0]}; load it with dtype=torch.float32")
-        if self.tau_init == "auto":  # now, since to resume loads other weights
+        if other := [f"{n} is {w.dtype}" for n, w in weights.items() if w.dtype != torch.float32]:
+            remedy = "load the model with dtype=torch.float32"
+            raise InputError(f"latents must be float32; {other[0]}; {remedy}")
+        if self.tau_init == "auto":  # Resuming loads other weights later, so fit it now.
             self.tau_init = method.fit_temperature(weights.values())
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -86,10 +91,10 @@ class HestiaCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, *, model, processing_class=None, **kwargs):
         if state.global_step < state.max_steps:
-            log.warning("stopped at step %d: no hard model is written", state.global_step)
+            log.warning(f"training stopped at step {state.global_step}; no hard model is written")
             return
         self.component.convert(model)
-        for parameter in model.parameters():  # not the buffers: rotary ones stay float32
+        for parameter in model.parameters():  # Buffers, such as rotary angles, stay float32.
             parameter.data = parameter.data.to(torch.bfloat16)
         description = {"hestia_tune": hestia_tune.__version__, "layers": [*self.layers]}
         description |= {"quantizer": self.component.method.key(), "step": state.global_step}

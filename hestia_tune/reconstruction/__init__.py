@@ -1,5 +1,6 @@
-"""Block reconstruction: a model made low-bit one window of blocks after the other."""
+"""Block reconstruction: a model is made low-bit, one window of blocks after the other."""
 
-from hestia_tune.reconstruction.engine import Reconstruction, WindowResult, windows
+from hestia_tune.reconstruction.engine import Reconstruction
+from hestia_tune.reconstruction.window import WindowResult, windows
 
 __all__ = ["Reconstruction", "WindowResult", "windows"]

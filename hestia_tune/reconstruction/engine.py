@@ -1,21 +1,23 @@
-"""Windows of blocks, trained one after the other to give what the pretrained blocks gave.
+"""Windows of blocks, trained one after the other to give the outputs of the pretrained blocks.
 
-A window takes the hidden states that the hard blocks before it put out, so that it may mend what
-they lost, and is trained towards the pretrained stream's hidden states at its end. The error of a
-token is relative to its norm, which is capped at four times the median: some blocks give a few
-tokens norms thousands of times those of the others. The method, its temperature and its own
-parameters are those of training; a window anneals from start to end, then it is hard. After the
-windows the last blocks may be trained once more, together and towards the pretrained predictions,
-which no window but the last sees.
+The input of a window is the output of the hard blocks before it. So the window can correct their
+errors. The target is the hidden states of the pretrained model at the end of the window. The error
+of a token is relative to its norm. The norm is capped at four times the median, because some blocks
+give a few tokens norms that are thousands of times larger than the others.
+
+A window uses the same method, temperature and method parameters as training. It anneals from its
+first step to its last, and then it is hard. After the windows, the last blocks may be trained once
+more, together and towards the pretrained predictions. Among the windows, only the last one sees
+the predictions.
 
 Legend: W latent weights, E effective weights, h hidden states (batch, seq_len, dim), h* their
-target. A step makes E of every linear from W (one fused kernel), computes with E as plain linears,
-and pulls the gradient of E back to W, as `hestia_tune.qat.shards` does.
+target. A step computes E of every linear from W (one fused kernel) and uses E in plain linears.
+Then it pulls the gradient of E back to W, as `hestia_tune.qat.shards` does.
 
-Cost: a window costs as many forwards and backwards as it has steps; in memory stand one window with
-its optimizer, and two hidden states a token, a third with ``kl_blocks``
-(`hestia_tune.reconstruction.streams`). Ranks share the samples and sum their gradients, so the
-result is that of one process.
+Cost: a window needs as many forwards and backwards as it has steps. In memory are one window with
+its optimizer and two hidden states per token, or three with ``kl_blocks``
+(`hestia_tune.reconstruction.streams`). Ranks share the samples and sum their gradients. So the
+result is the same as the result of one process.
 """
 
 import copy
@@ -23,7 +25,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,74 +39,73 @@ from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
 from hestia_tune.config import ReconstructionConfig
 from hestia_tune.distributed import gathered, of_all_ranks
 from hestia_tune.errors import NotFiniteError
-from hestia_tune.losses import divergence, squared_error
+from hestia_tune.losses import divergence
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.reconstruction.streams import Stream, prefetched
 from hestia_tune.reconstruction.window import (
     TrainedLayer,
     WindowOptimizer,
+    WindowResult,
     alike,
     call_block,
     plain_linears,
+    trained_layers,
+    windows,
 )
 
 log = logging.getLogger(__name__)
 
-# Last fraction of a window's steps, at temperature 0: scales and norms settle on hard codes.
+# The last fraction of a window's steps has temperature 0, so scales and norms adapt to hard codes.
 HARD_FRACTION = 0.1
 # Largest initial temperature of the stage towards predictions.
 KL_TAU_INIT = 0.05
-# Norms of tokens are capped at as many times their median.
+# Cap on the norms of tokens, in units of their median.
 _NORM_CAP = 4.0
-# Batches on which the errors that are told are measured.
+# Largest number of batches on which the error of a window is measured.
 _ERROR_BATCHES = 8
 
-_Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # of h, h*, number of the batch
+# Function of h, h* and the number of the batch.
+_Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
-def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int]]:
-    """(begin, end) of every window, in order; blocks before its begin are final.
-
-    Windows grow from ``stride`` blocks to ``window`` and shrink again at the end, so that every
-    block is trained as often as any other, about window/stride times.
-    """
-    ends = range(stride, num_blocks + window, stride)
-    spans = [(max(0, end - window), min(end, num_blocks)) for end in ends]
-    return [span for span in spans if span[0] < num_blocks]
+def _kl_settings(settings: ReconstructionConfig) -> ReconstructionConfig:
+    """Return the settings of the stage towards predictions."""
+    names = ("lr", "parameter_lr", "norm_lr")
+    rates = {name: min(1.0, settings.kl_rate * getattr(settings, name)) for name in names}
+    return replace(settings, **rates, tau_init=min(KL_TAU_INIT, settings.tau_init))
 
 
-@dataclass(frozen=True)
-class WindowResult:
-    """What a trained window says of itself."""
-
-    index: int
-    begin: int  # of its blocks
-    end: int
-    naive_error: float  # what is measured, before training, with hard weights
-    error: float  # the same after it
-    seconds: float  # that it took
-    # "error", relative and squared, of the hidden states at its end; or "divergence" of the
-    # predictions, in nats a token.
-    measure: str = "error"
+def _sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over the ranks, in place, and return it."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
 
 
 class Reconstruction:
     """The windows of one model.
 
     Args:
-        model: prepared, float32, on the CPU; its latent weights and the parameters of its method
-            are what is trained, in place.
-        head: hidden states (n, dim) after the last block to logits (float32); for ``kl_blocks``.
-        settings: see `ReconstructionConfig`.
-        chains: the model on each batch of this rank's sequences, one after the other and as many
-            on every rank: hidden states (batch_size / ranks, seq_len, dim).
-        counted: bool (batch_size / ranks, seq_len) of each batch: positions that count.
-        seed: Seed of the order of batches.
-        device: where windows are trained.
-        dtype: of the products.
-        compiled: run the method's formulas as fused kernels.
-        folder: for hidden states beyond ``settings.memory``; None keeps all in memory.
+        model: The prepared model, in float32, on the CPU. Its latent weights and the parameters of
+            its method are trained in place.
+        head: Function from hidden states (n, dim) after the last block to logits in float32. It is
+            used with ``kl_blocks``.
+        settings: The options of the reconstruction.
+        chains: The model on each batch of this rank's sequences, with hidden states (batch_size /
+            ranks, seq_len, dim). Every rank has the same number of batches.
+        loss_masks: The positions with a loss, for each batch: bool (batch_size / ranks, seq_len).
+        seed: Seed of the order of the batches.
+        device: The device that trains the windows.
+        dtype: Dtype of the matrix products.
+        compiled: Whether to run the formulas of the method as fused kernels.
+        folder: Folder for the hidden states if they need more than ``settings.memory``. None: they
+            stay in memory.
+
+    Attributes:
+        windows: (begin, end) of every window, in order.
+        steps: Number of steps of each window.
+        sizes: Number of blocks of each window. The time of a step is about proportional to it.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Reconstruction:
         head: Callable[[torch.Tensor], torch.Tensor],
         settings: ReconstructionConfig,
         chains: Iterable[BlockChain],
-        counted: Sequence[torch.Tensor],
+        loss_masks: Sequence[torch.Tensor],
         *,
         seed: int = 0,
         device: torch.device | str = "cpu",
@@ -124,37 +125,34 @@ class Reconstruction:
         self.blocks, self.head, self.settings = [*find_blocks(model).values()], head, settings
         self.device, self.dtype = torch.device(device), dtype
         self.seed, self._compiled = seed, compiled
-        self._names = {id(layer): name for name, layer in quantized_linears(model).items()}
-        count, self.num_batches = len(self.blocks), len(counted)
+        count, self.num_batches = len(self.blocks), len(loss_masks)
         plan = windows(count, settings.window, max(1, settings.window // 2))
         has_any = [bool(quantized_linears(block)) for block in self.blocks]
         self.windows = [(begin, end) for begin, end in plan if any(has_any[begin:end])]
-        self.steps = [settings.epochs * self.num_batches] * len(self.windows)  # of each window
-        self._towards_predictions: int | None = None  # number of the window that is trained so
+        self.steps = [settings.epochs * self.num_batches] * len(self.windows)
+        self._towards_predictions: int | None = None  # Number of the window with this target.
         begin = max(0, count - settings.kl_blocks)
         if any(has_any[begin:]):
             self._towards_predictions = len(self.windows)
             self.windows.append((begin, count))
             self.steps.append(settings.kl_epochs * self.num_batches)
-        # Blocks that a step of each goes through: its time is about proportional to them.
         self.sizes = [end - begin for begin, end in self.windows]
         self._calls: list[list[BlockCall]] = []
         for batch, chain in enumerate(chains):
-            state, first = chain.hidden, self._calls[0] if batch else chain.calls
-            self._calls.append(share_equal(chain.calls, first))
+            self._calls.append(share_equal(chain.calls, self._calls[0] if batch else chain.calls))
             if batch == 0:
-                streams = 2 if self._towards_predictions is None else 3
-                need = streams * 2 * self.num_batches * state.numel() / 2**30
+                num_streams = 2 if self._towards_predictions is None else 3
+                need = num_streams * 2 * self.num_batches * chain.hidden.numel() / 2**30
                 folder = folder if need > settings.memory else None
                 log.info(f"hidden states: {need:.2f} GiB, in {'files' if folder else 'memory'}")
-                shape = (self.num_batches, *state.shape)
-                self._streams = [Stream(shape, self.device, folder) for _ in range(streams)]
+                shape = (self.num_batches, *chain.hidden.shape)
+                self._streams = [Stream(shape, self.device, folder) for _ in range(num_streams)]
                 self.full, self.hard = self._streams[:2]
             for stream in self._streams:
-                stream.write(batch, state)
-        self._counted = torch.stack(list(counted)).to(self.device)  # (batches, batch, seq_len)
-        self._tokens = self._sum(self._counted.sum((1, 2)).double()).clamp(min=1)
-        # One graph is compiled for all blocks that are alike: of a copy with no tensors of its own.
+                stream.write(batch, chain.hidden)
+        self._loss_masks = torch.stack(list(loss_masks)).to(self.device)
+        self._tokens = _sum_over_ranks(self._loss_masks.sum((1, 2)).double()).clamp(min=1)
+        # All blocks that are alike share one compiled graph, of a copy without tensors of its own.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
         kinds = [next(o for o in self.blocks if alike(o, block)) for block in self.blocks]
         copies = {kind: copy.deepcopy(kind).to("meta") for kind in set(kinds)}
@@ -163,46 +161,55 @@ class Reconstruction:
     def run(
         self, done: int = 0, state: Mapping[str, Any] | None = None
     ) -> Iterator[WindowResult | None]:
-        """Trains the windows from number ``done`` on; yields None after every step, and at the end
-        of a window its result. ``state``, a `state_dict`, goes on within the first of them."""
+        """Train the windows, one after the other.
+
+        Args:
+            done: Number of windows that are already trained.
+            state: State within the first window to train, from `state_dict`. None: begin it.
+
+        Yields:
+            None after every step, and the result of a window at its end.
+
+        Raises:
+            NotFiniteError: If the error of a window is not finite.
+        """
         states = [state]
         del state
         for index in range(done, len(self.windows)):
             yield from self._train(index, states.pop() if states else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `run` goes on from within a window, after a step; of the tensors themselves."""
+        """Return the state after a step, for `run`. It holds the tensors themselves, no copies."""
         seconds = time.perf_counter() - self._started
         return {"window": self._index, "seconds": seconds, **self._optimizer.state_dict()}
 
     def skip(self, done: int, load: Callable[[], None]) -> None:
-        """Passes over ``done`` windows that were trained before.
+        """Skip windows that were trained before.
 
-        ``load`` puts what they learned into the model, once the pretrained stream has gone through
-        the pretrained weights.
+        Args:
+            done: Number of windows to skip, at least 1.
+            load: Function that loads the trained weights into the model. It is called after the
+                pretrained hidden states have passed through the pretrained weights.
         """
         self._advance(self.full, self.windows[done - 1][1], hard=False)
         load()
 
     @torch.no_grad()
     def _advance(self, stream: Stream, end: int, *, hard: bool) -> None:
-        """Moves a stream up to a block, with the pretrained or the hard weights."""
+        """Move a stream up to a block, through the pretrained or the hard weights."""
         for index in range(stream.block, end):
-            self.blocks[index].to(self.device)
-            layers = self._layers([index]) if hard else []
-            for layer in layers:
-                layer.refresh(self.dtype, hard=True)
-            for batch, (states,) in prefetched([*range(self.num_batches)], stream):
+            block = self.blocks[index].to(self.device)
+            layers = self._hard_layers(block) if hard else []
+            for batch, (states,) in prefetched(range(self.num_batches), stream):
                 stream.write(batch, self._forward([index], layers, states, batch))
-            self.blocks[index].to("cpu")
+            block.to("cpu")
             stream.block = index + 1
 
-    def _layers(self, blocks: Iterable[int]) -> list[TrainedLayer]:
-        return [
-            TrainedLayer(module, self._names[id(module)], self._compiled)
-            for index in blocks
-            for module in quantized_linears(self.blocks[index]).values()
-        ]
+    def _hard_layers(self, module: nn.Module) -> list[TrainedLayer]:
+        layers = trained_layers(module, self._compiled)
+        for layer in layers:
+            layer.refresh(self.dtype, hard=True)
+        return layers
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -214,7 +221,7 @@ class Reconstruction:
         states: torch.Tensor,
         batch: int,
     ) -> torch.Tensor:
-        """h through the blocks, float32 between them; the linears of ``layers`` by their E."""
+        """Return the float32 output of the blocks. Linears of ``layers`` use E, the others W."""
         effective = {id(layer.layer): layer.effective for layer in layers}
 
         def moved(value: Any) -> Any:
@@ -234,86 +241,74 @@ class Reconstruction:
         return states.float()
 
     def _mean(self, errors: torch.Tensor, batch: int) -> torch.Tensor:
-        """Over the counted tokens of the batch, of all ranks: this rank's part."""
+        """Return this rank's part of the mean error over the tokens of a batch, over all ranks."""
         return errors.sum() / self._tokens[batch].float()
 
     def _difference(
         self, norms: torch.Tensor, out: torch.Tensor, target: torch.Tensor, batch: int
     ) -> torch.Tensor:
-        return self._mean(squared_error(out, target, norms[batch]) * self._counted[batch], batch)
+        errors = (out - target).square().sum(-1) / norms[batch]  # (batch, seq_len)
+        return self._mean(errors * self._loss_masks[batch], batch)
 
     def _divergence(self, out: torch.Tensor, target: torch.Tensor, batch: int) -> torch.Tensor:
         def head(hidden: torch.Tensor) -> torch.Tensor:
             with self._autocast():
                 return self.head(hidden)
 
-        counted = self._counted[batch]
-        return self._mean(divergence(out[counted], target[counted], head, self._compiled), batch)
+        mask = self._loss_masks[batch]
+        return self._mean(divergence(out[mask], target[mask], head, self._compiled), batch)
 
     @torch.no_grad()
     def _norms(self) -> torch.Tensor:
-        """|h*|^2 of every token, (batches, batch, seq_len), capped."""
-        order = [*range(self.num_batches)]
-        norms = torch.stack([h.square().sum(-1) for _, (h,) in prefetched(order, self.full)])
-        everyone = torch.cat(gathered(norms[self._counted].cpu()))
-        return norms.clamp(max=_NORM_CAP * everyone.median().item())
+        """Return |h*|^2 of every token, capped, (batches, batch, seq_len)."""
+        targets = prefetched(range(self.num_batches), self.full)
+        norms = torch.stack([h.square().sum(-1) for _, (h,) in targets])
+        on_all_ranks = torch.cat(gathered(norms[self._loss_masks].cpu()))
+        return norms.clamp(max=_NORM_CAP * on_all_ranks.median().item())
 
     @torch.no_grad()
     def _error(
-        self, blocks: Iterable[int], layers: Sequence[TrainedLayer], source: Stream, measure: _Loss
+        self, blocks: Iterable[int], window: nn.Module, source: Stream, measure: _Loss
     ) -> float:
-        """A measure with hard weights, a mean over the tokens of a few batches."""
-        for layer in layers:
-            layer.refresh(self.dtype, hard=True)
-        order = [*range(0, self.num_batches, -(-self.num_batches // _ERROR_BATCHES))]
+        """Return a measure with hard weights, averaged over the tokens of a few batches."""
+        layers, stride = self._hard_layers(window), -(-self.num_batches // _ERROR_BATCHES)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch, (states, target) in prefetched(order, source, self.full):
+        batches = prefetched(range(0, self.num_batches, stride), source, self.full)
+        for batch, (states, target) in batches:
             out = self._forward(blocks, layers, states, batch)
             total += measure(out, target, batch) * self._tokens[batch]
-        return float(self._sum(total) / self._tokens[order].sum())
-
-    def _sum(self, value: torch.Tensor) -> torch.Tensor:  # over ranks, in place
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(value)
-        return value
-
-    def _kl_settings(self) -> ReconstructionConfig:
-        settings, names = self.settings, ("lr", "parameter_lr", "norm_lr")
-        rates = {name: min(1.0, settings.kl_rate * getattr(settings, name)) for name in names}
-        return replace(settings, **rates, tau_init=min(KL_TAU_INIT, settings.tau_init))
+        return float(_sum_over_ranks(total) / self._tokens[::stride].sum())
 
     def _train(self, index: int, state: Mapping[str, Any] | None) -> Iterator[WindowResult | None]:
+        """Train one window, from its start or from a state; see `run` for what it yields."""
         self._index, self._started = index, time.perf_counter()
         settings, source = self.settings, self.hard
         begin, end = self.windows[index]
-        self._advance(self.full, end, hard=False)  # whose latents are the pretrained ones still
+        self._advance(self.full, end, hard=False)  # Its latents are still the pretrained weights.
         if index == self._towards_predictions:
-            name, source, settings = "divergence", self._streams[-1], self._kl_settings()
+            name, source, settings = "divergence", self._streams[-1], _kl_settings(settings)
             measure = self._divergence
         else:
-            name, norms = "error", self._norms()
-            measure = partial(self._difference, norms)
+            name, measure = "error", partial(self._difference, self._norms())
         self._advance(source, begin, hard=True)
         blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
         window.to(self.device)
-        layers = self._layers(blocks)
-        names = {layer.name: layer.layer for layer in layers}
-        steps = self.steps[index]
+        layers, steps = trained_layers(window, self._compiled), self.steps[index]
         schedule = AnnealingSchedule(
             steps, rho=0.0, tau_init=settings.tau_init, hard_fraction=HARD_FRACTION
         )
-        driver = ScheduleDriver(schedule, names)
-        naive = self._error(blocks, layers, source, measure)
+        driver = ScheduleDriver(schedule, quantized_linears(window))
+        naive = self._error(blocks, window, source, measure)
         self._optimizer = WindowOptimizer(window, layers, settings, steps)
         if state is not None:
             self._started -= state["seconds"]
             self._optimizer.load_state_dict(state)
-            state = None  # which is as large as the optimizer
+            state = None  # It is as large as the optimizer.
         generator = torch.Generator().manual_seed(self.seed + index)
         passes = range(steps // self.num_batches)
         orders = torch.cat([torch.randperm(self.num_batches, generator=generator) for _ in passes])
-        left = orders[self._optimizer.step :].tolist()
-        for batch, (states, target) in prefetched(left, source, self.full):
+        remaining = orders[self._optimizer.step :].tolist()
+        for batch, (states, target) in prefetched(remaining, source, self.full):
             driver.set_step(self._optimizer.step)
             for layer in layers:
                 layer.refresh(self.dtype)
@@ -322,12 +317,12 @@ class Reconstruction:
             for layer in layers:
                 layer.pull_back()
             for parameter in self._optimizer.trained:
-                self._sum(parameter.grad)
+                _sum_over_ranks(parameter.grad)
             self._optimizer.take_step()
             yield None
-        del self._optimizer  # with its moments
+        del self._optimizer  # This frees its moments.
         window.requires_grad_(False)
-        error = self._error(blocks, layers, source, measure)
+        error = self._error(blocks, window, source, measure)
         if not math.isfinite(error):
             key = "lr" if name == "error" else "kl_rate"
             with of_all_ranks():

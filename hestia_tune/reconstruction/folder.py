@@ -1,12 +1,12 @@
-"""The folder of a reconstruction while it is made: its identity, and the windows that are done.
+"""The folder of a reconstruction in progress: its identity, and the windows that are done.
 
-windows/reconstruction.json        what makes this reconstruction this one
-windows/window_0003.safetensors    blocks of a window that is done; its result in a .json
-windows/in_training.pt             the window in training, after a stop
+windows/reconstruction.json        the identity of the reconstruction
+windows/window_0003.safetensors    the blocks of a window that is done; a .json has its result
+windows/in_training.pt             the state of the window in training, after a stop
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +14,38 @@ import torch
 from torch import nn
 
 from hestia_tune import cache
+from hestia_tune.blocks import find_blocks
 from hestia_tune.files import read_json, read_state, remove, staged, write_json
-from hestia_tune.reconstruction.engine import Reconstruction, WindowResult
+from hestia_tune.reconstruction.engine import Reconstruction
+from hestia_tune.reconstruction.window import WindowResult
 from hestia_tune.training.outputs import LATENTS_FILE, RESULTS_FILE, save_blocks
 
 
 def prepare_folder(
     output: Path, identity: Mapping[str, Any], overwrite: bool
 ) -> dict[str, Any] | None:
-    """Make room for a reconstruction; what another run left is removed, if it may be.
+    """Prepare the folder of a reconstruction, and remove files of another run if allowed.
+
+    Args:
+        output: The folder.
+        identity: Everything that the reconstruction depends on.
+        overwrite: Whether another reconstruction may be removed.
 
     Returns:
-        The description of this reconstruction if it is there and finished.
+        The description of this reconstruction if the folder has it and it is finished, else None.
 
     Raises:
-        InputError: If another one is in the way.
+        InputError: If the folder has another reconstruction that may not be removed.
     """
-    windows, remedy = output / "windows", "set reconstruct.overwrite=True to replace it, or "
-    remedy += "reconstruct.output to another folder"
+    windows = output / "windows"
     pending = windows / RESULTS_FILE
     if pending.is_file() and _windows_may_stay(windows, identity):
         remove(windows / "in_training.pt")
         write_json(pending, identity)
+    remedy = "set reconstruct.overwrite=True to replace it, or reconstruct.output to another folder"
     options = {"overwrite": overwrite, "remedy": remedy}
-    if (found := cache.kept(output / RESULTS_FILE, identity, **options)) is not None:
-        return found
+    if (finished := cache.kept(output / RESULTS_FILE, identity, **options)) is not None:
+        return finished
     if cache.kept(pending, identity, **options) is None:
         for name in ("windows", RESULTS_FILE, LATENTS_FILE, "hard_model", "errors.png"):
             remove(output / name)
@@ -47,15 +54,15 @@ def prepare_folder(
 
 
 def _windows_may_stay(folder: Path, identity: Mapping[str, Any]) -> bool:
-    """Return whether finished windows suit an identity whose ``kl_`` settings alone are new.
+    """Return whether the identity differs only in ``kl_`` settings, and no window depends on them.
 
-    Those settings belong to a stage that comes after all windows.
+    The ``kl_`` settings belong to a stage after all windows.
     """
-    odd = cache.differences(identity, read_json(folder / RESULTS_FILE))
+    different = cache.differences(identity, read_json(folder / RESULTS_FILE))
     results = map(read_json, folder.glob("window_*.json"))
     return (
-        bool(odd)
-        and all(key.startswith("settings.kl_") for key in odd)
+        bool(different)
+        and all(key.startswith("settings.kl_") for key in different)
         and all(result["measure"] == "error" for result in results)
     )
 
@@ -66,27 +73,26 @@ class Windows:
     Args:
         folder: The folder ``windows``.
         model: The model that is reconstructed.
-        blocks: Names of its blocks, in order.
     """
 
-    def __init__(self, folder: Path, model: nn.Module, blocks: Sequence[str]):
-        self._folder, self._model, self._blocks = folder, model, blocks
+    def __init__(self, folder: Path, model: nn.Module):
+        self._folder, self._model, self._blocks = folder, model, [*find_blocks(model)]
         self._in_training = folder / "in_training.pt"
 
     def load(self, work: Reconstruction) -> list[WindowResult]:
-        """Load the windows that are done into the model; return their results."""
-        found = sorted(self._folder.glob("window_*.safetensors"))
+        """Load the windows that are done into the model, and return their results."""
+        files = sorted(self._folder.glob("window_*.safetensors"))
 
         def load() -> None:
-            for file in found:
+            for file in files:
                 self._model.load_state_dict(read_state(file), strict=False)
 
-        if found:
-            work.skip(len(found), load)
-        return [WindowResult(**read_json(file.with_suffix(".json"))) for file in found]
+        if files:
+            work.skip(len(files), load)
+        return [WindowResult(**read_json(file.with_suffix(".json"))) for file in files]
 
     def load_state(self, window: int) -> dict[str, Any] | None:
-        """Return the state within a window, if the run was stopped there."""
+        """Return the state within a window if the run was stopped there, else None."""
         state = read_state(self._in_training) if self._in_training.exists() else None
         return state if state and state["window"] == window else None
 

@@ -1,13 +1,13 @@
-"""Block reconstruction of a run's model: data in, a hard model and a start for hestia_qat out.
+"""Block reconstruction of the model of a run: it makes a hard model and a start for hestia_qat.
 
-Every rank holds the whole model in float32 on the CPU and a share of the samples. Only the current
-window of blocks is on the device. In ``reconstruct.output``:
+Every rank holds the whole model in float32 on the CPU, and a share of the samples. Only the current
+window of blocks is on the device. The folder ``reconstruct.output`` contains:
 
     reconstruction.json     settings, the error of every window, losses
-    latents.safetensors     float32 latents, the method's parameters and norms, torchtune's names
-    hard_model/             like the hard model of hestia_qat
-    errors.png              the error at the end of every window (not after kl_blocks)
-    windows/                of a run that is not finished (`hestia_tune.reconstruction.folder`)
+    latents.safetensors     float32 latents, method parameters and norms, by torchtune's names
+    hard_model/             a folder like the hard model of hestia_qat
+    errors.png              the error at the end of every window (without the kl_blocks stage)
+    windows/                the windows of an unfinished run (`hestia_tune.reconstruction.folder`)
 """
 
 import dataclasses
@@ -45,8 +45,9 @@ from hestia_tune.files import locked, read_state, remove, require_writable_dir, 
 from hestia_tune.models import build
 from hestia_tune.plots import plot_errors
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.reconstruction.engine import Reconstruction, WindowResult
+from hestia_tune.reconstruction.engine import Reconstruction
 from hestia_tune.reconstruction.folder import Windows, prepare_folder
+from hestia_tune.reconstruction.window import WindowResult
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.sensitivity.curvature import IGNORE_INDEX, logits_of
 from hestia_tune.training import data, outputs
@@ -57,21 +58,25 @@ from hestia_tune.training.plan import plan
 
 log = logging.getLogger(__name__)
 
-# The most training that a kill may cost.
+# Longest time between two saves, which is the most training that a kill can cost.
 _SECONDS_BETWEEN_SAVES = 600
 
 
 class ReconstructionRecipe:
-    """Reconstructs the model of a run.
+    """The block reconstruction of the model of a run.
 
     Args:
-        config: The config.
+        config: The config of the run.
 
     Attributes:
         output: The folder of the reconstruction.
         finished: Whether `run` came to the end.
-        computed: Whether `run` had anything to do.
-        losses: Label -> validation loss, if there are validation data.
+        computed: Whether `run` had windows to train.
+        losses: Label -> validation loss. Empty without validation data.
+
+    Raises:
+        InputError: If the config cannot be used, or ``reconstruct.batch_size`` is not a multiple of
+            the number of ranks.
     """
 
     def __init__(self, config: RunConfig | Mapping[str, Any]):
@@ -82,24 +87,24 @@ class ReconstructionRecipe:
         if self.settings.batch_size % dist.get_world_size():
             raise InputError(
                 f"reconstruct.batch_size {self.settings.batch_size} must be a multiple of the "
-                f"{dist.get_world_size()} ranks, which share every batch"
+                f"{dist.get_world_size()} ranks, which share every batch; change it"
             )
         self.losses: dict[str, float] = {}
         self.results: list[WindowResult] = []
         self.finished = self.computed = False
 
     def run(self) -> None:
-        """Reconstruct, unless the folder holds just this; go on where an earlier run stopped.
+        """Reconstruct the model, and continue where an earlier run stopped.
+
+        There is nothing to do if the folder already has this reconstruction.
 
         Raises:
-            InputError: If a reconstruction of another model or with other settings is in the way.
+            InputError: If the folder has the reconstruction of another model, or with other
+                settings.
         """
-        batches = self._calibration_batches()
+        batches, seed = self._calibration_batches(), self.config.seed or 0
         self.data = TrainingData(
-            self.config,
-            self.plan.tokenizer,
-            ignore_index=IGNORE_INDEX,
-            seed=self.config.seed or 0,
+            self.config, self.plan.tokenizer, ignore_index=IGNORE_INDEX, seed=seed
         )
         state = read_pretrained(self.plan)
 
@@ -107,24 +112,24 @@ class ReconstructionRecipe:
             identity = self._identify(state or {}, batches)
             return identity, prepare_folder(self.output, identity, self.settings.overwrite)
 
-        identity, found = on_first_rank(prepare)
+        identity, existing = on_first_rank(prepare)
         validation = validation_identity(self.config)
-        resumes = self.config.resume_from_checkpoint  # training, which has the losses
-        if found and (resumes or validation in (None, found.get("validation"))):
-            self.finished, self.losses = True, found["validation_loss"]
+        resumes = self.config.resume_from_checkpoint  # The checkpoint has the losses already.
+        if existing and (resumes or validation in (None, existing.get("validation"))):
+            self.finished, self.losses = True, existing["validation_loss"]
             return
-        self.computed = found is None
+        self.computed = existing is None
         model = build.load_on_all_ranks(self.config.model, state, "cpu")
         model.requires_grad_(False).eval()
-        state = None  # as large as the model
+        state = None  # It is as large as the model.
         self._validate(model, outputs.PRETRAINED)
         self.plan.component.prepare(model)
         for layer in quantized_linears(model).values():
             layer.weight_fake_quantizer.is_hard = True
         self._validate(model, f"naive {self.plan.component.method.name}")
-        if found:  # but measured on other data
+        if existing:  # Only the losses are on other data.
             model.load_state_dict(read_state(self.output / LATENTS_FILE), strict=False)
-            self.results = [WindowResult(**row) for row in found["windows"]]
+            self.results = [WindowResult(**row) for row in existing["windows"]]
             self.finished = True
         else:
             self._reconstruct(model, batches)
@@ -133,7 +138,7 @@ class ReconstructionRecipe:
             self._write(model, identity | {"validation": validation}, batches)
 
     def _calibration_batches(self) -> list[CalibrationBatch]:
-        """Return the samples in batches of one size."""
+        """Return the calibration samples in batches of one size."""
         count, size = self.settings.num_samples, self.settings.batch_size
         batches = data.calibration_batches(self.config, self.plan.tokenizer, count, size)
         batches = [batch for batch in batches if len(batch.tokens) == size]
@@ -146,7 +151,13 @@ class ReconstructionRecipe:
     def _write(
         self, model: nn.Module, identity: Mapping[str, Any], batches: Sequence[CalibrationBatch]
     ) -> None:
-        """Write what is finished, and remove what is no longer needed. Collective."""
+        """Write the finished reconstruction, and remove its windows. Collective.
+
+        Args:
+            model: The reconstructed model.
+            identity: Everything that the reconstruction depends on.
+            batches: The calibration samples.
+        """
         state = outputs.hard_state_dict(model)
         tokens = sum(batch.tokens.numel() for batch in batches)
         description = {
@@ -162,7 +173,7 @@ class ReconstructionRecipe:
             outputs.save_blocks(model, find_blocks(model), self.output / LATENTS_FILE)
             folder = self.output / "hard_model"
             outputs.write_hard_model(state, self.plan.checkpointer, folder, description)
-            windows = [one for one in self.results if one.measure == "error"]
+            windows = [result for result in self.results if result.measure == "error"]
             plot_errors(windows, self.output / "errors.png")
             rows = [dataclasses.asdict(result) for result in self.results]
             write_json(self.output / RESULTS_FILE, description | {"windows": rows})
@@ -173,7 +184,7 @@ class ReconstructionRecipe:
     def _identify(
         self, state: Mapping[str, torch.Tensor], batches: Sequence[CalibrationBatch]
     ) -> dict[str, Any]:
-        """Return what makes a reconstruction this one."""
+        """Return everything that the reconstruction depends on, as plain values."""
         settings = dataclasses.asdict(self.settings)
         for key in ("output", "overwrite", "memory"):
             del settings[key]
@@ -189,7 +200,11 @@ class ReconstructionRecipe:
     def _validate(self, model: nn.Module, label: str) -> None:
         """Measure the validation loss of the model, if there are validation data.
 
-        One block at a time is on the device, unless ``kl_blocks`` needs all of them there.
+        Only one block at a time is on the device, unless ``kl_blocks`` needs all blocks there.
+
+        Args:
+            model: The model.
+            label: Label of the loss in ``losses`` and in the log.
         """
         if self.data.val_loader is None:
             return
@@ -198,7 +213,8 @@ class ReconstructionRecipe:
             batch = data.calibration_batch(tensors).to(self.device)
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 logits = logits_of(model, batch)
-            pairs = zip(logits, batch.labels, strict=True)  # in float32 one by one: it is large
+            # Float32 logits are large, so the samples are converted one by one.
+            pairs = zip(logits, batch.labels, strict=True)
             losses = [F.cross_entropy(x.float(), y, reduction="sum") for x, y in pairs]
             return torch.stack(losses).sum(), batch.num_predicted
 
@@ -224,7 +240,7 @@ class ReconstructionRecipe:
         first.check(as_one(model(batches[0].tokens[:1, :64])))
         work = Reconstruction(
             model,
-            lambda hidden: first.logits(hidden[:, None])[:, 0],  # sequences of one token
+            lambda hidden: first.logits(hidden[:, None])[:, 0],  # Sequences of one token.
             self.settings,
             map(chain, batches),
             [padded(batch.labels != IGNORE_INDEX) for batch in batches],
@@ -234,7 +250,7 @@ class ReconstructionRecipe:
             compiled=self.config.compile,
             folder=self.output,
         )
-        if self.settings.kl_blocks:  # predictions are made where the windows are
+        if self.settings.kl_blocks:  # The predictions are computed on the device too.
             for value in outside_blocks(model):
                 value.data = value.data.to(self.device)
         return work
@@ -242,18 +258,19 @@ class ReconstructionRecipe:
     def _reconstruct(self, model: nn.Module, batches: Sequence[CalibrationBatch]) -> None:
         """Train all windows, or until the first Ctrl-C."""
         work = self._make_engine(model, batches)
-        windows = Windows(self.output / "windows", model, [*find_blocks(model)])
+        windows = Windows(self.output / "windows", model)
         self.results = results = windows.load(work)
         state = windows.load_state(len(results))
         step = state["step"] if state else 0
+        # Passes of a batch through a block.
         passes = [steps * size for steps, size in zip(work.steps, work.sizes, strict=True)]
         done = sum(passes[: len(results)]) + (step and step * work.sizes[len(results)])
         if done:
             share = f"{len(results)} of {len(work.windows)} windows"
-            log.info(f"goes on after {share}, and {step} steps of the next")
+            log.info(f"reconstruction continues after {share}, and {step} steps of the next window")
         progress, stop = progress_bar(total=sum(passes), initial=done), StopRequest()
         saved, run = time.monotonic(), work.run(len(results), state)
-        del state  # twice the size of the window
+        del state  # It is twice as large as the window.
         with progress, stop.installed():
             for result in run:
                 if result is not None:
@@ -262,7 +279,7 @@ class ReconstructionRecipe:
                     saved = time.monotonic()
                     progress.set_postfix_str(
                         f"blocks {result.begin} to {result.end - 1}: {result.measure} "
-                        f"{result.error:.4f}, before {result.naive_error:.4f}",
+                        f"{result.error:.4f}, before training {result.naive_error:.4f}",
                         refresh=False,
                     )
                     continue
@@ -278,7 +295,7 @@ class ReconstructionRecipe:
         self.finished = True
 
     def _save_state(self, windows: Windows, work: Reconstruction, *, must_succeed: bool) -> None:
-        """Save the window in training; a failure is an error only if the run then ends."""
+        """Save the state of the window in training; if it fails, warn, or raise if it must not."""
         try:
             on_first_rank(lambda: windows.save_state(work), share=False)
         except (OSError, RuntimeError) as error:
@@ -291,13 +308,13 @@ class ReconstructionRecipe:
     def summary(self) -> str:
         """Return what to print at the end."""
         if not self.finished:
-            return "stopped; all that was trained is kept, and the same command goes on from it"
+            return "stopped; everything trained so far is kept; the same command continues from it"
         table = outputs.results_table(self.losses) + "\n\n" if self.losses else ""
         return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
 
 
 def reconstruct(config: RunConfig) -> ReconstructionRecipe:
-    """Run the recipe in its folder, which no other job may write meanwhile, and return it."""
+    """Run the recipe while its folder is locked against other jobs, and return it."""
     with locked(Path(str(config.reconstruct.output))):
         recipe = ReconstructionRecipe(config)
         recipe.run()

@@ -1,15 +1,15 @@
 """Hidden states of all samples between two blocks, in bfloat16, in memory or in a mapped file.
 
-Two streams go through the model: that of the pretrained blocks, and that of the blocks which are
-hard already. A stream is kept at one place only and overwritten as it moves on, batch by batch, so
-what each needs is a hidden state a token, 2·dim bytes.
+Two streams go through the model: one through the pretrained blocks, and one through the hard
+blocks. Only the current hidden states of a stream are kept. They are overwritten, batch by batch,
+as the stream moves on. So each stream needs one hidden state per token, 2·dim bytes.
 """
 
 import functools
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,60 +22,66 @@ class Stream:
     """Hidden states of this rank, by batches of fixed sequences.
 
     Args:
-        shape: (batches, sequences, seq_len, dim).
-        device: where batches are computed.
-        folder: keeps them in a file there, which ends with the process; None is in memory.
+        shape: The shape (batches, sequences, seq_len, dim).
+        device: The device that computes the batches.
+        folder: Folder for a file that holds the states and vanishes with the process. None: the
+            states are in memory.
 
     Attributes:
-        block: number of the block that they go into.
+        block: Number of the block that the states are the input of.
+
+    Raises:
+        InputError: If the disk has no room for the file.
     """
 
     block = 0
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        device: torch.device,
-        folder: Path | None = None,
-    ):
+    def __init__(self, shape: tuple[int, ...], device: torch.device, folder: Path | None = None):
         self.device, dtype = device, torch.bfloat16
         if folder is None:
             self._states = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
             return
-        with tempfile.NamedTemporaryFile(dir=folder) as file:  # it lives on while it is mapped
+        with tempfile.NamedTemporaryFile(dir=folder) as file:  # It stays while it is mapped.
             size = dtype.itemsize * math.prod(shape)
-            try:  # a full disk is an error now, not a crash later
+            try:  # A full disk must be an error now, not a crash later.
                 getattr(os, "posix_fallocate", lambda *_: None)(file.fileno(), 0, size)
             except OSError as error:
                 raise InputError(
-                    f"{folder}: {size / 2**30:.2f} GiB of hidden states: {error.strerror}; make "
-                    "room or raise reconstruct.memory"
+                    f"{folder} cannot hold {size / 2**30:.2f} GiB of hidden states: "
+                    f"{error.strerror}; make room, or raise reconstruct.memory"
                 ) from error
             mapped = torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype)
         self._states = mapped.view(shape)
 
     def write(self, batch: int, states: torch.Tensor) -> None:
-        """Keeps the states (sequences, seq_len, dim) of a batch, rounded to bfloat16."""
-        self._states[batch].copy_(states.to(torch.bfloat16))  # rounded where they are
+        """Keep the states (sequences, seq_len, dim) of a batch, rounded to bfloat16."""
+        self._states[batch].copy_(states.to(torch.bfloat16))  # Rounded on their own device.
 
     def read(self, batch: int) -> torch.Tensor:
-        """The states of a batch on the device, bfloat16; the copy may still be under way."""
+        """Return the states of a batch on the device, in bfloat16; the copy may not be complete."""
         return self._states[batch].to(self.device, non_blocking=True)
 
 
 @functools.cache
 def _copies(device: torch.device) -> Any:
-    """The CUDA stream of all copies to a device: what is allocated in one serves that one alone."""
-    module = torch.get_device_module(device)  # torch.cpu's streams do nothing
+    """Return the CUDA stream of all copies to a device; memory of a stream serves only that one."""
+    module = torch.get_device_module(device)  # The streams of torch.cpu do nothing.
     return module.Stream(device) if device.type == "cuda" else module.Stream()
 
 
-def prefetched(order: list[int], *streams: Stream) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """(batch, its states in each stream, float32) in order.
+def prefetched(order: Iterable[int], *streams: Stream) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Yield batches of one or several streams, and copy the next batch meanwhile.
 
-    The next batch is copied while one is computed, if it comes from memory (what is mapped is not
-    pinned): on CUDA in a stream of its own, which first waits until what it copied before has been
-    read, so that two batches stand on the device at most.
+    The copy runs beside the computation if the states are in memory. (A mapped file is not pinned.)
+    On CUDA the copies have their own CUDA stream. It first waits until the batch before has been
+    read. So at most two batches are on the device.
+
+    Args:
+        order: Numbers of the batches.
+        streams: The streams to read.
+
+    Yields:
+        The number of a batch, and its states in each stream, in float32.
     """
     device = streams[0].device
     module, copies = torch.get_device_module(device), _copies(device)
@@ -90,7 +96,7 @@ def prefetched(order: list[int], *streams: Stream) -> Iterator[tuple[int, list[t
     while ahead is not None:
         batch, states = ahead
         module.current_stream(device).wait_stream(copies)
-        # A copy, of the CPU's too: what is kept may be overwritten before it has been used.
+        # This is a copy on the CPU too, because the stream may be overwritten before it is used.
         ready = [state.float() for state in states]
         ahead = next(fetched, None)
         yield batch, ready

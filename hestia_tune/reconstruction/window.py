@@ -1,7 +1,8 @@
-"""What a window trains: its quantized linears, the call of its blocks, and its optimizer."""
+"""One window of blocks: its place in the model, its linears, its optimizer, its result."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,24 +15,59 @@ from hestia_tune.qat.linear import QuantizedLinear, quantized_linears
 from hestia_tune.qat.shards import LatentRows
 
 _PLAIN = (bool, int, float, str, type(None))
+_WARMUP_STEPS = 10
+
+
+def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int]]:
+    """Return (begin, end) of every window, in order. Blocks before its begin are final.
+
+    The windows grow from ``stride`` blocks to ``window`` blocks, and shrink again at the end. So
+    every block is trained equally often, about window/stride times.
+
+    Args:
+        num_blocks: Number of blocks of the model.
+        window: Number of blocks of a full window.
+        stride: Number of blocks by which the window moves.
+
+    Returns:
+        The number of the first block of each window, and one more than the number of its last.
+    """
+    ends = range(stride, num_blocks + window, stride)
+    spans = [(max(0, end - window), min(end, num_blocks)) for end in ends]
+    return [span for span in spans if span[0] < num_blocks]
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """The result of training one window."""
+
+    index: int
+    begin: int  # Number of its first block.
+    end: int  # One more than the number of its last block.
+    naive_error: float  # Measure with hard weights before training.
+    error: float  # Measure with hard weights after training.
+    seconds: float  # Time that the window took.
+    # "error": the relative squared error of the hidden states at the end of the window.
+    # "divergence": the divergence of the predictions, in nats per token.
+    measure: str = "error"
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules compute the same function of their parameters, buffers and inputs."""
+    """Return whether two modules compute the same function of parameters, buffers and inputs."""
 
-    def facts(module: nn.Module) -> Iterator[Any]:
+    def describe(module: nn.Module) -> Iterator[Any]:
         for name, part in module.named_modules():
             plain = {k: v for k, v in vars(part).items() if isinstance(v, _PLAIN)}
-            plain.pop("layer_idx", None)  # transformers' key into caches, of which there are none
+            plain.pop("layer_idx", None)  # A key into caches of transformers, which are not used.
             yield name, type(part), plain
         yield from ((name, p.shape) for name, p in module.named_parameters())
 
-    return [*facts(one)] == [*facts(other)]
+    return [*describe(one)] == [*describe(other)]
 
 
 @contextlib.contextmanager
 def plain_linears(block: nn.Module) -> Iterator[None]:
-    """Quantized linears take the weight that they are handed as it is."""
+    """Let the quantized linears of a block use the given weights unchanged."""
     linears = quantized_linears(block).values()
     for module in linears:
         module.weight_is_effective = True
@@ -46,21 +82,38 @@ def call_block(
     states: torch.Tensor,
     inputs: BlockCall,
 ) -> torch.Tensor:
-    """The function of ``template`` with the parameters and buffers of a block that is alike."""
+    """Call a block through a template that is alike.
+
+    Args:
+        template: The module whose function is called.
+        tensors: Name -> parameter or buffer of the block.
+        states: Hidden states before the block.
+        inputs: The other inputs of the block.
+
+    Returns:
+        Hidden states after the block.
+    """
     return hidden_of(
         functional_call(template, dict(tensors), (states, *inputs.args), inputs.kwargs)
     )
 
 
 class TrainedLayer:
-    """A quantized linear in training: what is trained, and what it computes with, as leaves.
+    """A quantized linear in training, with its trained tensors and its effective ones as leaves.
+
+    Args:
+        layer: The quantized linear.
+        compiled: Whether to run the formulas of the method as fused kernels.
 
     Attributes:
-        effective: Name -> what the linear computes with: E as "weight", and what it derives.
+        weight: The latent weight W, as a leaf that shares its memory.
+        parameters: The parameters of the method, as leaves that share their memory.
+        effective: Name -> tensor that the linear computes with: E as "weight", and the tensors that
+            the linear derives.
     """
 
-    def __init__(self, layer: QuantizedLinear, name: str, compiled: bool):
-        self.layer, self.name, method = layer, name, layer.method
+    def __init__(self, layer: QuantizedLinear, compiled: bool):
+        self.layer, method = layer, layer.method
         self._rows = LatentRows(layer, compiled=compiled)
         self.weight = layer.weight.detach().requires_grad_()
         self.parameters = [
@@ -70,12 +123,17 @@ class TrainedLayer:
         self.effective: dict[str, torch.Tensor] = {}
 
     def refresh(self, dtype: torch.dtype, *, hard: bool = False) -> None:
-        """Make E, rounded once, a leaf that collects a gradient; or the hard weight."""
-        made = self._rows.quantize(dtype, is_hard=hard)
-        self.effective = {name: value.requires_grad_(not hard) for name, value in made.items()}
+        """Compute the effective tensors.
+
+        Args:
+            dtype: Dtype of E, which is rounded once.
+            hard: Whether E is the hard weight. Otherwise E is a leaf that collects a gradient.
+        """
+        tensors = self._rows.quantize(dtype, is_hard=hard)
+        self.effective = {name: value.requires_grad_(not hard) for name, value in tensors.items()}
 
     def pull_back(self) -> None:
-        """Set the gradients of what is trained, from those of the leaves, which go."""
+        """Set the gradients of the trained tensors from the effective tensors, and free these."""
         grads = {name: value.grad.float() for name, value in self.effective.items()}
         self.effective = {}
         self.weight.grad, *others = self._rows.pull_back(grads)
@@ -84,23 +142,27 @@ class TrainedLayer:
                 value.grad = other
 
 
-_WARMUP_STEPS = 10
+def trained_layers(module: nn.Module, compiled: bool) -> list[TrainedLayer]:
+    """Return a `TrainedLayer` for each quantized linear of a module."""
+    return [TrainedLayer(layer, compiled) for layer in quantized_linears(module).values()]
 
 
 class WindowOptimizer:
-    """AdamW without decay, of gradients clipped to norm 1; the rates warm up in ten steps and fall
-    linearly to 0.
+    """AdamW without weight decay, with gradients clipped to norm 1.
+
+    The learning rates warm up in ten steps and fall linearly to 0.
 
     Args:
-        blocks: of the window, whose norms and biases are trained if ``settings.norm_lr`` is not 0;
-            what else is not ternary, such as routers, stays as it is.
-        layers: their quantized linears.
-        settings: the rates.
-        num_steps: of the window.
+        blocks: The blocks of the window. Their norms and biases are trained if
+            ``settings.norm_lr`` is not 0. Other tensors that are not ternary, such as routers, do
+            not change.
+        layers: The quantized linears of the blocks.
+        settings: The learning rates.
+        num_steps: Number of steps of the window.
 
     Attributes:
-        trained: latent weights, the method's parameters, norms and biases.
-        step: number of steps taken.
+        trained: Latent weights, parameters of the method, norms and biases.
+        step: Number of steps taken.
     """
 
     def __init__(
@@ -110,22 +172,22 @@ class WindowOptimizer:
         settings: ReconstructionConfig,
         num_steps: int,
     ):
-        own = {id(value) for x in layers for value in x.layer.latents()}
-        parameters = (p for block in blocks for p in block.parameters() if id(p) not in own)
+        latents = {id(value) for x in layers for value in x.layer.latents()}
+        parameters = (p for block in blocks for p in block.parameters() if id(p) not in latents)
         others = [p.requires_grad_(settings.norm_lr > 0) for p in parameters if p.dim() < 2]
         rates = (
             (settings.lr, [x.weight for x in layers]),
             (settings.parameter_lr, [p for x in layers for p in x.parameters]),
             (settings.norm_lr, others),
         )
-        trained = [(lr, [p for p in some if p.requires_grad]) for lr, some in rates]
-        groups = [{"params": some, "lr": lr, "peak": lr} for lr, some in trained if some]
+        trained = [(lr, [p for p in tensors if p.requires_grad]) for lr, tensors in rates]
+        groups = [{"params": tensors, "lr": lr, "peak": lr} for lr, tensors in trained if tensors]
         self._adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.trained = [p for group in groups for p in group["params"]]
         self.step, self._num_steps = 0, num_steps
 
     def take_step(self) -> None:
-        """A step by the gradients, which are then gone."""
+        """Take one step by the gradients, and free them."""
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         rate = min(1.0, (self.step + 1) / _WARMUP_STEPS) * (1.0 - self.step / self._num_steps)
         for group in self._adamw.param_groups:
@@ -135,14 +197,13 @@ class WindowOptimizer:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, moments, and the values of all that is trained."""
+        """Return the step, the moments, and the values of all trained tensors."""
         values = [value.detach() for value in self.trained]
         return {"step": self.step, "trained": values, "adamw": self._adamw.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
+        """Continue from a `state_dict`."""
         self.step = state["step"]
         self._adamw.load_state_dict(state["adamw"])
-        for value, kept in zip(self.trained, state["trained"], strict=True):
-            value.copy_(kept)
+        torch._foreach_copy_(self.trained, state["trained"])

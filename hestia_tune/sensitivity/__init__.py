@@ -1,4 +1,4 @@
-"""How sensitive each quantized layer is, and the file that says so."""
+"""The sensitivity of each quantized layer: its estimation, and the artifact that holds it."""
 
 from hestia_tune.config import EstimationConfig
 from hestia_tune.sensitivity.artifact import SensitivityArtifact, model_fingerprint

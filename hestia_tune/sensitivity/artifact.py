@@ -1,17 +1,17 @@
-"""From traces to scores (Eq. 11), and the artifact that hands them to the temperature schedule.
+"""From traces to scores (Eq. 11), and the artifact that gives the scores to the schedule.
 
-A block of the Hessian need not have a positive trace, and an estimate need not be known well
-enough to say. Such a layer is *unresolved*: it takes the smallest resolved trace of the model. A
-clamp to a tiny constant would drag the mean and the deviation of the log traces, and with them the
-scores of all other layers.
+The trace of a Hessian block may be negative, and an estimate may be too uncertain to show its sign.
+Such a layer is *unresolved*. It takes the smallest resolved trace of the model. A clamp to a tiny
+constant would move the mean and the deviation of the log traces, and so the scores of all other
+layers.
 
-The artifact is a JSON file with the fields of `SensitivityArtifact`, the columns by layer, and
+The artifact is a JSON file with the fields of `SensitivityArtifact`. The columns are by layer:
 
     "schema_version": 2,
     "layers": {"layers.0.attn.q_proj": {"trace", "standard_error", "probes", "score"}, ...}
 
-The schedule reads the scores alone. Reading is strict: a temperature that silently fell back to a
-default would look like a run that worked.
+The schedule reads only the scores. Reading is strict. A temperature that silently took a default
+would look like a run that worked.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.files import write_atomically
 from hestia_tune.sensitivity.curvature import CalibrationBatch
 
-ByLayer = Mapping[str, float]  # by fully qualified name
+ByLayer = Mapping[str, float]  # Fully qualified name -> number.
 SCHEMA_VERSION = 2
 _COMPUTE = "compute it with `tune run hestia_sensitivity --config NAME`"
 _HEADER = ("model_fingerprint", "estimator", "dataset", "tokens_seen", "wall_time_seconds")
-# Of each layer: field -> (its name in the file, the range of its number).
+# Fields with a number per layer -> name of the number in the file, its least and its largest value.
 _LARGEST = sys.float_info.max
 _COLUMNS = {
     "traces": ("trace", -_LARGEST, _LARGEST),
@@ -46,7 +46,7 @@ _COLUMNS = {
 
 
 def is_resolved(trace: float, standard_error: float) -> bool:
-    """Whether the trace is known to be positive: by 2 standard errors (95%)."""
+    """Return whether the trace is positive by more than 2 standard errors (95%)."""
     return trace - 2.0 * standard_error > 0
 
 
@@ -57,37 +57,52 @@ def sensitivity_scores(
     kappa: float = 1.0,
     epsilon: float = 1e-8,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """s_i = sigmoid(kappa·z_i), z_i = (log h_i - mu)/(sigma + eps) (Eq. 11); their standard errors.
+    """Return the sensitivity scores of the layers (Eq. 11) and their standard errors.
 
-    h_i are the traces, in which an unresolved layer has that of the smallest resolved; mu and sigma
-    the mean and the (population) standard deviation of their logarithms. To first order and for
-    independent errors, dz_i/dlog h_j = (1[i = j] - 1/n - z_i·z_j/n)/sigma: a layer's error moves
-    its own score and, through mu and sigma, a little of all others.
+    s_i = sigmoid(kappa·z_i), z_i = (log h_i - mu)/(sigma + eps) (Eq. 11), where
+
+    - s_i is the score and h_i the trace of layer i. An unresolved layer takes the smallest resolved
+      trace.
+    - mu and sigma are the mean and the population standard deviation of all log h_i.
+
+    The standard errors are to first order, for independent errors of the traces. With n layers,
+    dz_i/dlog h_j = (1[i = j] - 1/n - z_i·z_j/n)/sigma. The error of a layer moves its own score
+    and, through mu and sigma, slightly moves all other scores.
+
+    Args:
+        traces: Layer name -> trace.
+        standard_errors: Layer name -> standard error of the trace. None: the traces are exact.
+        kappa: Gain of the sigmoid.
+        epsilon: The number eps, which is added to sigma.
+
+    Returns:
+        Layer name -> score, and layer name -> standard error of the score.
 
     Raises:
-        InputError: if no layer is resolved.
+        InputError: If no layer is resolved.
     """
     errors_of = standard_errors or dict.fromkeys(traces, 0.0)
-    known = {name: h for name, h in traces.items() if is_resolved(h, errors_of[name])}
-    if not known:
+    resolved = [name for name, h in traces.items() if is_resolved(h, errors_of[name])]
+    if not resolved:
         raise InputError(
-            "no layer's trace is known to be positive; take more samples or probes, or "
+            "no layer's trace is known to be positive; use more samples or probes, or "
             "curvature: fisher, whose traces are never negative"
         )
-    smallest = min(known, key=known.__getitem__)
-    sources = [name if name in known else smallest for name in traces]
+    smallest = min(resolved, key=traces.__getitem__)
+    # The layer whose trace each layer takes.
+    sources = [name if name in resolved else smallest for name in traces]
     logs = [math.log(traces[name]) for name in sources]
     mu, spread = fmean(logs), pstdev(logs)
     sigma = spread + epsilon
     z = [(h - mu) / sigma if spread else 0.0 for h in logs]
-    # A sigmoid by tanh, which does not overflow.
-    scores = [0.5 * (1.0 + math.tanh(0.5 * kappa * one)) for one in z]
+    # The sigmoid as a tanh, because tanh does not overflow.
+    scores = [0.5 * (1.0 + math.tanh(0.5 * kappa * z_i)) for z_i in z]
     relative = [errors_of[name] / traces[name] for name in sources]
     errors = []
     for i, score in enumerate(scores):
         slopes = ((i == j) - 1 / len(z) - z[i] * z[j] / len(z) for j in range(len(z)))
         error = math.hypot(*(d * r for d, r in zip(slopes, relative, strict=True)))
-        # Layers that do not differ: no slope to speak of.
+        # If the layers do not differ, there is no slope.
         errors.append(kappa * score * (1 - score) * error / sigma if spread else 0.0)
     return dict(zip(traces, scores, strict=True)), dict(zip(traces, errors, strict=True))
 
@@ -97,23 +112,24 @@ class SensitivityArtifact:
     """Curvature traces and scores of the quantized layers of one model.
 
     Raises:
-        InputError: naming the layer whose number is out of range; if columns name other
-            layers; if scores are to be made and no trace is resolved.
+        InputError: If a number is out of range (the error names the layer), if two columns name
+            different layers, or if no trace is resolved and no scores are given.
     """
 
-    # Fully qualified name -> trace of that weight's diagonal block of the Hessian (Eq. 10) or of
-    # the Gauss-Newton matrix, of the loss in nats per token.
+    # Fully qualified name -> trace of the diagonal block of this weight, in the Hessian (Eq. 10) or
+    # in the Gauss-Newton matrix. The loss is in nats per token.
     traces: dict[str, float]
-    standard_errors: dict[str, float]  # of the traces, as estimates for the calibration samples
-    # s_i in (0, 1) (Eq. 11); empty for those of the estimator's kappa and epsilon.
+    # Standard errors of the traces, as estimates for the calibration samples.
+    standard_errors: dict[str, float]
+    # s_i in (0, 1) (Eq. 11). Empty: computed with kappa and epsilon of the estimator.
     scores: dict[str, float] = field(default_factory=dict)
-    model_fingerprint: str  # see `model_fingerprint`
-    # Matrix-vector products (or backward passes) behind each trace; empty if unknown.
+    model_fingerprint: str  # See `model_fingerprint`.
+    # Number of matrix-vector products (or backward passes) for each trace. Empty: unknown.
     probes: dict[str, int] = field(default_factory=dict)
-    estimator: dict[str, Any] = field(default_factory=dict)  # method, settings and seed
-    dataset: dict[str, Any] = field(default_factory=dict)  # what the calibration samples were
-    tokens_seen: int = 0  # that were predicted in the calibration samples
-    wall_time_seconds: float = 0.0  # of the estimation, since it was last started
+    estimator: dict[str, Any] = field(default_factory=dict)  # Method, settings and seed.
+    dataset: dict[str, Any] = field(default_factory=dict)  # Identity of the calibration samples.
+    tokens_seen: int = 0  # Number of tokens predicted in the calibration samples.
+    wall_time_seconds: float = 0.0  # Time of the estimation since its last start.
 
     def __post_init__(self):
         if not isinstance(self.estimator, dict) or not isinstance(self.dataset, dict):
@@ -122,31 +138,31 @@ class SensitivityArtifact:
             object.__setattr__(self, "probes", dict.fromkeys(self.traces, 0))
         for column, (key, low, high) in _COLUMNS.items():
             if column == "scores" and not self.scores:
-                object.__setattr__(self, "scores", self._scored[0])
+                object.__setattr__(self, "scores", self._score()[0])
             values = getattr(self, column)
             if not values or values.keys() != self.traces.keys():
                 raise InputError(f"{column} and traces must name the same layers, at least one")
             for name, value in values.items():
                 require_number(f"{key} of {name}", value, low, high)
 
-    @property
-    def _scored(self) -> tuple[dict[str, float], dict[str, float]]:
+    def _score(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the scores and their standard errors, from the traces."""
         gain = {key: self.estimator[key] for key in ("kappa", "epsilon") if key in self.estimator}
         return sensitivity_scores(self.traces, self.standard_errors, **gain)
 
     @property
     def unresolved(self) -> list[str]:
-        """Layers whose trace is not known to be positive."""
+        """Names of the layers whose trace is not known to be positive."""
         errors = self.standard_errors
         return [name for name, h in self.traces.items() if not is_resolved(h, errors[name])]
 
     @property
     def score_standard_errors(self) -> dict[str, float]:
-        """Standard errors of the scores, from those of the traces."""
-        return self._scored[1]
+        """Standard errors of the scores, from the standard errors of the traces."""
+        return self._score()[1]
 
     def save(self, path: str | Path) -> None:
-        """Writes the JSON file (temporary name, then rename)."""
+        """Write the artifact to a JSON file: first under a temporary name, then renamed."""
         layers = {
             name: {key: getattr(self, column)[name] for column, (key, *_) in _COLUMNS.items()}
             for name in self.traces
@@ -157,11 +173,17 @@ class SensitivityArtifact:
 
     @classmethod
     def load(cls, path: str | Path) -> "SensitivityArtifact":
-        """Reads what `save` wrote.
+        """Read an artifact that `save` has written.
+
+        Args:
+            path: The JSON file.
+
+        Returns:
+            The artifact.
 
         Raises:
-            InputError: if there is no such file; or if it is not such a document, whole and of this
-                schema version.
+            InputError: If there is no such file, or if it is not a complete artifact of this schema
+                version.
         """
         path = Path(path)
         if not path.is_file():
@@ -182,17 +204,34 @@ class SensitivityArtifact:
             raise InputError(f"sensitivity file {path} is not valid: {fault}; {_COMPUTE}") from None
 
     def check_model(self, names: Iterable[str], fingerprint: str | None = None) -> None:
-        """Raises ValueError unless these are its layers and, if given, this its fingerprint."""
-        odd = set(names) ^ set(self.scores)
-        if odd:
-            raise InputError(f"the sensitivity file and the model differ in {min(odd)}; {_COMPUTE}")
+        """Check that the artifact belongs to a model.
+
+        Args:
+            names: Names of the quantized layers of the model.
+            fingerprint: The model's `model_fingerprint`. None: do not compare it.
+
+        Raises:
+            InputError: If the layers or the fingerprints differ.
+        """
+        if different := set(names) ^ set(self.scores):
+            layer = min(different)
+            raise InputError(f"the sensitivity file and the model differ in {layer}; {_COMPUTE}")
         if fingerprint not in (None, self.model_fingerprint):
             raise InputError(f"the sensitivity file was computed for other weights; {_COMPUTE}")
 
 
 def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    """A digest of the pretrained weights of the quantized linears by fully qualified name: of
-    names, shapes and values as bfloat16, so it is the same for a model stored in float32."""
+    """Return a digest of the pretrained weights of the quantized linears.
+
+    The digest is of names, shapes and values as bfloat16. So it is the same for a model that is
+    stored in float32.
+
+    Args:
+        weights: Fully qualified name -> pretrained weight, in any dtype.
+
+    Returns:
+        "sha256:" and 64 hexadecimal digits.
+    """
     rounded = ((name, weights[name].detach().to(torch.bfloat16)) for name in sorted(weights))
     return _digest((name, weight.view(torch.int16)) for name, weight in rounded)
 
@@ -203,13 +242,16 @@ def estimation_identity(
     settings: EstimationConfig,
     seed: int,
 ) -> dict[str, Any]:
-    """Return what the numbers of an estimation depend on, by field of the artifact.
+    """Return everything that the results of an estimation depend on.
 
     Args:
         weights: Fully qualified name -> pretrained weight, in any dtype.
         batches: The calibration samples.
         settings: The settings of the estimation.
         seed: Seed of the probes.
+
+    Returns:
+        The fields ``model_fingerprint``, ``estimator`` and ``dataset`` of the artifact.
     """
     hessian = "hutchinson" if settings.rank is None else "hutch++"
     methods = {"hessian": hessian, "fisher": "gauss-newton"}
@@ -222,6 +264,7 @@ def estimation_identity(
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return a digest of tensors with their names, shapes and values."""
     digest = hashlib.sha256()
     for name, value in tensors:
         digest.update(f"{name}{tuple(value.shape)}".encode())

@@ -48,20 +48,20 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationBatch:
-    """Tokens and what the model is to predict after each."""
+    """Tokens, and the label that the model must predict at each position."""
 
     tokens: torch.Tensor  # int64 (batch, seq_len)
-    labels: torch.Tensor  # the same, shifted: what each position predicts, or -100 for none
+    labels: torch.Tensor  # The next token of each position, or -100 for none: int64, same shape.
     # Further keyword inputs of the model (``mask``, ``input_pos``).
     model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_predicted(self) -> int:
-        """Positions that count in the loss."""
+        """Number of positions that count in the loss."""
         return int((self.labels != IGNORE_INDEX).sum())
 
     def to(self, device: torch.device | str) -> "CalibrationBatch":
-        """The same batch on another device."""
+        """Return the same batch on another device."""
         inputs = {key: value.to(device) for key, value in self.model_inputs.items()}
         moved = {"tokens": self.tokens.to(device), "labels": self.labels.to(device)}
         return dataclasses.replace(self, model_inputs=inputs, **moved)
@@ -70,33 +70,38 @@ class CalibrationBatch:
 class Segment(NamedTuple):
     """One part of the chain."""
 
-    # Hidden states (batch, seq_len, dim) to hidden states; in the last segment, to the scalar mean
-    # loss. The input of the first may be token ids.
+    # Function from hidden states to hidden states, both (batch, seq_len, dim). The last segment
+    # returns the scalar mean loss. The input of the first segment may be token ids.
     forward: Callable[[torch.Tensor], torch.Tensor]
-    weights: Mapping[str, nn.Parameter]  # whose curvature is wanted, by fully qualified name
+    weights: Mapping[str, nn.Parameter]  # Fully qualified name -> weight to measure.
 
 
 def logits_of(model: nn.Module, batch: CalibrationBatch) -> torch.Tensor:
-    """Logits (batch, seq_len, vocabulary)."""
+    """Return the logits of a model on a batch, (batch, seq_len, vocabulary)."""
     return as_one(model(batch.tokens, **batch.model_inputs))
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats, averaged over the positions that predict something."""
+    """Return the cross-entropy in nats, averaged over the positions that have a label."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
 def cut(
     model: nn.Module, weights: Mapping[str, nn.Parameter], batch: CalibrationBatch
 ) -> tuple[torch.Tensor, list[Segment]]:
-    """(input of the first segment, the segments in order) for one batch.
+    """Cut a model into segments for one batch.
 
-    As one segment, with a warning, if several would not compute the model's logits (two forwards
-    find out, except on the meta device), or if a weight is used by more than one.
+    The model stays one segment, with a warning, in two cases: if the segments would not compute the
+    logits of the model, or if several segments use the same weight. Two forwards check the logits,
+    except on the meta device.
 
     Args:
-        model: takes tokens and the batch's ``model_inputs``, gives logits.
-        weights: fully qualified name -> weight of each layer to measure.
+        model: The model. It takes tokens and the batch's ``model_inputs``, and returns logits.
+        weights: Fully qualified name -> weight of each layer to measure.
+        batch: The calibration samples of the batch.
+
+    Returns:
+        The input of the first segment, and the segments in order.
     """
 
     def whole(tokens: torch.Tensor) -> torch.Tensor:
@@ -110,42 +115,42 @@ def cut(
         used = [{id(p) for p in block.parameters()} for block in chain.blocks]
         parts = [{n: w for n, w in weights.items() if id(w) in ids} for ids in used]
         parts.append({n: w for n, w in weights.items() if not any(id(w) in ids for ids in used)})
-        before = [None]
-        if chain.hidden.requires_grad:  # it is of an embedding, which may be tied
-            start, measured = chain.hidden.sum(), list(weights.values())
-            before = torch.autograd.grad(start, measured, allow_unused=True)
+        before = ()
+        if chain.hidden.requires_grad:  # The embedding may be tied to a measured weight.
+            embedded = chain.hidden.sum()
+            before = torch.autograd.grad(embedded, [*weights.values()], allow_unused=True)
         if any(grad is not None for grad in before) or sum(map(len, parts)) > len(weights):
-            raise InputError("a weight that is measured is used in more than one place")
-        with torch.no_grad():  # or the whole graph would be there, which the cut avoids
+            raise InputError("a measured weight is used in more than one place")
+        with torch.no_grad():  # Otherwise the whole graph would be in memory.
             chain.check(logits_of(model, batch))
     except ValueError as error:
-        warn_once(f"one segment, with the whole graph in memory: {error}")
+        warn_once(f"the model is measured as one segment, which takes more memory: {error}")
         return batch.tokens, [Segment(whole, weights)]
     runs = [partial(chain.run, index) for index in range(len(used))]
-    return chain.hidden.detach(), list(map(Segment, [*runs, head], parts))
+    return chain.hidden.detach(), [*map(Segment, [*runs, head], parts)]
 
 
-# They share one run of every segment (3 units of work, against some 4 for each of them), and are
-# recorded together.
+# Number of directions that share one run of every segment, and whose results are recorded together.
+# A run of a segment costs 3 units of work, and a direction some 4 units.
 DIRECTIONS_PER_WALK = 32
-Vector = Callable[[], torch.Tensor]  # makes a vector when it is needed: as large as the weights
-_HIDDEN = ""  # among the inputs of a segment, which otherwise are named as weights
+Vector = Callable[[], torch.Tensor]  # Makes a vector, as large as a weight, when it is needed.
+_HIDDEN = ""  # Name of the hidden states among the inputs of a segment. The others are weights.
 
 
 def _product_with_jacobian(
     output: torch.Tensor, vector: torch.Tensor, inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """d<output, vector>/d input of every input; the vector is shaped like the output."""
+    """Return d<output, vector>/d input for every input. The vector is shaped like the output."""
     return torch.autograd.grad(output, inputs, vector, retain_graph=True, materialize_grads=True)
 
 
 def double_backward_attention():
-    """Context in which attention can be differentiated twice; the fused kernels cannot."""
+    """Return a context without fused attention kernels, which cannot be differentiated twice."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 class _Run:
-    """A segment run forward and, by `gradients`, backward; both can be differentiated again."""
+    """A run of a segment, forward and (by `gradients`) backward; both can be differentiated."""
 
     def __init__(self, segment: Segment, hidden: torch.Tensor, delta: torch.Tensor | None = None):
         self.hidden = hidden.detach().requires_grad_(hidden.is_floating_point())
@@ -156,49 +161,62 @@ class _Run:
         self.inputs = {_HIDDEN: self.hidden, **segment.weights}
 
     def gradients(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Of the loss by inputs: weights, or the hidden states (then it is the delta in front)."""
+        """Return the gradients of the loss by the named inputs: weights, or the hidden states."""
         inputs = {name: self.inputs[name] for name in names}
-        found = torch.autograd.grad(self.out, list(inputs.values()), self.delta, create_graph=True)
-        return dict(zip(inputs, found, strict=True))
+        grads = torch.autograd.grad(self.out, list(inputs.values()), self.delta, create_graph=True)
+        return dict(zip(inputs, grads, strict=True))
 
 
 class HessianBatch:
-    """The diagonal blocks of the Hessian of one batch's mean loss, as products with directions.
+    """The diagonal blocks of the Hessian of the mean loss of one batch.
 
-    Costs two forwards of all but the head and one backward at the start.
+    The blocks are given by products with directions. The start costs two forwards of everything but
+    the head, and one backward.
 
     Args:
-        hidden: input of the first segment.
-        segments: the chain, in float32 or float64 (bfloat16 has too few digits for a second
-            derivative). Its weights must require gradients; no other parameter should.
+        hidden: Input of the first segment.
+        segments: The chain, in float32 or float64, because bfloat16 has too few digits for a second
+            derivative. The measured weights must require gradients. No other parameter should.
     """
 
     def __init__(self, hidden: torch.Tensor, segments: Sequence[Segment]):
         self._segments = segments
         self._place = {name: k for k, s in enumerate(segments) for name in s.weights}
-        self._hidden = [hidden.detach()]
+        self._hidden = [hidden.detach()]  # Input of each segment.
         with torch.no_grad(), double_backward_attention():
             for segment in segments[:-1]:
                 self._hidden.append(segment.forward(self._hidden[-1]))
-        # The delta behind each segment; that of the last is d loss/d loss, 1.
+        # The delta behind each segment. Behind the last segment it is d loss/d loss = 1 (None).
         self._deltas: list[torch.Tensor | None] = [None] * len(segments)
         for index in range(len(segments) - 1, 0, -1):
             run = self._run(index)
             (self._deltas[index - 1],) = torch.autograd.grad(run.out, run.hidden, run.delta)
 
     def quadratic_forms(self, directions: Sequence[tuple[str, Vector]]) -> list[float]:
-        """v^T H v for each (name of a weight, direction v as large as it), in one walk."""
+        """Return v^T H v for each direction, in one walk.
+
+        Args:
+            directions: Pairs (name of a weight, direction v with as many entries as the weight).
+        """
         forms = [0.0] * len(directions)
         for k, _, x, y in self._walk_up(directions):
             forms[k] += float((x * y).sum(dtype=torch.float64))
         return forms
 
     def products(self, name: str, directions: Sequence[Vector]) -> list[torch.Tensor]:
-        """H v, shaped like the weight, for each direction in the weight ``name``."""
-        parts = [[] for _ in self._segments]  # of each segment, x of each direction
+        """Return the products H v for directions in one weight.
+
+        Args:
+            name: Name of the weight.
+            directions: The directions v, with as many entries as the weight.
+
+        Returns:
+            The products, shaped like the weight.
+        """
+        parts = [[] for _ in self._segments]  # For each segment, x of each direction.
         for _, index, x, _ in self._walk_up([(name, direction) for direction in directions]):
             parts[index].append(x)
-        # The derivative of <gradient, v> by the hidden states before a segment; at last, by W.
+        # The derivative of <gradient, v> by the hidden states before a segment, and finally by W.
         carried, start = parts[-1], self._place[name]
         for index in range(len(parts) - 2, start - 1, -1):
             run = self._run(index)
@@ -212,22 +230,22 @@ class HessianBatch:
     def _walk_up(
         self, directions: Sequence[tuple[str, Vector]]
     ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """Carries all directions from their segments up to the loss.
+        """Carry all directions from their own segments up to the loss.
 
         Yields:
-            (number of the direction, index of the segment, x, y) for each segment from its own
-            upwards; v^T H v is the sum of all x·y. In its own, x is d<gradient, v>/dW and y is v,
-            like the weight; above, x is c and y is a, like the hidden states.
+            (number of the direction, index of the segment, x, y) for each segment from the
+            direction's own segment upwards. v^T H v is the sum of all x·y. In the own segment, x is
+            d<gradient, v>/dW and y is v, both shaped like the weight. In the segments above, x is c
+            and y is a, both shaped like the hidden states.
         """
         places = [self._place[name] for name, _ in directions]
-        carried: dict[int, torch.Tensor] = {}  # number of a direction -> a: (batch, seq_len, dim)
+        carried: dict[int, torch.Tensor] = {}  # Number of a direction -> a: (batch, seq_len, dim).
         for index in range(min(places), len(self._segments)):
             own = [k for k, place in enumerate(places) if place == index]
             run = self._run(index)
-            wanted = [_HIDDEN] * bool(carried) + [directions[k][0] for k in own]
-            gradients = run.gradients(wanted)
-            for k, a in list(carried.items()):
-                inputs = [run.hidden, run.delta]
+            gradients = run.gradients([_HIDDEN] * bool(carried) + [directions[k][0] for k in own])
+            inputs = [run.hidden, run.delta]
+            for k, a in [*carried.items()]:
                 c, carried[k] = _product_with_jacobian(gradients[_HIDDEN], a, inputs)
                 yield k, index, c, a
             for k in own:
@@ -242,7 +260,7 @@ class HessianBatch:
 
 
 def rademacher(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A vector of random signs from the generator, (like.numel(),), dtype and device of ``like``"""
+    """Return random signs, (like.numel(),), in the dtype and on the device of ``like``."""
     signs = torch.empty(like.numel(), dtype=like.dtype, device=generator.device)
     return signs.bernoulli_(0.5, generator=generator).mul_(2).sub_(1).to(like.device)
 
@@ -256,27 +274,34 @@ def hutchpp(
     num_probes: int,
     generator: torch.Generator,
 ) -> tuple[float, float, int]:
-    """(h, its standard error, the products behind it), where
-    h = Tr(Q^T H Q) + Tr(G^T (I - Q Q^T) H (I - Q Q^T) G)/num_probes (Eq. 10).
+    """Return the Hutch++ estimate of the trace of a symmetric matrix H, (dim, dim).
 
-    A sketch catches the large eigenvalues of the symmetric (dim, dim) matrix H, whose part of the
-    trace is then exact; random probes estimate the rest. Unbiased always, and exact when ``rank``
-    covers the rank of H. Costs 2·rank + num_probes products and, in memory, (dim, rank).
+    h = Tr(Q^T H Q) + Tr(G^T (I - Q Q^T) H (I - Q Q^T) G)/num_probes (Eq. 10). h is the
+    estimate. Q, (dim, rank), is an orthonormal basis of H times random signs (the sketch). G, (dim,
+    num_probes), holds random signs (the probes).
+
+    The sketch catches the large eigenvalues of H, so their part of the trace is exact. The probes
+    estimate the rest. The estimate is always unbiased. It is exact if ``rank`` covers the rank of
+    H. It costs 2·rank + num_probes products, and memory for Q.
 
     Args:
-        products: functions that make vectors (dim,) -> H v of each, dim numbers, in order.
-        quadratic_forms: the same -> v^T H v of each, which may be cheaper than a product.
-        like: a tensor with dim entries, and the dtype and the device of the vectors.
-        rank: columns of the sketch; capped at dim.
-        num_probes: Rademacher probes G for the rest, at least 2 (for a standard error).
-        generator: source of the sketch and the probes.
+        products: Function from vectors v, (dim,), to the products H v, with dim entries each. The
+            vectors are given as functions that make them.
+        quadratic_forms: Function from such vectors to the numbers v^T H v. They may be cheaper than
+            the products.
+        like: A tensor with dim entries, and with the dtype and the device of the vectors.
+        rank: Number of columns of the sketch; at most dim are used.
+        num_probes: Number of probes, at least 2 (for a standard error).
+        generator: Source of the sketch and the probes.
+
+    Returns:
+        The estimate, its standard error, and the number of products.
     """
     rank = min(rank, like.numel())
     basis = like.new_empty(like.numel(), rank)
     exact = 0.0
     if rank:
-        random = [lambda: rademacher(like, generator)] * rank
-        for k, product in enumerate(products(random)):
+        for k, product in enumerate(products([lambda: rademacher(like, generator)] * rank)):
             basis[:, k] = product.flatten()
         basis = torch.linalg.qr(basis)[0]  # (dim, rank)
         exact = sum(quadratic_forms([lambda k=k: basis[:, k] for k in range(rank)]))
@@ -296,25 +321,29 @@ def fisher_traces(
     batch: CalibrationBatch,
     generators: Iterator[torch.Generator],
 ) -> Iterator[dict[str, float]]:
-    """For each generator (on the batch's device), one unbiased estimate of every layer's trace;
-    NaN for all if the logits are not finite.
+    """Yield, for each generator, one unbiased estimate of the trace of every layer.
 
     Args:
-        model: takes tokens and the batch's ``model_inputs``, gives logits.
-        weights: fully qualified name -> weight; these must require gradients.
-        batch: labels of -100 do not count; the others are replaced by sampled ones.
+        model: The model. It takes tokens and the batch's ``model_inputs``, and returns logits.
+        weights: Fully qualified name -> weight of each layer. The weights must require gradients.
+        batch: The calibration samples. Labels of -100 do not count. Sampled labels replace the
+            others.
+        generators: Sources of the sampled labels, on the device of the batch.
+
+    Yields:
+        Layer name -> estimate. All estimates are NaN if the logits are not finite.
     """
     logits = logits_of(model, batch)
-    counted = batch.labels >= 0
-    probabilities = logits.detach()[counted].softmax(-1, dtype=torch.float32)  # (n, vocabulary)
-    if not probabilities.isfinite().all():  # nothing can be sampled from them
+    has_label = batch.labels >= 0
+    probabilities = logits.detach()[has_label].softmax(-1, dtype=torch.float32)  # (n, vocabulary)
+    if not probabilities.isfinite().all():  # No labels can be sampled.
         yield from (dict.fromkeys(weights, math.nan) for _ in generators)
         return
     for generator in generators:
         labels = batch.labels.clone()
-        labels[counted] = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
-        loss, measured = mean_loss(logits, labels), list(weights.values())
-        gradients = torch.autograd.grad(loss, measured, retain_graph=True)
+        labels[has_label] = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+        loss = mean_loss(logits, labels)
+        gradients = torch.autograd.grad(loss, [*weights.values()], retain_graph=True)
         yield {
             name: batch.num_predicted * float(g.square().sum(dtype=torch.float64))
             for name, g in zip(weights, gradients, strict=True)

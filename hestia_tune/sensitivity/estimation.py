@@ -1,13 +1,16 @@
 """From a pretrained model and calibration batches to the sensitivity artifact.
 
-A layer's trace, of the mean loss over all calibration tokens, is the mean of the batches' traces,
-weighted by their tokens. Every batch gets its own probes, at least two for each layer, whose spread
-within the batch gives the standard error; so the error is that of the estimation, for these
-samples. Rounds: every layer gets the floor; then those whose score is not known well enough get as
-many as their spread asks for, up to the cap.
+The loss is the mean over all calibration tokens. So the trace of a layer is the mean of its traces
+on the batches, weighted by their numbers of tokens. Every batch gets its own probes, at least two
+per layer. Their spread within the batch gives the standard error. So this is the error of the
+estimation for these samples. It does not say how the trace would differ on other samples.
 
-A probe's random numbers follow from the seed, the layer, the batch and its own number alone. So
-ranks share the batches out, a killed estimation goes on, and the result is that of one process.
+The estimation has rounds. First every layer gets the least number of probes. Then layers whose
+score is still too uncertain get as many probes as their spread requires, up to the cap.
+
+The random numbers of a probe depend only on the seed, the layer, the batch and the number of the
+probe. So ranks can share the batches, and a killed estimation can continue. The result is the same
+as the result of one process.
 """
 
 import contextlib
@@ -41,21 +44,22 @@ from hestia_tune.sensitivity.curvature import CalibrationBatch, cut
 
 log = logging.getLogger(__name__)
 
-# Probes per layer over all batches, below which a standard error says little.
+# Least number of probes per layer over all batches. A standard error from fewer says little.
 _LEAST_PROBES = 8
 
-Key = tuple[str, int, int]  # (layer, batch, number of the probe)
+Key = tuple[str, int, int]  # (layer, number of the batch, number of the probe)
 
 
 class Journal:
-    """What has been measured: by key, one number, or what `hutchpp` returns.
+    """All measurements so far. Each is one number, or the three numbers that `hutchpp` returns.
 
-    Every rank appends a JSON line per measurement to a file of its own. After a kill the next run
+    Every rank appends one JSON line per measurement to its own file. After a kill, the next run
     reads the files of all ranks, whatever their number was, and measures only what is missing.
 
     Args:
-        folder: of one estimation (weights, samples, settings); None keeps everything in memory.
-        rank: of this process.
+        folder: Folder of one estimation (weights, samples, settings). None: keep everything in
+            memory.
+        rank: Rank of this process.
     """
 
     def __init__(self, folder: Path | None = None, rank: int = 0):
@@ -63,17 +67,17 @@ class Journal:
         self._path = folder and folder / f"rank{rank}.jsonl"
         for path in sorted(folder.glob("rank*.jsonl")) if folder else ():
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError):  # the line being written at a kill
+                with contextlib.suppress(ValueError):  # The line that a kill cut off.
                     layer, batch, probe, values = json.loads(line)
                     self.values[layer, batch, probe] = values
 
     def add(self, measured: dict[Key, list[float]]) -> None:
-        """Records measurements, on disk too."""
+        """Record measurements in memory and, if there is a folder, on disk."""
         self.values |= measured
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
-                for key, values in measured.items():  # the line before may be cut off
+                for key, values in measured.items():  # The line before may be cut off.
                     file.write(f"\n{json.dumps([*key, values])}")
 
 
@@ -86,28 +90,31 @@ def estimate_sensitivity(
     seed: int = 0,
     journal: Journal | None = None,
 ) -> SensitivityArtifact:
-    """The sensitivity artifact of a model, from calibration batches, with a progress bar.
+    """Return the sensitivity artifact of a model, estimated on calibration batches.
 
-    In a process group, every rank calls this with the whole model and all batches, and gets the
-    same result.
+    A progress bar shows the measurements. In a process group, every rank calls this function with
+    the whole model and all batches. Every rank gets the same result.
 
     Args:
-        model: pretrained, not prepared, in float32 (or float64), on any device; takes tokens and
-            the batches' ``model_inputs``, gives logits. Left as it was.
-        weights: fully qualified name -> weight of each layer that will be quantized.
-        batches: the calibration samples.
-        settings: None takes the defaults.
+        model: The pretrained model, not prepared, in float32 or float64, on any device. It takes
+            tokens and the ``model_inputs`` of a batch, and returns logits. It is not changed.
+        weights: Fully qualified name -> weight of each layer that will be quantized.
+        batches: The calibration samples.
+        settings: Settings of the estimation. None: the defaults.
         seed: Seed of the probes.
-        journal: keeps measurements for a later call; None does not.
+        journal: Keeps measurements for a later call. None: they are not kept.
 
     Raises:
-        InputTypeError: if a weight is of lower precision than float32.
-        InputError: if there is nothing to measure, or no trace comes out positive.
-        NotFiniteError: naming the layer and the batch, if a product is not finite.
+        InputTypeError: If a weight has a lower precision than float32.
+        InputError: If there is nothing to measure, or no trace is known to be positive.
+        NotFiniteError: If a product is not finite. The error names the layer and the batch.
     """
     settings = settings or EstimationConfig()
     if not weights or not any(batch.num_predicted for batch in batches):
-        raise InputError("sensitivity needs at least one layer and one token to predict")
+        raise InputError(
+            "sensitivity needs at least one layer and one token to predict; check the layers that "
+            "are quantized, and the dataset"
+        )
     for name, weight in weights.items():
         if weight.dtype not in (torch.float32, torch.float64):
             raise InputTypeError(f"{name} is {weight.dtype}; load the model in float32")
@@ -118,8 +125,8 @@ def estimate_sensitivity(
         model.eval().requires_grad_(False)
         for weight in weights.values():
             weight.requires_grad_()
-        journal = journal or Journal()
-        columns = _Estimation(model, weights, batches, settings, seed, journal).columns()
+        work = _Estimation(model, weights, batches, settings, seed, journal or Journal())
+        columns = work.columns()
     finally:
         for owner, flag, value in flags:
             setattr(owner, flag, value)
@@ -129,16 +136,14 @@ def estimate_sensitivity(
         tokens_seen=sum(batch.num_predicted for batch in batches),
         wall_time_seconds=round(time.perf_counter() - started, 3),
     )
-    if artifact.unresolved:
-        log.warning(
-            "traces not known to be positive take the smallest resolved one; raise num_probes for "
-            f"a better estimate of {', '.join(artifact.unresolved)}"
-        )
+    if names := ", ".join(artifact.unresolved):
+        rule = "a trace that is not known to be positive counts as the smallest positive trace"
+        log.warning(f"{rule}; raise num_probes for a better estimate of {names}")
     return artifact
 
 
 def probe_generator(seed: int, key: Key, device: torch.device) -> torch.Generator:
-    """The source of a probe's random numbers: the same wherever and whenever it is measured."""
+    """Return the source of a probe's random numbers, which is the same on every rank and run."""
     name, batch, probe = key
     text = f"{seed}/{name}/{batch}/{probe}"
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -147,7 +152,7 @@ def probe_generator(seed: int, key: Key, device: torch.device) -> torch.Generato
 
 @dataclass(frozen=True)
 class _Estimation:
-    """One estimation: rounds of measurements until no layer needs more."""
+    """One estimation: rounds of measurements until no layer needs more probes."""
 
     model: nn.Module
     weights: Mapping[str, nn.Parameter]
@@ -158,61 +163,74 @@ class _Estimation:
 
     @property
     def is_sketched(self) -> bool:
-        """Whether every batch is measured once by Hutch++."""
+        """Whether Hutch++ measures every batch, once per layer."""
         return self.settings.rank is not None
 
     def columns(self) -> dict[str, dict[str, Any]]:
-        """Runs all rounds: traces, standard errors and probes, each by layer."""
+        """Run all rounds; return traces, standard errors and numbers of probes, by layer."""
         settings, num_batches = self.settings, len(self.batches)
-        floor = max(2, math.ceil(_LEAST_PROBES / num_batches))  # a standard error needs 2
+        floor = max(2, math.ceil(_LEAST_PROBES / num_batches))  # A standard error needs 2 probes.
         floor = 1 if self.is_sketched else min(floor, settings.num_probes)
-        wanted, counts = dict.fromkeys(self.weights, floor), {}
-        while wanted != counts:
-            counts = wanted
-            self._round(counts)
-            found = {name: self._combined(name, count) for name, count in counts.items()}
-            traces, errors, probes = ({n: f[k] for n, f in found.items()} for k in range(3))
+        next_counts, counts = dict.fromkeys(self.weights, floor), {}
+        while next_counts != counts:
+            counts = next_counts
+            self._measure(counts)
+            results = {name: self._combine(name, count) for name, count in counts.items()}
+            traces, errors, probes = ({n: r[k] for n, r in results.items()} for k in range(3))
             if not self.is_sketched:
-                wanted = self._wanted(counts, traces, errors)
+                next_counts = self._next_counts(counts, traces, errors)
         return {"traces": traces, "standard_errors": errors, "probes": probes}
 
-    def _combined(self, name: str, count: int) -> tuple[float, float, int]:
-        """(trace, standard error, probes) over all batches, from ``count`` measurements of each."""
+    def _combine(self, name: str, count: int) -> tuple[float, float, int]:
+        """Return the trace, its standard error and the number of probes of a layer.
+
+        Args:
+            name: Name of the layer.
+            count: Number of measurements on each batch.
+        """
         tokens = torch.tensor([b.num_predicted for b in self.batches], dtype=torch.float64)
         shares, batches = tokens / tokens.sum(), range(len(tokens))
         measured = [[self.journal.values[name, b, k] for k in range(count)] for b in batches]
-        found = torch.tensor(measured, dtype=torch.float64)  # (batches, count, 1 or 3)
+        values = torch.tensor(measured, dtype=torch.float64)  # (batches, count, 1 or 3)
         if self.is_sketched:
-            means, deviations, probes = found[:, 0].unbind(-1)  # (batches,) each
+            means, deviations, probes = values[:, 0].unbind(-1)  # (batches,) each
             variances = deviations.square()
         else:
-            variances, means = torch.var_mean(found[..., 0], 1)  # (batches,)
+            variances, means = torch.var_mean(values[..., 0], 1)  # (batches,)
             variances, probes = variances / count, torch.full_like(means, count)
         trace, variance = (shares * means).sum(), (shares.square() * variances).sum()
         return trace.item(), variance.sqrt().item(), int(probes.sum())
 
-    def _wanted(self, counts: dict[str, int], traces: ByLayer, errors: ByLayer) -> dict[str, int]:
-        """Probes per batch of the next round."""
+    def _next_counts(
+        self, counts: dict[str, int], traces: ByLayer, errors: ByLayer
+    ) -> dict[str, int]:
+        """Return how many probes per batch each layer needs in the next round.
+
+        Args:
+            counts: Number of probes per batch of each layer so far.
+            traces: Trace of each layer so far.
+            errors: Standard error of each trace.
+        """
         settings = self.settings
         resolved = {name for name in traces if is_resolved(traces[name], errors[name])}
         if resolved:
             _, score_errors = sensitivity_scores(traces, errors, kappa=settings.kappa)
-        wanted = {}
+        next_counts = {}
         for name, count in counts.items():
             if name in resolved:
-                # An error is itself an estimate, uncertain by 1/sqrt(2·degrees of freedom).
+                # A standard error is uncertain itself, by 1/sqrt(2·degrees of freedom).
                 error = 1 + 1 / math.sqrt(2 * len(self.batches) * (count - 1))
                 ratio = score_errors[name] * error / settings.target_standard_error
                 more = math.ceil(count * min(ratio, 100.0) ** 2)
-            else:  # doubled, unless it is negative beyond doubt
+            else:  # Doubled, unless the trace is certainly negative.
                 more = count if is_resolved(-traces[name], 2 * errors[name]) else count * 2
-            wanted[name] = min(settings.num_probes, max(count, more))
-        if settings.curvature == "fisher":  # a pass measures all layers anyway
-            return dict.fromkeys(wanted, max(wanted.values()))
-        return wanted
+            next_counts[name] = min(settings.num_probes, max(count, more))
+        if settings.curvature == "fisher":  # One pass measures all layers anyway.
+            return dict.fromkeys(next_counts, max(next_counts.values()))
+        return next_counts
 
-    def _round(self, counts: dict[str, int]) -> None:
-        """Measures what is missing up to ``counts`` probes per batch, and shares it."""
+    def _measure(self, counts: dict[str, int]) -> None:
+        """Measure the missing ones of ``counts`` probes per batch; share them among the ranks."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         missing = []
         for batch in range(rank, len(self.batches), ranks):
@@ -226,7 +244,7 @@ class _Estimation:
                         if not math.isfinite(sum(values)):
                             raise NotFiniteError(
                                 f"the curvature of {name} on calibration batch {batch} is "
-                                f"{values[0]}; check the weights, and the data of that batch"
+                                f"{values[0]}; check the weights, and the data of this batch"
                             )
                     self.journal.add(measured)
                     bar.update(len(measured))
@@ -234,7 +252,14 @@ class _Estimation:
             self.journal.values |= values
 
     def _measurements(self, keys: list[Key]) -> Iterator[dict[Key, list[float]]]:
-        """Of ``keys``, which are of one batch, some at a time."""
+        """Yield the measurements of ``keys``, some at a time.
+
+        Args:
+            keys: Keys of measurements on one batch.
+
+        Yields:
+            Key -> measurement.
+        """
         settings, weights, index = self.settings, self.weights, keys[0][1]
         device = next(iter(weights.values())).device
         batch = self.batches[index].to(device)
@@ -250,7 +275,7 @@ class _Estimation:
         hessian = curvature.HessianBatch(first, segments)
         if self.is_sketched:
             for key in keys:
-                found = curvature.hutchpp(
+                result = curvature.hutchpp(
                     partial(hessian.products, key[0]),
                     lambda vs, name=key[0]: hessian.quadratic_forms([(name, v) for v in vs]),
                     weights[key[0]].detach(),
@@ -258,7 +283,7 @@ class _Estimation:
                     num_probes=settings.num_probes,
                     generator=generator(key),
                 )
-                yield {key: list(found)}
+                yield {key: list(result)}
             return
         for start in range(0, len(keys), curvature.DIRECTIONS_PER_WALK):
             group = keys[start : start + curvature.DIRECTIONS_PER_WALK]

@@ -1,4 +1,4 @@
-"""What the tests of streams share: a byte tokenizer, files in every format, the slow reference."""
+"""Shared by the tests of streams: a byte tokenizer, files in every format, a slow reference."""
 
 import bz2
 import gzip
@@ -25,13 +25,13 @@ class Bytes:
 
 
 def make_texts(count, seed=0, longest=60):
-    """Documents of 0 to ``longest`` letters that are told apart by their number at the start."""
+    """Return documents of 0 to ``longest`` letters; each begins with its number."""
     rng = random.Random(seed)
     return [f"{n}:" + "ä" * rng.randrange(longest // 2) for n in range(count)]
 
 
 def write(path, texts, kind, column="text", row_group_size=7):
-    """Writes one file; returns the arguments of a stream that read it (and its like)."""
+    """Write one file of texts in a format of ``KINDS``."""
     form, _, compression = kind.partition(".")
     if form == "parquet":
         table = pa.table({column: texts, "n": list(range(len(texts)))})
@@ -40,7 +40,7 @@ def write(path, texts, kind, column="text", row_group_size=7):
     lines = texts if form == "text" else [json.dumps({column: t, "n": 1}) for t in texts]
     data = "".join(line + "\n" for line in lines).encode()
     if compression == "zst":
-        half = len(data) // 2  # two frames, as parallel compressors write
+        half = len(data) // 2  # Two frames, as parallel compressors write.
         parts = [pa.compress(data[:half], "zstd"), pa.compress(data[half:], "zstd")]
         data = b"".join(part.to_pybytes() for part in parts)
     elif compression == "gz":
@@ -51,7 +51,7 @@ def write(path, texts, kind, column="text", row_group_size=7):
 
 
 def write_files(folder, files, kind):
-    """``files``: a list of lists of texts. Returns stream arguments."""
+    """Write one file for each list of texts; return the arguments of a stream of all files."""
     folder.mkdir(exist_ok=True)
     form, _, compression = kind.partition(".")
     paths = []
@@ -64,6 +64,7 @@ def write_files(folder, files, kind):
 
 
 def stream(arguments, rank=None, world_size=None, **more):
+    """Open a stream as one of several ranks; None: take the rank from torch.distributed."""
     options = {"seq_len": 16, "epochs": 1} | arguments | more
     rank, world_size = options.pop("rank", rank), options.pop("world_size", world_size)
     dataset = streaming_text_dataset(Bytes(), **options)
@@ -73,24 +74,25 @@ def stream(arguments, rank=None, world_size=None, **more):
 
 
 def tokens_of(items):
+    """Return the tokens of every item as a list."""
     return [list(map(int, item["tokens"])) for item in items]
 
 
 def reference(texts, seq_len):
-    """Sequences of the texts in order, and the tokens left over."""
+    """Return the sequences of the texts, in order, and the number of tokens left over."""
     joined = [*b"".join(text.encode() + b"\0" for text in texts)]
     end = len(joined) - len(joined) % seq_len
     return [joined[first : first + seq_len] for first in range(0, end, seq_len)], len(joined) - end
 
 
 def documents_in(sequences):
-    """The numbers of the documents that end in a run of whole sequences, in order."""
+    """Return the numbers of the documents that end in the sequences, in order."""
     flat = bytes(t for sequence in sequences for t in sequence)
     return [int(d.split(b":")[0]) for d in flat.split(b"\0")[:-1] if b":" in d and d[:1].isdigit()]
 
 
 def find_all(state, key):
-    """The values of a key at any depth of a data loader's state."""
+    """Yield the values of a key at any depth of the state of a data loader."""
     if isinstance(state, dict):
         for name, value in state.items():
             yield from [value] if name == key else find_all(value, key)

@@ -1,4 +1,4 @@
-"""Text to sequences: nothing lost but a counted tail, and clear errors."""
+"""Datasets in memory: only the tail of a text is lost, and errors are clear."""
 
 import json
 
@@ -29,7 +29,7 @@ def write_jsonl(path, texts, column="text"):
     return str(path)
 
 
-def test_document_masks(tmp_path):
+def test_document_masks_keep_documents_apart(tmp_path):
     arguments = {"source": "json", "data_files": write_jsonl(tmp_path / "a.jsonl", ["ab", "cdefg"])}
     (sample,) = text_dataset(Letters(), **arguments, seq_len=6, document_masks=True)
     assert sample["tokens"].tolist() == sample["labels"].tolist() == [97, 98, 0, 99, 100, 101]
@@ -48,6 +48,7 @@ def test_sequences_hold_every_token_in_order(tmp_path, seq_len):
 
 
 def normal(paragraph: str) -> str:
+    """Return a paragraph without line breaks and indentation."""
     return " ".join(paragraph.split())
 
 
@@ -63,14 +64,14 @@ def test_demo_splits_share_no_paragraph():
         demo_documents("test")
 
 
-def test_demo_dataset_items():
+def test_the_demo_dataset_gives_torchtune_samples():
     dataset = demo_dataset(Letters(), seq_len=64, split="validation")
     item = dataset[3]
     assert item["tokens"] == item["labels"] == dataset.sequences[3].tolist()
     assert len(item["tokens"]) == 64
 
 
-def test_text_dataset_reads_a_column(tmp_path):
+def test_a_text_dataset_reads_the_named_column(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", ["abc", "defg"], column="content")
     dataset = text_dataset(Letters(), source="json", data_files=file, column="content", seq_len=3)
     assert dataset.sequences.tolist() == [[97, 98, 99], [0, 100, 101], [102, 103, 0]]
@@ -93,7 +94,7 @@ def test_max_tokens_stops_reading(tmp_path):
         ({"epochs": None}, "must end; give epochs or max_tokens"),
     ],
 )
-def test_errors(tmp_path, options, message):
+def test_wrong_options_are_refused(tmp_path, options, message):
     file = write_jsonl(tmp_path / "a.jsonl", ["abc", "defg"])
     with pytest.raises((ValueError, OSError), match=message):
         text_dataset(Letters(), **{"source": "json", "data_files": file, "seq_len": 3} | options)

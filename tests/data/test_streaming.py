@@ -1,4 +1,4 @@
-"""Streams against the slow reference: nothing lost or doubled, in every format and share."""
+"""Streams against a slow reference: no document is lost or doubled, in any format or share."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 from hestia_tune.training.data import collate_packed
 
 
-def test_lots_and_blocks_change_nothing_of_what_an_unshuffled_stream_gives(tmp_path, monkeypatch):
+def test_lots_and_blocks_do_not_change_an_unshuffled_stream(tmp_path, monkeypatch):
     texts = make_texts(100) + ["x" * 300, "", "y" * 90]
     arguments = write_files(tmp_path / "d", [texts], "json")
     expected, dropped = reference(texts, 16)
@@ -43,14 +43,14 @@ def test_lots_and_blocks_change_nothing_of_what_an_unshuffled_stream_gives(tmp_p
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_files", [1, 3])
-def test_one_share_in_order_is_the_reference(tmp_path, kind, num_files):
+def test_one_unshuffled_share_equals_the_reference(tmp_path, kind, num_files):
     texts = make_texts(100) + ["", "x" * 300]
     files = [list(part) for part in np.array_split(np.array(texts, object), num_files)]
     arguments = write_files(tmp_path / "d", files, kind)
     dataset = stream(arguments, shuffle_buffer=0)
-    found = tokens_of(dataset)
+    sequences = tokens_of(dataset)
     expected, dropped = reference(texts, 16)
-    assert found == expected
+    assert sequences == expected
     state = dataset.state_dict()
     assert len(state["carry"]) == dropped and state["sequences"] == len(expected)
     assert dataset.num_sequences is None
@@ -58,7 +58,7 @@ def test_one_share_in_order_is_the_reference(tmp_path, kind, num_files):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("world_size", "num_files"), [(1, 2), (2, 1), (3, 5), (7, 1)])
-def test_shares_hold_each_document_once(tmp_path, kind, world_size, num_files):
+def test_all_shares_together_hold_each_document_once(tmp_path, kind, world_size, num_files):
     texts = make_texts(150, seed=world_size)
     arguments = write_files(tmp_path / "d", [texts[i::num_files] for i in range(num_files)], kind)
     seen = Counter()
@@ -66,12 +66,12 @@ def test_shares_hold_each_document_once(tmp_path, kind, world_size, num_files):
         dataset = stream(arguments, seq_len=1, shuffle_buffer=10, rank=rank, world_size=world_size)
         share = documents_in(tokens_of(dataset))
         seen.update(share)
-        # With seq_len 1 nothing is dropped.
+        # With seq_len 1 no token is dropped.
         assert dataset.state_dict()["carry"] == []
     assert seen == Counter(range(150))
 
 
-def test_many_files_are_shared_by_files(tmp_path):
+def test_many_files_are_split_among_ranks_by_file(tmp_path):
     files = [[f"{2 * n}:", f"{2 * n + 1}:"] for n in range(150)]
     arguments = write_files(tmp_path / "d", files, "text")
     shares = [
@@ -83,7 +83,7 @@ def test_many_files_are_shared_by_files(tmp_path):
     assert max(map(len, shares)) - min(map(len, shares)) <= 2
 
 
-def test_shuffle_depends_on_seed_and_epoch_alone(tmp_path):
+def test_the_order_depends_on_seed_and_epoch_alone(tmp_path):
     texts = make_texts(200)
     arguments = write_files(tmp_path / "d", [texts[i::4] for i in range(4)], "json")
 
@@ -98,7 +98,7 @@ def test_shuffle_depends_on_seed_and_epoch_alone(tmp_path):
     for first in orders:
         assert sorted(first) == list(range(200))
         assert sum(first == other for other in orders) == 1
-    # Documents mix within a block, and blocks hold what the file order brings.
+    # Documents are mixed within a block. The order of the files decides what a block contains.
     assert sorted(order(0, 0, 200)) == list(range(200)) != order(0, 0, 200)
 
 
@@ -106,7 +106,7 @@ def test_shuffle_depends_on_seed_and_epoch_alone(tmp_path):
 def test_max_tokens_gives_every_rank_the_same_whole_batches(tmp_path, num_workers):
     texts = make_texts(40)
     arguments = write_files(tmp_path / "d", [texts], "json")
-    # About four times as many tokens as there are; the files are read again.
+    # About four times as many tokens as the files hold, so the files are read again.
     max_tokens = 16 * 203 + 5
     for rank in range(2):
         dataset = stream(arguments, epochs=None, max_tokens=max_tokens, rank=rank, world_size=2)
@@ -120,7 +120,7 @@ def test_max_tokens_gives_every_rank_the_same_whole_batches(tmp_path, num_worker
         assert sum(find_all(loader.state_dict(), "sequences")) == 100
 
 
-def test_epochs_end_the_stream_and_join_without_loss(tmp_path):
+def test_a_stream_ends_after_its_epochs_and_loses_nothing_between_them(tmp_path):
     texts = make_texts(30)
     arguments = write_files(tmp_path / "d", [texts], "json")
     once, dropped = reference(texts, 16)
@@ -155,7 +155,7 @@ def test_document_masks_collate_and_keep_documents_apart(tmp_path):
         assert batch["mask"][row].tolist() == expected
 
 
-def test_other_formats_of_datasets(tmp_path):
+def test_a_csv_file_can_be_read(tmp_path):
     texts = [f"{n}:" for n in range(40)]
     (tmp_path / "a.csv").write_text("text,n\n" + "".join(f"{text},1\n" for text in texts))
     arguments = {"source": "csv", "data_files": str(tmp_path / "a.csv")}
@@ -168,7 +168,7 @@ def test_other_formats_of_datasets(tmp_path):
         stream(arguments, column="body")
 
 
-def test_empty_shares_are_errors(tmp_path):
+def test_an_empty_share_is_an_error(tmp_path):
     write(tmp_path / "a.txt", ["one"], "text")
     arguments = {"source": "text", "data_files": str(tmp_path / "a.txt")}
     assert len(list(stream(arguments, seq_len=4, rank=0, world_size=2))) == 1
@@ -190,13 +190,13 @@ def test_empty_shares_are_errors(tmp_path):
         ({"data_files": "nowhere/*.jsonl"}, "could not be loaded"),
     ],
 )
-def test_wrong_arguments(tmp_path, arguments, message):
+def test_wrong_arguments_are_refused(tmp_path, arguments, message):
     write(tmp_path / "a.jsonl", ["one"], "json")
     with pytest.raises((ValueError, OSError), match=message):
         stream({"source": "json", "data_files": str(tmp_path / "a.jsonl")}, **arguments)
 
 
-def test_named_split(tmp_path):
+def test_a_split_can_be_named(tmp_path):
     write(tmp_path / "a.jsonl", ["train me"], "json")
     write(tmp_path / "b.jsonl", ["hold out"], "json")
     files = {"train": str(tmp_path / "a.jsonl"), "validation": str(tmp_path / "b.jsonl")}
@@ -205,8 +205,8 @@ def test_named_split(tmp_path):
     assert json.loads((tmp_path / "a.jsonl").read_text())["text"] == "train me"
 
 
-def test_repository_with_named_splits(tmp_path):
-    """A folder with a dataset card resolves as a hub repository does."""
+def test_a_repository_with_named_splits_can_be_read(tmp_path):
+    """Use a folder with a dataset card, which `datasets` reads like a repository of the hub."""
     for language in ("en", "zh"):
         arguments = write_files(tmp_path / "r", [[f"{language}{n}" for n in range(9)]], "parquet")
         folder = tmp_path / "r" / language
@@ -222,7 +222,7 @@ def test_repository_with_named_splits(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_remote_files_read_as_local_ones(tmp_path, kind):
+def test_remote_files_give_the_same_sequences_as_local_files(tmp_path, kind):
     from fsspec.implementations.memory import MemoryFileSystem
 
     local = write_files(tmp_path / "d", [make_texts(80), make_texts(30, seed=1)], kind)
@@ -240,7 +240,7 @@ def test_remote_files_read_as_local_ones(tmp_path, kind):
         assert tokens_of(itertools.islice(far, 3)) == near[step + 1 : step + 4]
 
 
-def test_rank_comes_from_torch_distributed(tmp_path, monkeypatch):
+def test_the_rank_comes_from_torch_distributed(tmp_path, monkeypatch):
     arguments = write_files(tmp_path / "d", [make_texts(50)], "text")
     expected = [tokens_of(stream(arguments, rank=rank, world_size=2)) for rank in range(2)]
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
@@ -250,7 +250,7 @@ def test_rank_comes_from_torch_distributed(tmp_path, monkeypatch):
         assert tokens_of(stream(arguments)) == expected[rank]
 
 
-def test_real_tokenizer_in_batches_gives_the_same_ids():
+def test_a_real_tokenizer_gives_the_same_ids_in_batches():
     folder = Path(__file__).parents[2] / "hestia_tune" / "assets" / "demo"
     tokenizer = HuggingFaceTokenizer(str(folder))
     texts = ["One text.", "", "Ünï\n\n  code 1234", "z" * 5000]

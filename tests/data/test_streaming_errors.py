@@ -1,4 +1,4 @@
-"""Bad input is named (file, column, kind of value); a silent server is asked again."""
+"""Errors name the bad file, column or value, and a server that hangs up is asked again."""
 
 import gc
 import gzip
@@ -27,12 +27,12 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_the_file_of_a_bad_line_is_named(tmp_path, line, compressed):
+def test_the_error_names_the_file_of_a_bad_line(tmp_path, line, compressed):
     path = tmp_path / ("a.jsonl.gz" if compressed else "a.jsonl")
     write(path, make_texts(40), "json")
     lines = path.read_bytes().splitlines()
     lines.insert(23, line)
-    data = b"\n".join(lines)  # no newline at the end
+    data = b"\n".join(lines)  # No newline at the end.
     path.write_bytes(gzip.compress(data) if compressed else data)
     with pytest.raises(DataStreamError, match="a.jsonl") as caught:
         for rank in range(2):
@@ -42,14 +42,14 @@ def test_the_file_of_a_bad_line_is_named(tmp_path, line, compressed):
 
 
 @pytest.mark.parametrize("kind", ["json", "text", "json.gz"])
-def test_empty_file(tmp_path, kind):
+def test_an_empty_file_counts_only_if_it_is_the_only_file(tmp_path, kind):
     arguments = write_files(tmp_path / "d", [["0:", "1:"], [], ["2:"]], kind)
     assert sorted(documents_in(tokens_of(stream(arguments, seq_len=1)))) == [0, 1, 2]
     with pytest.raises(ValueError, match="f01.* (could not be loaded|holds no rows)"):
         stream(arguments | {"data_files": arguments["data_files"][1:2]})
 
 
-def test_parquet_of_other_bytes_is_named(tmp_path):
+def test_the_error_names_a_file_that_is_not_parquet(tmp_path):
     for data in (b"", b"no parquet" * 50):
         (tmp_path / "a.parquet").write_bytes(data)
         with pytest.raises(ValueError, match="a.parquet"):
@@ -57,7 +57,7 @@ def test_parquet_of_other_bytes_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_corrupt_parquet_in_the_middle_of_a_run(tmp_path, num_workers):
+def test_corrupt_parquet_is_an_error_when_it_is_reached(tmp_path, num_workers):
     texts = make_texts(200, longest=200)
     arguments = write_files(tmp_path / "d", [texts[i::4] for i in range(4)], "parquet")
     path = tmp_path / "d" / "f02.parquet"
@@ -75,26 +75,26 @@ def test_corrupt_parquet_in_the_middle_of_a_run(tmp_path, num_workers):
             given += 1
             state = loader.state_dict()
     assert given > 10 and sum(find_all(state, "sequences")) == 2 * given
-    # A worker that raised is slow to end; here, rather than in the midst of a later test.
+    # A worker that raised is slow to end. Let it end here, and not in the middle of a later test.
     del loader
     gc.collect()
 
 
 @pytest.mark.parametrize("kind", ["json.gz", "json.zst", "text.bz2"])
-def test_corrupt_compression_is_named(tmp_path, kind):
+def test_the_error_names_a_file_with_corrupt_compression(tmp_path, kind):
     arguments = write_files(tmp_path / "d", [make_texts(900, longest=200)], kind)
     path = next((tmp_path / "d").iterdir())
     data = bytearray(path.read_bytes())
     data[len(data) // 2 :] = b"\xaa" * (len(data) - len(data) // 2)
     path.write_bytes(data)
-    # The start of the file is enough for some formats to be loaded.
+    # Some formats load if only the start of the file is good.
     with pytest.raises(
         (DataStreamError, ValueError), match=f"{path.name}.*(cannot be read|could not be loaded)"
     ):
         list(stream(arguments))
 
 
-def test_bad_rows_of_parquet(tmp_path):
+def test_bad_rows_of_parquet_are_errors(tmp_path):
     path = tmp_path / "a.parquet"
     arguments = {"source": "parquet", "data_files": str(path)}
     column = pa.array([b"0:", b"\xff", b"1:"]).cast(pa.string(), safe=False)
@@ -110,7 +110,7 @@ def test_bad_rows_of_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json"])
-def test_later_file_without_the_column(tmp_path, kind):
+def test_a_later_file_without_the_column_is_an_error(tmp_path, kind):
     arguments = write_files(tmp_path / "d", [["a"] * 9, ["b"] * 9], kind)
     write(tmp_path / "d" / arguments["data_files"][1], ["b"], kind, column="body")
     with pytest.raises(DataStreamError, match="text") as caught:
@@ -118,7 +118,7 @@ def test_later_file_without_the_column(tmp_path, kind):
     assert "f01" in str(caught.value) and "body" in str(caught.value)
 
 
-def test_vanished_file(tmp_path):
+def test_a_file_that_has_vanished_is_an_error(tmp_path):
     arguments = write_files(tmp_path / "d", [["a"], ["b"]], "text")
     dataset = stream(arguments)
     (tmp_path / "d" / "f01.txt").unlink()
@@ -127,7 +127,7 @@ def test_vanished_file(tmp_path):
 
 
 class Server:
-    """Serves a file by ranges, and hangs up on the requests that ``refuses`` picks by number."""
+    """A server of one file that hangs up on the requests that ``refuses`` picks by number."""
 
     def __init__(self, content, refuses):
         self.requests, self.refuses = 0, refuses
@@ -142,8 +142,8 @@ class Server:
                 if server.refuses(server.requests):
                     self.close_connection = True
                     return
-                found = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "bytes=0-"))
-                first, last = int(found[1]), int(found[2] or len(content) - 1)
+                asked = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "bytes=0-"))
+                first, last = int(asked[1]), int(asked[2] or len(content) - 1)
                 part = content[first : last + 1]
                 self._head(206, len(part), f"bytes {first}-{first + len(part) - 1}/{len(content)}")
                 self.wfile.write(part)

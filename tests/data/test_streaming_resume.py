@@ -1,4 +1,4 @@
-"""Stopped anywhere and resumed, a stream gives what it would have given."""
+"""A stream that is stopped anywhere and resumed gives the same sequences as without the stop."""
 
 import itertools
 import pickle
@@ -16,8 +16,8 @@ from hestia_tune.data import stream as stream_module
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shuffle_buffer", [0, 12])
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2)])
-def test_dataset_resumes_after_every_sequence(tmp_path, kind, shuffle_buffer, rank, world_size):
-    # Some documents are longer than a sequence; two and a half epochs.
+def test_a_dataset_resumes_after_every_sequence(tmp_path, kind, shuffle_buffer, rank, world_size):
+    # Some documents are longer than a sequence. The stream runs for two and a half epochs.
     texts = make_texts(45, longest=90)
     arguments = write_files(tmp_path / "d", [texts[:5], texts[5:]], kind) | {
         "shuffle_buffer": shuffle_buffer,
@@ -43,7 +43,7 @@ def test_dataset_resumes_after_every_sequence(tmp_path, kind, shuffle_buffer, ra
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_loader_resumes(tmp_path, num_workers, rank, kind):
+def test_a_data_loader_resumes(tmp_path, num_workers, rank, kind):
     texts = make_texts(60, longest=90)
     arguments = write_files(tmp_path / "d", [texts], kind) | {
         "shuffle_buffer": 9,
@@ -74,8 +74,8 @@ def test_loader_resumes(tmp_path, num_workers, rank, kind):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "text"])
-def test_resume_gives_out_no_more_than_one_block(tmp_path, monkeypatch, kind):
-    """Of parquet, what is read is one row group, too."""
+def test_resuming_reads_no_more_than_one_block(tmp_path, monkeypatch, kind):
+    """Check for parquet, too, that only the row group of the block is decoded."""
     folder = tmp_path / "d"
     folder.mkdir()
     rng = random.Random(0)
@@ -91,18 +91,18 @@ def test_resume_gives_out_no_more_than_one_block(tmp_path, monkeypatch, kind):
     resumed.load_state_dict(state)
     given, read = [], stream_module.text_blocks
 
-    def counted(*args):
+    def count(*args):
         for block in read(*args):
             given.extend(block)
             yield block
 
-    monkeypatch.setattr(stream_module, "text_blocks", counted)
+    monkeypatch.setattr(stream_module, "text_blocks", count)
     decoded = []
     monkeypatch.setattr(
         Parquet, "_cast_table", lambda self, table: decoded.append(len(table)) or table
     )
     assert next(iter(resumed)) == following != last
-    assert 20 <= len(given) <= 40  # the block; one more if its last sequence had been given
+    assert 20 <= len(given) <= 40  # The block; one more if its last sequence was given.
     assert sum(decoded) <= 100
 
 
@@ -137,7 +137,7 @@ def test_state_after_the_end_stays_at_the_end(tmp_path):
     assert again.state_dict() == state
 
 
-def test_wrong_states(tmp_path):
+def test_the_state_of_another_stream_is_refused(tmp_path):
     arguments = write_files(tmp_path / "d", [make_texts(40)], "json")
     state = stream(arguments, rank=0, world_size=2).state_dict()
     changed = "column, seq_len, seed, shuffle_buffer or the number of ranks or workers have changed"

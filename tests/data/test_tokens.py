@@ -1,4 +1,4 @@
-"""A tokenized set holds what the stream holds, survives kills, and knows its own damage."""
+"""Tokenized sets hold the same tokens as the stream, survive kills, and detect damage."""
 
 from collections import Counter
 from typing import ClassVar
@@ -21,7 +21,7 @@ from hestia_tune.data import (
 
 
 class Wide(Bytes):
-    """Ids that need 4 bytes."""
+    """A tokenizer whose ids need 4 bytes."""
 
     vocab_size = 100_000
 
@@ -38,14 +38,14 @@ def sampler(dataset, rank=0, world_size=1):
 
 
 def all_of(dataset):
-    """One pass, or those that the options give."""
+    """Return the sequences of one pass, or of the passes that the options give."""
     numbers = sampler(dataset) if dataset.order["length"] else range(len(dataset))
     return tokens_of(map(dataset.__getitem__, numbers))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "json.gz"])
 @pytest.mark.parametrize("shuffle_buffer", [0, 9])
-def test_sequences_in_order_equal_those_of_the_text(tmp_path, kind, shuffle_buffer):
+def test_unshuffled_sequences_equal_the_sequences_of_the_text(tmp_path, kind, shuffle_buffer):
     texts = make_texts(120, longest=90) + [""]
     arguments = write_files(tmp_path / "d", [texts[:30], texts[30:]], kind)
     arguments |= {"shuffle_buffer": shuffle_buffer, "seed": 5}
@@ -80,7 +80,7 @@ def test_each_pass_holds_each_sequence_once_in_an_order_of_its_own(tmp_path):
     assert all_of(few) == found[:7]
 
 
-def test_document_masks_are_those_of_the_text(tmp_path):
+def test_document_masks_equal_the_masks_of_the_text(tmp_path):
     arguments = write_files(tmp_path / "d", [make_texts(20)], "text") | {"shuffle_buffer": 0}
     write_token_shards(Bytes(), tmp_path / "t", document_masks=True, **arguments)
     masked = stream(cached(tmp_path / "t"), document_masks=True, shuffle_buffer=0)
@@ -94,13 +94,13 @@ def test_document_masks_are_those_of_the_text(tmp_path):
 
 @pytest.mark.parametrize("worlds", [(1, 2, 4), (4, 1, 2), (2, 4, 1)])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_any_number_of_ranks_and_workers_goes_on_exactly(tmp_path, worlds, num_workers):
-    """Global batches of 8 on changing ranks: each holds the same sequences as on one."""
+def test_a_run_resumes_exactly_on_any_number_of_ranks_and_workers(tmp_path, worlds, num_workers):
+    """Compare each global batch of 8, on a changing number of ranks, with the batch on one rank."""
     arguments = write_files(tmp_path / "d", [make_texts(200)], "json")
     write_token_shards(Bytes(), tmp_path / "t", **arguments)
     dataset = stream(cached(tmp_path / "t") | {"max_tokens": 16 * 8 * 60})
     whole = all_of(dataset)
-    assert len(dataset) < len(whole) == 480  # over the end of a pass
+    assert len(dataset) < len(whole) == 480  # More than one pass.
     expected = [sorted(whole[start : start + 8]) for start in range(0, 480, 8)]
     taken, found = 0, []
     for world_size in worlds:
@@ -132,7 +132,7 @@ def test_ids_take_as_few_bytes_as_the_vocabulary_allows(tmp_path, tokenizer):
     assert found == [*encode("ab", False, False), 0, *encode("c", False, False), 0]
 
 
-def test_a_killed_writer_leaves_nothing_and_a_whole_set_stays(tmp_path, monkeypatch):
+def test_a_killed_writer_leaves_nothing_and_a_complete_set_is_kept(tmp_path, monkeypatch):
     arguments = write_files(tmp_path / "d", [make_texts(90)], "json") | {"shuffle_buffer": 11}
     whole = write_token_shards(Bytes(), tmp_path / "whole", **arguments)
     content = (tmp_path / "whole" / "tokens.bin").read_bytes()
@@ -154,7 +154,7 @@ def test_a_killed_writer_leaves_nothing_and_a_whole_set_stays(tmp_path, monkeypa
     assert write_token_shards(Bytes(), folder, **arguments) == whole
     assert (folder / "tokens.bin").read_bytes() == content
     assert sorted(p.name for p in folder.iterdir()) == ["index.json", "tokens.bin"]
-    monkeypatch.delattr(tokens, "staged")  # nothing is written again
+    monkeypatch.delattr(tokens, "staged")  # Nothing is written again.
     assert write_token_shards(Bytes(), folder, **arguments) == whole
     other = tmp_path / "other"
     other.mkdir()
@@ -173,7 +173,7 @@ def test_max_tokens_takes_the_first_tokens_of_the_stream(tmp_path):
     assert found == tokens_of(stream(arguments, seed=3))[: len(found)] and len(found) == 37
 
 
-def test_damage_and_misuse(tmp_path):
+def test_damage_and_misuse_are_refused(tmp_path):
     arguments = write_files(tmp_path / "d", [make_texts(30)], "json")
     folder = tmp_path / "t"
     with pytest.raises(ValueError, match="holds no tokenized set: no index.json"):
@@ -207,7 +207,7 @@ def test_damage_and_misuse(tmp_path):
 
 
 class Bar(tqdm):
-    """Notes the totals that it shows."""
+    """A progress bar that records the totals that it shows."""
 
     made: ClassVar[list] = []
 
@@ -223,7 +223,7 @@ class Bar(tqdm):
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "text", "json.gz"])
 @pytest.mark.parametrize("max_tokens", [None, 10**10, 30_000])
-def test_progress_counts_what_the_source_has(tmp_path, monkeypatch, kind, max_tokens):
+def test_the_progress_bar_counts_the_tokens_of_the_source(tmp_path, monkeypatch, kind, max_tokens):
     texts = [text.replace("\n", " ").strip() or "." for text in make_texts(900, longest=180)]
     arguments = write_files(tmp_path / "d", [texts[:700], texts[700:]], kind)
     monkeypatch.setattr(distributed, "tqdm", Bar)
@@ -231,7 +231,7 @@ def test_progress_counts_what_the_source_has(tmp_path, monkeypatch, kind, max_to
     (bar, *_), Bar.made[:] = Bar.made[::-1], []
     all_tokens = sum(len(text.encode()) + 1 for text in texts)
     assert index["num_tokens"] == min(all_tokens, max_tokens or all_tokens) > 3 * 8192
-    if kind == "json.gz":  # what is in it, only reading it would tell
+    if kind == "json.gz":  # Only reading everything would give the number of documents.
         assert set(bar.totals) == {None}
         assert bar.desc == ("" if max_tokens is None else f"at most {max_tokens:,}")
         return

@@ -1,4 +1,4 @@
-"""`HestiaCallback` in Hugging Face's Trainer, on a random Qwen3 (norms on q and k, tied)."""
+"""`HestiaCallback` in Hugging Face's Trainer, on a random Qwen3 (norms on q and k, tied head)."""
 
 import json
 from pathlib import Path
@@ -54,8 +54,7 @@ def make_trainer(output_dir: Path, model=None, callback=None, **options):
 
 
 class Watch(transformers.TrainerCallback):
-    """Notes temperature, pressure and latents as each step begins, and how many forwards see
-    them."""
+    """Records temperature, pressure and a latent weight at the beginning of each step."""
 
     def __init__(self, callback, stop_after=None):
         self.callback, self.seen, self.stop_after = callback, {}, stop_after
@@ -98,7 +97,7 @@ def test_the_schedule_follows_the_trainers_steps(whole):
     assert len(found) == STEPS and all(map(torch.isfinite, map(torch.tensor, found.values())))
 
 
-def test_the_hard_model_is_what_it_says(whole):
+def test_the_hard_model_has_the_weights_and_the_description_of_the_run(whole):
     folder, trainer, _ = whole
     description = json.loads((folder / "hard_model" / "hestia.json").read_text())
     assert len(description["layers"]) == 14 and description["step"] == STEPS
@@ -121,7 +120,7 @@ def test_the_hard_model_is_what_it_says(whole):
     assert "6 steps from end to end" in card.text and "14 linear layers" in card.text
 
 
-def test_resumed_equals_uninterrupted(whole, tmp_path):
+def test_a_resumed_training_equals_an_uninterrupted_one(whole, tmp_path):
     folder, trainer, watch = whole
     callback = HestiaCallback(HestiaConfig(group_size=32), SCHEDULE)
     stopped = make_trainer(tmp_path, callback=[callback, Watch(callback, stop_after=3)])
@@ -139,7 +138,7 @@ def test_resumed_equals_uninterrupted(whole, tmp_path):
         assert torch.equal(one, other)
 
 
-def test_bf16_compute_and_learned_scales_and_scores(tmp_path):
+def test_bf16_compute_learned_scales_and_scores_work_together(tmp_path):
     component = HestiaQATQuantizer(group_size=32, scale="learned", exclude=["model.layers.0.*"])
     names = [f"model.layers.1.self_attn.{p}_proj" for p in "qkvo"]
     names += [f"model.layers.1.mlp.{p}_proj" for p in ("gate", "up", "down")]
@@ -158,7 +157,7 @@ def test_bf16_compute_and_learned_scales_and_scores(tmp_path):
 
     see = See()
     trainer.add_callback(see)
-    assert before.shape and not before.any()  # where the method starts
+    assert before.shape and not before.any()  # The method starts at 0.
     trainer.train()
     assert len(set(seen[0].values())) == len(names)
     assert see.grad.any()
@@ -186,34 +185,34 @@ def test_bf16_compute_and_learned_scales_and_scores(tmp_path):
         ({"schedule": {"roh": 1}}, {}, "unknown key schedule.roh; did you mean rho"),
     ],
 )
-def test_what_it_refuses(tmp_path, callback, options, message):
+def test_unsupported_trainings_are_refused(tmp_path, callback, options, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, callback=HestiaCallback(**callback), **options)
 
 
-def test_it_refuses_latents_that_are_not_float32(tmp_path):
+def test_latents_that_are_not_float32_are_refused(tmp_path):
     with pytest.raises(
         ValueError, match="must be float32; model.layers.0.self_attn.q_proj is .*16"
     ):
         make_trainer(tmp_path, model=make_qwen3(dtype=torch.bfloat16))
 
 
-def test_added_too_late(tmp_path):
+def test_a_callback_that_is_added_too_late_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, callback=[])
     trainer.add_callback(HestiaCallback())
     with pytest.raises(ValueError, match="no quantized layers; prepare it first"):
         trainer.train()
 
 
-def test_scores_of_other_layers(tmp_path):
+def test_scores_of_other_layers_are_refused(tmp_path):
     callback = HestiaCallback(HestiaConfig(group_size=32), scores={"layers.0": 0.5})
     with pytest.raises(ValueError, match="differ in"):
         make_trainer(tmp_path, callback=callback).train()
 
 
 @pytest.mark.parametrize("option", ["fsdp", "deepspeed", "environment"])
-def test_it_refuses_sharded_latents(option, monkeypatch):
-    if option == "environment":  # of accelerate launch
+def test_sharded_latents_are_refused(option, monkeypatch):
+    if option == "environment":  # Set by accelerate launch.
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     options = {
         "fsdp": None,
@@ -222,18 +221,18 @@ def test_it_refuses_sharded_latents(option, monkeypatch):
         "weight_decay": 0.0,
     }
     args = SimpleNamespace(**options | {option: True})
-    with pytest.raises(ValueError, match="no FSDP or DeepSpeed; train with hestia_qat"):
+    with pytest.raises(ValueError, match="FSDP and DeepSpeed are not supported; train with"):
         HestiaCallback().on_init_end(args, None, None, model=make_qwen3())
 
 
 def python_of(page, heading):
-    """The Python block under a heading of a page of the documentation."""
+    """Return the Python block under a heading of a page of the documentation."""
     text = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
     return text.partition(f"## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
 
 
 @pytest.mark.parametrize("heading", ["Hugging Face's Trainer", "Your own loop"])
-def test_the_documentation(tmp_path, monkeypatch, heading):
+def test_the_code_in_the_documentation_runs(tmp_path, monkeypatch, heading):
     monkeypatch.chdir(tmp_path)
     make_qwen3(hidden_size=128, intermediate_size=128, head_dim=64).save_pretrained(
         "Qwen/Qwen3-0.6B"

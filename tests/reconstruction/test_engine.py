@@ -1,4 +1,4 @@
-"""Block reconstruction: the plan of windows, a step by hand, ranks, resuming, streams."""
+"""Block reconstruction: windows, steps computed by hand, ranks, resuming, streams."""
 
 import copy
 import math
@@ -81,7 +81,7 @@ def results(work: Reconstruction, done: int = 0, state=None) -> list[WindowResul
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_validation_has_one_block_at_a_time_on_the_device(whole):
+def test_only_one_block_at_a_time_is_on_the_device_unless_the_whole_model_is(whole):
     blocks, seen = nn.ModuleList(Block() for _ in range(3)), []
     model = nn.Sequential(OrderedDict(blocks=blocks, norm=nn.LayerNorm(DIM)))
 
@@ -98,7 +98,7 @@ def test_validation_has_one_block_at_a_time_on_the_device(whole):
         )
     before = {name: value.data_ptr() for name, value in model.named_parameters()}
     expected = copy.deepcopy(model.state_dict())
-    # Another dtype, for want of another device.
+    # The test uses another dtype, because there is no other device.
     with on_device(model, "cpu", whole=whole, dtype=torch.float64):
         out = model(states()[0].double())
         assert model.norm.weight.dtype == out.dtype == torch.float64
@@ -119,12 +119,12 @@ def test_validation_has_one_block_at_a_time_on_the_device(whole):
         ((2, 8, 8), [(0, 2)]),
     ],
 )
-def test_windows(shape, expected):
+def test_windows_grow_move_and_shrink(shape, expected):
     assert windows(*shape) == expected
 
 
 def train_by_hand(blocks, source, loss_of, index, *, epochs, tau_init, last, peaks):
-    """A window by autograd and torch's own AdamW; straight-through from the step ``last`` on."""
+    """Train a window by autograd and torch's AdamW; straight-through from step ``last`` on."""
     layers = [layer for block in blocks for layer in quantized_linears(block).values()]
     weights, own = [x.weight for x in layers], [x.scale_logit for x in layers if x.latents()[1:]]
     known = {id(p) for x in layers for p in x.latents()}
@@ -201,10 +201,10 @@ def assert_same(model, other):
 
 @pytest.mark.parametrize("kind", ["learned scales", "biases"])
 def test_a_window_equals_a_loop_by_hand(kind, monkeypatch):
-    """Everything of a step; two blocks, one after the other."""
+    """Compare every part of a step, on windows of one block."""
     monkeypatch.setattr(engine, "HARD_FRACTION", 0.25)
     model, by_hand = make_model(kind), make_model(kind)
-    tau_init = 0.4 * (kind != "biases")  # which have no temperature
+    tau_init = 0.4 * (kind != "biases")  # Biases have no temperature.
     work = reconstruct(model, tau_init=tau_init, norm_lr=1e-3)
     found = results(work)
     full = [h.to(torch.bfloat16) for h in states()]
@@ -259,7 +259,7 @@ def test_the_last_blocks_towards_predictions_equal_a_loop_by_hand(monkeypatch):
     assert_same(model, by_hand)
 
 
-def test_it_mends_what_rounding_lost():
+def test_reconstruction_reduces_the_error_of_rounding():
     found = results(reconstruct(make_model(), epochs=20, batch_size=BATCH))
     assert [(one.begin, one.end) for one in found] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert all(one.error < 0.6 * one.naive_error for one in found)
@@ -276,7 +276,7 @@ def test_it_mends_what_rounding_lost():
         {"norm_lr": 0.0},
     ],
 )
-def test_options_change_what_is_learned_and_still_mend(options):
+def test_every_option_changes_the_result_and_still_reduces_the_error(options):
     plain, other = make_model(), make_model()
     results(reconstruct(plain, epochs=10))
     found = results(reconstruct(other, **{"epochs": 10} | options))
@@ -291,7 +291,7 @@ def test_options_change_what_is_learned_and_still_mend(options):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_divergence_and_its_gradient(monkeypatch, compiled):
-    """In parts that do not divide the positions; against autograd through all logits at once."""
+    """Compare, in parts that do not divide the positions, with autograd through all logits."""
     monkeypatch.setattr("hestia_tune.losses._LOGIT_POSITIONS", 5)
     work = reconstruct(make_model(), compiled=compiled)
     head = torch.randn(DIM, 11, generator=torch.Generator().manual_seed(2))
@@ -300,18 +300,18 @@ def test_divergence_and_its_gradient(monkeypatch, compiled):
     counted = COUNTED.bool()
     p, q = ((h[counted] @ head).double().softmax(-1) for h in (target, out))
     expected = (p * (p.log() - q.log())).sum() / counted.sum()
-    (wanted,) = torch.autograd.grad(expected, out)
+    (expected_grad,) = torch.autograd.grad(expected, out)
     torch._dynamo.reset()
     counters.clear()
     found = work._divergence(out, target, 0)
     assert counters["stats"]["unique_graphs"] == compiled
     (grad,) = torch.autograd.grad(3.0 * found, out)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(grad, 3.0 * wanted, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(grad, 3.0 * expected_grad, rtol=1e-4, atol=1e-7)
 
 
 def test_inputs_reach_the_blocks():
-    """A constant shift of every block is the model's own: the pretrained stream has it too."""
+    """Shift the input of every block, which changes the pretrained stream too."""
     inputs = [{"shift": torch.full((BATCH, SEQ, DIM), float(k))} for k in range(BATCHES)]
     one, other = make_model(), make_model()
     results(reconstruct(one, inputs=inputs))
@@ -329,7 +329,10 @@ def test_compiled_equals_eager():
 
 
 def test_compiled_blocks_share_few_graphs(monkeypatch):
-    """Two kinds of block: no gradient; in a window; in a window whose states have gradients."""
+    """Expect three graphs for each kind of block.
+
+    One is without gradients, one in a window, and one in a window whose states have gradients.
+    """
     counter, compile_ = CompileCounter(), torch.compile
 
     def compiled(function, **options):
@@ -344,7 +347,7 @@ def test_compiled_blocks_share_few_graphs(monkeypatch):
     assert counter.frame_count == 2 * 3
 
 
-def test_what_else_blocks_hold_stays_but_for_vectors():
+def test_only_vectors_and_quantized_weights_are_trained():
     component = HestiaQATQuantizer(group_size=8, include=["*.up"])
     model = component.prepare(nn.ModuleList(Block() for _ in range(2)).requires_grad_(False))
     before = copy.deepcopy(model.state_dict())
@@ -353,12 +356,12 @@ def test_what_else_blocks_hold_stays_but_for_vectors():
     assert left == {f"{i}.down.weight" for i in range(2)}
 
 
-def test_blocks_with_no_quantized_linear_stay():
+def test_blocks_without_a_quantized_linear_do_not_change():
     torch.manual_seed(0)
     model = nn.ModuleList(Block() for _ in range(4)).requires_grad_(False)
     HestiaQATQuantizer(group_size=8, include=["2.*"]).prepare(model)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    found = results(reconstruct(model, kl_blocks=1))  # of which none is quantized
+    found = results(reconstruct(model, kl_blocks=1))  # No linear of the last block is quantized.
     assert [(one.begin, one.end) for one in found] == [(2, 3)]
     for name, value in model.state_dict().items():
         assert name.startswith("2.") or torch.equal(value, before[name]), name
@@ -368,7 +371,7 @@ def test_blocks_with_no_quantized_linear_stay():
     ("options", "done"),
     [({}, 2), ({"window": 2}, 2), ({"kl_blocks": 3}, 2), ({"kl_blocks": 3}, 4)],
 )
-def test_it_goes_on_after_a_window_with_no_weight_different(options, done):
+def test_a_run_resumed_after_a_window_has_exactly_the_same_weights(options, done):
     whole, resumed = make_model(), make_model()
     kept, found = [], []
     work = reconstruct(whole, **options)
@@ -393,7 +396,7 @@ def test_it_goes_on_after_a_window_with_no_weight_different(options, done):
         ({"norm_lr": 0.0}, 20),
     ],
 )
-def test_it_goes_on_within_a_window_with_no_weight_different(options, step, tmp_path):
+def test_a_run_resumed_within_a_window_has_exactly_the_same_weights(options, step, tmp_path):
     whole, resumed = make_model(), make_model()
     expected, kept = results(reconstruct(whole, **options)), []
     stopped = make_model()
@@ -444,7 +447,7 @@ def test_two_ranks_equal_one(tmp_path):
         torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
 
 
-def test_what_is_not_finite_is_an_error():
+def test_an_error_that_is_not_finite_is_refused():
     work = reconstruct(make_model(), kl_blocks=2)
     work.head = lambda h: h * math.nan
     match = "blocks 2 to 3: the divergence is not finite .* lower reconstruct.kl_rate, now 0.3"
@@ -474,13 +477,13 @@ def test_streams_in_files_and_in_memory_hold_the_same(tmp_path, monkeypatch):
     ):
         expected = states()[number].to(torch.bfloat16).float()
         assert all(torch.equal(value, expected) for value in (*own, *other))
-    assert not list(tmp_path.iterdir())  # nothing to clean up, whatever happens
+    assert not list(tmp_path.iterdir())  # There is nothing to clean up.
 
     def full(*_):
         raise OSError(28, "no space left")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ValueError, match="GiB of hidden states: no space left; make room"):
+    with pytest.raises(ValueError, match="GiB of hidden states: no space left; make room, or"):
         Stream(shape, device, tmp_path)
 
 
@@ -491,21 +494,21 @@ def test_a_stream_keeps_bfloat16():
     ((_, (states,)),) = prefetched([0], stream)
     assert states.dtype == torch.float32 and (states == 1.0).all()
     stream.write(0, torch.zeros(BATCH, SEQ, DIM))
-    assert (states == 1.0).all()  # it is a copy
+    assert (states == 1.0).all()  # It is a copy.
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies beside the computation")
-def test_what_is_copied_ahead_is_whole():
+def test_states_that_are_copied_ahead_are_complete():
     device, rounds = torch.device("cuda"), 20
     stream = Stream((rounds, 4, 1024, 2048), device)
     for batch in range(rounds):
         stream.write(batch, torch.full((4, 1024, 2048), float(batch)))
     slow = torch.randn(4096, 4096, device=device)
     for batch, (states,) in prefetched([*range(rounds)], stream):
-        for _ in range(10):  # the copy of the next goes on beside it
+        for _ in range(10):  # The next batch is copied meanwhile.
             slow = (slow @ slow).clamp(-1, 1)
         assert (states == batch).all()
-        stream.write(batch, states + 1)  # in place, as a stream moves on
+        stream.write(batch, states + 1)  # In place, as a stream moves on.
     for batch, (states,) in prefetched([*range(rounds)], stream):
         assert (states == batch + 1).all()

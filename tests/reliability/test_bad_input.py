@@ -51,7 +51,7 @@ CASES = {
     "qat reconstruct.output=${output_dir}": "reconstruct.output must be a folder that training",
     "qat reconstruction=${output_dir}/hard_model": "reconstruction must be a folder that training",
     f"qat {STREAM} dataset.seq_len=4096": "dataset.seq_len must be at most the model's max_seq_len",
-    f"qat {STREAM} dataset.source=parquett": "no source parquett; did you mean parquet?",
+    f"qat {STREAM} dataset.source=parquett": "there is no source parquett; did you mean parquet?",
     f"qat {STREAM} dataset.source=parquet dataset.data_files=/nope/*.parquet": "/nope/*.parquet",
     f"qat {STREAM} dataset.data_files=/nope/*.txt": "/nope/*.txt holds no rows",
     f"qat {STREAM} dataset.data_files=null": "source text needs data_files; give a path",

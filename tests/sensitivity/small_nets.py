@@ -14,7 +14,7 @@ VOCAB, DIM, HIDDEN = 7, 4, 3
 
 
 class Block(nn.Module):
-    """Causal attention and a gated MLP, both residual, all in the dtype of the weights."""
+    """Causal attention and a gated MLP, both residual, in the dtype of the weights."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.w2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x, *, mask=None, input_pos=None):
-        """x: (batch, seq_len, dim); mask: bool (batch, seq_len, seq_len), True may be seen."""
+        """Run x, (batch, seq_len, dim); True in mask, (batch, seq_len, seq_len), can be seen."""
         at = torch.arange(x.shape[1], device=x.device) if input_pos is None else input_pos
         x = x + 0.3 * torch.sin(at.to(x.dtype)).unsqueeze(-1)
         q, k, v = (p(x).unsqueeze(1) for p in (self.q_proj, self.k_proj, self.v_proj))
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Laid out as the library expects of a chain: embeddings, layers, norm, output."""
+    """A decoder that is a chain: embeddings, layers, norm, output."""
 
     def __init__(self, num_layers: int = 2, dim: int = DIM, hidden: int = HIDDEN):
         super().__init__()
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """The same network where nothing shows that it is a chain; gives its logits in chunks."""
+    """The same network with its parts hidden in a submodule; it returns logits in chunks."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -79,7 +79,7 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
 def batch(
     seed: int = 0, size: int = 2, seq_len: int = 5, ignored: int = 2, vocab: int = VOCAB
 ) -> CalibrationBatch:
-    """Random tokens and labels, of which the first ``ignored`` of a random order do not count."""
+    """Return random tokens and labels; ``ignored`` random labels do not count."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(0, vocab, (2, size, seq_len), generator=generator)
     labels.view(-1)[torch.randperm(labels.numel(), generator=generator)[:ignored]] = -100
@@ -87,20 +87,20 @@ def batch(
 
 
 def fitted_batches(model: nn.Module, num: int = 4) -> list[CalibrationBatch]:
-    """Batches whose labels the model finds likeliest, so that most traces are positive.
+    """Return batches labelled by the model itself, so that most traces are positive.
 
-    They differ in their numbers of tokens, and so in their weights in the mean.
+    The batches have different numbers of tokens, so they have different weights in the mean.
     """
     made = [batch(k, size=1 + k % 2, seq_len=4, ignored=k % 3) for k in range(num)]
     for data in made:
-        counted = data.labels != -100
+        has_label = data.labels != -100
         with torch.no_grad():
-            data.labels[counted] = model(data.tokens).argmax(-1)[counted]
+            data.labels[has_label] = model(data.tokens).argmax(-1)[has_label]
     return made
 
 
 def logits_by(model: nn.Module, name: str, data: CalibrationBatch):
-    """weight of ``name`` -> logits (n, vocabulary) of the n positions that count."""
+    """Return the function from weight ``name`` to the logits of the n labels, (n, vocabulary)."""
 
     def function(weight: torch.Tensor) -> torch.Tensor:
         changed = {f"{name}.weight": weight}
@@ -112,7 +112,7 @@ def logits_by(model: nn.Module, name: str, data: CalibrationBatch):
 
 
 def dense_hessian(model: nn.Module, name: str, data: CalibrationBatch) -> torch.Tensor:
-    """(d, d), of the mean over the counted positions of -log p(label)."""
+    """Return the Hessian, (d, d), of the mean of -log p(label) over all labels."""
     logits, labels = logits_by(model, name, data), data.labels[data.labels != -100]
 
     def loss(weight: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def dense_hessian(model: nn.Module, name: str, data: CalibrationBatch) -> torch.
 
 
 def dense_gauss_newton(model: nn.Module, name: str, data: CalibrationBatch) -> torch.Tensor:
-    """(d, d): mean over positions of J^T (diag(p) - p p^T) J, J the logits' Jacobian."""
+    """Return the mean of J^T (diag(p) - p p^T) J, (d, d), with J the Jacobian of the logits."""
     logits, weight = logits_by(model, name, data), model.get_submodule(name).weight.detach()
     total = torch.zeros(weight.numel(), weight.numel(), dtype=weight.dtype)
     jacobians = torch.autograd.functional.jacobian(logits, weight).flatten(2)
@@ -138,7 +138,7 @@ def dense_gauss_newton(model: nn.Module, name: str, data: CalibrationBatch) -> t
 
 
 def exact_traces(model, names, batches, dense=dense_hessian) -> dict[str, float]:
-    """Of the mean loss over all counted positions of all batches."""
+    """Return the exact traces for the mean loss over all labels of all batches."""
     counts = [int((data.labels != -100).sum()) for data in batches]
     return {
         name: math.fsum(

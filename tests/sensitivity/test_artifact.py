@@ -1,4 +1,4 @@
-"""The sensitivity artifact: a strict round trip, its columns and its summary."""
+"""The sensitivity artifact: saving, loading, its columns and its checks."""
 
 import json
 import math
@@ -29,10 +29,10 @@ def make_artifact(**changes) -> SensitivityArtifact:
     return SensitivityArtifact(**(fields | changes))
 
 
-def test_round_trip(tmp_path):
+def test_a_saved_artifact_is_loaded_unchanged(tmp_path):
     path, artifact = tmp_path / "sensitivity.json", make_artifact()
     artifact.save(path)
-    assert SensitivityArtifact.load(path) == artifact  # exactly, floats included
+    assert SensitivityArtifact.load(path) == artifact  # Equal to the last bit.
     assert SensitivityArtifact.load(str(path)) == artifact
     document = json.loads(path.read_text())
     assert document["schema_version"] == 2 and list(document["layers"]) == list(TRACES)
@@ -42,7 +42,7 @@ def test_round_trip(tmp_path):
 
 
 def unresolved_artifact(**changes) -> SensitivityArtifact:
-    """Two of five layers are not known to be positive; the smallest other trace is 0.3."""
+    """Return an artifact with two unresolved layers of five; the smallest other trace is 0.3."""
     traces = {"a": 2.5, "b": -4.0, "c": 0.3, "d": 0.1, "e": 60.0}
     errors = {"a": 0.1, "b": 0.5, "c": 0.01, "d": 0.2, "e": 1.0} | changes.pop("errors", {})
     return SensitivityArtifact(
@@ -59,7 +59,7 @@ def test_unresolved_layers_score_as_the_smallest_resolved_one(tmp_path, kappa):
     usable = artifact.traces | {"b": 0.3, "d": 0.3}
     assert artifact.scores == sensitivity_scores(usable, kappa=kappa)[0]
     assert artifact.unresolved == ["b", "d"]
-    assert artifact.traces["b"] == -4.0  # as measured
+    assert artifact.traces["b"] == -4.0  # The measured value is kept.
     assert artifact.estimator == {"method": "hutchinson", "kappa": kappa, "epsilon": 1e-8}
     artifact.save(tmp_path / "s.json")
     assert SensitivityArtifact.load(tmp_path / "s.json") == artifact
@@ -71,15 +71,15 @@ def test_unresolved_layers_score_as_the_smallest_resolved_one(tmp_path, kappa):
         )
 
 
-def test_the_error_of_a_trace_that_is_not_used_moves_no_score():
-    """An unresolved layer's score is made of another trace; its own error says nothing."""
+def test_the_error_of_an_unresolved_trace_changes_no_other_error():
+    """Check that only the error of a trace that is used counts."""
     expected = unresolved_artifact().score_standard_errors
     noisier = unresolved_artifact(errors={"b": 5.0, "d": 40.0}).score_standard_errors
     assert noisier == pytest.approx(expected)
     assert unresolved_artifact(errors={"c": 0.1}).score_standard_errors["a"] > expected["a"]
 
 
-def test_saving_replaces_the_file_whole(tmp_path):
+def test_saving_replaces_the_whole_file(tmp_path):
     path = tmp_path / "sensitivity.json"
     make_artifact().save(path)
     make_artifact(model_fingerprint="sha256:other").save(path)
@@ -139,7 +139,7 @@ def make_weights() -> dict[str, torch.Tensor]:
     }
 
 
-def test_fingerprint_does_not_depend_on_how_the_weights_are_held():
+def test_the_fingerprint_does_not_depend_on_dtype_layout_or_order():
     weights = make_weights()
     expected = model_fingerprint(weights)
     assert expected.startswith("sha256:") and len(expected) == len("sha256:") + 64
@@ -153,7 +153,7 @@ def test_fingerprint_does_not_depend_on_how_the_weights_are_held():
         assert model_fingerprint(same) == expected
 
 
-def test_fingerprint_depends_on_weights_names_and_shapes():
+def test_the_fingerprint_depends_on_weights_names_and_shapes():
     weights = make_weights()
     first, second = weights.values()
     others = [
@@ -167,7 +167,7 @@ def test_fingerprint_depends_on_weights_names_and_shapes():
     assert len(prints) == 1 + len(others)
 
 
-def test_scores_order_the_temperatures():
+def test_a_higher_score_gives_a_higher_temperature():
     artifact, schedule = make_artifact(), AnnealingSchedule(10, alpha=0.4)
     taus = {name: schedule.temperature(5, s) for name, s in artifact.scores.items()}
     assert max(taus, key=taus.get) == "layers.1.q_proj"

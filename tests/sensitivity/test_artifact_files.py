@@ -1,4 +1,4 @@
-"""Files that are no sensitivity artifact of today: each is refused, with what to do."""
+"""Files that are not a valid sensitivity artifact are refused, and the error says what to do."""
 
 import json
 
@@ -10,7 +10,7 @@ from hestia_tune.errors import InputError
 
 
 def write(path, change) -> None:
-    """A valid file after ``change(document)``."""
+    """Write a valid file, changed by ``change(document)``."""
     make_artifact().save(path)
     document = json.loads(path.read_text())
     change(document)
@@ -95,7 +95,7 @@ def test_bad_documents_are_refused(tmp_path, name):
         b"[" * 100_000,
     ],
 )
-def test_files_that_are_no_such_document_are_refused(tmp_path, content):
+def test_files_that_are_not_an_artifact_are_refused(tmp_path, content):
     path = tmp_path / "sensitivity.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="is not valid"):
@@ -127,7 +127,7 @@ def test_a_foreign_json_file_is_refused(tmp_path, content):
 
 
 def test_numbers_that_overflow_are_refused(tmp_path):
-    """1e999 is well-formed JSON and would be read as infinity."""
+    """Check 1e999, which is valid JSON and would be read as infinity."""
     path = tmp_path / "sensitivity.json"
     make_artifact().save(path)
     path.write_text(path.read_text().replace('"trace": 40.0', '"trace": 1e999'))
@@ -135,6 +135,6 @@ def test_numbers_that_overflow_are_refused(tmp_path):
         SensitivityArtifact.load(path)
 
 
-def test_a_missing_file_says_what_to_do(tmp_path):
+def test_the_error_for_a_missing_file_says_what_to_do(tmp_path):
     with pytest.raises(InputError, match="nowhere.json does not exist; compute it with `tune"):
         SensitivityArtifact.load(tmp_path / "nowhere.json")

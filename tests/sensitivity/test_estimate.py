@@ -1,4 +1,4 @@
-"""The estimation as a whole: traces, errors and numbers of probes, against dense matrices."""
+"""The whole estimation: traces, errors and numbers of probes, against dense matrices."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ from hestia_tune.sensitivity.artifact import sensitivity_scores
 from hestia_tune.sensitivity.curvature import hutchpp
 from hestia_tune.sensitivity.estimation import probe_generator
 
-# Nothing is known that well, so every layer gets num_probes.
+# No score can be known so well, so every layer gets num_probes.
 EXHAUSTIVE = {"target_standard_error": 1e-6}
 DENSE = {"hessian": dense_hessian, "fisher": dense_gauss_newton}
 
@@ -69,8 +69,8 @@ def test_traces_agree_with_the_exact_ones_within_their_errors(curvature, seed):
     ],
     ids=["hessian", "fisher", "hutchpp"],
 )
-def test_standard_errors_cover_as_often_as_stated(settings):
-    """2 standard errors, some 40 degrees of freedom: 95%, pooled over 7 layers and 24 seeds."""
+def test_standard_errors_cover_the_exact_traces_as_often_as_they_should(settings):
+    """Check that 95% are within 2 standard errors, pooled over 7 layers and 24 seeds."""
     model = one_layer()
     batches, num = fitted_batches(model, 2), 24
     dense = DENSE[settings.get("curvature", "hessian")]
@@ -88,7 +88,7 @@ def test_standard_errors_cover_as_often_as_stated(settings):
 
 
 def test_adaptive_numbers_of_passes_keep_most_of_the_coverage():
-    """Stopping when the error looks small enough favours errors that look too small."""
+    """Check the coverage when passes stop early, which favours errors that look too small."""
     model = one_layer()
     batches, num = fitted_batches(model), 40
     exact = exact_traces(model, weights_of(model), batches, dense_gauss_newton)
@@ -120,7 +120,7 @@ def test_the_target_is_met_or_the_cap_reached(curvature):
     assert totals[-1] == cap * len(batches) * 14
 
 
-def test_layers_get_as_many_probes_as_they_need():
+def test_every_layer_gets_as_many_probes_as_it_needs():
     model = decoder(3)
     found = run(model, fitted_batches(model), target_standard_error=0.03, num_probes=200)
     assert min(found.probes.values()) < 20 and max(found.probes.values()) > 200
@@ -131,13 +131,13 @@ def test_layers_get_as_many_probes_as_they_need():
     [
         (4, {"num_probes": 5}, 2, 5),
         (4, {"num_probes": 2}, 2, 2),
-        (1, {"num_probes": 20}, 8, 20),  # a floor of 8 in all
+        (1, {"num_probes": 20}, 8, 20),  # At least 8 over all batches.
         (3, {"num_probes": 20}, 3, 20),
-        (1, {"num_probes": 4}, 4, 4),  # but not above the cap
+        (1, {"num_probes": 4}, 4, 4),  # But at most num_probes.
     ],
 )
 @pytest.mark.parametrize("curvature", ["hessian", "fisher"])
-def test_floor_and_cap(batches, settings, lowest, highest, curvature):
+def test_the_number_of_probes_has_a_floor_and_a_cap(batches, settings, lowest, highest, curvature):
     model = decoder(3)
     for target in (0.5, 1e-6):
         found = run(
@@ -152,7 +152,7 @@ def test_floor_and_cap(batches, settings, lowest, highest, curvature):
         assert (highest in per_batch) if target == 1e-6 else (lowest in per_batch)
 
 
-def test_a_rank_is_hutchpp_on_every_batch():
+def test_a_rank_means_hutchpp_on_every_batch():
     model = one_layer()
     batches = fitted_batches(model, 3)
     found = run(model, batches, seed=4, rank=3, num_probes=5)
@@ -187,7 +187,7 @@ def test_hutchpp_is_exact_when_the_sketch_covers_the_weight():
     assert found.probes["layers.0.w1"] == (2 * 12 + 2) * 2
 
 
-def test_what_the_artifact_says():
+def test_the_artifact_describes_the_estimation():
     model = decoder(3, torch.float32, num_layers=1)
     batches = fitted_batches(model)
     weights = weights_of(model)
@@ -209,7 +209,7 @@ def test_what_the_artifact_says():
 
 
 class Toy(nn.Module):
-    """Logits (z, 0), where z is a sum of three terms of known curvature; the label is always 0.
+    """A model with logits (z, 0), where z has terms of known curvature; the label is always 0.
 
     ``up`` and ``steep`` are linear in z (positive blocks). ``down``, at 0, adds 2·y·y, which bends
     the loss downwards. ``saddle``, at 0, adds a·b: trace 0, but not 0 along a sign vector.
@@ -243,7 +243,7 @@ def toy_weights(model, *names):
     return {name: getattr(model, name).weight for name in names}
 
 
-def test_a_negative_trace_stands_and_takes_the_smallest_resolved_one(caplog):
+def test_a_negative_trace_is_kept_and_scores_as_the_smallest_resolved_one(caplog):
     model = Toy()
     weights = toy_weights(model, "steep", "down", "up")
     exact = exact_traces(model, weights, toy_batches())
@@ -258,9 +258,10 @@ def test_a_negative_trace_stands_and_takes_the_smallest_resolved_one(caplog):
     assert found.scores["down"] == found.scores[smallest] == min(found.scores.values())
     usable = found.traces | {"down": found.traces[smallest]}
     assert found.scores == sensitivity_scores(usable)[0]
-    (told,) = [r.getMessage() for r in caplog.records if "one segment" not in r.getMessage()]
-    assert "down" in told and "not known to be positive" in told
-    assert found.probes["down"] < 50 * 4  # known to be negative: more probes would not help
+    messages = [record.getMessage() for record in caplog.records]
+    (warning,) = [message for message in messages if "one segment" not in message]
+    assert "down" in warning and "not known to be positive" in warning
+    assert found.probes["down"] < 50 * 4  # Certainly negative, so more probes would not help.
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -271,22 +272,22 @@ def test_a_trace_of_unknown_sign_gets_probes_up_to_the_cap(seed):
     settings = {"num_probes": 40, "target_standard_error": 0.05, "seed": seed}
     found = run(model, toy_batches(), weights=weights, **settings)
     assert found.unresolved == ["saddle"] and found.probes["saddle"] == 40 * 4
-    # The others do not pay for it: its trace is not what the scores are made of.
+    # The other layers need no more probes for it, because their scores do not use its trace.
     assert max(found.probes["up"], found.probes["steep"]) < 40 * 4
 
 
-def test_no_trace_resolved():
+def test_no_resolved_trace_is_an_error():
     model = Toy()
     with pytest.raises(ValueError, match="no layer's trace is known to be positive.*fisher"):
         run(model, toy_batches(), weights=toy_weights(model, "down", "saddle"))
-    model = Toy()  # of which the Gauss-Newton trace is 0 where the weights are
+    model = Toy()  # Its Gauss-Newton trace is 0 at these weights.
     with pytest.raises(ValueError, match="no layer's trace"):
         run(model, toy_batches(), weights=toy_weights(model, "down"), curvature="fisher")
 
 
 @pytest.mark.parametrize("curvature", ["hessian", "fisher"])
-def test_a_float64_decoder_of_torchtune_goes_through(curvature):
-    """The same probes in both precisions, so the traces differ by rounding alone."""
+def test_a_decoder_of_torchtune_gives_the_same_traces_in_float32_and_float64(curvature):
+    """Use the same probes in both precisions, so that the traces differ only by rounding."""
     shape = {"num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "intermediate_dim": 24}
     found = {}
     for dtype in (torch.float32, torch.float64):
@@ -298,7 +299,7 @@ def test_a_float64_decoder_of_torchtune_goes_through(curvature):
         model.to(dtype)
         layers = {n: m.weight for n, m in model.named_modules() if n.startswith("layers.0.mlp.w")}
         tokens = torch.randint(0, 20, (8, 6), generator=torch.Generator().manual_seed(1))
-        with torch.no_grad():  # what it predicts itself: near a minimum, where traces are positive
+        with torch.no_grad():  # Its own predictions, so traces are positive.
             labels = model(tokens).argmax(-1)
         batches = [CalibrationBatch(tokens=tokens, labels=labels)]
         settings = EstimationConfig(curvature=curvature, num_probes=20, **EXHAUSTIVE)

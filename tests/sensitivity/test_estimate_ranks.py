@@ -1,4 +1,4 @@
-"""Two processes on CPU share the batches out and get what one process gets."""
+"""Two processes on the CPU share the batches and get the same result as one process."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ CASES = {
 
 
 class CountingJournal(Journal):
-    """Notes what this process measured."""
+    """A journal that records what this process measured."""
 
     def __init__(self, folder=None, rank=0):
         super().__init__(folder, rank)
@@ -56,7 +56,7 @@ def work(rank: int, folder: str) -> None:
             run(case, journal).save(folder / f"{case}-{rank}.json")
             torch.save(journal.added, folder / f"{case}-{rank}.added")
             dist.barrier()
-            # The same again: every rank finds what all have measured.
+            # The second time, every rank finds the measurements of all ranks.
             again = CountingJournal(folder / case, rank)
             run(case, again).save(folder / f"{case}-{rank}-again.json")
             assert not again.added
@@ -67,7 +67,7 @@ def work(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """What two ranks made of all cases."""
+    """Run all cases on two ranks, and return the folder of their results."""
     folder = tmp_path_factory.mktemp("ranks")
     mp.spawn(work, args=(str(folder),), nprocs=2)
     return folder
@@ -92,7 +92,7 @@ def test_two_ranks_equal_one_process(folder, case):
 
 
 @cases
-def test_ranks_share_the_batches_out(folder, case):
+def test_ranks_share_the_batches(folder, case):
     measured = [set(torch.load(folder / f"{case}-{rank}.added")) for rank in range(2)]
     assert not measured[0] & measured[1]
     num_batches = CASES[case][0]
@@ -101,7 +101,7 @@ def test_ranks_share_the_batches_out(folder, case):
 
 
 @cases
-def test_one_process_goes_on_from_the_journals_of_two(folder, case):
+def test_one_process_continues_from_the_journals_of_two(folder, case):
     first = load(folder / f"{case}-0.json")
     journal = CountingJournal(folder / case)
     assert dataclasses.replace(run(case, journal), wall_time_seconds=0.0) == first

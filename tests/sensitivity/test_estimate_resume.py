@@ -1,4 +1,4 @@
-"""The estimation again, after a kill, and after errors: the same numbers, nothing twice."""
+"""A repeated or resumed estimation gives the same numbers and measures nothing twice."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ MODES = {
     "fisher": {"curvature": "fisher", "num_probes": 12, "target_standard_error": 0.03},
     "hutchpp": {"rank": 1, "num_probes": 2},
 }
-# Nothing is known that well, so every layer gets num_probes.
+# No score can be known so well, so every layer gets num_probes.
 EXHAUSTIVE = {"target_standard_error": 1e-6}
 modes = pytest.mark.parametrize("mode", MODES)
 
@@ -26,7 +26,7 @@ class Killed(Exception):
 
 
 class CountingJournal(Journal):
-    """Notes what is measured, and raises when more than ``limit`` records would be written."""
+    """A journal that records its measurements, and raises after ``limit`` records."""
 
     def __init__(self, folder=None, rank=0, limit=None):
         super().__init__(folder, rank)
@@ -57,7 +57,7 @@ def timeless(artifact):
 
 
 @modes
-def test_the_seed_decides_and_nothing_else(mode):
+def test_the_result_depends_only_on_the_seed(mode):
     torch.manual_seed(1)
     first = timeless(run(**MODES[mode], seed=1))
     torch.manual_seed(2)
@@ -69,7 +69,7 @@ def test_the_seed_decides_and_nothing_else(mode):
     assert run(**MODES[mode], seed=2).traces != first.traces
 
 
-def test_a_layer_is_measured_alike_alone_and_among_others():
+def test_a_layer_is_measured_alone_as_among_other_layers():
     journals = [CountingJournal(), CountingJournal()]
     settings = {"num_probes": 3, "target_standard_error": 0.5}
     made = make()
@@ -83,7 +83,7 @@ def test_a_layer_is_measured_alike_alone_and_among_others():
 
 @modes
 @pytest.mark.parametrize("kills", [[0], [1], [2], [1, 1, 3]])
-def test_resumed_after_a_kill(tmp_path, mode, kills):
+def test_an_estimation_resumes_after_kills(tmp_path, mode, kills):
     whole = CountingJournal(tmp_path / "whole")
     expected = timeless(run(whole, **MODES[mode]))
     stem = tmp_path / "killed"
@@ -98,7 +98,7 @@ def test_resumed_after_a_kill(tmp_path, mode, kills):
     journal = CountingJournal(stem)
     assert timeless(run(journal, **MODES[mode])) == expected
     assert journal.found == done
-    if mode != "fisher":  # of which a pass measures all layers, or is made again
+    if mode != "fisher":  # One pass measures all layers, or is repeated.
         assert not done & set(journal.added)
     assert done | set(journal.added) == set(whole.values)
     assert len(journal.added) == len(set(journal.added))
@@ -141,7 +141,7 @@ def test_a_last_line_cut_off_by_a_kill_is_ignored(tmp_path, cut):
     assert timeless(run(journal, **MODES["hessian"])) == expected
     layer, batch, probe, _ = json.loads(last)
     assert journal.added == [(layer, batch, probe)]
-    # What was written after the torn line is found, the third time.
+    # The third time, the line after the cut line is found.
     journal = CountingJournal(tmp_path / "j")
     assert timeless(run(journal, **MODES["hessian"])) == expected and not journal.added
 
@@ -205,8 +205,8 @@ def test_low_precision_is_refused(dtype):
 
 @modes
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_names_the_layer_and_the_batch(mode, value):
-    """One word's embedding is broken, and only batch 2 has that word."""
+def test_the_error_for_a_value_that_is_not_finite_names_layer_and_batch(mode, value):
+    """Break the embedding of one word that only batch 2 contains."""
     model, batches = make()
     for index, data in enumerate(batches):
         data.tokens[data.tokens == 6] = 5
@@ -221,7 +221,7 @@ def test_what_is_not_finite_names_the_layer_and_the_batch(mode, value):
 
 
 @modes
-def test_nothing_to_measure(mode):
+def test_nothing_to_measure_is_an_error(mode):
     model, batches = make()
     with pytest.raises(ValueError, match="at least one layer and one token to predict"):
         run(made=(model, []), **MODES[mode])

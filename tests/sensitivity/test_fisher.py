@@ -24,7 +24,7 @@ def passes(model, data, num, seed=0, weights=None):
 
 
 def expectation(model, data, monkeypatch) -> dict[str, float]:
-    """Over all labels that could be drawn, each with its probability under the model."""
+    """Return the mean traces over all possible labels, weighted by their probabilities."""
     counted = data.labels != -100
     logits = model(data.tokens)
     logits = torch.cat(logits, 1) if isinstance(logits, list) else logits
@@ -51,7 +51,7 @@ def expectation(model, data, monkeypatch) -> dict[str, float]:
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_expectation_over_all_labels_is_the_trace(seed, wrapped, monkeypatch):
-    """Exactly: 3 counted positions, 7 words, so 343 possible draws. Attention included."""
+    """Check it exactly: 3 labels and 7 words have 343 possible draws."""
     model, data = decoder(seed), batch(seed, seq_len=3, ignored=3)
     model = Wrapped(model) if wrapped else model
     found = expectation(model, data, monkeypatch)
@@ -60,16 +60,16 @@ def test_the_expectation_over_all_labels_is_the_trace(seed, wrapped, monkeypatch
     assert found == pytest.approx(exact, rel=1e-6)
 
 
-def test_not_the_hessian():
-    """The two differ by the terms in second derivatives of the network, which can be negative."""
+def test_the_trace_is_not_the_trace_of_the_hessian():
+    """Check that the two differ, by the terms in second derivatives of the network."""
     model, data = decoder(0), batch(0)
     fisher = exact_traces(model, weights_of(model), [data], dense_gauss_newton)
     hessian = exact_traces(model, weights_of(model), [data], dense_hessian)
     assert all(abs(hessian[name] - fisher[name]) > 1e-3 * fisher[name] for name in fisher)
 
 
-def test_of_the_output_head_it_is_the_hessian():
-    """Logits are linear in its weight."""
+def test_for_the_output_head_it_is_the_hessian():
+    """Check it for the head, because logits are linear in its weight."""
     model, data = decoder(1), batch(1)
     torch.testing.assert_close(
         dense_gauss_newton(model, "output", data), dense_hessian(model, "output", data)
@@ -78,7 +78,7 @@ def test_of_the_output_head_it_is_the_hessian():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("seed", range(2))
-def test_unbiased_over_many_draws(seed, dtype):
+def test_the_estimate_is_unbiased_over_many_draws(seed, dtype):
     num, data = 400, batch(seed)
     model = decoder(seed, dtype)
     exact = exact_traces(decoder(seed), weights_of(model), [data], dense_gauss_newton)
@@ -87,10 +87,10 @@ def test_unbiased_over_many_draws(seed, dtype):
         values = torch.tensor([traces[name] for traces in found]).double()
         assert values.min() >= 0
         assert abs(values.mean().item() - trace) < 4 * values.std().item() / num**0.5
-        assert values.std().item() < 3 * trace  # so the bound above says something
+        assert values.std().item() < 3 * trace  # So the bound above is narrow.
 
 
-def test_labels_matter_only_by_whether_they_count():
+def test_only_the_places_of_the_labels_matter():
     model, data = decoder(2), batch(2, ignored=4)
     expected = passes(model, data, 3)
     counted = data.labels != -100
@@ -100,7 +100,7 @@ def test_labels_matter_only_by_whether_they_count():
     assert passes(model, data, 3) != expected
 
 
-def test_labels_of_the_batch_are_left_alone():
+def test_the_labels_of_the_batch_are_not_changed():
     model, data = decoder(2), batch(2)
     before = data.labels.clone()
     passes(model, data, 2)
@@ -117,7 +117,7 @@ def test_a_certain_prediction_has_no_curvature():
     assert all(set(traces.values()) == {0.0} for traces in passes(model, data, 3))
 
 
-def test_one_forward_for_all_passes_and_the_generators_decide():
+def test_all_passes_share_one_forward_and_depend_only_on_their_generators():
     model, data, runs = decoder(4), batch(4), []
     model.register_forward_hook(lambda *_: runs.append(1))
     first = passes(model, data, 4, seed=5)

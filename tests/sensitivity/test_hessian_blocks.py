@@ -1,4 +1,4 @@
-"""Products with Hessian blocks, segment by segment, against the dense Hessians."""
+"""Products with Hessian blocks, computed by segments, against dense Hessians."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def hessian_batch(model, weights, data) -> HessianBatch:
 
 
 def check(model, weights, data, *, vectors=2, rtol=1e-10, reference=None):
-    """Forms (all layers in one walk) and products of every weight against dense Hessians."""
+    """Compare forms (all layers in one walk) and products with the dense Hessians."""
     hessian = hessian_batch(model, weights, data)
     generator = torch.Generator().manual_seed(0)
     directions = {
         name: [torch.randn(w.shape, generator=generator, dtype=w.dtype) for _ in range(vectors)]
         for name, w in weights.items()
     }
-    # Mixed up, so that the layers of one walk are in no order.
+    # Shuffled, so that the layers of one walk are in no order.
     pairs = [(name, k) for k in range(vectors) for name in reversed(weights)]
     walk = [(name, lambda v=directions[name][k]: v) for name, k in pairs]
     forms = dict(zip(pairs, hessian.quadratic_forms(walk), strict=True))
@@ -50,20 +50,20 @@ def check(model, weights, data, *, vectors=2, rtol=1e-10, reference=None):
             expected = (dense @ flat).view_as(v)
             torch.testing.assert_close(product.to(dense.dtype), expected, rtol=0, atol=5 * atol)
             assert forms[name, k] == pytest.approx(float(flat @ expected.flatten()), abs=30 * atol)
-    assert max(scales.values()) > 1e-3  # there was something to find
+    assert max(scales.values()) > 1e-3  # The test is not empty.
     return hessian
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_decoder(seed):
-    """Three segments, every linear, both by forms and by products."""
+def test_a_decoder_is_measured_in_three_segments(seed):
+    """Compare every linear, by forms and by products."""
     model = decoder(seed)
     assert len(cut(model, weights_of(model), batch(seed))[1]) == 3
     check(model, weights_of(model), batch(seed), vectors=4)
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])
-def test_depth(num_layers):
+def test_any_number_of_blocks_can_be_measured(num_layers):
     model = decoder(num_layers, num_layers=num_layers)
     check(model, weights_of(model), batch())
 
@@ -78,7 +78,7 @@ def test_float32_is_enough():
 
 
 @pytest.mark.parametrize("kind", ["one sample", "one label", "one token"])
-def test_shapes_of_batches(kind):
+def test_small_batches_can_be_measured(kind):
     data = {
         "one sample": batch(size=1, ignored=0),
         "one label": batch(size=2, seq_len=3, ignored=5),
@@ -89,7 +89,7 @@ def test_shapes_of_batches(kind):
 
 
 def packed_batch() -> CalibrationBatch:
-    """Two documents a row: a mask that keeps them apart, positions that begin anew."""
+    """Return rows of two documents, with a mask and positions that keep them apart."""
     plain, length = batch(1, seq_len=6), 6
     document = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]])
     causal = torch.ones(length, length, dtype=torch.bool).tril()
@@ -112,9 +112,9 @@ def test_masks_and_positions_reach_the_blocks(wrapped):
     assert not torch.allclose(dense_hessian(model, name, data), dense_hessian(model, name, plain))
 
 
-def test_a_model_that_is_no_chain_is_one_segment_with_the_same_result():
+def test_a_model_that_is_not_a_chain_is_one_segment_with_the_same_result():
     chain, whole, data = decoder(3), decoder(3), batch(3)
-    whole.layers = nn.Sequential(*whole.layers)  # in no list of modules
+    whole.layers = nn.Sequential(*whole.layers)  # No ModuleList.
     weights = weights_of(whole)
     hidden, segments = cut(whole, weights, data)
     assert len(segments) == 1 and hidden is data.tokens
@@ -132,14 +132,14 @@ def test_a_weight_that_blocks_share_is_measured_whole():
     weights = {name: w for name, w in weights_of(model).items() if name != "layers.1.v_proj"}
     assert len(cut(model, weights, data)[1]) == 1
     check(model, weights, data)
-    del weights["layers.0.v_proj"]  # what is shared is not measured: a chain again
+    del weights["layers.0.v_proj"]  # No shared weight is measured, so it is a chain again.
     assert len(cut(model, weights, data)[1]) == 3
     check(model, weights, data)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_output_head(tied):
-    """Alone in the last segment, or, tied to the embeddings, only right as a whole."""
+def test_the_output_head_is_in_the_last_segment_unless_it_is_tied(tied):
+    """Check a head of its own, and one tied to the embeddings, where the model is one segment."""
     model, data = decoder(6), batch(6)
     if tied:
         model.output.weight = model.tok_embeddings.weight
@@ -158,8 +158,8 @@ def double():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_torchtune_llama(double, tied):
-    """Norms and rotary positions are float32 inside, so equal to some 6 digits."""
+def test_a_llama_of_torchtune_can_be_measured(double, tied):
+    """Compare some 6 digits, because norms and rotary positions are computed in float32."""
     torch.manual_seed(1)
     shape = {"num_heads": 2, "num_kv_heads": 1, "embed_dim": 8, "intermediate_dim": 6}
     model = llama(vocab_size=VOCAB, num_layers=2, max_seq_len=8, tie_word_embeddings=tied, **shape)
@@ -177,7 +177,7 @@ def test_a_walk_runs_every_segment_once_and_only_from_the_lowest_direction_up():
     model, data = decoder(num_layers=3), batch()
     weights, runs = weights_of(model), []
     hessian = hessian_batch(model, weights, data)
-    for index, layer in enumerate(model.layers):  # what is inside: the head steps over blocks
+    for index, layer in enumerate(model.layers):  # Hooks are inside blocks, which the head skips.
         inner = next(part for part in layer.modules() if isinstance(part, torch.nn.Linear))
         inner.register_forward_hook(lambda *_, index=index: runs.append(index))
     directions = [
@@ -199,7 +199,7 @@ def test_cutting_makes_no_graph_of_a_block():
 
 
 class WithPositions(type(decoder())):
-    """Looks like a chain, but its forward does more than its parts in order."""
+    """A decoder that looks like a chain, but does more than its parts in order."""
 
     def forward(self, tokens, **model_inputs):
         hidden = self.tok_embeddings(tokens)
@@ -213,7 +213,7 @@ def test_a_model_that_only_looks_like_a_chain_is_measured_whole():
     model = decoder(seed=3)
     batches = fitted_batches(model)
     model.__class__ = WithPositions
-    settings = EstimationConfig(rank=200, num_probes=2)  # exact: rank covers all
+    settings = EstimationConfig(rank=200, num_probes=2)  # The rank covers every weight.
     found = estimate_sensitivity(model, weights_of(model), batches, settings)
     exact = exact_traces(model, list(found.traces), batches)
     assert found.traces == pytest.approx(exact, rel=1e-6)

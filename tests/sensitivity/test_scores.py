@@ -1,4 +1,4 @@
-"""Scores from traces (Eq. 11), and how far errors of the traces move them."""
+"""Scores from traces (Eq. 11), and their standard errors."""
 
 import math
 
@@ -81,7 +81,7 @@ def test_an_unresolved_trace_takes_the_smallest_resolved_one():
 @pytest.mark.parametrize("num", [2, 3, 12])
 @pytest.mark.parametrize("seed", range(3))
 def test_standard_errors_of_the_scores_against_a_simulation(num, kappa, seed):
-    """Traces that scatter by their (small) errors, scored anew each time."""
+    """Compare with the scores of simulated traces that vary by their small errors."""
     traces = random_traces(num, seed)
     generator = torch.Generator().manual_seed(100 + seed)
     relative = 0.002 * torch.rand(num, generator=generator, dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_standard_errors_of_the_scores_against_a_simulation(num, kappa, seed):
     errors = dict(zip(traces, (values * relative).tolist(), strict=True))
     _, found = sensitivity_scores(traces, errors, kappa=kappa)
     assert list(found) == list(traces)
-    # Two layers always score the same two values; there is nothing to propagate to first order.
+    # Two layers always have the same two scores, so to first order there is no error.
     assert list(found.values()) == pytest.approx(simulated, rel=0.06, abs=1e-6)
 
 
