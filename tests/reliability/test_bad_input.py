@@ -39,7 +39,7 @@ CASES = {
     "qat reconstruction=auto frozen_modules=[nope]": "the model has no module nope",
     "qat sensitivity=auto frozen_modules=[nope]": "the model has no module nope",
     "qat init=random frozen_modules=[norm]": "init: random does not go with frozen_modules",
-    "qat frozen_modules=[layers.0]": "layers.0 has quantized linears, which are what is trained",
+    "qat frozen_modules=[layers.0]": "layers.0 has quantized linears, which must be trained",
     "qat checkpointer.model_type=QWEN2": "model_type llama; use LLAMA2 or LLAMA3 or LLAMA3_2",
     "qat checkpointer.model_type=MISTRAL": "checkpointer.model_type is MISTRAL, ",
     "qat checkpointer.model_type=FOO": "checkpointer.model_type must be one of GEMMA, ",
