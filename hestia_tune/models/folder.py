@@ -181,10 +181,7 @@ class ModelFolder(SafetensorsFolder):
         if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise InputError(f"{folder} has no tokenizer.json or the like; copy the model's")
         if kind := (self.config.get("quantization_config") or {}).get("quant_method"):
-            raise InputError(
-                f"export needs dense weights, but {folder} is quantized ({kind}); give the dense "
-                "model's folder"
-            )
+            raise InputError(f"give a folder with dense weights; {folder} is quantized ({kind})")
         super().__init__(folder)
         for name, group_size in quantized.items():
             validate_group_size(group_size)

@@ -62,9 +62,7 @@ def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]
     )
     for kind in ("missing", "unexpected", "mismatched"):
         if wrong := sorted(map(str, report[f"{kind}_keys"])):
-            raise InputError(
-                f"weights are {kind} in {source.folder}: {wrong[0]}; get the folder again"
-            )
+            raise InputError(f"weights are {kind} in {source.folder}: {wrong[0]}; get it again")
     for name, value in loaded.state_dict().items():
         if name in names:
             yield name, source.read(name) if name in source.shapes else value

@@ -309,10 +309,7 @@ def _find_backbone(model: nn.Module) -> str:
         except _BackboneCalled as called:
             if str(called) != block:
                 return str(called)
-    raise InputError(
-        f"{type(model).__name__} has no backbone with blocks under its head; train a model of "
-        "another class"
-    )
+    raise InputError(f"{type(model).__name__} has no backbone with its blocks; train another model")
 
 
 def _tie(model: Any) -> None:

@@ -17,15 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torchtune import utils
-from torchtune.config._errors import InstantiationError
-from torchtune.config._utils import _get_component_from_path
 from torchtune.training import quantization
 
 from hestia_tune.config.run import TRANSFORMERS_MODEL
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json, read_state
 from hestia_tune.methods import Method
-from hestia_tune.models.build import plain_on_meta, ready_for_inference
+from hestia_tune.models.build import find_component, plain_on_meta, ready_for_inference
 from hestia_tune.models.checkpoints import add_biases, load_weights
 from hestia_tune.models.folder import DESCRIPTION_FILE
 from hestia_tune.qat.linear import select_linears
@@ -140,8 +138,8 @@ def _check_builder(section: Mapping[str, Any], file: Path) -> None:
     plain = all(isinstance(value, bool | int | float | str | None) for value in section.values())
     builder = None
     if plain and name.startswith(_BUILDERS):
-        with contextlib.suppress(InstantiationError):
-            builder = _get_component_from_path(name)
+        with contextlib.suppress(InputError):
+            builder = find_component(name, "model")
     # Check the module that defines the function, because a name may lead into imported modules.
     if not (inspect.isfunction(builder) and f"{builder.__module__}.".startswith(_BUILDERS)):
         raise InputError(

@@ -47,9 +47,7 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         if eos_token is not None:
             self.eos_id = self.tokenizer.token_to_id(eos_token)
             if self.eos_id is None:
-                raise InputError(
-                    f"tokenizer.eos_token {eos_token!r} is not in {files[0]}; name a token of it"
-                )
+                raise InputError(f"tokenizer.eos_token {eos_token!r} is not in {files[0]}")
         pad = self._special_token("pad_token")
         pad_id = None if pad is None else self.tokenizer.token_to_id(pad)
         self.pad_id = self.eos_id if pad_id is None else pad_id

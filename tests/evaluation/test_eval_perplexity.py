@@ -151,7 +151,7 @@ def test_text_file_is_one_document(tmp_path):
     with pytest.raises(ValueError, match="text.txt is not UTF-8 .*position 5"):
         read_documents(file)
     file.write_bytes(b"")
-    with pytest.raises(ValueError, match="holds no text"):
+    with pytest.raises(ValueError, match="it is empty"):
         read_documents(file)
     for missing in (tmp_path / "other", "other.txt", "other.parquet"):
         with pytest.raises(ValueError, match="other"):
@@ -168,7 +168,7 @@ def test_parquet_column(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no column 'txt'; it has .'text', 'n'"):
         read_documents(file, column="txt")
     for column in ("n", "holes"):
-        with pytest.raises(ValueError, match=f"column '{column}'.*or what is not text"):
+        with pytest.raises(ValueError, match=f"column '{column}'.*or holds other values"):
             read_documents(file, column=column)
     file.write_bytes(b"not parquet")
     with pytest.raises(ValueError, match="not a parquet file"):

@@ -60,7 +60,7 @@ def test_a_failed_overwrite_keeps_the_old_file(demo, tmp_path):
         ({"num_hidden_layers": 3}, "layers.3.* is unknown"),
         ({"num_hidden_layers": 5}, "layers.4.* is missing"),
         ({"tie_word_embeddings": False}, "lm_head is missing"),
-        ({"vocab_size": 1000}, "one up to 1023"),
+        ({"vocab_size": 1000}, "ids up to 1023"),
     ],
 )
 def test_unsupported_configs(demo, tmp_path, changes, match):

@@ -70,13 +70,13 @@ def test_names_of_pre_tokenizers(folder, digits, name):
 )
 def test_unknown_pre_tokenizers_are_refused(folder, unknown):
     edit_json(folder / "tokenizer.json", pre_tokenizer=unknown)
-    with pytest.raises(ValueError, match="tokenizer.json .* is none of those known here"):
+    with pytest.raises(ValueError, match="tokenizer.json .* is none of them"):
         read_vocabulary(folder, CONFIG)
 
 
 def test_unigram_is_refused(folder):
     edit_json(folder / "tokenizer.json", model={"type": "Unigram", "vocab": []})
-    with pytest.raises(ValueError, match="Unigram .* is none of those known"):
+    with pytest.raises(ValueError, match="Unigram .* is none of them"):
         read_vocabulary(folder, CONFIG)
 
 
@@ -116,7 +116,7 @@ def test_added_tokens_beyond_the_vocabulary(folder):
     vocabulary = read_vocabulary(folder, CONFIG | {"vocab_size": 1028})
     assert vocabulary["tokens"][1024:] == ["<|turn|>", "[PAD1025]", "<tool>", "[PAD1027]"]
     assert vocabulary["token_type"][1024:] == [3, 5, 4, 5]
-    with pytest.raises(ValueError, match="1024 token ids, .* one up to 1026"):
+    with pytest.raises(ValueError, match="1024 token ids, .* ids up to 1026"):
         read_vocabulary(folder, CONFIG)
 
 
