@@ -1,7 +1,4 @@
-"""What the GGUF export refuses, and that it leaves nothing behind.
-
-Every case must leave the folder of the target as it was.
-"""
+"""Tests the errors of the GGUF export. No error may change the folder of the target."""
 
 import resource
 import sys
@@ -167,7 +164,7 @@ def test_a_full_disk_leaves_nothing(demo, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_without_the_package_the_remedy_is_named(demo, tmp_path, monkeypatch):
+def test_a_missing_package_names_the_remedy(demo, tmp_path, monkeypatch):
     folder, quantized = demo
     monkeypatch.setitem(sys.modules, "gguf", None)
     refuse(folder, tmp_path, quantized, InputError, r"pip install 'hestia-tune\[gguf\]'")

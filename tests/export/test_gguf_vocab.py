@@ -1,4 +1,4 @@
-"""Tokenizers as GGUF metadata: which family, which name, which special tokens."""
+"""Tests tokenizers in GGUF metadata: their family, their name and their special tokens."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def read_vocabulary(folder: Path, config: dict) -> dict[str, Any]:
-    """What goes into the file, by key without its beginning."""
+    """Return the metadata that `add_vocabulary` writes, without the prefix of their keys."""
     writer = gguf.GGUFWriter(None, "llama")
     add_vocabulary(writer, folder, config)
     (data,) = writer.kv_data
@@ -36,7 +36,7 @@ def special_ids(vocabulary: dict[str, Any]) -> dict[str, int]:
 
 
 def template(*parts: str) -> dict:
-    """A post-processor that makes a sequence of special tokens and the text ("A")."""
+    """Return a post-processor that makes a sequence of special tokens and the text ("A")."""
     single = [
         {"Sequence": {"id": "A", "type_id": 0}}
         if part == "A"
@@ -91,7 +91,7 @@ def test_unigram_is_refused(folder):
         (pre_tokenizer("individual")["pretokenizers"][1], {}, (False, False)),
     ],
 )
-def test_what_is_added_to_a_text(folder, processor, flags, expected):
+def test_tokens_that_are_added_to_a_text(folder, processor, flags, expected):
     edit_json(folder / "tokenizer.json", post_processor=processor)
     edit_json(folder / "tokenizer_config.json", **flags)
     vocabulary = read_vocabulary(folder, CONFIG)
