@@ -91,8 +91,7 @@ def write_safetensors(
         check: See `write_folder`.
     """
     texts = {"config.json": config, DESCRIPTION_FILE: description}
-    folder = source.folder
-    state, num_bytes = write_folder(folder, target, entries, texts, overwrite, check=check)
+    state, num_bytes = write_folder(source, target, entries, texts, overwrite, check=check)
     kept = source.shapes.keys() - source.quantized.keys()
     quantized_bytes = sum(tensor.nbytes for name, tensor in state.items() if name not in kept)
     types = Counter(_TYPES[tensor.dtype] for tensor in state.values())
@@ -149,7 +148,7 @@ def sizes(
 
 
 def write_folder(
-    source: Path,
+    source: ModelFolder,
     target: Path,
     entries: Iterable[tuple[str, torch.Tensor]],
     texts: Mapping[str, Any],
@@ -161,7 +160,7 @@ def write_folder(
     """Write the folder of a model, dense or packed.
 
     Args:
-        source: Hugging Face folder whose tokenizer and other side files are copied.
+        source: The model. Its tokenizer and other side files are copied.
         target: The folder to write.
         entries: Name and value of every tensor. Tensors are made one at a time, after the check
             that the target can be written.
@@ -179,11 +178,11 @@ def write_folder(
         OSError: If the disk is full.
         RuntimeError: If a tensor that is read back differs.
     """
-    check_target(source, target, overwrite)
-    state = dict(progress_bar(entries, desc=f"reading {source.name}", unit="tensor"))
+    check_target(source.folder, target, overwrite)
+    state = dict(progress_bar(entries, desc=f"reading {source.folder.name}", unit="tensor"))
     with staged(target) as staging:
         staging.mkdir()
-        copy_side_files(source, staging)
+        copy_side_files(source.folder, staging)
         write_texts(staging, texts)
         try:
             if file is None:

@@ -256,12 +256,10 @@ def choose_block_type(
     for name in names:
         if BLOCK_TYPES[name].fits(in_features, group_size, levels):
             return BLOCK_TYPES[name]
-    if levels == 4 and "Q4_0" not in names:
-        raise InputError(f"only Q4_0 holds codes of four levels; got {', '.join(names)}; use Q4_0")
     raise InputError(
-        f"a block of {' or '.join(names)} would straddle rows or scales of {weight} "
-        f"(in_features {in_features}, group_size {group_size}); use block_type Q4_0, which has 32 "
-        "weights per block, or leave the weight out of quantized, to be stored densely"
+        f"no block of {' or '.join(names)} holds {weight} exactly (in_features {in_features}, "
+        f"group_size {group_size}, {levels} levels); use block_type Q4_0 with blocks of 32, or "
+        "leave the weight out of quantized, to be stored densely"
     )
 
 

@@ -104,7 +104,7 @@ def write_onnx(
         staged(target.resolve()) as staging,
         tempfile.TemporaryDirectory(dir=staging.parent) as work,
     ):
-        write_folder(source.folder, Path(work, "gptq"), entries, texts, overwrite=False)
+        write_folder(source, Path(work, "gptq"), entries, texts, overwrite=False)
         staging.mkdir()
         copy_side_files(source.folder, staging)  # licences; the builder writes the tokenizer again
         _build(Path(work), staging, head, _ACCURACY_LEVELS[activation_bits])
@@ -201,7 +201,7 @@ def _build(work: Path, target: Path, head: str, accuracy_level: int) -> None:
         reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         raise RuntimeError(
             f"onnxruntime-genai could not build the model (exit status {done.returncode}): "
-            f"{' '.join(reason)}; free memory and disk space, or export to another format"
+            f"{' '.join(reason)}; check memory and disk space, or export to another format"
         )
 
 

@@ -96,8 +96,7 @@ def write_packed(
         DESCRIPTION_FILE: metadata,
         "generate.yaml": OmegaConf.to_yaml(_generate_config(config, method, target)),
     }
-    folder = source.folder
-    state, num_bytes = write_folder(folder, target, entries, texts, overwrite, file=WEIGHTS_FILE)
+    state, num_bytes = write_folder(source, target, entries, texts, overwrite, file=WEIGHTS_FILE)
     packed = {name: v for name, v in state.items() if isinstance(v, TorchAOBaseTensor)}
     parts = (getattr(v, part) for v in packed.values() for part in v.tensor_data_names)
     shapes = {name: value.shape for name, value in state.items()}

@@ -112,7 +112,7 @@ CASES = {
     "convert convert.block_type=Q9": "convert.block_type must be one of Q4_0, Q2_0, TQ2_0, TQ1_0",
     "convert convert.block_type=[Q4_0,auto]": "Q4_0, Q2_0, TQ2_0, TQ1_0; got auto",
     "convert convert.block_type=[]": "convert.block_type must name at least one",
-    f"convert {PRETRAINED} convert.formats=[gguf] convert.block_type=TQ2_0": "TQ2_0 would straddle",
+    f"convert {PRETRAINED} convert.formats=[gguf] convert.block_type=TQ2_0": "no block of TQ2_0",
     f"convert {PRETRAINED} convert.output=/proc/x": "output_dir /proc/x cannot be written",
     f"convert {PRETRAINED} quantizer.group_size=48": "group_size 48 does not divide in_features 64",
     f"convert {PRETRAINED} checkpointer.model_type=QWEN2": "checkpointer.model_type is QWEN2",

@@ -153,7 +153,7 @@ def test_what_is_there_is_not_overwritten_without_being_told(model_dir, output_d
         (["convert.formats=[torchao,gguf]", "convert.block_type=Q8_0"], "TQ2_0, TQ1_0; got Q8_0"),
         (
             ["convert.formats=[torchao,gguf]", "convert.block_type=[TQ2_0,Q2_0]"],
-            "TQ2_0 or Q2_0 would straddle .*; use block_type Q4_0",
+            "no block of TQ2_0 or Q2_0 holds .*; use block_type Q4_0",
         ),
         (["checkpointer.model_type=GEMMA"], "model_type GEMMA is not supported"),
     ],
