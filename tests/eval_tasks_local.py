@@ -1,4 +1,4 @@
-"""A folder with a small multiple-choice task and a generation task whose rows are local files."""
+"""Writes a folder with a small multiple-choice task and a rolling task on local files."""
 
 import json
 
@@ -34,9 +34,12 @@ metadata: {version: 1.0}
 
 
 def make_task_folder(folder, num=13, official=()):
-    """Writes the tasks ``tiny_choice`` and ``tiny_rolling``; returns the folder.
+    """Write the tasks ``tiny_choice`` and ``tiny_rolling``, and return the folder.
 
-    ``official`` are names of lm-eval's tasks under which ``tiny_choice`` is written as well.
+    Args:
+        folder: The folder to write.
+        num: The number of rows.
+        official: Names of lm-eval's tasks. ``tiny_choice`` is also written under these names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
@@ -56,7 +59,7 @@ def make_task_folder(folder, num=13, official=()):
 
 
 def make_manager(folder):
-    """A task manager of these tasks alone, for speed."""
+    """Return a task manager with these tasks alone, which is fast to make."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=str(folder), include_defaults=False)

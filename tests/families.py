@@ -1,4 +1,4 @@
-"""Random small models of the families trained through transformers, as Hugging Face folders."""
+"""Writes random small models of the families that transformers builds, as folders."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ LLAMA3_ROPE = {
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# name -> (config class of transformers, what differs from SHAPE)
+# Name -> (config class of transformers, the values that differ from SHAPE).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {}),
     "Llama 3 (scaled rotary)": (
@@ -46,37 +46,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3": ("SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "Qwen3-MoE": ("Qwen3MoeConfig", {"head_dim": 16} | EXPERTS),
 }
-# Not in the table of families: their heads or linears are unusual.
+# These families have unusual heads or linears and are not in the table of families.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    # The head calls a part of the backbone that transformers names.
+    # The head calls a part of the module that transformers names as the backbone.
     "OPT": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}),
-    # Linears of a class with a forward of its own.
+    # The class of the linears has its own forward.
     "Falcon": ("FalconConfig", {}),
 }
 
 
 def make_family(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
-    """Writes a random model of a family, with every kind of weight far from its initial value."""
+    """Write a random model of a family, with every kind of weight far from its initial value."""
     import transformers
 
-    make_model_dir(folder)  # for the tokenizer
+    make_model_dir(folder)  # this writes the tokenizer
     name, differences = (FAMILIES | OTHERS)[family]
     config = getattr(transformers, name)(**SHAPE | differences | changes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
-        # Norms around what they are, everything else with a visible effect.
+        # Norms stay near their values, and all other weights have a visible effect.
         centre = parameter.detach().mean() if parameter.dim() == 1 else 0.0
         torch.nn.init.normal_(parameter, float(centre), 0.1)
     model.save_pretrained(folder)
-    file = folder / "config.json"  # as older files have it, too
+    file = folder / "config.json"  # add the key that older files have
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content))
     return folder
 
 
 def family_config(model_dir: Path, output_dir: Path, *overrides: str) -> DictConfig:
-    """`tiny.make_config` with the model through transformers, which brings the rest."""
+    """Return `tiny.make_config` with a model that transformers builds."""
     cfg = make_config(model_dir, output_dir)
     for key in ("tokenizer", "checkpointer"):
         del cfg[key]

@@ -1,4 +1,4 @@
-"""Zero-shot tasks of lm-evaluation-harness, perplexity, and models compared.
+"""Evaluates models on tasks of lm-evaluation-harness and by perplexity, and compares the results.
 
 evaluator = Evaluator(EvalConfig(tasks=["hestia_zeroshot"]), tokenizer, max_seq_len=2048)
 table = compare([evaluator.evaluate(name, model, {}, device) for name, model in models.items()])

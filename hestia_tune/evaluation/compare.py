@@ -1,4 +1,4 @@
-"""Compares the results of several models and tests whether the differences are significant.
+"""Compares the results of several models and tests whether their differences are significant.
 
 The rows of the table are the tasks and their average, the columns are the models. The first model
 is the baseline. Every other model is compared with it by a test that depends on the scores:
@@ -99,7 +99,7 @@ def _write(path: str | Path, values: Mapping[str, Any]) -> None:
     plain = json.loads(json.dumps(values, default=str), parse_constant=lambda name: None)
     text = json.dumps(plain, indent=1)
     # Put each list of numbers on one line instead of one number per line.
-    text = re.sub(r"\[[\s\d.,eE+\-]+\]", lambda found: "".join(found[0].split()), text)
+    text = re.sub(r"\[[\s\d.,eE+\-]+\]", lambda match: "".join(match[0].split()), text)
     write_atomically(path, text + "\n")
 
 
@@ -112,16 +112,17 @@ def compare(results: Sequence[ModelResult]) -> Comparison:
     tables: dict[str, dict[str, dict[str, Estimate]]] = {}
     for result in results:
         scores, rows = _task_scores(result), {}
-        for task, found in scores.items():
-            for metric in [m for m in PERCENT if m in found] or list(found)[:1]:
+        for task, cells in scores.items():
+            for metric in [m for m in PERCENT if m in cells] or list(cells)[:1]:
                 difference = _difference(result, results[0], task, metric)
-                rows.setdefault(metric, {})[task] = found[metric] | {"difference": difference}
+                rows.setdefault(metric, {})[task] = cells[metric] | {"difference": difference}
         for metric in PERCENT:
             if len(rows.get(metric, ())) > 1:
                 rows[metric][AVERAGE] = _average(list(rows[metric].values()))
         for text, measured in result.perplexity.items():
             for measure in _MEASURES:
-                value = math.inf if measured[measure] is None else measured[measure]  # from JSON
+                # JSON has null for infinity.
+                value = math.inf if measured[measure] is None else measured[measure]
                 rows.setdefault(measure, {})[text] = {"value": value, "stderr": None}
         for metric, row in rows.items():
             tables.setdefault(metric, {})[result.name] = row
@@ -133,9 +134,9 @@ def _task_scores(result: ModelResult) -> dict[str, dict[str, Estimate]]:
 
     lm-eval's keys are "acc,FILTER" and "acc_stderr,FILTER". The filter "none" is left out.
     """
-    found: dict[str, dict[str, Estimate]] = {}
+    scores: dict[str, dict[str, Estimate]] = {}
     if result.tasks is None:
-        return found
+        return scores
     for task, row in result.tasks["results"].items():
         for key, value in row.items():
             metric, _, rule = key.partition(",")
@@ -143,10 +144,10 @@ def _task_scores(result: ModelResult) -> dict[str, dict[str, Estimate]]:
                 error = row.get(f"{metric}_stderr,{rule}")
                 stderr = float(error) if isinstance(error, int | float) else None
                 cell = {"value": float(value), "stderr": stderr}
-                found.setdefault(task, {})[key.removesuffix(",none")] = cell
+                scores.setdefault(task, {})[key.removesuffix(",none")] = cell
     groups = result.tasks["group_subtasks"]
-    inside = {task for group in groups if group in found for task in groups[group]}
-    return {task: scores for task, scores in found.items() if task not in inside}
+    inside = {task for group in groups if group in scores for task in groups[group]}
+    return {task: cells for task, cells in scores.items() if task not in inside}
 
 
 def paired(scores: Sequence[float], baseline: Sequence[float]) -> Estimate:
@@ -154,6 +155,10 @@ def paired(scores: Sequence[float], baseline: Sequence[float]) -> Estimate:
 
     The test is McNemar's exact test if all scores are 0 or 1, otherwise the paired t-test. The
     standard error belongs to the mean difference per document (n - 1 in the variance).
+
+    Args:
+        scores: One model's scores, one per document.
+        baseline: The other model's scores of the same documents.
     """
     from scipy import stats
 
@@ -164,14 +169,20 @@ def paired(scores: Sequence[float], baseline: Sequence[float]) -> Estimate:
         wins, losses = differences.count(1.0), differences.count(-1.0)
         p_value = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
         return z_test(mean, stderr, "mcnemar") | {"p_value": float(p_value)}
-    found = z_test(mean, stderr, "paired t")
-    if stderr:  # else one document, or always the same difference
-        found["p_value"] = float(stats.ttest_rel(scores, baseline).pvalue)
-    return found
+    estimate = z_test(mean, stderr, "paired t")
+    if stderr:  # there are two documents or more, with different differences
+        estimate["p_value"] = float(stats.ttest_rel(scores, baseline).pvalue)
+    return estimate
 
 
 def z_test(difference: float, stderr: float | None, test: str) -> Estimate:
-    """Return a difference with its two-sided p-value under the normal distribution."""
+    """Return a difference with its two-sided p-value under the normal distribution.
+
+    Args:
+        difference: The difference of two means.
+        stderr: Its standard error. None: unknown.
+        test: Name of the test.
+    """
     p_value = None if stderr is None else float(difference == 0)
     if stderr:
         p_value = math.erfc(abs(difference) / stderr / math.sqrt(2))
@@ -181,16 +192,18 @@ def z_test(difference: float, stderr: float | None, test: str) -> Estimate:
 def _difference(
     result: ModelResult, baseline: ModelResult, task: str, metric: str
 ) -> Estimate | None:
-    found: list[Any] = [_task_scores(one).get(task, {}).get(metric) for one in (result, baseline)]
-    if result is baseline or None in found:
+    """Return a task's difference from the baseline, or None if one of the models has no score."""
+    models = (result, baseline)
+    cells: list[Any] = [_task_scores(model).get(task, {}).get(metric) for model in models]
+    if result is baseline or None in cells:
         return None
-    samples = [(one.tasks or {})["samples"].get(task, {}) for one in (result, baseline)]
-    columns = [one.get("metrics", {}).get(metric) for one in samples]
+    samples = [(model.tasks or {})["samples"].get(task, {}) for model in models]
+    columns = [sample.get("metrics", {}).get(metric) for sample in samples]
     if None not in columns and samples[0]["documents"] == samples[1]["documents"]:
         return paired(*columns)
-    errors = [one["stderr"] for one in found]
+    errors = [cell["stderr"] for cell in cells]
     stderr = None if None in errors else math.hypot(*errors)
-    return z_test(found[0]["value"] - found[1]["value"], stderr, "unpaired z")
+    return z_test(cells[0]["value"] - cells[1]["value"], stderr, "unpaired z")
 
 
 def _average(cells: Sequence[Estimate]) -> Estimate:
@@ -203,7 +216,7 @@ def _average(cells: Sequence[Estimate]) -> Estimate:
 
     differences, difference = [cell["difference"] for cell in cells], None
     if None not in differences:
-        is_paired = all(one["test"] != "unpaired z" for one in differences)
+        is_paired = all(estimate["test"] != "unpaired z" for estimate in differences)
         difference = z_test(*mean(differences), "paired z" if is_paired else "unpaired z")
     value, stderr = mean(cells)
     return {"value": value, "stderr": stderr, "difference": difference}

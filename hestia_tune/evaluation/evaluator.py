@@ -1,16 +1,18 @@
-"""What an ``eval`` section measures, read and checked once, then applied to any number of models.
+"""Measures what an ``eval`` section asks for, on any number of models.
+
+The section is read and checked once, before any model is loaded.
 
 **Tasks.** lm-eval knows some fifteen thousand tasks. The YAML files in ``tasks/`` add groups.
-The rows of a task come from the Hugging Face hub unless its YAML names local files, so a missing
-network shows when tasks are loaded. What lm-eval seeds or sets is restored afterwards, so an
-evaluation in the middle of a training run does not change the run.
+The rows of a task come from the Hugging Face hub unless its YAML names local files. A missing
+network is therefore noticed when tasks are loaded. lm-eval sets random seeds, and they are restored
+afterwards. So an evaluation in the middle of a training run does not change the run.
 
-**Perplexity**, by sliding windows. The tokens of a document follow one prefix token and are cut
-into windows of at most ``window`` inputs. The first window scores all of its tokens. Each later
-window moves by ``stride`` (the last one by what is left) and scores the new tokens, each after
-at least ``window - stride + 1`` others. ``stride = window`` is cheapest and is what lm-eval
-does. A smaller stride costs ``window / stride`` times as much. Published perplexities depend on
-these choices. Per word and per byte they can be compared across tokenizers.
+**Perplexity** is measured with sliding windows. The tokens of a document follow one prefix token
+and are cut into windows of at most ``window`` inputs. The first window scores all of its tokens.
+Each later window moves by ``stride``, and the last window moves by the rest. It scores the new
+tokens, each after at least ``window - stride + 1`` others. ``stride = window`` is cheapest, and
+lm-eval uses it. A smaller stride costs ``window / stride`` times as much. Published perplexities
+depend on these choices. Perplexities per word and per byte can be compared across tokenizers.
 """
 
 import contextlib
@@ -47,26 +49,29 @@ def perplexity(
     stride: int | None = None,
     max_tokens: int | None = None,
 ) -> dict[str, float]:
-    """Perplexity of ``documents``, each by itself. Collective if there is a process group.
+    """Measure the perplexity of documents. This is collective if there is a process group.
+
+    Each document is scored by itself.
 
     Args:
-        lm: a `DecoderLM`; the prefix is its BOS, or EOS if there is none, and no other special
-            token is put in.
-        window: inputs per forward, at most those of ``lm``.
-        stride: at most ``window``, which None is.
-        max_tokens: score only the first so many tokens; words and bytes are then those of the
-            text that these tokens decode to.
+        lm: A `DecoderLM`. The prefix token is its BOS, or EOS if there is no BOS. No other special
+            token is added.
+        documents: The texts.
+        window: The number of inputs per forward, at most the longest input of ``lm``.
+        stride: The step from one window to the next, at most ``window``. None: ``window``.
+        max_tokens: Score only the first ``max_tokens`` tokens. Words and bytes are then counted in
+            the text that these tokens decode to. None: score all tokens.
 
     Returns:
-        On every rank, JSON-ready: ``nll``, the summed negative log-likelihood in nats of
+        On every rank, plain values for JSON: ``nll``, the summed negative log-likelihood in nats of
         ``tokens`` (without the prefixes); their ``words`` (pieces between runs of whitespace, as
         lm-eval counts them) and ``bytes`` (in UTF-8); ``documents`` (with at least one token);
         ``window`` and ``stride``, in tokens; ``token_perplexity``, ``word_perplexity``,
         ``byte_perplexity`` and ``bits_per_byte``.
 
     Raises:
-        InputError: on a window that is too long.
-        NotFiniteError: naming a text with NaN in its logits.
+        InputError: If the window is longer than the model's input.
+        NotFiniteError: If the logits of a text have NaN. The message quotes the text.
     """
     require_number("window", window, 1, lm.max_length)
     stride = stride or window
@@ -86,7 +91,7 @@ def perplexity(
     tokens = sum(map(len, tokenized))
     words = sum(len(re.split(r"\s+", text)) for text in texts)
     num_bytes = sum(len(text.encode("utf-8")) for text in texts)
-    # In tensors, since a large one is infinite, not an error.
+    # Tensors, because math.exp raises an error where a tensor becomes infinite.
     means = torch.tensor([nll / tokens, nll / words, nll / num_bytes], dtype=torch.float64)
     per_token, per_word, per_byte = means.exp().tolist()
     return {
@@ -105,12 +110,18 @@ def perplexity(
 
 
 def read_documents(text: TextConfig) -> list[str]:
-    """A text file as one document; the rows of a parquet, JSON or CSV file, or of a dataset.
+    """Read the documents of a text file, a file with rows, or a dataset.
+
+    A text file is one document. Each row of a parquet, JSON or CSV file or of a dataset is one.
+
+    Args:
+        text: A text of the ``eval`` section. Its ``join`` makes one document of all rows.
 
     Raises:
-        InputError: if the file does not exist; or if the dataset is on a hub that cannot be
-            reached.
-        InputError: if there is no such column or split, or what is read is no text.
+        InputError: If the file does not exist, if there is no such column, or if the column does
+            not hold text.
+        ConnectionError: If the hub cannot be reached.
+        ValueError: If the dataset has no such split.
     """
     import datasets
 
@@ -120,7 +131,7 @@ def read_documents(text: TextConfig) -> list[str]:
         raise InputError(f"{path} does not exist; check the path")
     if path.is_file() and path.suffix not in _FILES:
         try:
-            found = [path.read_bytes().decode("utf-8")]
+            documents = [path.read_bytes().decode("utf-8")]
         except UnicodeDecodeError as error:
             raise InputError(f"{path} is not UTF-8 ({error}); convert it") from None
     else:
@@ -131,13 +142,15 @@ def read_documents(text: TextConfig) -> list[str]:
         rows = datasets.load_dataset(**options)
         if column not in rows.column_names:
             raise InputError(f"{path} has no column {column!r}; it has {rows.column_names}")
-        found = rows[column][:]
-    if not any(found) or not all(isinstance(one, str) for one in found):
-        raise InputError(f"{path} (column {column!r}) holds no text, or what is not text; check it")
-    return found if text.join is None else [text.join.join(found)]
+        documents = rows[column][:]
+    if not any(documents) or not all(isinstance(document, str) for document in documents):
+        raise InputError(
+            f"{path} (column {column!r}) must hold text; it is empty or holds other values"
+        )
+    return documents if text.join is None else [text.join.join(documents)]
 
 
-_SEED = 1234  # of few-shot draws and of whatever a task draws at random
+_SEED = 1234  # seed for few-shot examples and for anything else that a task draws at random
 _PACKAGES = ("hestia-tune", "torch", "torchao", "torchtune", "lm_eval", "datasets", "tokenizers")
 _KEPT = ("results", "group_subtasks", "versions", "n-shot", "n-samples")
 # Longer windows change a perplexity little and cost much.
@@ -145,16 +158,16 @@ _PERPLEXITY_WINDOW = 2048
 
 
 class Evaluator:
-    """Tasks and texts, loaded before any model is.
+    """The tasks and texts of an ``eval`` section, loaded before any model.
 
     Args:
-        settings: the ``eval`` section.
-        tokenizer: the config's, of torchtune's form.
-        max_seq_len: the model's longest input.
+        settings: The ``eval`` section.
+        tokenizer: The config's tokenizer, in torchtune's form.
+        max_seq_len: The model's longest input in tokens.
 
     Raises:
-        InputError: on tasks or texts that are not there, or if a package is missing; the message
-            then names the command that installs it.
+        InputError: If a task or a text does not exist; or if a package is missing. The message then
+            names the command that installs it.
     """
 
     def __init__(self, settings: EvalConfig, tokenizer: Any, max_seq_len: int):
@@ -180,29 +193,35 @@ class Evaluator:
     def evaluate(
         self, name: str, model: nn.Module, description: Mapping[str, Any], device: torch.device
     ) -> ModelResult:
-        """Run the tasks and measure the texts on one model. Collective.
+        """Run the tasks and measure the texts on one model. This is collective.
 
         Args:
             name: The model's column in the table.
             model: A decoder as `DecoderLM` takes it.
-            description: What the model is. The result keeps it as its ``settings``.
+            description: A description of the model. The result keeps it as its ``settings``.
             device: The device of the model.
 
         Returns:
             The result, which is the same on every rank.
         """
         settings = self.settings
+        options = {"window": self.window, "batch_size": settings.batch_size, "device": device}
         with plain_outputs(model):
-            size = {"window": self.window, "batch_size": settings.batch_size}
-            lm = self._lm(model, self.tokenizer, device=device, **size)
-            limit = settings.limit
-            tasks = evaluate_tasks(lm, self._tasks, limit=limit) if settings.tasks else None
+            lm = self._lm(model, self.tokenizer, **options)
+            tasks = self._tasks and evaluate_tasks(lm, self._tasks, limit=settings.limit)
             texts = {label: perplexity(lm, *text) for label, text in self._texts.items()}
         return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=description)
 
 
 def find_tasks(include_path: str | None = None) -> Any:
-    """lm-eval's ``TaskManager`` (some seconds); tasks of a folder come before those of one name."""
+    """Return lm-eval's ``TaskManager``, which takes some seconds.
+
+    Args:
+        include_path: A folder with tasks. They replace lm-eval's tasks of the same names.
+
+    Raises:
+        InputError: If the folder does not exist.
+    """
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not Path(include_path).is_dir():
@@ -212,38 +231,49 @@ def find_tasks(include_path: str | None = None) -> Any:
 
 
 def load_tasks(names: Sequence[str], manager: Any) -> tuple[list[Any], Any]:
-    """The tasks and groups of lm-eval by these names or YAML paths, their rows loaded; the manager.
+    """Load tasks and groups of lm-eval with their rows.
+
+    Args:
+        names: Names of tasks, groups or tags, or paths of YAML files.
+        manager: The task manager; see `find_tasks`.
+
+    Returns:
+        The tasks and groups, and the manager.
 
     Raises:
-        InputError: on a name that is no task, group or tag, with a near one.
+        InputError: If a name is unknown. The message suggests a similar name.
     """
     for name in names:
         if name not in manager.task_index and not (name.endswith(".yaml") and Path(name).is_file()):
             hint = f"{nearest(name, manager.all_tasks)}; `lm-eval ls tasks` lists all"
-            raise InputError(f"unknown task {name!r}{hint}, include_path adds your own")
+            raise InputError(f"unknown task {name!r}{hint}; include_path adds your own tasks")
     loaded: list[Any] = []
-    logging.getLogger("lm_eval.api.task").addFilter(lambda told: "Custom kwargs" not in told.msg)
+    logging.getLogger("lm_eval.api.task").addFilter(lambda line: "Custom kwargs" not in line.msg)
     with _undisturbed():
         random.seed(_SEED)  # a task may shuffle its documents when it loads them
         for name in dict.fromkeys(names):
-            found = manager.load([name])
-            group = found["groups"].get(name)
-            loaded += found["tasks"].values() if group is None else [group]
-        manager.load(loaded)  # refuses a task that is in two of them
+            entries = manager.load([name])
+            group = entries["groups"].get(name)
+            loaded += entries["tasks"].values() if group is None else [group]
+        manager.load(loaded)  # raises an error if a task is there twice
     return loaded, manager
 
 
 def evaluate_tasks(lm: Any, loaded: tuple[list[Any], Any], **options: Any) -> dict[str, Any]:
-    """Evaluates a `DecoderLM` on tasks by `load_tasks`; ``options`` are those of
-    ``lm_eval.simple_evaluate``. Collective if there is a process group.
+    """Evaluate a model on tasks. This is collective if there is a process group.
+
+    Args:
+        lm: A `DecoderLM`.
+        loaded: What `load_tasks` returned.
+        options: Options of ``lm_eval.simple_evaluate``.
 
     Returns:
-        On every rank, JSON-ready: lm-eval's ``results``, ``group_subtasks``, ``versions`` (of
-        tasks), ``n-shot`` and ``n-samples``; of its ``samples``, per task, a digest of the
-        ``documents`` and ``metrics`` -> scores in order of document.
+        On every rank, plain values for JSON: lm-eval's ``results``, ``group_subtasks``,
+        ``versions`` (of tasks), ``n-shot`` and ``n-samples``. Its ``samples`` become, for each
+        task, a digest of the ``documents``, and ``metrics`` -> scores in the order of documents.
 
     Raises:
-        NotFiniteError: naming a text with NaN in its logits.
+        NotFiniteError: If the logits of a text have NaN. The message quotes the text.
     """
     from lm_eval.evaluator import simple_evaluate
 
@@ -254,44 +284,45 @@ def evaluate_tasks(lm: Any, loaded: tuple[list[Any], Any], **options: Any) -> di
         raw: Any = simple_evaluate(lm, tasks=tasks, task_manager=manager, **options)
 
     def kept() -> dict[str, Any]:
-        samples = {name: _by_document(found) for name, found in raw["samples"].items()}
+        samples = {name: _by_document(rows) for name, rows in raw["samples"].items()}
         return {key: raw[key] for key in _KEPT} | {"samples": samples}
 
-    # lm-eval hands results to the first rank of a node only.
+    # lm-eval returns results on the first rank only.
     return cast(dict, on_first_rank(kept)) if dist.is_initialized() else kept()
 
 
 def _by_document(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    hashes = {one["doc_id"]: one["doc_hash"] for one in samples}
+    """Return a digest of a task's documents, and each metric's scores in the order of documents."""
+    hashes = {sample["doc_id"]: sample["doc_hash"] for sample in samples}
     columns: dict[str, list[float]] = {}
-    for one in sorted(samples, key=lambda one: one["doc_id"]):
-        for metric in one["metrics"]:
-            if isinstance(one[metric], int | float):
-                name = f"{metric},{one['filter']}".removesuffix(",none")
-                columns.setdefault(name, []).append(float(one[metric]))
+    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+        for metric in sample["metrics"]:
+            if isinstance(sample[metric], int | float):
+                name = f"{metric},{sample['filter']}".removesuffix(",none")
+                columns.setdefault(name, []).append(float(sample[metric]))
     return {
         "documents": hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest(),
-        "metrics": {name: found for name, found in columns.items() if len(found) == len(hashes)},
+        "metrics": {name: column for name, column in columns.items() if len(column) == len(hashes)},
     }
 
 
 def metrics_of(result: ModelResult) -> dict[str, float]:
-    """A result as flat numbers for a metric logger: ``eval/arc_easy/acc``, ``eval/NAME/...``."""
-    found = {f"eval/{name}/loss": m["nll"] / m["tokens"] for name, m in result.perplexity.items()}
+    """Return a result as flat numbers for a metric logger, such as ``eval/arc_easy/acc``."""
+    flat = {f"eval/{name}/loss": m["nll"] / m["tokens"] for name, m in result.perplexity.items()}
     for metric, table in compare([result]).tables.items():
-        found |= {f"eval/{row}/{metric}": cell["value"] for row, cell in table[result.name].items()}
-    return found
+        flat |= {f"eval/{row}/{metric}": cell["value"] for row, cell in table[result.name].items()}
+    return flat
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result depends on, as far as it is installed."""
-    found = {one.name: one.version for one in metadata.distributions() if one.name in _PACKAGES}
-    return {"python": platform.python_version()} | found
+    """Return the versions of Python and of the installed packages that a result depends on."""
+    installed = {d.name: d.version for d in metadata.distributions() if d.name in _PACKAGES}
+    return {"python": platform.python_version()} | installed
 
 
 @contextlib.contextmanager
 def plain_outputs(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, its logits in one piece; afterwards as it was."""
+    """Put a model into eval mode, with logits in one tensor, and restore the model afterwards."""
     chunks = getattr(model, "num_output_chunks", 0)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -306,7 +337,7 @@ def plain_outputs(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Random generators are afterwards as they were. What lm-eval prints goes to stderr."""
+    """Restore random generators afterwards, and send what lm-eval prints to stderr."""
     python, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:

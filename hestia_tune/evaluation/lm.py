@@ -1,16 +1,17 @@
-"""lm-eval's ``hf`` backend on a torchtune decoder: its scores, without its loading and its network.
+"""Gives torchtune's decoders to lm-eval's ``hf`` backend, without its loading and its network.
 
-`HFLM` does tokenization, scoring and batching, and cuts what is too long from the left, with a
-warning. Here are the share of a rank, batches of so many tokens, and greedy decoding.
+The scores are lm-eval's own. `HFLM` tokenizes, scores and batches. It cuts too long inputs from the
+left and warns. This module adds three things: ranks share the requests, a batch has a fixed number
+of tokens, and decoding is greedy.
 
-Every rank knows all requests, answers each n-th of them and gets the answers of all, so that
-nothing depends on the number of ranks. A forward of a model that FSDP has sharded is collective:
-its ranks agree before each one whether any still works, which costs a reduction of one number, and
-those that are done run along on one token.
+Every rank knows all requests, answers every n-th request on n ranks, and gets the answers of all
+ranks. Results therefore do not depend on the number of ranks. If FSDP has sharded the model, each
+forward is collective. Before each forward, the ranks check whether any rank still has work. This
+costs one reduction of one number. A rank without work joins the forward with one token.
 
-A torchtune tokenizer's ``encode`` decides about BOS by its own flags; a ``tokenizer.json`` may add
-it by a post-processor whatever the flags say. lm-eval's scores rest on what the file says, so a
-tokenizer that has one behind it (``.tokenizer``) is asked itself.
+The ``encode`` of a torchtune tokenizer adds BOS by its own flags. A ``tokenizer.json`` may add BOS
+in a post-processor, whatever the flags are. lm-eval's scores follow ``tokenizer.json``. So if a
+torchtune tokenizer holds one (``.tokenizer``), that one is used directly.
 """
 
 import logging
@@ -32,19 +33,21 @@ from transformers import PreTrainedTokenizerFast
 from hestia_tune.distributed import gathered, progress_bar, raise_together
 from hestia_tune.errors import InputError, NotFiniteError
 
-_TOKENS = 2048  # per forward; with a vocabulary of 128k their logits are 1 GB, held three times
+# Tokens per forward. With a vocabulary of 128k, their logits are 1 GB and exist three times.
+_TOKENS = 2048
 
 
-class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
-    """An lm-eval model.
+class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
+    """An lm-eval model that runs a torchtune decoder.
 
     Args:
-        decoder: a causal ``nn.Module``, called with int64 (batch, length); returns logits (batch,
-            length, vocabulary). In eval mode, see `plain_outputs`.
-        tokenizer: of torchtune's form; perhaps with ``bos_id``, ``vocab_size`` and ``tokenizer``.
-        window: longest input in tokens that the model may be given.
-        batch_size: sequences per forward, or "auto": as many as a fixed budget of tokens holds.
-        device: of the tokens; None is that of the model's first parameter.
+        decoder: A causal ``nn.Module`` in eval mode; see `plain_outputs`. It is called with tokens,
+            int64 (batch, length), and returns logits (batch, length, vocabulary).
+        tokenizer: A tokenizer in torchtune's form. It may have ``bos_id``, ``vocab_size`` and
+            ``tokenizer``.
+        window: The longest input of the model in tokens.
+        batch_size: Sequences per forward. "auto": as many as a fixed number of tokens holds.
+        device: The device of the tokens. None: the device of the model's first parameter.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         inner, bos = getattr(tokenizer, "tokenizer", None), getattr(tokenizer, "bos_id", None)
         if isinstance(inner, Tokenizer):
             tokenizer = PreTrainedTokenizerFast(
-                tokenizer_object=inner,  # copied, without what it cuts and fills
+                tokenizer_object=inner,  # a copy, without truncation and padding
                 bos_token=None if bos is None else inner.id_to_token(bos),
                 eos_token=inner.id_to_token(tokenizer.eos_id),
                 clean_up_tokenization_spaces=False,
@@ -68,7 +71,7 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         else:
             tokenizer = PlainTokenizer(tokenizer)
         logger = logging.getLogger(HFLM.__module__)
-        logger.setLevel(logging.ERROR)  # it warns of a model that it did not load
+        logger.setLevel(logging.ERROR)  # no warning that HFLM did not load the model itself
         super().__init__(
             pretrained=SimpleNamespace(device=device, config=None),
             backend="causal",
@@ -90,35 +93,41 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         return self.rolling(documents, self.max_length, self.max_length)
 
     def rolling(self, documents: list[list[int]], window: int, stride: int) -> list[float]:
-        """Log-probability in nats of the tokens of each document, by windows as in `perplexity`."""
-        shared = window - stride + 1  # tokens of a window that were in the one before
+        """Return the log-probability in nats of each document, in the windows of `perplexity`.
+
+        Args:
+            documents: The token ids of each document.
+            window: The number of inputs per forward.
+            stride: The step from one window to the next.
+        """
+        shared = window - stride + 1  # tokens of a window that the window before also has
         windows = [
             [(None, *make_disjoint_window(pair)) for pair in pairs]
             for ids in documents
             for pairs in [get_rolling_token_windows(ids, self.prefix_token_id, window, shared)]
         ]
-        scores = iter(self._loglikelihood_tokens([one for group in windows for one in group]))
+        scores = iter(self._loglikelihood_tokens([pair for group in windows for pair in group]))
         return [sum(next(scores)[0] for _ in group) for group in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         return self._shared(requests, self._generate, disable_tqdm)
 
     def _generate(self, requests: list[Instance], disable_tqdm: bool) -> list[str]:
-        """Greedy continuations, each token by a forward of the whole text, for want of caches.
+        """Continue each request greedily. Each new token costs a forward of the whole text.
 
         Raises:
-            InputError: if a request asks for sampling, or for more tokens than the window has.
+            InputError: If a request asks for sampling, or for more tokens than the window has.
         """
         texts = []
         arguments: list[Any] = [request.args for request in requests]
         for prompt, options in progress_bar(arguments, disable=disable_tqdm):
             settings: Any = normalize_gen_kwargs(options, self.max_gen_toks)
-            until, most = settings["until"], settings["max_gen_toks"]
-            if settings["do_sample"] or most >= self.max_length:
-                rule = f"only greedy decoding of fewer than {self.max_length} tokens is done"
+            until, max_new = settings["until"], settings["max_gen_toks"]
+            if settings["do_sample"] or max_new >= self.max_length:
+                rule = f"only greedy decoding of fewer than {self.max_length} tokens is possible"
                 raise InputError(f"{rule}; got {settings}; change the task's generation_kwargs")
-            tokens, new, text = self.tok_encode(prompt)[most - self.max_length :], [], ""
-            while len(new) < most and not any(one in text for one in until):
+            tokens, new, text = self.tok_encode(prompt)[max_new - self.max_length :], [], ""
+            while len(new) < max_new and not any(end in text for end in until):
                 logits = self._model_call(torch.tensor([tokens + new], device=self.device))
                 new.append(int(logits[0, -1].argmax()))
                 if new[-1] == self.eot_token_id:
@@ -133,24 +142,32 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         return self._shared(requests, super()._loglikelihood_tokens, disable_tqdm)
 
     def _shared(self, requests: list, answer: Callable[..., list], disable_tqdm: bool) -> list:
-        """The answers to all requests, in order, on every rank; so is an error of any rank."""
+        """Return the answers to all requests on every rank, in the order of the requests.
+
+        An error on one rank is raised on every rank.
+
+        Args:
+            requests: All requests.
+            answer: A function that answers the requests of this rank.
+            disable_tqdm: Whether to show no progress bar.
+        """
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if ranks == 1:
             return answer(requests, disable_tqdm=disable_tqdm)
-        found, error = [], None
+        answers, error = [], None
         try:
-            found = answer(requests[rank::ranks], disable_tqdm=disable_tqdm or rank > 0)
+            answers = answer(requests[rank::ranks], disable_tqdm=disable_tqdm or rank > 0)
         except Exception as caught:
             error = caught
         while self._any_works(False):
             self._decoder(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         raise_together(error)
-        parts = gathered(found)
+        parts = gathered(answers)
         return [parts[index % ranks][index // ranks] for index in range(len(requests))]
 
     @torch.no_grad()
     def _model_call(self, inps: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Logits, float32 (batch, length, vocabulary), of tokens, int64 (batch, length)."""
+        """Return logits, float32 (batch, length, vocabulary), of tokens, int64 (batch, length)."""
         self._any_works(True)
         logits = self._decoder(inps).float()
         is_nan = logits.isnan().flatten(1).any(1)  # (batch,)
@@ -162,13 +179,17 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
         return logits
 
     def _any_works(self, working: bool) -> bool:
+        """Return whether any rank still works on its requests. Return False without sharding."""
         flag = torch.tensor(float(working and self._is_sharded))
         if self._is_sharded:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
     def _batch_scheduler(self, pos: int, n_reordered_requests: Sequence[tuple]) -> int:
-        """Requests per forward. They come longest first, and the first one of a batch sets it."""
+        """Return the number of requests per forward.
+
+        Requests come longest first, and the first request of a batch decides the number.
+        """
         if pos == 0 or pos == self._batch_end:
             _, context, continuation = n_reordered_requests[pos]
             length = min(len(context) + len(continuation), self.max_length)
@@ -178,9 +199,12 @@ class DecoderLM(cast(Any, HFLM)):  # whose decorator hides its type
 
 
 class PlainTokenizer:
-    """What lm-eval asks of a tokenizer, of one that is tiktoken or SentencePiece inside.
+    """The tokenizer interface of lm-eval for torchtune's tiktoken and SentencePiece tokenizers.
 
-    A text starts with BOS if there is one that is not EOS.
+    A text starts with BOS if there is a BOS other than EOS.
+
+    Args:
+        tokenizer: A tokenizer in torchtune's form.
     """
 
     def __init__(self, tokenizer: Any):
@@ -195,8 +219,8 @@ class PlainTokenizer:
         return [self.bos_token_id] * has_bos + ids
 
     def decode(self, ids: list[int] | int, skip_special_tokens: bool = False) -> str:
-        """The text without BOS and EOS; one that comes as an int is shown by its number."""
+        """Return the text of tokens without BOS and EOS, or a token given as an int by number."""
         if isinstance(ids, int):
             return f"<|{ids}|>"
         special = (self.bos_token_id, self.eos_token_id)
-        return self._tokenizer.decode([one for one in ids if one not in special])
+        return self._tokenizer.decode([token for token in ids if token not in special])

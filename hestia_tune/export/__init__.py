@@ -1,4 +1,4 @@
-"""Hard models as files that other runtimes load, each read back before it gets its name."""
+"""Writes hard models as files for other runtimes, and reads each file back."""
 
 from hestia_tune.export.compressed_tensors import write_compressed_tensors
 from hestia_tune.export.folder import write_huggingface

@@ -1,20 +1,20 @@
-"""Hugging Face folders as they are written, in any layout, and their model cards.
+"""Writes Hugging Face folders in any layout, and their model cards.
 
 A folder is written under a temporary name. Every tensor is read back and compared. Then the
 folder gets its name, and a folder that had the name is removed. The cost is memory for the
 tensors that change. Tensors of a hard model in bfloat16 stay mapped from its files. A model that
-is quantized on the way, or stored in another dtype, is held whole in bfloat16.
+is quantized during the export, or stored in another dtype, is held in memory in bfloat16.
 
 The model card is the README.md of a folder, with the metadata that the hub reads. Its template
-is card.md. It says what hestia.json says, and leaves out what hestia.json does not know. Licence
-and language come from the README.md of the pretrained model.
+is card.md. The card shows the content of hestia.json and leaves out what hestia.json does not have.
+Licence and language come from the README.md of the pretrained model.
 """
 
 import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,60 +39,83 @@ def write_huggingface(
     overwrite: bool = False,
     description: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Writes a model of any architecture as dense bfloat16 safetensors, equal to the hard model.
+    """Write a hard model of any architecture as dense bfloat16 safetensors with equal weights.
 
     Args:
-        target: the folder to write; its parents are made.
-        overwrite: replace a model folder that is there, once the new one is complete.
-        description: content of ``hestia.json``: how the weights were made. None copies the source's
-            own, if it has one.
+        source: The model.
+        target: The folder to write. Its parents are made.
+        overwrite: Replace a model folder that exists, once the new folder is complete.
+        description: Content of ``hestia.json``, which says how the weights were made. None: the
+            content of the source's ``hestia.json``, if it has one.
 
     Returns:
-        What `sizes` lists, and types: name -> number of tensors in the files.
+        What `sizes` returns, and types: name -> number of tensors in the files.
 
     Raises:
-        InputError: if the target exists; or on a weight that is not hard or that bfloat16 would
-            round.
-        OSError: if the disk is full.
-        RuntimeError: if the files read back are not the model. In all cases nothing is left behind,
-            and a folder that was to be replaced is still there.
+        InputError: If the target exists, if a weight is not hard, or if bfloat16 would round a
+            weight.
+        OSError: If the disk is full.
+        RuntimeError: If the files that are read back differ from the model. After any error nothing
+            is left behind, and a folder that was to be replaced still exists.
     """
 
-    def stored(name: str) -> dict[str, torch.Tensor]:
-        tensor = source.read_hard(name)
-        if name in source.quantized and source.method.packed_formats:
-            source.pack(name, tensor)  # refuses what is not hard
-        return {name: tensor}
+    def entries() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in source.shapes:
+            tensor = source.read_hard(name)
+            if name in source.quantized and source.method.packed_formats:
+                source.pack(name, tensor)  # raises InputError if the weight is not hard
+            yield name, tensor
 
     description = description or source.description
-    return write_safetensors(source, target, stored, source.config, description, overwrite)
+    return write_safetensors(source, target, entries(), source.config, description, overwrite)
 
 
 def write_safetensors(
     source: ModelFolder,
     target: Path,
-    stored: Callable[[str], dict[str, torch.Tensor]],
+    entries: Iterable[tuple[str, torch.Tensor]],
     config: Mapping[str, Any],
     description: Mapping[str, Any] | None,
     overwrite: bool,
     check: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
-    """As `write_huggingface`, in any layout: ``stored`` gives what the files hold for a weight, by
-    name; ``config`` becomes config.json; ``check`` is `write_folder`'s."""
+    """Write a hard model as safetensors in any layout, as `write_huggingface` does.
+
+    Args:
+        source: The model.
+        target: The folder to write.
+        entries: Name and value of every tensor in the files.
+        config: Content of config.json.
+        description: Content of hestia.json. None: the file is not written.
+        overwrite: Replace a model folder that exists.
+        check: See `write_folder`.
+    """
     texts = {"config.json": config, DESCRIPTION_FILE: description}
-    state, num_bytes = write_folder(
-        source.folder,
-        target,
-        (entry for name in source.shapes for entry in stored(name).items()),
-        {name: json.dumps(text, indent=2) + "\n" for name, text in texts.items() if text},
-        overwrite=overwrite,
-        check=check,
-    )
+    state, num_bytes = write_folder(source, target, entries, texts, overwrite, check=check)
     kept = source.shapes.keys() - source.quantized.keys()
     quantized_bytes = sum(tensor.nbytes for name, tensor in state.items() if name not in kept)
     types = Counter(_TYPES[tensor.dtype] for tensor in state.values())
-    found = sizes(source.shapes, source.quantized, num_bytes, quantized_bytes)
-    return found | {"types": dict(types)}
+    summary = sizes(source.shapes, source.quantized, num_bytes, quantized_bytes)
+    return summary | {"types": dict(types)}
+
+
+def split_weights(
+    source: ModelFolder, split: Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of every tensor in a layout that splits each quantized weight.
+
+    Args:
+        source: The model.
+        split: A function from a quantized weight's name and value to its parts. "weight" at the end
+            of the name is replaced by the name of a part.
+    """
+    for name in source.shapes:
+        weight = source.read_hard(name)
+        if name not in source.quantized:
+            yield name, weight
+            continue
+        for part, value in split(name, weight).items():
+            yield f"{name.removesuffix('weight')}{part}", value
 
 
 def sizes(
@@ -101,15 +124,17 @@ def sizes(
     num_bytes: int,
     quantized_bytes: int,
 ) -> dict[str, Any]:
-    """What the files of a model weigh.
+    """Summarize the size of a model's files.
 
     Args:
-        num_bytes: of all files with weights, their headers included.
-        quantized_bytes: of the codes and scales of those in ``quantized``.
+        shapes: Name -> shape of every tensor of the model.
+        quantized: Names of the quantized weights.
+        num_bytes: Bytes of all files with weights, headers included.
+        quantized_bytes: Bytes of the codes and scales of the quantized weights.
 
     Returns:
-        bytes, parameters, quantized_parameters, quantized_bits_per_weight (None without any), and
-        whole_bits_per_weight = 8 * bytes / parameters, which is 16 in bfloat16.
+        bytes, parameters, quantized_parameters, quantized_bits_per_weight (None without quantized
+        weights), and whole_bits_per_weight = 8 * bytes / parameters, which is 16 in bfloat16.
     """
     parameters = sum(shape.numel() for shape in shapes.values())
     num_quantized = sum(shapes[name].numel() for name in quantized)
@@ -123,58 +148,89 @@ def sizes(
 
 
 def write_folder(
-    source: Path,
+    source: ModelFolder,
     target: Path,
     entries: Iterable[tuple[str, torch.Tensor]],
-    texts: Mapping[str, str],
-    *,
+    texts: Mapping[str, Any],
     overwrite: bool,
+    *,
     file: str | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Writes the folder of a model, dense or packed; returns its tensors and the bytes they take.
+    """Write the folder of a model, dense or packed.
 
     Args:
-        source: Hugging Face folder whose tokenizer and other side files are copied.
-        target, overwrite: as `write_huggingface`'s; its errors.
-        entries: name and tensor; made one at a time, once nothing is in the way of the target.
-        texts: name -> content of the other files, config.json among them.
-        file: name of the one file that torch.save writes; None writes safetensors.
+        source: The model. Its tokenizer and other side files are copied.
+        target: The folder to write.
+        entries: Name and value of every tensor. Tensors are made one at a time, after the check
+            that the target can be written.
+        texts: Name -> content of the other files; see `write_texts`. config.json must be one.
+        overwrite: Replace a model folder that exists, once the new folder is complete.
+        file: Name of the one file that torch.save writes. None: safetensors.
         check: A last check of the complete folder, called before the folder gets its name. If it
             raises, nothing is left behind.
+
+    Returns:
+        Name -> tensor, and the bytes of all files with weights.
+
+    Raises:
+        InputError: If the target exists, or if a file cannot be written.
+        OSError: If the disk is full.
+        RuntimeError: If a tensor that is read back differs.
     """
-    check_target(source, target, overwrite)
-    state = dict(progress_bar(entries, desc=f"reading {source.name}", unit="tensor"))
+    check_target(source.folder, target, overwrite)
+    state = dict(progress_bar(entries, desc=f"reading {source.folder.name}", unit="tensor"))
     with staged(target) as staging:
         staging.mkdir()
-        copy_side_files(source, staging)
-        for name, text in texts.items():
-            (staging / name).write_text(text, encoding="utf-8")
+        copy_side_files(source.folder, staging)
+        write_texts(staging, texts)
         try:
             if file is None:
                 save_torch_state_dict(state, staging)
             else:
                 torch.save(state, staging / file)
-        except (SafetensorError, RuntimeError) as error:  # their words for a write that failed
-            raise InputError(f"{staging} could not be written: {one_line(error)}") from error
+        except (SafetensorError, RuntimeError) as error:  # both raise them for a failed write
+            raise InputError(
+                f"{staging} could not be written: {one_line(error)}; make room on the disk"
+            ) from error
         num_bytes, written = 0, {}
         for path in staging.glob(file or "*.safetensors"):
-            path.chmod((staging / "config.json").stat().st_mode)  # may be its owner's alone
+            path.chmod((staging / "config.json").stat().st_mode)  # others may be unable to read it
             num_bytes += path.stat().st_size
             written |= read_state(path)
         for name, expected in progress_bar(state.items(), desc="reading it back", unit="tensor"):
-            found = written.get(name, torch.empty(0))
-            same = torch.equal(as_dense(found), as_dense(expected))
-            if not same or found.dtype != expected.dtype:
+            read = written.get(name, torch.empty(0))
+            same = torch.equal(as_dense(read), as_dense(expected))
+            if not same or read.dtype != expected.dtype:
                 raise RuntimeError(f"{name} read back differs from its source; check the disk")
         if check is not None:
             check(staging)
         return state, num_bytes
 
 
+def write_texts(folder: Path, texts: Mapping[str, Any]) -> None:
+    """Write text files into a folder.
+
+    Args:
+        folder: The folder, which exists.
+        texts: Name -> content. A string is written unchanged, None is skipped, and any other value
+            is written as JSON.
+    """
+    for name, content in texts.items():
+        if content is not None:
+            text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+            (folder / name).write_text(text, encoding="utf-8")
+
+
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Raises FileExistsError if ``target`` exists, unless it may be overwritten and is a model's
-    folder, which neither is nor holds ``source``."""
+    """Raise InputError if a folder exists that must not be replaced.
+
+    Args:
+        source: The folder of the model that is exported.
+        target: The folder to write.
+        overwrite: Whether ``target`` may be replaced. Only the folder of another model may be:
+            neither ``source`` nor a folder that contains it.
+    """
     is_model = (target / "config.json").is_file() and not target.is_symlink()
     holds_source = source.resolve().is_relative_to(target.resolve())
     if os.path.lexists(target) and not (overwrite and is_model and not holds_source):
@@ -186,7 +242,7 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
 CARD_FILE = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md")
 _KEPT = ("license", "license_name", "license_link", "language")
-# The others: transformers.
+# Format -> the library that loads it. For formats that are not here: transformers.
 _LIBRARIES = {"gguf": "gguf", "torchao": "hestia_tune", "onnx": "onnxruntime-genai"}
 
 
@@ -199,19 +255,20 @@ def write_card(
     evaluation: Path | None = None,
     origin: Path | None = None,
 ) -> None:
-    """Writes README.md.
+    """Write the model card, README.md, of a folder.
 
     Args:
-        folder: of the model.
-        description: content of hestia.json. Read of it: hestia_tune, quantizer, layers, base_model
-            (by `hub_name`), step, data, tokens, validation_loss.
+        folder: The folder of the model.
+        description: Content of hestia.json. The card shows hestia_tune, quantizer, layers,
+            base_model (a `hub_name`), step, data, tokens and validation_loss.
         form: "huggingface", "compressed_tensors", "torchao", "gguf" or "onnx".
-        sizes: what the export returned.
-        evaluation: path of an evaluation.json; left out unless it measured ``origin``.
-        origin: the folder of these weights whose README.md has the licence; None is ``folder``.
+        sizes: What the export returned.
+        evaluation: Path of an evaluation.json. It is left out unless it measured ``origin``.
+        origin: The folder of the same weights that has a README.md with the licence. None:
+            ``folder``.
     """
     origin, given = origin or folder, {}
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # which may be anything
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # the file may hold anything
         given = metadata_load(origin / CARD_FILE) or {}
     model = {"base_model": "", "quantizer": "quantized", "layers": (), "data": ()} | {**description}
     base, method, data = model["base_model"], model["quantizer"].partition(",")[0], model["data"]
@@ -233,16 +290,24 @@ def write_card(
 
 
 def _evaluation(path: Path | None, folder: Path) -> tuple[list[str], list[list[str]]]:
-    """The models that an evaluation.json compares, and rows of task, measure and their values;
-    empty unless ``folder`` is one of them."""
+    """Read the table of an evaluation.json.
+
+    Args:
+        path: The evaluation.json.
+        folder: The folder of one of the models.
+
+    Returns:
+        The names of the models, and rows of task, measure and one value per model. Both are empty
+        if there is no file or if the file did not measure ``folder``.
+    """
     if path is None or not path.is_file():
         return [], []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    sources = [one["settings"].get("source", "") for one in found["models"].values()]
+    evaluation = json.loads(path.read_text(encoding="utf-8"))
+    sources = [model["settings"].get("source", "") for model in evaluation["models"].values()]
     if folder.resolve() not in [Path(source).resolve() for source in sources]:
         return [], []
-    names, rows = list(found["models"]), []
-    for metric, table in found["tables"].items():
+    names, rows = list(evaluation["models"]), []
+    for metric, table in evaluation["tables"].items():
         for task in dict.fromkeys(task for row in table.values() for task in row):
             values = [table.get(name, {}).get(task, {}).get("value") for name in names]
             rows.append([task, metric, *("" if v is None else f"{v:.4f}" for v in values)])

@@ -1,4 +1,4 @@
-"""Writes a hard model as a GGUF file that llama.cpp loads with exactly the trained weights.
+"""Writes a hard model as a GGUF file, which llama.cpp loads with exactly the trained weights.
 
 Codes and scales are recovered from the dense hard weight, which is exact, and are stored unchanged.
 Every tensor gets a type. Quantized weights get a block type. Vectors (norms, biases) get float32,
@@ -48,7 +48,7 @@ import hestia_tune
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import sizes
-from hestia_tune.export.gguf_model import LlamaModel
+from hestia_tune.export.gguf_model import LlamaModel, add_vocabulary
 from hestia_tune.files import staged
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.models.folder import ModelFolder, import_optional, is_exact
@@ -182,7 +182,7 @@ def write_gguf(
     """
     gguf = import_optional("gguf")
     if path.is_dir() or (path.exists() and not overwrite):
-        raise InputError(f"{path} exists; choose another name, or overwrite=True for a file")
+        raise InputError(f"{path} exists; choose another name, or set overwrite=True for a file")
     model, types, num_bytes = LlamaModel(source), block_types(source, block_type), {}
     for name in source.quantized:
         if name not in model.names or name == "model.embed_tokens.weight":
@@ -256,20 +256,16 @@ def choose_block_type(
     for name in names:
         if BLOCK_TYPES[name].fits(in_features, group_size, levels):
             return BLOCK_TYPES[name]
-    if levels == 4 and "Q4_0" not in names:
-        raise InputError(f"four levels fit Q4_0 alone; got {', '.join(names)}; use Q4_0")
     raise InputError(
-        f"a block of {' or '.join(names)} would straddle rows or scales of {weight} "
-        f"(in_features {in_features}, group_size {group_size}); try block_type Q4_0, of 32 "
-        "weights, or leave it out of quantized, to be stored densely"
+        f"no block of {' or '.join(names)} holds {weight} exactly (in_features {in_features}, "
+        f"group_size {group_size}, {levels} levels); use block_type Q4_0 with blocks of 32, or "
+        "leave the weight out of quantized, to be stored densely"
     )
 
 
 def _new_writer(source: ModelFolder, model: LlamaModel) -> Any:
     """Return a ``gguf.GGUFWriter`` with the model's metadata, hyperparameters and vocabulary."""
     import gguf
-
-    from hestia_tune.export.gguf_model import add_vocabulary
 
     writer = gguf.GGUFWriter(None, model.architecture)
     parameters = sum(shape.numel() for shape in source.shapes.values())
@@ -286,11 +282,11 @@ def _new_writer(source: ModelFolder, model: LlamaModel) -> Any:
 
 
 def _pack_dense(weight: torch.Tensor, name: str) -> tuple[TensorType, np.ndarray]:
-    """Return the type of a dense tensor and its bytes; ValueError if float32 does not hold it."""
+    """Return a dense tensor's type and bytes, or raise InputError if float32 does not hold it."""
     dtypes = _DENSE_TYPES if weight.dim() > 1 else (torch.float32,)
     dtype = next((dtype for dtype in dtypes if is_exact(weight, dtype)), None)
     if dtype is None:
-        raise InputError(f"GGUF export holds up to float32; {name} has more digits")
+        raise InputError(f"GGUF export holds up to float32; {name} has more digits; round it")
     return _DENSE_TYPES[dtype], weight.to(dtype).contiguous().view(torch.int8).numpy()
 
 

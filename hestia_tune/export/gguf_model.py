@@ -1,23 +1,24 @@
-"""A Hugging Face model and its tokenizer as llama.cpp names and orders them.
+"""Translates a Hugging Face model and its tokenizer to llama.cpp's names and orders.
 
-**Model.** The gguf package knows the names of tensors and hyperparameters. Two things differ
-besides. First, Hugging Face rotates the two halves of a head, and llama.cpp rotates neighbouring
-pairs for Llama, Mistral and SmolLM3, so the rows of the query and key projections change their
-order (Qwen2 and Qwen3 keep the halves). Second, Llama 3's long-context rotary factors become a
-tensor. With tied embeddings llama.cpp takes the embedding as the output matrix.
+**Model.** The gguf package knows the names of tensors and hyperparameters. Two more things differ.
+First, the order of rows. Hugging Face rotates the two halves of a head. llama.cpp rotates
+neighbouring pairs for Llama, Mistral and SmolLM3, so the rows of their query and key projections
+change their order. For Qwen2 and Qwen3 it rotates halves. Second, the rotary factors for Llama 3's
+long context become a tensor. With tied embeddings, llama.cpp uses the embedding as output matrix.
 
-**Tokenizer.** llama.cpp does not run ``tokenizer.json``: it has tokenizers of its own, selected
-by name. Two families are known here, recognised by the structure of ``tokenizer.json``. Anything
-else is an error, because a wrong name gives other token ids without a complaint.
+**Tokenizer.** llama.cpp does not run ``tokenizer.json``. It has its own tokenizers and selects one
+by name. Two families are known here. The structure of ``tokenizer.json`` shows the family. Any
+other tokenizer is an error, because llama.cpp does not notice a wrong name and gives other token
+ids.
 
-    byte-level BPE ("gpt2")     the regular expression that cuts the text has a name:
+    byte-level BPE ("gpt2")     the regular expression that splits the text has a name:
                                 llama-bpe, qwen2, smollm, gpt-2
-    SentencePiece BPE ("llama") pieces with U+2581 for a space and bytes as <0x00>; its merges
-                                become scores, the earlier the higher
+    SentencePiece BPE ("llama") pieces have U+2581 for a space and <0x00> for a byte; merges become
+                                scores, and earlier merges have higher scores
 
 ``gguf.SpecialVocab`` reads merges and chat templates and writes them with the special tokens. It
-overlooks special tokens that are not added tokens, which are looked up here. What is added to a
-text is read off a text that the tokenizers library encodes.
+finds special tokens only among the added tokens, so special tokens are looked up here. To see which
+tokens are added to a text, the tokenizers library encodes a text.
 """
 
 import logging
@@ -26,7 +27,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 from tokenizers import Tokenizer
 
@@ -34,6 +34,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
 from hestia_tune.models.folder import ModelFolder, import_optional
 
+log = logging.getLogger(__name__)
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
@@ -41,41 +42,47 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
 }
-# Whose rotary embedding turns neighbouring rows of a head.
+# The architectures whose rotary embedding rotates neighbouring rows of a head.
 _PAIRED = ("llama", "smollm3")
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-LINEARS = (*_PROJECTIONS, *_MLP)  # of a block
+LINEARS = (*_PROJECTIONS, *_MLP)  # the linears of a block
 _LAYER = ("input_layernorm", *_PROJECTIONS, "post_attention_layernorm", *_MLP)
 _HEAD_NORMS = {"qwen3": ("self_attn.q_norm", "self_attn.k_norm")}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
 def check_architecture(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(llama.cpp's name of the architecture, its rotary embedding by transformers' names) of a
-    config.json.
+    """Return llama.cpp's name of the architecture, and the rotary embedding, of a config.json.
+
+    The rotary embedding has the keys of transformers' ``rope_parameters``.
+
+    Args:
+        config: The content of config.json.
 
     Raises:
-        InputError: naming what llama.cpp does not have, or what is not translated here.
+        InputError: If llama.cpp does not have the architecture, the activation, the window or the
+            rotary scaling, or if it is not translated here.
     """
     architecture = next(iter(config.get("architectures") or []), None)
-    # rope_parameters is transformers 5's.
+    # transformers 5 writes rope_parameters, older versions rope_scaling.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     is_sliding = config.get("use_sliding_window", config.get("sliding_window") is not None)
-    facts = [
+    requirements = [
         ("architecture", architecture, tuple(_ARCHITECTURES)),
         ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
         ("use_sliding_window", bool(is_sliding), (False,)),
         ("rotary scaling", rope_type, ("default", "linear", "llama3")),
     ]
     if architecture == "SmolLM3ForCausalLM":
-        # llama.cpp leaves the rotation out in every fourth layer, whatever the file says.
+        # llama.cpp leaves out the rotation in every fourth layer, even if the file says otherwise.
         every, count = config.get("no_rope_layer_interval", 4), config["num_hidden_layers"]
         rotated = [int((layer + 1) % every != 0) for layer in range(count)]
         expected = [int((layer + 1) % 4 != 0) for layer in range(count)]
-        facts.append(("no_rope_layers", config.get("no_rope_layers") or rotated, (expected,)))
-    for key, value, known in facts:
+        layers = config.get("no_rope_layers") or rotated
+        requirements.append(("no_rope_layers", layers, (expected,)))
+    for key, value, known in requirements:
         if value not in known:
             raise InputError(
                 f"GGUF export knows the {key} {' or '.join(map(str, known))}; got {value!r}; "
@@ -86,15 +93,17 @@ def check_architecture(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 class LlamaModel:
-    """What the model of a Hugging Face folder is for llama.cpp.
+    """The model of a Hugging Face folder with llama.cpp's names and order of rows.
+
+    Args:
+        source: The folder.
 
     Attributes:
-        architecture: as llama.cpp names it.
-        names: name in the safetensors -> name in the GGUF file, of every tensor in it.
+        architecture: llama.cpp's name of the architecture.
+        names: Name in the safetensors -> name in the GGUF file, for every tensor in the GGUF file.
 
     Raises:
-        InputError: on an architecture, an activation or a rotary scaling that llama.cpp does not
-            have, or that is not translated here; on tensors that are missing or unknown.
+        InputError: If `check_architecture` raises it, or if tensors are missing or unknown.
     """
 
     def __init__(self, source: ModelFolder):
@@ -110,22 +119,22 @@ class LlamaModel:
         needed = [f"model.layers.{layer}.{part}" for layer in range(count) for part in parts]
         needed += ["model.embed_tokens", "model.norm"]
         if config.get("tie_word_embeddings", self.architecture == "smollm3"):
-            names.pop("lm_head.weight", None)  # a copy
+            names.pop("lm_head.weight", None)  # a copy of the embedding
         else:
             needed.append("lm_head")
-        wrong = [f"{name} is missing" for name in needed if f"{name}.weight" not in names]
-        wrong += [f"{name} is unknown" for name, ours in names.items() if not ours]
-        if wrong:
+        problems = [f"{name} is missing" for name in needed if f"{name}.weight" not in names]
+        problems += [f"{name} is unknown" for name, ours in names.items() if not ours]
+        if problems:
             raise InputError(
-                f"{wrong[0]} in the {self.architecture} of {count} layers that config.json "
-                "describes; take the config that belongs to the model"
+                f"{problems[0]} in the {self.architecture} of {count} layers that config.json "
+                "describes; use the config that belongs to the model"
             )
         if self._rope["rope_type"] == "llama3":
             names[ROPE_FACTORS] = ROPE_FACTORS
         self.names = names
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Name in the safetensors, tensor with its rows in llama.cpp's order) of every tensor."""
+        """Yield every tensor's name in the safetensors, and its value in llama.cpp's row order."""
         for name in self.names:
             if name == ROPE_FACTORS:
                 yield name, self.rope_factors()
@@ -138,10 +147,11 @@ class LlamaModel:
             yield name, tensor
 
     def rope_factors(self) -> torch.Tensor:
-        """float32 (head_dim / 2,): what llama.cpp divides the rotary frequencies by (Llama 3).
+        """Return Llama 3's divisors of the rotary frequencies, float32 (head_dim / 2,).
 
-        A wavelength below context / high_freq_factor keeps its frequency, one above context /
-        low_freq_factor is slowed by ``factor``, with a linear blend of frequencies in between.
+        A wavelength below context / high_freq_factor keeps its frequency. A wavelength above
+        context / low_freq_factor has its frequency divided by ``factor``. Between the two, the
+        frequency is a linear blend.
         """
         rope = self._rope
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -152,7 +162,7 @@ class LlamaModel:
         return (1 / ((1 - blend) / rope["factor"] + blend)).float()
 
     def add_to(self, writer: Any) -> None:
-        """Adds the hyperparameters to a ``gguf.GGUFWriter``."""
+        """Add the hyperparameters to a ``gguf.GGUFWriter``."""
         config = self._source.config
         writer.add_block_count(config["num_hidden_layers"])
         writer.add_context_length(config["max_position_embeddings"])
@@ -171,8 +181,6 @@ class LlamaModel:
             writer.add_rope_scaling_factor(self._rope["factor"])
 
 
-log = logging.getLogger(__name__)
-
 _SPLIT_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -181,18 +189,22 @@ _SPLIT_NAMES = {_SPLIT_WORDS % r"\p{N}{1,3}": "llama-bpe", _SPLIT_WORDS % r"\p{N
 
 
 def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Adds the tokenizer of a Hugging Face folder to a ``gguf.GGUFWriter``: tokens, special tokens,
-    what is added to a text, and the chat template.
+    """Add the tokenizer of a Hugging Face folder to a GGUF file.
+
+    The file gets the tokens, the special tokens, the rules for BOS and EOS, and the chat template.
 
     Args:
-        folder: with ``tokenizer.json``; ``tokenizer_config.json`` names the special tokens.
-        config: the model's, has the ids of special tokens that are not named. Ids up to its
-            ``vocab_size`` without a token are filled up as unused.
+        writer: The ``gguf.GGUFWriter``.
+        folder: A folder with ``tokenizer.json``. The names of special tokens are in its
+            ``tokenizer_config.json``.
+        config: The model's config.json. It has the ids of special tokens without a name. An id
+            below its ``vocab_size`` without a token becomes an unused token.
 
     Raises:
-        InputError: without ``tokenizer.json``; or if llama.cpp has no tokenizer for it, or it has
-            more tokens than the model.
+        InputError: If ``tokenizer.json`` is missing, if llama.cpp has no tokenizer for it, or if it
+            has more tokens than the model.
     """
+    gguf = import_optional("gguf")
     file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     tokenizer = read_json(file)
     settings = read_json(settings_file) if settings_file.is_file() else {}
@@ -209,29 +221,31 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
         special.merges, special.load_merges = [], False
     encoder = Tokenizer.from_file(str(file))
     encoder.no_padding()
-    seen = encoder.encode("a")
-    added = [bool(mask) for mask in seen.special_tokens_mask]
-    has_space = seen.tokens[added.index(False)].startswith("\u2581")
+    encoding = encoder.encode("a")
+    added = [bool(mask) for mask in encoding.special_tokens_mask]
+    has_space = encoding.tokens[added.index(False)].startswith("\u2581")
     writer.add_add_space_prefix(is_sentencepiece and has_space)
     ends = {"bos": added[0], "eos": added[-1]}
     if not any(added):
         ends = {kind: bool(settings.get(f"add_{kind}_token")) for kind in ends}
     special.add_special_token = ends
     for kind in ("bos", "eos", "unk", "pad"):
-        token, index = settings.get(f"{kind}_token") or "", config.get(f"{kind}_token_id")
-        found = encoder.token_to_id(token["content"] if isinstance(token, dict) else token)
-        index = index[0] if isinstance(index, list) else index
-        if found is not None or index is not None:
-            special.special_token_ids[kind] = index if found is None else found
-    if (template := folder / "chat_template.jinja").is_file():  # before the tokenizer's own
+        token = settings.get(f"{kind}_token") or ""
+        index = encoder.token_to_id(token["content"] if isinstance(token, dict) else token)
+        if index is None:
+            index = config.get(f"{kind}_token_id")
+            index = index[0] if isinstance(index, list) else index
+        if index is not None:
+            special.special_token_ids[kind] = index
+    if (template := folder / "chat_template.jinja").is_file():  # it precedes the tokenizer's own
         special.chat_template = template.read_text(encoding="utf-8")
     special.add_to_gguf(writer, quiet=True)
 
 
 def _split_name(tokenizer: dict, file: Path) -> str:
-    """llama.cpp's name of how text is cut; that of SentencePiece is "default"."""
-    model, cut = tokenizer["model"], tokenizer.get("pre_tokenizer")
-    steps = cut.get("pretokenizers", [cut]) if cut else []
+    """Return llama.cpp's name of a tokenizer's split into words; "default" for SentencePiece."""
+    model, pre_tokenizer = tokenizer["model"], tokenizer.get("pre_tokenizer")
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer]) if pre_tokenizer else []
     kinds = [model.get("type", "BPE"), *(step["type"] for step in steps)]
     if model.get("byte_fallback") and kinds in (["BPE"], ["BPE", "Metaspace"]):
         return "default"
@@ -246,44 +260,47 @@ def _split_name(tokenizer: dict, file: Path) -> str:
             if steps[0]["behavior"] == "Isolated" and pattern in _SPLIT_NAMES:
                 return _SPLIT_NAMES[pattern]
     raise InputError(
-        f"llama.cpp selects its tokenizer by name, and {file} ({' + '.join(kinds)}) is none of "
-        "those known here (Llama 3, Qwen2, SmolLM, GPT-2, SentencePiece BPE); export to another "
-        "format"
+        f"GGUF export knows the tokenizers Llama 3, Qwen2, SmolLM, GPT-2 and SentencePiece BPE; "
+        f"{file} ({' + '.join(kinds)}) is none of them; export to another format"
     )
 
 
 def _tokens(
     tokenizer: dict, settings: dict, vocab_size: int, file: Path
 ) -> tuple[list[str], list[int]]:
-    """Token and type of every id below ``vocab_size``."""
+    """Return the token and the type of every id below ``vocab_size``."""
+    from gguf import TokenType
+
     model = tokenizer["model"]
-    by_id = {index: (token, gguf.TokenType.NORMAL) for token, index in model["vocab"].items()}
+    by_id = {index: (token, TokenType.NORMAL) for token, index in model["vocab"].items()}
     added = {int(index): token for index, token in settings.get("added_tokens_decoder", {}).items()}
     added |= {token["id"]: token for token in tokenizer.get("added_tokens", [])}
     for index, token in added.items():
-        kind = gguf.TokenType.CONTROL if token.get("special") else gguf.TokenType.USER_DEFINED
+        kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
         by_id[index] = (token["content"], kind)
     if model.get("byte_fallback"):
         for index, (token, kind) in by_id.items():
             if token == model.get("unk_token"):
-                by_id[index] = (token, gguf.TokenType.UNKNOWN)
-            elif kind == gguf.TokenType.NORMAL and len(token) == 6 and token.startswith("<0x"):
-                by_id[index] = (token, gguf.TokenType.BYTE)
+                by_id[index] = (token, TokenType.UNKNOWN)
+            elif kind == TokenType.NORMAL and len(token) == 6 and token.startswith("<0x"):
+                by_id[index] = (token, TokenType.BYTE)
     if max(by_id) >= vocab_size:
         raise InputError(
-            f"the model has {vocab_size} token ids, {file} has one up to {max(by_id)}; take the "
+            f"the model has {vocab_size} token ids, but {file} has ids up to {max(by_id)}; use the "
             "tokenizer that belongs to the model"
         )
-    filled = [by_id.get(i, (f"[PAD{i}]", gguf.TokenType.UNUSED)) for i in range(vocab_size)]
+    filled = [by_id.get(i, (f"[PAD{i}]", TokenType.UNUSED)) for i in range(vocab_size)]
     return [token for token, _ in filled], [kind for _, kind in filled]
 
 
 def _scores(tokens: list[str], types: list[int], merges: list[str]) -> list[float]:
-    """Minus the rank of the first merge that makes the token; 0 for those that no merge makes."""
+    """Return minus the rank of the first merge that makes each token, or 0 if no merge makes it."""
+    from gguf import TokenType
+
     rank = {}
     for index, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", "", 1), index)
-    pieces = (t for t, kind in zip(tokens, types, strict=True) if kind == gguf.TokenType.NORMAL)
+    pieces = (t for t, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL)
     if unmade := [piece for piece in pieces if len(piece) > 1 and piece not in rank]:
-        log.warning("no merge makes %s, which llama.cpp may still use", unmade[0])
+        log.warning("no merge makes %s, but llama.cpp may still use it", unmade[0])
     return [-float(rank.get(token, 0)) for token in tokens]

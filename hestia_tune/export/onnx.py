@@ -1,21 +1,21 @@
-"""Writing a hard model as the ONNX model that onnxruntime-genai runs, decoding loop and all.
+"""Writes a hard model as an ONNX model for onnxruntime-genai, which also runs the decoding loop.
 
-That library's builder is the authority for the graph: attention with a KV cache, rotary embedding,
-settings of the tokenizer. It takes 2 bits in the layout of GPTQ, which it is given in a temporary
-folder, by blocks of 128, 64 or 32 columns (a scale that covers more is repeated):
+The builder of that library makes the graph: attention with a KV cache, rotary embedding, and the
+settings of the tokenizer. The builder reads 2-bit weights in the layout of GPTQ from a temporary
+folder. A block is 128, 64 or 32 columns with one scale. A scale that covers more columns is
+repeated. The temporary folder holds these tensors for each quantized linear:
 
     NAME.qweight   int32 (in_features / 16, out_features): 2-bit fields of code + 1, the first
                    weight in the lowest bits
-    NAME.qzeros    int32 (blocks, out_features / 16): fields of the zero point less one, 0
+    NAME.qzeros    int32 (blocks, out_features / 16): fields of the zero point minus one, 0
     NAME.scales    float32 (blocks, out_features); 0 for a group of zeros
-    NAME.g_idx     int32 (in_features,): a column's block
+    NAME.g_idx     int32 (in_features,): the block of each column
 
-Each becomes a `MatMulNBits` of 2 bits, query, key and value together. What was built is read back
-and compared, code by code and scale by scale. Its products round activations to 8 bits, as those of
-`hestia_tune.tensors.kernels`; everything else is float32.
+Each linear becomes a `MatMulNBits` of 2 bits; query, key and value become one. Every code and every
+scale of the built model is read back and compared. The products round activations to 8 bits, like
+the products of `hestia_tune.tensors.kernels`. Everything else is float32.
 """
 
-import json
 import logging
 import os
 import re
@@ -28,7 +28,13 @@ from typing import Any
 import torch
 
 from hestia_tune.errors import InputError
-from hestia_tune.export.folder import check_target, sizes, write_folder
+from hestia_tune.export.folder import (
+    check_target,
+    sizes,
+    split_weights,
+    write_folder,
+    write_texts,
+)
 from hestia_tune.export.gguf_model import LINEARS
 from hestia_tune.files import staged
 from hestia_tune.models.folder import (
@@ -41,12 +47,12 @@ from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.group_tensor import GroupTensor
 from hestia_tune.tensors.kernels import BLOCKS
 
-MODEL_FILE = "model.onnx"
-_FIELDS = 16  # of 2 bits in an int32
-_ACTIVATION_BITS = {8: 4, 32: 1}  # -> MatMulNBits' accuracy_level
+_MODEL_FILE = "model.onnx"
+_FIELDS = 16  # fields of 2 bits in an int32
+_ACCURACY_LEVELS = {8: 4, 32: 1}  # bits of activations -> accuracy_level of MatMulNBits
 _HEADS = ("float32", "int8")
 _EMBEDDING, _HEAD = "/model/embed_tokens/Gather", "/lm_head/MatMul"
-# Of those that the builder has, those that the tests run.
+# The architectures that the tests run. The builder knows more.
 _ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -65,68 +71,59 @@ def write_onnx(
     head: str = "float32",
     activation_bits: int = 8,
 ) -> dict[str, Any]:
-    """Writes a hard model as a folder for ``onnxruntime_genai.Model`` on the CPU.
-
-    As `hestia_tune.export.write_huggingface`, but for
+    """Write a hard model as a folder for ``onnxruntime_genai.Model`` on the CPU.
 
     Args:
-        source: as `block_of` wants it.
-        head: "float32", exact; or "int8", the output head rounded to 8 bits by blocks of 32, a
-            quarter of the memory that every token reads.
-        activation_bits: 8; or 32, exact and slow, for comparisons.
+        source: The model; `block_of` checks it.
+        target: The folder to write. Its parents are made.
+        overwrite: Replace a model folder that exists, once the new folder is complete.
+        head: "float32": the output head is exact. "int8": it is rounded to 8 bits in blocks of 32,
+            and every token reads a quarter of the head's memory.
+        activation_bits: 8, or 32 for comparisons, which is exact and slow.
 
     Returns:
-        What `sizes` lists.
+        What `sizes` returns.
 
     Raises:
-        InputError: on another head or number of bits, too.
-        RuntimeError: if the builder fails, or the products that it wrote are not the model's.
-        InputError: as `block_of`.
+        InputError: If ``head`` or ``activation_bits`` is unknown, if the target exists, or if
+            `block_of` raises it.
+        OSError: If the disk is full.
+        RuntimeError: If the builder fails, or if a product that it built differs from the model.
     """
-    if head not in _HEADS or activation_bits not in _ACTIVATION_BITS:
+    if head not in _HEADS or activation_bits not in _ACCURACY_LEVELS:
         raise InputError(
             f"head must be one of {', '.join(_HEADS)}, activation_bits one of "
-            f"{[*_ACTIVATION_BITS]}; got {head!r} and {activation_bits!r}"
+            f"{[*_ACCURACY_LEVELS]}; got {head!r} and {activation_bits!r}"
         )
     block = block_of(source)
     check_target(source.folder, target, overwrite)
-
-    def stored(name: str) -> dict[str, torch.Tensor]:
-        weight = source.read_hard(name)
-        if name not in source.quantized:
-            return {name: weight}
-        parts = _gptq(source.pack(name, weight), block)
-        return {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
-
+    entries = split_weights(source, lambda name, weight: _gptq(source.pack(name, weight), block))
     layout = {"quant_method": "gptq", "bits": 2, "group_size": block, "desc_act": False}
-    config = source.config | {"quantization_config": layout}
+    texts = {"config.json": source.config | {"quantization_config": layout}}
     with (
         staged(target.resolve()) as staging,
         tempfile.TemporaryDirectory(dir=staging.parent) as work,
     ):
-        entries = (entry for name in source.shapes for entry in stored(name).items())
-        texts = {"config.json": json.dumps(config)}
-        write_folder(source.folder, Path(work, "gptq"), entries, texts, overwrite=False)
+        write_folder(source, Path(work, "gptq"), entries, texts, overwrite=False)
         staging.mkdir()
-        copy_side_files(source.folder, staging)  # licences; the tokenizer is the builder's
-        _build(Path(work), staging, head, _ACTIVATION_BITS[activation_bits])
+        copy_side_files(source.folder, staging)  # licences; the builder writes the tokenizer again
+        _build(Path(work), staging, head, _ACCURACY_LEVELS[activation_bits])
         quantized_bytes = _check(source, staging)
-        texts = {"config.json": source.config, DESCRIPTION_FILE: source.description}
-        for name, text in texts.items():
-            if text:
-                (staging / name).write_text(json.dumps(text, indent=2) + "\n", encoding="utf-8")
-        files = [*staging.glob(f"{MODEL_FILE}*")]
-        num_bytes = sum(file.stat().st_size for file in files)
+        write_texts(staging, {"config.json": source.config, DESCRIPTION_FILE: source.description})
+        num_bytes = sum(file.stat().st_size for file in staging.glob(f"{_MODEL_FILE}*"))
     return sizes(source.shapes, source.quantized, num_bytes, quantized_bytes)
 
 
 def block_of(source: ModelFolder) -> int:
-    """Columns that share a scale in the file of a model.
+    """Return the number of columns that share a scale in a model's ONNX file.
+
+    Args:
+        source: The model.
 
     Raises:
-        InputError: without onnxruntime-genai and what its builder needs; or on another
-            architecture, if other linears than the seven of every block are quantized, codes are of
-            four levels, or no block divides the groups.
+        InputError: If onnxruntime-genai or a package of its builder is missing; if the architecture
+            is unknown; if the quantized weights are not the seven linears of every block; if codes
+            have four levels; or if no block divides the groups.
     """
     for package in ("onnx", "onnx_ir", "onnxruntime_genai", "transformers"):
         import_optional(package, "onnx")
@@ -139,11 +136,11 @@ def block_of(source: ModelFolder) -> int:
     if source.method.levels > 3:
         raise InputError("ONNX export holds ternary and binary codes; export to another format")
     layers = range(source.config["num_hidden_layers"])
-    wanted = {f"model.layers.{layer}.{part}.weight" for layer in layers for part in LINEARS}
-    if odd := wanted ^ source.quantized.keys():
+    expected = {f"model.layers.{layer}.{part}.weight" for layer in layers for part in LINEARS}
+    if odd := expected ^ source.quantized.keys():
         raise InputError(
-            f"ONNX export wants the seven linears of every block quantized, and no others; "
-            f"{min(odd)} is another case; export to another format"
+            f"ONNX export needs all seven linears of every block quantized, and no other weight; "
+            f"{min(odd)} differs; export to another format"
         )
     widths = set()
     for name, group in source.quantized.items():
@@ -151,25 +148,25 @@ def block_of(source: ModelFolder) -> int:
         widths |= {group if isinstance(group, int) else columns}
         if rows % _FIELDS:
             raise InputError(
-                f"ONNX export wants out_features that are a multiple of {_FIELDS}; {name} has "
+                f"ONNX export needs out_features that are a multiple of {_FIELDS}; {name} has "
                 f"{rows}; export to another format"
             )
     fitting = [block for block in BLOCKS if all(width % block == 0 for width in widths)]
     if not fitting:
         raise InputError(
-            f"ONNX export wants groups, or whole rows, of a multiple of {BLOCKS[-1]} weights; got "
+            f"ONNX export needs groups, or whole rows, of a multiple of {BLOCKS[-1]} weights; got "
             f"{sorted(widths)}; export to another format"
         )
     return fitting[0]
 
 
 def _gptq(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:
-    """See the module."""
-    codes, (rows, columns) = hard.codes(), hard.shape
+    """Return the tensors of one weight in the layout of GPTQ; see the module docstring."""
+    rows, columns = hard.shape
     scale = hard.scale.float().repeat_interleave(hard.block_size[-1] // block, 1)
-    scale = scale.expand(rows, -1)
+    scale = scale.expand(rows, -1)  # (out_features, blocks)
     return {
-        "qweight": pack2(codes + 1).view(torch.int32).t().contiguous(),
+        "qweight": pack2(hard.codes() + 1).view(torch.int32).t().contiguous(),
         "qzeros": torch.zeros(columns // block, rows // _FIELDS, dtype=torch.int32),
         "scales": scale.t().contiguous(),
         "g_idx": torch.arange(columns, dtype=torch.int32) // block,
@@ -177,18 +174,25 @@ def _gptq(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:
 
 
 def _build(work: Path, target: Path, head: str, accuracy_level: int) -> None:
-    """Runs the builder, in a process of its own, on the folder gptq in ``work``."""
-    kept = (_EMBEDDING, _HEAD) if head == "float32" else (_EMBEDDING,)
-    options = ["hf_token=false", f"accuracy_level={accuracy_level}"]
-    options += [f"nodes_to_exclude={','.join(kept)}"]
+    """Run the builder in a process of its own.
+
+    Args:
+        work: A temporary folder with the folder "gptq".
+        target: The folder for the built model.
+        head: See `write_onnx`.
+        accuracy_level: The accuracy_level of the products.
+    """
+    kept, options = [_EMBEDDING, _HEAD], []
     if head != "float32":
-        options += [f"matmul_mixed_precision=last_matmul:{head}"]
+        kept, options = [_EMBEDDING], [f"matmul_mixed_precision=last_matmul:{head}"]
+    options += [f"nodes_to_exclude={','.join(kept)}", f"accuracy_level={accuracy_level}"]
+    options += ["hf_token=false"]
     log.info("building the ONNX model")
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu", "-p", "int4"]
     command += ["-i", str(work / "gptq"), "-o", str(target), "-c", str(work / "cache")]
     done = subprocess.run(
         [*command, "--extra_options", *options],
-        cwd=work,  # where no module of the builder's names can be
+        cwd=work,  # no file here can hide a module that the builder imports
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -197,34 +201,44 @@ def _build(work: Path, target: Path, head: str, accuracy_level: int) -> None:
         reason = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         raise RuntimeError(
             f"onnxruntime-genai could not build the model (exit status {done.returncode}): "
-            f"{' '.join(reason)}; see that there is memory and disk, or export to another format"
+            f"{' '.join(reason)}; check memory and disk space, or export to another format"
         )
 
 
 def _check(source: ModelFolder, folder: Path) -> int:
-    """Compares codes times scales of every product with the hard model; returns their bytes."""
+    """Compare codes times scales of every product with the hard model.
+
+    Args:
+        source: The hard model.
+        folder: The folder that was built.
+
+    Returns:
+        The bytes of all codes, scales and zero points.
+
+    Raises:
+        RuntimeError: If a product differs, or if a quantized weight has no 2-bit product.
+    """
     import onnx
 
-    model = onnx.load(str(folder / MODEL_FILE), load_external_data=False)
+    model = onnx.load(str(folder / _MODEL_FILE), load_external_data=False)
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     num_bytes, seen = 0, set()
     for node in model.graph.node:
-        if not (found := _NODE.fullmatch(node.name)):
+        if not (match := _NODE.fullmatch(node.name)):
             continue
-        layer, room, part = found.groups()
-        parts = [*part] if part == "qkv" else [part]
-        room = "self_attn" if room == "attn" else room
-        names = [f"model.{layer}.{room}.{part}_proj.weight" for part in parts]
+        layer, parent, part = match.groups()
+        prefix = f"model.{layer}.{'self_attn' if parent == 'attn' else parent}"
+        names = [f"{prefix}.{p}_proj.weight" for p in ("qkv" if part == "qkv" else [part])]
         weight = torch.cat([source.read_hard(name) for name in names]).float()
         arrays = [
             torch.from_numpy(onnx.numpy_helper.to_array(tensors[name], str(folder)).copy())
             for name in node.input[1:4]
         ]
         codes, scales, zeros = arrays
-        blocks = scales.reshape(len(weight), -1, 1)
+        scales = scales.reshape(len(weight), -1, 1)  # (out_features, blocks, 1)
         fields = unpack2(codes.flatten(1), weight.shape[1]).float()
-        zeros = unpack2(zeros.reshape(len(weight), -1), blocks.shape[1]).unsqueeze(-1)
-        dense = ((fields.unflatten(1, (blocks.shape[1], -1)) - zeros) * blocks).flatten(1)
+        zeros = unpack2(zeros.reshape(len(weight), -1), scales.shape[1]).unsqueeze(-1)
+        dense = ((fields.unflatten(1, (scales.shape[1], -1)) - zeros) * scales).flatten(1)
         if not torch.equal(dense, weight):
             raise RuntimeError(f"{names[0]} read back differs from its source; check the disk")
         num_bytes += sum(array.nbytes for array in arrays)

@@ -1,13 +1,12 @@
-"""Writing the packed folder of torchtune's model; `hestia_tune.models.packed` loads it.
+"""Writes the packed folder of a torchtune model. `hestia_tune.models.packed` loads it.
 
 folder/
-    model.pt                        packed weights and the rest in bfloat16, torchtune's names
+    model.pt                        packed weights, other weights in bfloat16, torchtune's names
     hestia.json                     the model section, the method, the packed layers
-    config.json, tokenizer files    copied
-    generate.yaml                   for `tune run generate`, with `PackedWeights` in it
+    config.json, tokenizer files    copies from the model's folder
+    generate.yaml                   a config for `tune run generate`, which uses `PackedWeights`
 """
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,19 +32,20 @@ def packed_entries(
     *,
     latents: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What is stored for each weight of a model, one at a time: packed, or in bfloat16.
+    """Yield each weight of a model as it is stored: packed, or dense in bfloat16.
 
     Args:
-        weights: (torchtune's name, weight) of the hard model. Without ``latents``, of a method
-            whose codes do not follow from hard weights, of the latent model.
-        quantized: torchtune's names of the weights that ``method`` quantizes.
-        packed_format: one of the method's; None takes its first.
-        latents: name -> latent weight, of a method whose codes do not follow from hard weights.
+        weights: torchtune's name and value of each weight of the hard model. If the method's codes
+            do not follow from hard weights and there are no ``latents``, the latent model's.
+        quantized: torchtune's names of the weights that the method quantizes.
+        method: The method.
+        packed_format: One of the method's packed formats. None: the first.
+        latents: Name -> latent weight, for a method whose codes do not follow from hard weights.
 
     Raises:
-        InputError: naming the weight that is not hard.
-        NotFiniteError: naming the latent weight that is not finite.
-        RuntimeError: if a packed weight is not the hard one.
+        InputError: If a weight is not hard. The message names the weight.
+        NotFiniteError: If a latent weight has NaN or infinity. The message names the weight.
+        RuntimeError: If a packed weight differs from the hard weight.
     """
     for name, weight in weights:
         dense = stored = weight.to(torch.bfloat16).contiguous()
@@ -71,24 +71,32 @@ def write_packed(
     description: Mapping[str, Any],
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Writes the packed folder; errors and return value as `hestia_tune.export.write_huggingface`.
+    """Write the packed folder of a model.
 
     Args:
-        source: whose config and tokenizer are written too.
-        entries: see `packed_entries`.
+        source: The model's Hugging Face folder. Its config and tokenizer are copied.
+        target: The folder to write. Its parents are made.
+        entries: The weights; see `packed_entries`.
         config: The run's config, for generate.yaml.
         method: The run's method, for generate.yaml.
-        description: goes into hestia.json; must have the model section under "model".
+        description: Content of hestia.json, with the model section under "model".
+        overwrite: Replace a model folder that exists, once the new folder is complete.
+
+    Returns:
+        What `sizes` returns.
+
+    Raises:
+        InputError: If `write_folder` or `packed_entries` raises it.
+        OSError: If the disk is full.
+        RuntimeError: If the file that is read back differs from the model.
     """
     metadata = {"format_version": FORMAT_VERSION, "weights": WEIGHTS_FILE, **description}
     texts = {
-        "config.json": json.dumps(source.config, indent=1) + "\n",
-        DESCRIPTION_FILE: json.dumps(metadata, indent=1) + "\n",
+        "config.json": source.config,
+        DESCRIPTION_FILE: metadata,
         "generate.yaml": OmegaConf.to_yaml(_generate_config(config, method, target)),
     }
-    state, num_bytes = write_folder(
-        source.folder, target, entries, texts, overwrite=overwrite, file=WEIGHTS_FILE
-    )
+    state, num_bytes = write_folder(source, target, entries, texts, overwrite, file=WEIGHTS_FILE)
     packed = {name: v for name, v in state.items() if isinstance(v, TorchAOBaseTensor)}
     parts = (getattr(v, part) for v in packed.values() for part in v.tensor_data_names)
     shapes = {name: value.shape for name, value in state.items()}
@@ -96,11 +104,17 @@ def write_packed(
 
 
 def _generate_config(config: RunConfig, method: Method, folder: Path) -> dict[str, Any]:
-    """Return what ``tune run generate`` needs for a packed folder: the content of a YAML file."""
+    """Return the config for ``tune run generate`` on a packed folder.
+
+    Args:
+        config: The run's config.
+        method: The run's method.
+        folder: The packed folder.
+    """
     sections = {key: getattr(config, key) for key in ("output_dir", "model", "tokenizer", "device")}
-    is_any, model_type = config.is_transformers_model, config.model_type
-    if is_any:  # the folder is its own model; torchtune reads its own files alike for all types
-        model_type = "LLAMA3"
+    from_transformers, model_type = config.is_transformers_model, config.model_type
+    if from_transformers:  # the folder holds its own config and tokenizer
+        model_type = "LLAMA3"  # torchtune reads its own files in one way for all model types
         for key in ("model", "tokenizer"):
             sections[key] = sections[key] | {"path": str(folder)}
     return {
@@ -124,5 +138,5 @@ def _generate_config(config: RunConfig, method: Method, folder: Path) -> dict[st
         "max_new_tokens": 64,
         "temperature": 0.7,
         "top_k": 50,
-        "enable_kv_cache": not is_any,
+        "enable_kv_cache": not from_transformers,
     }

@@ -1,8 +1,8 @@
-"""From the sections of a config to a model: on the meta device, whole, or ready for inference.
+"""Builds the model of a config: on the meta device, with all its weights, or ready for inference.
 
-Linears are swapped right after the model is made on the meta device, before compile, activation
-checkpointing, FSDP and the loading of weights see them. So a wrong config fails in a second,
-whatever the size of the model.
+A component swaps the linears as soon as the model exists on the meta device. Compile, activation
+checkpointing, FSDP and the loading of weights come later and see the swapped linears. A wrong
+config therefore fails within a second, even for a large model.
 """
 
 import inspect
@@ -41,18 +41,20 @@ def llama(
     tie_word_embeddings: bool = True,
     **sizes: int,
 ) -> TransformerDecoder:
-    """A Llama with plain (unscaled) RoPE and tied or separate embeddings, such as SmolLM2.
+    """Build a Llama with unscaled RoPE and tied or separate embeddings, such as SmolLM2.
 
-    torchtune's Llama 2 and 3 builders cannot tie embeddings, and its Llama 3.2 builder stretches
-    RoPE; with a stretch factor of 1 the latter is what is wanted.
+    torchtune's builders of Llama 2 and 3 cannot tie embeddings. Its builder of Llama 3.2 can, but
+    it stretches RoPE. A stretch factor of 1 leaves RoPE unscaled.
 
     Args:
-        rope_base, norm_eps: ``rope_theta`` and ``rms_norm_eps`` of a Hugging Face config.
-        sizes: vocab_size, num_layers, num_heads, num_kv_heads, embed_dim, intermediate_dim and
-            max_seq_len, as in torchtune.
+        rope_base: The base of RoPE: ``rope_theta`` of a Hugging Face config.
+        norm_eps: The epsilon of the norms: ``rms_norm_eps`` of a Hugging Face config.
+        tie_word_embeddings: Whether the output head shares the weight of the embedding.
+        sizes: The sizes vocab_size, num_layers, num_heads, num_kv_heads, embed_dim,
+            intermediate_dim and max_seq_len, as in torchtune.
 
     Raises:
-        InputError: on a size that is missing, unknown or does not divide another.
+        InputError: If a size is missing, is unknown or does not divide another size.
     """
     return llama3_2(
         rope_base=rope_base,
@@ -64,13 +66,13 @@ def llama(
 
 
 def instantiate(section: Mapping | None, key: str, *args: Any, **options: Any) -> Any:
-    """Make the component of a section of the YAML; of None, return None.
+    """Make the component that a YAML section names, or return None for a section of None.
 
     Args:
         section: The section, with ``_component_``.
         key: The section's name, for errors.
-        args: Arguments of the component before the section's own.
-        options: Keyword arguments of the component beside the section's own.
+        args: Positional arguments of the component.
+        options: Keyword arguments of the component, besides the section's own.
 
     Raises:
         InputError: If the component does not exist or refuses its options.
@@ -78,21 +80,20 @@ def instantiate(section: Mapping | None, key: str, *args: Any, **options: Any) -
     try:
         return config.instantiate(section and OmegaConf.create(dict(section)), *args, **options)
     except (TypeError, ValueError, OSError, ImportError, InstantiationError) as error:
-        given = "" if isinstance(error, InputError) else f"; check its options {section}"
-        raise InputError(f"{key}: {one_line(error)}{given}") from error
+        remedy = "" if isinstance(error, InputError) else f"; check its options {section}"
+        raise InputError(f"{key}: {one_line(error)}{remedy}") from error
 
 
 def find_component(name: Any, key: str) -> Any:
-    """Return what a dotted name means; InputError, naming the ``key``, if it means nothing."""
+    """Return the object with a dotted name, or raise InputError that names the YAML ``key``."""
     try:
         return _get_component_from_path(str(name))
     except InstantiationError as error:
         raise InputError(f"{key}: {one_line(error)}") from error
 
 
-# Options of builders of Llamas -> their names in a Hugging Face config.json.
+# Option of `llama` -> its name in a Hugging Face config.json, if config.json has another name.
 _HF_NAMES = {
-    "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
@@ -100,65 +101,67 @@ _HF_NAMES = {
     "intermediate_dim": "intermediate_size",
     "rope_base": "rope_theta",
     "norm_eps": "rms_norm_eps",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "rope_scaling": "rope_scaling",  # which no builder of ours has: only none will do
 }
 
 
 def check_model_section(run: RunConfig) -> None:
     """Compare the model type, and the options of `hestia_tune.models.llama`, with config.json.
 
-    torchtune's own builders name a model as a whole and have no options to be wrong in.
+    Without this check, a model with wrong options loads without an error and computes worse logits.
+    torchtune's own builders name a whole model and have no such options.
 
     Raises:
-        InputError: If they differ. A model that is built in another way than it was trained loads
-            without an error, and is worse.
+        InputError: If the config and config.json differ.
     """
     file = Path(str(run.checkpointer.get("checkpoint_dir"))) / "config.json"
-    if run.is_transformers_model or not file.is_file():  # config.json is all it is built from
+    if run.is_transformers_model or not file.is_file():  # transformers reads config.json itself
         return
     stored = read_json(file)
-    found = stored.get("model_type")
     if run.model_type not in ModelType.__members__:
         known = ", ".join(ModelType.__members__)
         raise InputError(f"checkpointer.model_type must be one of {known}; got {run.model_type}")
-    fitting = [name for name, family in MODEL_TYPES.items() if family == found]
+    stored_type = stored.get("model_type")
+    fitting = [name for name, family in MODEL_TYPES.items() if family == stored_type]
     if fitting and run.model_type in MODEL_TYPES and run.model_type not in fitting:
         raise InputError(
-            f"checkpointer.model_type is {run.model_type}, {file} has model_type {found}; use "
-            f"{' or '.join(fitting)}, or another model's folder"
+            f"checkpointer.model_type is {run.model_type}, but {file} has model_type {stored_type};"
+            f" use {' or '.join(fitting)}, or give another model's folder"
         )
     if run.model["_component_"] != "hestia_tune.models.llama":
         return
-    rope = stored.get("rope_parameters") or {}  # transformers 5's
+    rope = stored.get("rope_parameters") or {}  # the key of transformers 5
     stored |= rope if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
     defaults = {k: p.default for k, p in inspect.signature(llama).parameters.items()}
-    given = {"rope_scaling": None} | defaults | run.model
-    for ours, theirs in _HF_NAMES.items():
-        if theirs in stored and ours in given and given[ours] != stored[theirs]:
+    given = {"rope_scaling": None} | defaults | run.model  # `llama` cannot scale RoPE
+    for ours, value in given.items():
+        theirs = _HF_NAMES.get(ours, ours)
+        if theirs in stored and value != stored[theirs]:
             raise InputError(
-                f"model.{ours} is {given[ours]}, {file} has {theirs} {stored[theirs]}; use that "
-                "value, or another model's folder"
+                f"model.{ours} is {value}, but {file} has {theirs} {stored[theirs]}; use the "
+                "file's value, or give another model's folder"
             )
 
 
 def plain_on_meta(section: Mapping) -> nn.Module:
-    """Return the model of a section in float32 on the meta device, not prepared."""
+    """Build the model of a section in float32 on the meta device, not prepared."""
     with training.set_default_dtype(torch.float32), torch.device("meta"):
         return instantiate(section, "model")
 
 
 def build_on_meta(section: Mapping, component: QATQuantizerBase) -> nn.Module:
-    """Return the prepared model of a section in float32 on the meta device.
+    """Build the model of a section in float32 on the meta device, and prepare it.
 
     Raises:
-        InputError: If the method cannot take the model's layers; the message names the layer.
+        InputError: If the method cannot quantize a layer of the model. The message names the layer.
     """
     return component.prepare(plain_on_meta(section))
 
 
 def kept_in_blocks(model: nn.Module) -> str:
-    """What of a prepared model's blocks stays as it is, vectors aside; empty if nothing."""
+    """Describe the matrices in a prepared model's blocks that are not quantized.
+
+    The text gives their share of the blocks and names the largest. It is empty if there are none.
+    """
     layers = quantized_linears(model).values()
     quantized = {id(value) for layer in layers for value in layer.latents()}
     weights = {
@@ -178,12 +181,12 @@ def kept_in_blocks(model: nn.Module) -> str:
 def load_on_all_ranks(
     section: Mapping, state: Mapping[str, torch.Tensor] | None, device: torch.device | str
 ) -> nn.Module:
-    """Return the model in float32, whole, on the device of every rank.
+    """Build the model with all its weights in float32 on every rank.
 
     Args:
         section: The model section.
-        state: The state dict on the first rank, None on the others.
-        device: Device of the weights.
+        state: The state dict on the first rank, None on the other ranks. It is sent to every rank.
+        device: The device of this rank.
     """
     with training.set_default_dtype(torch.float32), torch.device(device):
         model = instantiate(section, "model")
@@ -195,32 +198,35 @@ def load_on_all_ranks(
 
 
 def make_component(section: Mapping) -> QATQuantizerBase:
-    """Return the component of the ``quantizer`` section; InputError if it is another package's."""
+    """Make the component of the ``quantizer`` section, or raise InputError if it is not ours."""
     component = instantiate(section, "quantizer")
     if not isinstance(component, QATQuantizerBase):
-        rule = "quantizer must be a component such as hestia_tune.HestiaQATQuantizer"
-        raise InputTypeError(f"{rule}; got {section['_component_']}")
+        raise InputTypeError(
+            "quantizer must be a component such as hestia_tune.HestiaQATQuantizer; got "
+            f"{section['_component_']}"
+        )
     return component
 
 
 def check_model_options(run: RunConfig, model: nn.Module) -> None:
-    """Check the options of a config that depend on the model (on the meta device).
+    """Check the options of a config that depend on the prepared model, on the meta device.
 
     Raises:
-        InputError: If sequences are longer than the model's, or a module is not there.
+        InputError: If a dataset has longer sequences than the model, or if the model does not have
+            a module of ``frozen_modules``.
     """
     longest: Any = model.max_seq_len
-    parts = [("dataset", one) for one in run.datasets]
-    for key, one in [*parts, ("dataset_val", run.dataset_val or {})]:
-        if isinstance(one, Mapping) and (one.get("seq_len") or 0) > longest:
+    datasets = [("dataset", section) for section in run.datasets]
+    for key, section in [*datasets, ("dataset_val", run.dataset_val or {})]:
+        if isinstance(section, Mapping) and (section.get("seq_len") or 0) > longest:
             raise InputError(
                 f"{key}.seq_len must be at most the model's max_seq_len, {longest}; got "
-                f"{one['seq_len']}"
+                f"{section['seq_len']}"
             )
     if not run.is_transformers_model and run.model_type not in MODEL_TYPES:
         log.warning(
-            f"hestia_convert and hestia_eval do not read {run.model_type} models: the "
-            "hard model of this run can be loaded by other programs only"
+            f"hestia_convert and hestia_eval cannot read {run.model_type} models; only other "
+            "programs can load the hard model of this run"
         )
     names = modules_by_name(model)
     for name in run.frozen_modules or []:
@@ -230,30 +236,30 @@ def check_model_options(run: RunConfig, model: nn.Module) -> None:
             )
         if quantized_linears(names[name]):
             raise InputError(
-                f"frozen_modules: {name} has quantized linears, which are what is trained; name "
-                "modules without any, such as tok_embeddings"
+                f"frozen_modules: {name} has quantized linears, which must be trained; name "
+                "modules without quantized linears, such as tok_embeddings"
             )
     if kept := kept_in_blocks(model):
         log.info(kept)
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that ``frozen_modules`` can name.
+    """Return name -> module for each module that ``frozen_modules`` can name.
 
-    The name "tok_embeddings" means the embedding in every model, whatever the model calls it.
+    The name "tok_embeddings" means the embedding, even if the model uses another name.
     """
     embedding: Any = model.tok_embeddings
     return dict(model.named_modules()) | {"tok_embeddings": embedding}
 
 
 def make_tokenizer(section: Mapping, model: nn.Module) -> Any:
-    """Return the tokenizer; InputError if it has more ids than the model has embeddings."""
+    """Make the tokenizer, or raise InputError if it has more ids than the model has embeddings."""
     tokenizer = instantiate(section, "tokenizer")
     rows: Any = model.tok_embeddings.num_embeddings
     if getattr(tokenizer, "vocab_size", 0) > rows:
         raise InputError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model {rows} embeddings; use the "
-            "tokenizer that the model was trained with"
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {rows} embeddings; "
+            "use the tokenizer that the model was trained with"
         )
     return tokenizer
 
@@ -265,12 +271,12 @@ def read_checkpoint(
 
     Args:
         checkpointer: The component.
-        run: The config that it is from.
-        shapes: Name -> shape of every entry that the model has.
+        run: The config that names the checkpointer.
+        shapes: Name -> shape of every entry of the model's state dict.
 
     Raises:
-        InputError: If it cannot be read, is of another model, or holds NaN or infinity; and see
-            `check_logits`.
+        InputError: If the checkpoint cannot be read, belongs to another model, is quantized, or
+            holds NaN or infinity; or if `check_logits` raises it.
     """
     source = run.checkpointer["checkpoint_dir"]
     try:
@@ -282,11 +288,11 @@ def read_checkpoint(
     for name, value in loaded.items():
         if not value.is_floating_point():
             raise InputError(
-                f"the checkpoint in {source} is quantized already: {name} is {value.dtype}; give "
+                f"the checkpoint in {source} is quantized already; {name} is {value.dtype}; give "
                 "the folder of the original model"
             )
         if not torch.isfinite(value).all():
-            raise InputError(f"NaN or infinity in the pretrained weights: {name}")
+            raise InputError(f"NaN or infinity in the pretrained weights: {name}; get it again")
     if run.is_transformers_model:
         check_logits(plain_on_meta(run.model), loaded)
     return loaded
@@ -298,7 +304,7 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def build_buffers(model: nn.Module, device: torch.device | str) -> None:
-    """Makes the RoPE tables of a model that was built on the meta device."""
+    """Compute the RoPE tables of a model that was built on the meta device."""
     with torch.device(device):
         for module in model.modules():
             if hasattr(module, "rope_init"):
@@ -306,34 +312,32 @@ def build_buffers(model: nn.Module, device: torch.device | str) -> None:
 
 
 def make_head_contiguous(model: nn.Module) -> None:
-    """Has the head take every chunk of the sequence as contiguous rows.
+    """Make the output head copy each chunk of the sequence into contiguous rows first.
 
-    Of others, without gradients, a CPU's product copies the weight for each sequence of the batch.
+    Without gradients, a matrix product on the CPU copies the weight once per sequence of the batch
+    if the rows are not contiguous.
     """
     head = model.output
-    module = head.linear if isinstance(head, TiedLinear) else head
-    module.register_forward_pre_hook(_contiguous_input)
-
-
-def _contiguous_input(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (args[0].contiguous(), *args[1:])
+    linear = head.linear if isinstance(head, TiedLinear) else head
+    linear.register_forward_pre_hook(lambda _, args: (args[0].contiguous(), *args[1:]))
 
 
 def ready_for_inference(
     model: nn.Module, device: torch.device | str, dtype: torch.dtype
 ) -> nn.Module:
-    """The model with parameters in ``dtype`` on ``device``, frozen, RoPE tables made (float32).
+    """Move a model to a device, compute its RoPE tables (float32) and freeze its parameters.
 
-    Latent weights keep their dtype: they are quantized as they are.
+    The model is changed in place and returned in eval mode. Parameters get the given dtype. Latent
+    weights keep their own dtype, because their quantization depends on it.
     """
     layers = quantized_linears(model).values()
     latents = {id(value) for layer in layers for value in layer.latents()}
 
-    def moved(value: torch.Tensor) -> torch.Tensor:
-        if not isinstance(value, nn.Parameter):  # a buffer, made below
+    def move(value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, nn.Parameter):  # a buffer, which `build_buffers` computes
             return value
         return value.to(device=device, dtype=value.dtype if id(value) in latents else dtype)
 
-    model._apply(moved)  # as `Module.to`: a packed tensor is swapped with all its parts
+    model._apply(move)  # like `Module.to`, this swaps all parts of a packed tensor
     build_buffers(model, device)
     return model.requires_grad_(False).eval()

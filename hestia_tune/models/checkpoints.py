@@ -1,7 +1,7 @@
-"""The weights of a model: from training checkpoints, from Hugging Face folders, or random.
+"""Reads the weights of a model from a training checkpoint or a Hugging Face folder, or draws them.
 
 Weights of a Hugging Face folder get torchtune's names. `hestia_tune.training.checkpoint` writes
-training checkpoints and describes their folder.
+training checkpoints and describes the folder of a checkpoint.
 """
 
 import re
@@ -19,18 +19,18 @@ from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 from hestia_tune.cache import digest
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import checksum, read_json, read_state
+from hestia_tune.files import checksum, read_json
 from hestia_tune.methods import Method
 from hestia_tune.models import hugging_face_files
-from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.hugging_face_model import check_logits, local_folder
+from hestia_tune.models.folder import SafetensorsFolder, local_folder
+from hestia_tune.models.hugging_face_model import check_logits
 
-# Norms of transformers that scale by 1 + weight.
+# The norms of transformers that multiply by 1 + weight.
 _NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"
-MODEL_PREFIX = "model."  # of the names of latent weights
-# torchtune's model types that are read here -> the model_type of their config.json.
+MODEL_PREFIX = "model."  # the names of latent weights in a checkpoint start with it
+# torchtune's model type -> model_type in config.json, for the models that can be read here.
 MODEL_TYPES = {
     "LLAMA2": "llama",
     "LLAMA3": "llama",
@@ -41,19 +41,19 @@ MODEL_TYPES = {
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every complete checkpoint in ``folder``, oldest first."""
+    """Return (step, path) of every complete checkpoint in ``folder``, the oldest first."""
     paths = [path.parent for path in folder.glob(f"*/{META_FILE}")]
     steps = [(_STEP_FOLDER.fullmatch(path.name), path) for path in paths]
     return sorted((int(step[1]), path) for step, path in steps if step)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint."""
+    """Return the content of a checkpoint's JSON file."""
     return read_json(path / META_FILE)
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint; None if all its files are as they were written."""
+    """Return the first problem of a checkpoint, or None if all its files have their checksums."""
     try:
         meta = read_meta(folder)
         if meta.pop("digest") != digest(meta):
@@ -68,13 +68,20 @@ def find_damage(folder: Path) -> str | None:
 
 def pretrained_folder(config: RunConfig) -> Path:
     """Return the folder of a config's pretrained model."""
-    named = str(config.checkpointer["checkpoint_dir"])
-    return local_folder(named) if config.is_transformers_model else Path(named)
+    folder = str(config.checkpointer["checkpoint_dir"])
+    return local_folder(folder) if config.is_transformers_model else Path(folder)
 
 
 def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The latent weights of a training checkpoint of ``model`` (prepared, on the meta device),
-    whole, in float32 on the CPU; ValueError if the checkpoint is damaged."""
+    """Read the latent weights of a training checkpoint, unsharded, in float32 on the CPU.
+
+    Args:
+        folder: The folder of the checkpoint.
+        model: The prepared model on the meta device.
+
+    Raises:
+        InputError: If the checkpoint is damaged.
+    """
     if problem := find_damage(folder):
         raise InputError(f"{problem}; take another checkpoint")
     shapes = model.state_dict().items()
@@ -84,14 +91,14 @@ def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a Hugging Face folder under the model's name and in its row order.
+    """Yield every tensor of a Hugging Face folder with the model's name and order of rows.
 
     Args:
-        model_type: of the checkpointer section.
-        source: with config.json.
+        model_type: The model type in the checkpointer section.
+        source: The folder, with config.json.
 
     Raises:
-        InputError: on a model type that torchtune maps in another way.
+        InputError: If the names of this model type cannot be converted.
     """
     if model_type == TRANSFORMERS_MODEL_TYPE:
         return hugging_face_files.read_weights(source)
@@ -101,7 +108,15 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
 
 
 def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
-    """The model's name -> the name in the files; arguments and errors of `read_weights`."""
+    """Return the model's name of each weight -> its name in the files.
+
+    Args:
+        model_type: The model type in the checkpointer section.
+        folder: A Hugging Face folder.
+
+    Raises:
+        InputError: If the names of this model type cannot be converted.
+    """
     shapes = SafetensorsFolder(folder).shapes
     if model_type == TRANSFORMERS_MODEL_TYPE:
         return {name: name for name in shapes}
@@ -114,46 +129,61 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:
-    """Return the model's names and shapes of the weights in a checkpoint's files, unread.
+    """Return the model's name -> shape of each weight in a checkpoint's files, without reading it.
 
-    None if they cannot be told from the files: weights that are not safetensors, or that
-    transformers converts, or no files.
+    Returns:
+        None if the files do not show it: if weights are not safetensors, if transformers converts
+        them, or if there are no files.
     """
     names, folder = config.checkpointer.get("checkpoint_files"), pretrained_folder(config)
     if config.model_type not in MODEL_TYPES or not isinstance(names, list) or not names:
         return None
     if not all(name.endswith(".safetensors") and (folder / name).is_file() for name in names):
         return None
-    to_torchtune, found = _converter(config.model_type, folder), {}
-    for file in (folder / name for name in names):
-        for name, value in read_state(file).items():
-            if "rotary_emb." not in name:
-                found |= to_torchtune({name: torch.empty(value.shape, device="meta")})
-    return {name: value.shape for name, value in found.items()}
+    to_torchtune, shapes = _converter(config.model_type, folder), {}
+    for name, shape in SafetensorsFolder(folder, names).shapes.items():
+        converted = to_torchtune({name: torch.empty(shape, device="meta")})
+        shapes |= {ours: value.shape for ours, value in converted.items()}
+    return shapes
 
 
 def split_biases(
     state: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A Llama's state dict without biases, by torchtune's names, and the biases by those in files.
+    """Split a Llama's state dict into weights and biases.
 
-    torchtune's Llamas have none, those of transformers have all or none: with any, a linear of the
-    blocks that has none gets zeros. The state dict of any model with biases of its own stays whole.
+    torchtune's Llamas have no biases. The linears of a transformers Llama all have a bias, or none
+    has one. If the state dict has any bias, every linear of the blocks gets one, which is zero if
+    the state dict does not have it.
+
+    Args:
+        state: The state dict, by torchtune's names.
+        config: The content of config.json.
+
+    Returns:
+        The weights, by torchtune's names, and the biases, by their names in Hugging Face files. For
+        a model that is not a Llama: the whole state dict, and no biases.
     """
     weights = {name: value for name, value in state.items() if not name.endswith(".bias")}
     if len(weights) == len(state) or config["model_type"] != "llama":
         return dict(state), {}
     linears = {n: w for n, w in weights.items() if n.startswith("layers.") and w.dim() == 2}
-    columns = {n: state.get(f"{n[:-6]}bias", w.new_zeros(len(w))) for n, w in linears.items()}
-    matrices = {name: column.unsqueeze(1) for name, column in columns.items()}
-    found = convert_weights.tune_to_hf(matrices, **_sizes(config) | {"dim": 1})
-    return weights, {f"{n[:-6]}bias": v.squeeze(1).contiguous() for n, v in found.items()}
+    biases = {n: state.get(f"{n[:-6]}bias", w.new_zeros(len(w))) for n, w in linears.items()}
+    columns = {name: bias.unsqueeze(1) for name, bias in biases.items()}
+    converted = convert_weights.tune_to_hf(columns, **_sizes(config) | {"dim": 1})
+    return weights, {f"{n[:-6]}bias": v.squeeze(1).contiguous() for n, v in converted.items()}
 
 
 def check_shapes(
     expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size], source: str
 ) -> None:
-    """Raise InputError if names or shapes that were ``found`` are not the model's."""
+    """Raise InputError if a checkpoint has other names or shapes than the model.
+
+    Args:
+        expected: Name -> shape of every entry of the model's state dict.
+        found: Name -> shape of every entry of the checkpoint.
+        source: The folder of the checkpoint, for the error.
+    """
     for name in {**expected, **found}:
         here, there = (
             tuple(shapes[name]) if name in shapes else "absent" for shapes in (expected, found)
@@ -166,12 +196,17 @@ def check_shapes(
 
 
 def load_weights(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Put the tensors of a state dict in place of a plain model's own.
+    """Replace the tensors of a plain model by the tensors of a state dict.
 
-    Linears get the biases that the state dict has and they have not.
+    A linear without a bias gets one if the state dict has it.
+
+    Args:
+        model: A model that is not prepared.
+        state: The state dict.
+        source: Where the state dict is from, for the error.
 
     Raises:
-        InputError: If other names or shapes differ; ``source`` is where the state dict is from.
+        InputError: If other names or shapes differ.
     """
     add_biases(model, state)
     shapes = {name: value.shape for name, value in model.state_dict().items()}
@@ -180,7 +215,7 @@ def load_weights(model: nn.Module, state: Mapping[str, torch.Tensor], source: st
 
 
 def add_biases(model: nn.Module, names: Iterable[str]) -> None:
-    """Give linears of a plain model the biases that are among ``names`` and that they lack."""
+    """Add an uninitialized bias to each linear of a plain model that lacks a bias of ``names``."""
     modules = dict(model.named_modules())
     for name in names:
         linear = modules.get(name.removesuffix(".bias"))
@@ -189,26 +224,25 @@ def add_biases(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def check_can_hold(method: Method, model_type: str) -> None:
-    """Raise InputError if the architecture has no room for the biases that a method leaves."""
+    """Raise InputError if the architecture cannot store the biases that a method leaves."""
     if method.needs_training and not model_type.startswith("LLAMA"):
         raise InputError(
-            f"{method.name} leaves a bias in every linear, which only Llamas have room for; got "
+            f"{method.name} leaves a bias in every linear, and only Llamas have room for it; got "
             f"model_type {model_type}; use another method"
         )
 
 
 def _llama_to_torchtune(state: dict[str, torch.Tensor], **sizes: Any) -> dict[str, torch.Tensor]:
-    """torchtune's own, which knows no biases; one is as a weight of one column."""
-    ((name, value),) = state.items()
-    if not name.endswith(".bias"):
+    """Convert one tensor of a Llama. A bias is converted as a weight with one column."""
+    if not next(iter(state)).endswith(".bias"):
         return convert_weights.hf_to_tune(state, **sizes)
-    column = {f"{name.removesuffix('bias')}weight": value.unsqueeze(1)}
-    found = convert_weights.hf_to_tune(column, **sizes | {"dim": 1})
-    return {f"{n.removesuffix('weight')}bias": v.squeeze(1) for n, v in found.items()}
+    columns = {f"{name[:-4]}weight": bias.unsqueeze(1) for name, bias in state.items()}
+    converted = convert_weights.hf_to_tune(columns, **sizes | {"dim": 1})
+    return {f"{name[:-6]}bias": column.squeeze(1) for name, column in converted.items()}
 
 
 def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
-    """One tensor of a Hugging Face state dict to that of torchtune."""
+    """Return the function that gives tensors of a Hugging Face state dict torchtune's form."""
     if model_type not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise InputError(
@@ -222,23 +256,23 @@ def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """What torchtune's converters need to know of a config.json."""
+    """Return the sizes in a config.json that torchtune's converters need."""
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     sizes = {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads", heads)}
     return sizes | {"dim": dim, "head_dim": config.get("head_dim") or dim // heads}
 
 
 def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, torch.Tensor]:
-    """Return a state dict to train from scratch: float32 on the CPU, the same for the same seed.
+    """Draw a state dict to train from scratch, in float32 on the CPU.
 
-    Matrices, embeddings included, are normal with the standard deviation ``initializer_range`` of
-    the folder's config.json (0.02 if it has none), as Hugging Face's own Llamas begin. Biases are
-    0; norms are 1, or 0 where 1 is added to them.
+    Matrices and embeddings are normal, as in Hugging Face's own Llamas. Their standard deviation is
+    ``initializer_range`` of the folder's config.json, or 0.02 if config.json does not have it.
+    Biases are 0. Norms are 1, or 0 if the norm adds 1 to its weight.
 
     Args:
-        plain: The model, not prepared, on the meta device: names and shapes.
-        folder: Folder with config.json.
-        seed: Seed of the weights.
+        plain: The model, not prepared, on the meta device. It gives names and shapes.
+        folder: The folder with config.json.
+        seed: The seed of the weights. Equal seeds give equal weights.
     """
     modules = plain.named_modules()
     zero = {f"{name}.weight" for name, m in modules if type(m).__name__ in _NORMS_AROUND_ZERO}

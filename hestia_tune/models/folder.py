@@ -1,22 +1,25 @@
-"""Hugging Face folders as they are read: weights mapped from files, and a model to export.
+"""Reads Hugging Face folders: weights mapped from their files, and models to export.
 
-Every quantized weight of a hard model is a scale times a code, both such that bfloat16 holds the
-product exactly. Either the folder holds a hard model already, and it is checked that it is one and
-that bfloat16 loses nothing; or (``quantize=True``) its linears are made hard while they are read,
-by the training's own rule: the naive model, the baseline that training has to beat.
+Every quantized weight of a hard model is a scale times a code. bfloat16 holds the scale and the
+product exactly. A folder to export is one of two kinds. It may hold a hard model. Each weight that
+is read is then checked: bfloat16 must lose nothing, and the weight must be hard. Or the folder
+holds a pretrained model (``quantize=True``). Its linears are then made hard while they are read, by
+the rule of the training. The result is the naive model, the baseline that training has to beat.
 """
 
 import dataclasses
 import importlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import inside, read_json, read_state
 from hestia_tune.methods import GroupMethod
 from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
@@ -28,13 +31,23 @@ DESCRIPTION_FILE = "hestia.json"
 INDEX_FILE = "model.safetensors.index.json"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
-# Tokenizer, chat template, generation settings, licences.
+# The files that are fetched from the hub: configuration, weights and tokenizer, but no code.
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*"]
+# Tokenizer, chat template, generation settings and licences.
 _SETTINGS = ("*token*.json", "merges.txt", "*chat_template*", "generation_config.json")
 _SIDE_FILES = (*_SETTINGS, *_TOKENIZER_FILES[1:], "LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
 def import_optional(package: str, extra: str | None = None) -> Any:
-    """An optional package, or ImportError that names the extra that brings it (None: its own)."""
+    """Import and return an optional package.
+
+    Args:
+        package: Name of the package.
+        extra: Name of the extra that installs the package. None: the package's own name.
+
+    Raises:
+        InputError: If the package is missing. The message names the extra to install.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -42,30 +55,68 @@ def import_optional(package: str, extra: str | None = None) -> Any:
         raise InputError(f"this needs pip install 'hestia-tune[{extra}]' ({error})") from error
 
 
+@cache
+def local_folder(path: str) -> Path:
+    """Return the folder of a model, fetched from the hub if necessary.
+
+    Args:
+        path: A folder, or the name of a repository on the hub.
+
+    Raises:
+        InputError: If there is neither, or if the repository cannot be fetched.
+    """
+    folder = Path(path)
+    if folder.is_dir() or not HUB_NAME.fullmatch(path):
+        if not (folder / "config.json").is_file():
+            raise InputError(f"{folder} has no config.json; give the folder of a model")
+        return folder
+    try:
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_HUB_FILES))
+    except Exception as error:  # the network, the hub or a file may fail in any way
+        raise InputError(
+            f"{path} is no folder here and could not be fetched from the hub: {one_line(error)}; "
+            "check the name and the network"
+        ) from error
+
+
 def hub_name(path: str | Path) -> str:
-    """``owner/name`` of a folder in the hub's cache, or of what is no folder but a name on the
-    hub; else the folder's own name."""
+    """Return the name of a model, as ``owner/name`` if the hub has it.
+
+    Args:
+        path: A folder of the hub's cache, another folder, or ``owner/name``.
+
+    Returns:
+        The repository's ``owner/name`` for a folder of the hub's cache; the last part of the path
+        for another folder; anything else unchanged.
+    """
     if found := re.search(r"models--([^/]+)--([^/]+)/snapshots", str(Path(path).absolute())):
         return "/".join(found.groups())
     return Path(path).resolve().name if str(path) and Path(path).is_dir() else str(path)
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face folder, mapped from its files, which takes no memory.
+    """The tensors of a Hugging Face folder, mapped from its files, so that they take no memory.
+
+    Args:
+        folder: The folder.
+        names: The safetensors files to read. None: the files of the index, or all files if the
+            folder has no index.
 
     Attributes:
-        shapes: of every weight, by name, in the order of the files; rotary buffers of old
-            checkpoints, which loading computes, are left out.
+        shapes: Name -> shape of every weight, in the order of the files. Rotary buffers of old
+            checkpoints are left out, because the model computes them.
 
     Raises:
-        InputError: if the folder has no safetensors file, or lacks one of its index.
+        InputError: If the folder has no safetensors file, or lacks a file of its index.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, names: Iterable[str] | None = None):
         self.folder = folder
         files = folder.glob("*.safetensors")
-        if (index := folder / INDEX_FILE).is_file():
-            files = {inside(folder, name) for name in read_json(index)["weight_map"].values()}
+        if names is None and (index := folder / INDEX_FILE).is_file():
+            names = read_json(index)["weight_map"].values()
+        if names is not None:
+            files = {inside(folder, name) for name in names}
         self._tensors: dict[str, torch.Tensor] = {}
         for file in sorted(files):
             self._tensors |= sorted(read_state(file).items())
@@ -74,7 +125,11 @@ class SafetensorsFolder:
             raise InputError(f"{folder} has no model.safetensors; copy the model's")
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor; ValueError unless it holds finite floating-point numbers."""
+        """Return one tensor.
+
+        Raises:
+            InputError: If the tensor is not floating point, or has NaN or infinity.
+        """
         tensor = self._tensors[name]
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise InputError(
@@ -88,19 +143,22 @@ class ModelFolder(SafetensorsFolder):
     """A Hugging Face folder that can be exported.
 
     Args:
-        folder: with config.json, safetensors of any floating dtype and a tokenizer.
-        quantized: name in the safetensors -> group_size of every quantized weight.
-        quantize: False: a hard model. True: a pretrained or latent model, whose weights in
-            ``quantized`` are made hard as they are read, and the others rounded to bfloat16.
-        method: what they are quantized by, with the group size of ``quantized``.
+        folder: A folder with config.json, safetensors of any floating dtype and a tokenizer.
+        quantized: Name in the safetensors -> group_size of every quantized weight.
+        quantize: False: the folder holds a hard model. True: it holds a pretrained or latent model.
+            Weights in ``quantized`` are then made hard as they are read, and other weights are
+            rounded to bfloat16.
+        method: The method of the quantized weights. Their group sizes are in ``quantized``. None:
+            the ternary method.
 
     Attributes:
-        config: the parsed config.json, of a model in bfloat16.
-        description: the parsed hestia.json, how a hard model was made; None without one.
+        config: The content of config.json, changed to say that the model is in bfloat16.
+        description: The content of hestia.json, which says how a hard model was made. None if
+            there is no hestia.json.
 
     Raises:
-        InputError: without config.json, weights or a tokenizer; or if the weights are quantized
-            already, or one of ``quantized`` is no matrix that its groups tile.
+        InputError: If config.json, weights or a tokenizer are missing; if the weights are quantized
+            already; or if a weight of ``quantized`` is not a matrix that its groups tile.
     """
 
     def __init__(
@@ -117,13 +175,13 @@ class ModelFolder(SafetensorsFolder):
             raise InputError("quantize=True needs the names of weights in quantized; got none")
         self.config: dict[str, Any] = read_json(folder / "config.json")
         self.config.pop("dtype", None)
-        self.config["torch_dtype"] = "bfloat16"  # what any transformers reads
+        self.config["torch_dtype"] = "bfloat16"  # a key that every version of transformers reads
         file = folder / DESCRIPTION_FILE
         self.description = read_json(file) if file.is_file() and not quantize else None
         if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise InputError(f"{folder} has no tokenizer.json or the like; copy the model's")
-        if method := (self.config.get("quantization_config") or {}).get("quant_method"):
-            raise InputError(f"export wants dense weights; {folder} is quantized ({method})")
+        if kind := (self.config.get("quantization_config") or {}).get("quant_method"):
+            raise InputError(f"give a folder with dense weights; {folder} is quantized ({kind})")
         super().__init__(folder)
         for name, group_size in quantized.items():
             validate_group_size(group_size)
@@ -140,43 +198,60 @@ class ModelFolder(SafetensorsFolder):
         return tensor.to(torch.bfloat16) if self.quantize else tensor
 
     def read_hard(self, name: str) -> torch.Tensor:
-        """One tensor of a hard model in bfloat16; ValueError if that would round a value."""
+        """Return one tensor of a hard model in bfloat16.
+
+        Raises:
+            InputError: If bfloat16 would round a value.
+        """
         tensor = self.read(name)
         if not is_exact(tensor, torch.bfloat16):
             raise InputError(
                 f"a hard model is exact in bfloat16; {name} ({tensor.dtype}) is not; round the "
-                "model, or pass quantize=True for one that is not hard yet"
+                "model, or pass quantize=True for a model that is not hard yet"
             )
         return tensor.to(torch.bfloat16)
 
     def pack(self, name: str, weight: torch.Tensor) -> GroupTensor:
-        """Codes and scales of a weight of ``quantized``; ValueError if it is not hard."""
+        """Return the codes and scales of a hard weight.
+
+        Args:
+            name: Name of a weight in ``quantized``.
+            weight: The weight, (out_features, in_features).
+
+        Raises:
+            InputError: If the weight is not hard.
+        """
         return read_hard(weight, self.quantized[name], self.method.levels, name)
 
 
 def is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``dtype`` holds every value; what it rounds does not come back as it was."""
+    """Return whether ``dtype`` holds every value of a tensor without rounding."""
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Tokenizer, generation config, chat template and licences of a model folder.
+    """Return the paths of tokenizer, generation config, chat template and licences of a model.
 
     Raises:
-        InputError: if one of them is a link out of the folder, other than to the hub's cache.
+        InputError: If a path is a link out of the folder. Links to the hub's cache are allowed.
     """
     allowed = folder.resolve(), folder.resolve().parents[1] / "blobs"
-    found = [path for pattern in _SIDE_FILES for path in folder.glob(pattern)]
-    for part in (part for path in found for part in (path, *path.rglob("*"))):
+    paths = [path for pattern in _SIDE_FILES for path in folder.glob(pattern)]
+    for part in (part for path in paths for part in (path, *path.rglob("*"))):
         if not any(part.resolve().is_relative_to(place) for place in allowed):
             raise InputError(
-                f"{part} is a link to {part.resolve()}, outside of it; put the file itself there"
+                f"{part} is a link to {part.resolve()}, outside of the folder; replace the link by "
+                "the file itself"
             )
-    return found
+    return paths
 
 
 def copy_side_files(folder: Path, target: Path) -> None:
-    """Copies the `side_files` of a model folder; its errors."""
+    """Copy the `side_files` of a model folder to another folder.
+
+    Raises:
+        InputError: If `side_files` raises it.
+    """
     for path in side_files(folder):
         if path.is_dir():
             shutil.copytree(path, target / path.name, ignore=shutil.ignore_patterns("*.py"))

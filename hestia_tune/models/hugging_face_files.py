@@ -1,7 +1,8 @@
-"""Folders of transformers' models: weights under the names of the model, and back.
+"""Reads and writes the folders of transformers' models: weights with the names of the model.
 
-In most folders they are the same. A mixture of experts has a tensor for each expert on disk and one
-for all in the model: transformers itself converts those, in both directions.
+In most folders the files have the model's names. A mixture of experts is different. Its files have
+a tensor for each expert, and the model has one tensor for all experts. transformers converts these
+tensors in both directions.
 """
 
 import re
@@ -20,25 +21,27 @@ from hestia_tune.models.folder import (
     SafetensorsFolder,
     copy_side_files,
     import_optional,
+    local_folder,
     side_files,
 )
-from hestia_tune.models.hugging_face_model import hugging_face, local_folder, read_config
+from hestia_tune.models.hugging_face_model import hugging_face, read_config
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
 
 def model_on_meta(folder: str | Path) -> Any:
-    """The model of a folder on the meta device."""
+    """Build the model of a folder on the meta device."""
     with torch.device("meta"):
         return hugging_face(str(folder))
 
 
 def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a folder under the model's name.
+    """Yield every tensor of a folder with the model's name.
 
-    What the model's class says to ignore, and copies of tied weights, are left out.
+    Copies of tied weights, and tensors that the model's class says to ignore, are left out.
 
     Raises:
-        InputError: if transformers has to convert names, and misses some or has too many.
+        InputError: If transformers has to convert the tensors, and a weight is missing, unexpected
+            or mismatched.
     """
     model = model_on_meta(source.folder)
     names, ignored = model.state_dict(), model._keys_to_ignore_on_load_unexpected or ()
@@ -59,23 +62,24 @@ def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]
     )
     for kind in ("missing", "unexpected", "mismatched"):
         if wrong := sorted(map(str, report[f"{kind}_keys"])):
-            raise InputError(f"weights are {kind} in {source.folder}: {wrong[0]}")
+            raise InputError(f"weights are {kind} in {source.folder}: {wrong[0]}; get it again")
     for name, value in loaded.state_dict().items():
         if name in names:
             yield name, source.read(name) if name in source.shapes else value
 
 
 class HuggingFaceCheckpointer:
-    """torchtune's checkpointer component for `hestia_tune.models.hugging_face`, for its recipes.
+    """torchtune's checkpointer component for `hestia_tune.models.hugging_face`.
 
     Args:
-        checkpoint_dir: a Hugging Face folder with safetensors, or the name of a repository.
-        output_dir: what is saved goes into ``epoch_N`` of it.
-        model_type, should_load_recipe_state: given by torchtune; there is one of each here.
+        checkpoint_dir: A Hugging Face folder with safetensors, or the name of a repository.
+        output_dir: Checkpoints are saved as the folders ``epoch_N`` in this folder.
+        model_type: Must be HUGGING_FACE. torchtune passes it.
+        should_load_recipe_state: Must be False. torchtune passes it.
 
     Raises:
-        InputError: if there is no such model; or on a recipe state of torchtune's or another model
-            type, or as `side_files`.
+        InputError: If there is no such model; if another model type or a recipe state is wanted;
+            or if `side_files` raises it.
     """
 
     def __init__(
@@ -87,56 +91,67 @@ class HuggingFaceCheckpointer:
     ):
         if should_load_recipe_state or model_type != TRANSFORMERS_MODEL_TYPE:
             raise InputError(
-                f"only weights of model_type {TRANSFORMERS_MODEL_TYPE} are read; got {model_type}"
+                f"only weights of model_type {TRANSFORMERS_MODEL_TYPE} can be read, without a "
+                f"recipe state; got {model_type}"
             )
         self.folder, self._output_dir = local_folder(checkpoint_dir), Path(output_dir)
-        side_files(self.folder)  # which `save_checkpoint` copies, after the training
+        side_files(self.folder)  # fail now if `save_checkpoint` would fail to copy them
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """All weights, in the dtype of the files."""
+        """Read all weights, in the dtype of the files."""
         return {MODEL_KEY: dict(read_weights(SafetensorsFolder(self.folder)))}
 
     def save_checkpoint(
         self, state_dict: dict[str, Any], epoch: int, intermediate_checkpoint: bool = False
     ) -> None:
-        """Writes a folder like the one that was read: its names, its config and its tokenizer.
+        """Write a folder with the names, the config and the tokenizer of the folder that was read.
+
+        Args:
+            state_dict: The model's state dict under the key "model".
+            epoch: The folder is ``epoch_N`` of the output folder.
+            intermediate_checkpoint: Must be False, because the recipes here save states themselves.
 
         Raises:
-            InputError: on an intermediate checkpoint; recipes here save states themselves.
+            InputError: If ``intermediate_checkpoint`` is True.
         """
         if intermediate_checkpoint:
-            raise InputError("only weights are saved; got intermediate_checkpoint=True")
+            raise InputError("only weights can be saved; got intermediate_checkpoint=True")
         folder = self._output_dir / f"epoch_{epoch}"
         model_on_meta(self.folder).save_pretrained(folder, state_dict=state_dict[MODEL_KEY])
-        for written in folder.glob("*config.json"):  # by transformers; the model's own follow
+        for written in folder.glob("*config.json"):  # by transformers; replaced by the originals
             written.unlink()
         shutil.copyfile(self.folder / "config.json", folder / "config.json")
         copy_side_files(self.folder, folder)
 
 
 class AutoTokenizer(HuggingFaceTokenizer):
-    """The tokenizer of a model as transformers' AutoTokenizer has it.
+    """The tokenizer of a model, as transformers' AutoTokenizer loads it.
 
     Args:
-        path: a Hugging Face folder, or the name of a repository.
-        eos_token, max_seq_len: as of `HuggingFaceTokenizer`, whose errors it raises.
+        path: A Hugging Face folder, or the name of a repository.
+        eos_token: The token that ends a document; see `HuggingFaceTokenizer`.
+        max_seq_len: The longest sequence of a document; see `HuggingFaceTokenizer`.
 
     Raises:
-        InputError: if transformers knows no tokenizer for the folder, or none in Rust.
+        InputError: If transformers has no tokenizer for the folder, or none in Rust; or if
+            `HuggingFaceTokenizer` raises it.
     """
 
     def __init__(self, path: str, eos_token: str | None = None, max_seq_len: int | None = None):
         transformers, folder = import_optional("transformers"), local_folder(path)
         try:
-            found = transformers.AutoTokenizer.from_pretrained(
+            loaded = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise InputError(f"no tokenizer in {folder}: {error}") from error
-        if not found.is_fast:
-            raise InputError(f"the {type(found).__name__} of {folder} is not of tokenizers (Rust)")
+            raise InputError(f"no tokenizer in {folder} can be loaded: {error}") from error
+        if not loaded.is_fast:
+            raise InputError(
+                f"the tokenizer must be of the tokenizers library (Rust); {folder} has a "
+                f"{type(loaded).__name__}; convert it to tokenizer.json"
+            )
         with tempfile.TemporaryDirectory() as copy:
-            found.save_pretrained(copy)
+            loaded.save_pretrained(copy)
             try:
                 super().__init__(copy, eos_token, max_seq_len)
             except ValueError as error:

@@ -1,76 +1,55 @@
-"""Any causal language model of transformers as torchtune's recipes know a decoder.
+"""Makes any causal language model of transformers a decoder for torchtune's recipes.
 
-Everything is read from the model's config.json, so that no option can disagree with it. The model
-is transformers' own, under its own names, with a class of two parents: what torchtune asks of a
-decoder (`Decoder`) on top of transformers' class. Nothing of an architecture is known here.
+Everything is read from the model's config.json, so no option can disagree with it. The model is
+transformers' own and keeps its own names. Its class gets a second parent, `Decoder`, with the
+attributes and methods that torchtune expects. Nothing here depends on an architecture.
 
-Three things differ from transformers' own way. Weights are not made but left empty, since they are
-loaded at once. A head that is tied to the embedding is torchtune's `TiedLinear`, which holds no
-weight of its own: FSDP2 and safetensors both want each weight once. Buffers that no checkpoint
-holds (rotary frequencies) are kept as they were made, since a model that moves on from the meta
-device loses them.
+Three things differ from transformers:
 
-Logits are made in chunks of the sequence (torchtune's losses ask for it). The backbone runs once on
-the whole sequence. Then the class's own forward runs on each chunk of the hidden states, with the
-backbone replaced by one that returns the chunk. So whatever the class does to logits, soft-capping
-for example, happens here too. The backbone is the module that the class's own forward calls, which
-is found by running that forward (`_find_backbone`). It need not be transformers' ``base_model``:
-the head of OPT calls ``model.decoder``, not ``model``. `check_logits` compares the result with the
-class's own logits whenever weights are loaded.
+- Weights are left empty, because they are loaded at once.
+- A head that is tied to the embedding becomes torchtune's `TiedLinear`, which holds no weight of
+  its own. FSDP2 and safetensors both need each weight exactly once.
+- Buffers that no checkpoint holds (rotary frequencies) are kept in memory, because a model that
+  moves away from the meta device loses them.
+
+Logits are computed in chunks of the sequence, as torchtune's losses expect. The backbone runs once
+on the whole sequence. Then the class's own forward runs on each chunk of the hidden states, and the
+backbone is replaced by a function that returns the chunk. Whatever the class does to logits, for
+example soft-capping, therefore happens here too. The backbone is the module that the class's own
+forward calls. `_find_backbone` finds it by running this forward. It need not be transformers'
+``base_model``: the head of OPT calls ``model.decoder``, not ``model``. `check_logits` compares the
+logits with the class's own whenever weights are loaded.
 """
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
 from torch import nn
 from torchtune.modules import TiedLinear
 
 from hestia_tune.blocks import as_one, find_blocks, on_device
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.models.folder import HUB_NAME, import_optional
+from hestia_tune.models.folder import import_optional, local_folder
 
 log = logging.getLogger(__name__)
 
-# Of a repository: configuration, weights and tokenizer; no code.
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*"]
-
-# Of `check_logits`: a product of half of the rows may round in another way than one of all rows.
+# Largest relative difference of logits. A product of half of the rows may round differently.
 _LOGITS_TOLERANCE = 1e-4
 
 
-@cache
-def local_folder(path: str) -> Path:
-    """The folder of a model: the path, or the copy of a repository of that name on the hub.
-
-    Raises:
-        InputError: if it is neither, or cannot be fetched.
-    """
-    folder = Path(path)
-    if folder.is_dir() or not HUB_NAME.fullmatch(path):
-        if not (folder / "config.json").is_file():
-            raise InputError(f"{folder} has no config.json; give the folder of a model")
-        return folder
-    try:
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_FILES))
-    except Exception as error:  # of the network, of the hub, of its files
-        raise InputError(
-            f"{path} is no folder here, and could not be fetched from the hub: {one_line(error)}"
-        ) from error
-
-
 def read_config(path: str) -> Any:
-    """transformers' configuration of a model; no code of the folder runs.
+    """Read the configuration of a transformers model, without running code of its folder.
+
+    Args:
+        path: A folder, or the name of a repository on the hub.
 
     Raises:
-        InputError: without transformers; see also `local_folder`.
-        InputError: if it is of no causal language model of text with dense weights.
+        InputError: If transformers is missing; if `local_folder` raises it; or if the model is not
+            a causal language model of text with dense weights.
     """
     transformers = import_optional("transformers")
     folder = local_folder(path)
@@ -83,70 +62,74 @@ def read_config(path: str) -> Any:
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     reason = None
     if method is not None:
-        reason = f"is quantized ({method}); take the one with dense weights"
+        reason = f"is quantized ({method}); take the model with dense weights"
     elif (
         config.is_encoder_decoder
         or config.get_text_config() is not config
         or {"vision_config", "audio_config"} & type(config).sub_configs.keys()
     ):
-        reason = "is of more than a text decoder, which is all that is trained here"
+        reason = "has parts besides a text decoder; only text decoders can be trained"
     elif type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-        reason = "is no causal language model that the installed transformers knows"
+        reason = "is not a causal language model that the installed transformers knows"
     elif not hasattr(config, "max_position_embeddings"):
-        reason = "has no longest sequence in its config, and is not supported"
+        reason = "has no max_position_embeddings in its config, and is not supported"
     if reason is not None:
         raise InputError(f"the {config.model_type} in {folder} {reason}")
-    # A file may name kernels of the hub here, which are code.
+    # config.json may name kernels on the hub here. Kernels are code, so they are not used.
     config._attn_implementation = config._experts_implementation = None
     return config
 
 
 class Decoder(nn.Module):
-    """What torchtune asks of a decoder, mixed into a class of transformers.
+    """The attributes and methods of a torchtune decoder, as a parent of transformers' classes.
 
     Attributes:
-        num_output_chunks: parts of the sequence in which logits are returned, as a list; 0: whole.
-        max_seq_len: longest sequence in tokens.
+        num_output_chunks: The number of parts of the sequence in the list of logits that is
+            returned. 0: logits are one tensor.
+        backbone_name: Name of the module that the class's own forward calls for hidden states.
+        constants: Name -> value of each buffer that no checkpoint holds.
+        tied: Names of the weights that are the embedding's.
     """
 
     num_output_chunks = 0
     config: Any
-    backbone_name: str  # of the module that the class's own forward calls for hidden states
-    constants: dict[str, torch.Tensor]  # the buffers that no checkpoint holds, by name
-    tied: frozenset[str] = frozenset()  # names of weights that are the embedding's
+    backbone_name: str
+    constants: dict[str, torch.Tensor]
+    tied: frozenset[str] = frozenset()
 
     def set_num_output_chunks(self, num_output_chunks: int) -> None:
-        """See ``num_output_chunks``."""
+        """Set ``num_output_chunks``."""
         self.num_output_chunks = num_output_chunks
 
     def caches_are_enabled(self) -> bool:
-        """torchtune's generate asks; it then computes without caches."""
+        """Return False, so that torchtune's generate recipe computes without caches."""
         return False
 
     def reset_caches(self) -> None:
-        """Of which there are none."""
+        """Do nothing, because there are no caches."""
 
     @property
     def max_seq_len(self) -> int:
+        """The longest sequence in tokens."""
         return self.config.max_position_embeddings
 
     @property
     def tok_embeddings(self) -> nn.Module:
-        """The embedding of tokens."""
+        """The embedding of the tokens."""
         return self.get_input_embeddings()
 
     @property
     def output(self) -> nn.Module | TiedLinear:
-        """The head."""
+        """The output head."""
         return self.get_output_embeddings()
 
     @property
     def layers(self) -> Any:
-        """The blocks."""
+        """The list of the blocks."""
         return self.get_submodule(next(iter(find_blocks(self))).rpartition(".")[0])
 
     def rope_init(self) -> None:
-        """Puts the buffers that no checkpoint holds, as they were made, on the default device."""
+        """Put the buffers that no checkpoint holds on the default device."""
         for name, value in self.constants.items():
             owner, _, key = name.rpartition(".")
             setattr(self.get_submodule(owner), key, value.to(torch.get_default_device()))
@@ -158,36 +141,43 @@ class Decoder(nn.Module):
         mask: torch.Tensor | None = None,
         input_pos: torch.Tensor | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Logits (batch, seq_len, vocabulary), or a list of chunks of them.
+        """Return the logits (batch, seq_len, vocabulary), or a list of chunks of them.
 
         Args:
-            tokens: int64 (batch, seq_len).
-            mask: which positions see which, as torchtune packs documents and generates. It is what
-                ``input_pos`` says: causal, and not beyond where the positions begin anew; from
-                those transformers makes the mask of each kind of layer (sliding windows too).
-            input_pos: int64 (batch, seq_len), or (seq_len,); positions in the documents.
+            tokens: The tokens, int64 (batch, seq_len).
+            mask: The attention mask that torchtune makes for packed documents. Its values are not
+                read, because ``input_pos`` says the same: attention is causal and stays in the
+                document. From the positions, transformers makes the mask of each kind of layer,
+                sliding windows included.
+            input_pos: Positions in the documents, int64 (batch, seq_len) or (seq_len,). None: each
+                row is one document.
 
         Raises:
-            InputError: on a mask without positions.
+            InputError: If there is a mask without positions.
         """
         if mask is not None and input_pos is None:
             raise InputError("a mask needs input_pos, the positions in the documents; got none")
         if input_pos is not None:
             input_pos = input_pos.view(-1, tokens.shape[1]).expand(len(tokens), -1)
         options: dict[str, Any] = {"position_ids": input_pos, "use_cache": False}
-        if tokens.is_meta:  # transformers would look at the positions, which have no values there
+        if tokens.is_meta:  # without a mask, transformers would read the positions' values
             seen = torch.empty(1, 1, *tokens.shape[1:] * 2, dtype=torch.bool, device="meta")
             options["attention_mask"] = seen.expand(len(tokens), -1, -1, -1)
-            if input_pos is None:  # which OPT would make of the mask
+            if input_pos is None:  # OPT would compute them from the mask
                 options["position_ids"] = torch.empty_like(tokens)
         out = self.get_submodule(self.backbone_name)(input_ids=tokens, **options)
         parts = out.last_hidden_state.chunk(max(self.num_output_chunks, 1), dim=1)
         logits = [self._logits(out, part) for part in parts]
         return logits if self.num_output_chunks else logits[0]
 
-    @torch.compiler.disable  # which cannot follow the exchange
+    @torch.compiler.disable  # it cannot follow the replaced forward
     def _logits(self, out: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the class's own forward makes of the backbone's hidden states."""
+        """Return the logits that the class's own forward computes from hidden states.
+
+        Args:
+            out: The output of the backbone.
+            hidden: A chunk of its hidden states, (batch, chunk, dim).
+        """
         backbone = self.get_submodule(self.backbone_name)
         out = type(out)(**{**out, "last_hidden_state": hidden})
         backbone.forward = lambda *_, **__: out
@@ -202,15 +192,15 @@ class Decoder(nn.Module):
 
 
 def hugging_face(path: str, attn_implementation: str | None = None) -> nn.Module:
-    """A causal language model of transformers, from its config.json, with empty weights.
+    """Build a causal language model of transformers from its config.json, with empty weights.
 
     Args:
-        path: a Hugging Face folder, or the name of a repository on the hub.
-        attn_implementation: "sdpa" or "eager"; None is transformers' choice for the model.
+        path: A Hugging Face folder, or the name of a repository on the hub.
+        attn_implementation: "sdpa" or "eager". None: transformers' choice for the model.
 
     Raises:
-        InputError: without transformers 5 or accelerate, or if the folder lacks something or cannot
-            be trained; the message says what or why.
+        InputError: If transformers 5 or accelerate is missing, if the folder lacks a file, or if
+            the model cannot be trained.
     """
     if attn_implementation not in (None, "sdpa", "eager"):
         raise InputError(
@@ -221,14 +211,13 @@ def hugging_face(path: str, attn_implementation: str | None = None) -> nn.Module
     initialization = import_optional("transformers.initialization", "transformers")
     accelerate = import_optional("accelerate", "transformers")
 
-    options: dict[str, Any] = {"dtype": torch.get_default_dtype()}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    device = torch.get_default_device()
-    # Weights on the meta device whatever their size, buffers with the values they are made with.
+    device, dtype = torch.get_default_device(), torch.get_default_dtype()
+    # Weights are on the meta device, whatever their size. Buffers are on the CPU, with values.
     empty = initialization.no_init_weights(), accelerate.init_empty_weights(False)
     with torch.device("cpu"), empty[0], empty[1]:
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, **options)
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation
+        )
     backbone_name = _find_backbone(model)
     _tie(model)
     model.__class__ = type(type(model).__name__, (Decoder, type(model)), {})
@@ -241,14 +230,14 @@ def hugging_face(path: str, attn_implementation: str | None = None) -> nn.Module
 
 @torch.no_grad()
 def check_logits(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless a `Decoder` gives the logits of its transformers class.
+    """Raise InputError unless a `Decoder` gives the logits of its transformers class.
 
-    Both forwards run once on 8 tokens, in float32 on the CPU, with the same weights. The tensors of
-    ``state`` are not copied as a whole: only the block that runs and what is in no block are
-    converted to float32. A model that torchtune builds is not checked.
+    Both forwards run once on 8 tokens, in float32 on the CPU, with the same weights. Only a part of
+    ``state`` is copied to float32 at any time: the block that runs, and the tensors outside the
+    blocks. A model that torchtune builds is not checked.
 
     Args:
-        model: A plain model on the meta device, which stays as it is.
+        model: A plain model on the meta device. It is not changed.
         state: The state dict of the model, on the CPU, in any floating-point dtypes.
     """
     if not isinstance(model, Decoder):
@@ -260,32 +249,50 @@ def check_logits(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         model.rope_init()
     embedding: Any = model.tok_embeddings
     tokens = torch.arange(8)[None] % embedding.num_embeddings  # (1, 8)
-    rule = f"{type(model).__name__} must give the same logits here as in transformers"
-    remedy = "train a model of another class"
-    try:
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
         with on_device(model, "cpu", whole=False, dtype=torch.float32):
-            expected, found = model.class_logits(tokens), as_one(model(tokens))
-    except Exception as error:  # of the class's code, which may raise anything
+            expected = model.class_logits(tokens)
+            return as_one(model(tokens)), expected
+
+    rule = f"{type(model).__name__} must give the same logits here as in transformers"
+    require_same_logits(run, _LOGITS_TOLERANCE, rule, "train a model of another class")
+
+
+def require_same_logits(
+    run: Callable[[], tuple[torch.Tensor, torch.Tensor]], tolerance: float, rule: str, remedy: str
+) -> None:
+    """Raise InputError unless two models run and give the same logits.
+
+    Args:
+        run: A function that returns the logits and the expected logits, of equal shapes.
+        tolerance: The largest norm of their difference, as a fraction of the expected logits' norm.
+        rule: The first clause of the error.
+        remedy: The last clause of the error.
+    """
+    try:
+        logits, expected = run()
+    except Exception as error:  # code of other libraries may raise anything
         raise InputError(f"{rule}; it raises: {one_line(error)}; {remedy}") from error
-    error = (found - expected).norm() / expected.norm().clamp_min(1e-9)
-    if not error <= _LOGITS_TOLERANCE:
+    difference = (logits - expected).norm() / expected.norm().clamp_min(1e-9)
+    if not difference <= tolerance:
         raise InputError(
-            f"{rule}; their relative difference is {error:.2g} instead of at most "
-            f"{_LOGITS_TOLERANCE:g}; {remedy}"
+            f"{rule}; their relative difference is {difference:.2g} instead of at most "
+            f"{tolerance:g}; {remedy}"
         )
 
 
 class _BackboneCalled(Exception):
-    """Ends a run of a model at the call of its backbone; the argument is the backbone's name."""
+    """Signal that a model calls its backbone. The argument is the backbone's name."""
 
 
 def _find_backbone(model: nn.Module) -> str:
     """Return the name of the module that a model's own forward calls for hidden states.
 
-    It is the first module called that holds the blocks. Nothing of it is computed.
+    It is the first module with blocks that the forward calls. The backbone itself does not run.
 
     Raises:
-        InputError: if the model has no blocks, or if its own forward calls them itself.
+        InputError: If the model has no blocks, or if its own forward calls the blocks directly.
     """
     block = next(iter(find_blocks(model)), "")
     names = {m: n for n, m in model.named_modules() if n and f"{block}.".startswith(f"{n}.")}
@@ -302,11 +309,11 @@ def _find_backbone(model: nn.Module) -> str:
         except _BackboneCalled as called:
             if str(called) != block:
                 return str(called)
-    raise InputError(f"{type(model).__name__} has no backbone with blocks under its head")
+    raise InputError(f"{type(model).__name__} has no backbone with its blocks; train another model")
 
 
 def _tie(model: Any) -> None:
-    """Takes the weight of a head that is tied to the embedding out of the model."""
+    """Replace a head that is tied to the embedding by a `TiedLinear`, which has no weight."""
     if not (tied := model.all_tied_weights_keys):
         return
     names = {id(module): name for name, module in model.named_modules()}
@@ -316,8 +323,8 @@ def _tie(model: Any) -> None:
     plain = type(head).forward is nn.Linear.forward and head.bias is None
     if tied != expected or not plain or "." in name:
         raise InputError(
-            "only the weight of a head that is a plain linear without bias can be tied to that of "
-            f"the embedding; {type(model).__name__} ties {', '.join(tied)}"
+            "only a head that is a plain linear without bias can share the embedding's weight; "
+            f"{type(model).__name__} ties {', '.join(tied)}; train a model of another class"
         )
     delattr(model, name)
     setattr(model, name, TiedLinear(embedding))

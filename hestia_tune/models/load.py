@@ -1,11 +1,13 @@
-"""The models of a config as they stand on disk, ready for inference.
+"""Loads the models of a config from disk, ready for inference.
+
+A model is named by one of these words or by a path:
 
 pretrained        the checkpoint that training starts from
-naive             the same with every weight quantized as it is
+naive             the pretrained model with every weight quantized without training
 trained           the hard model that hestia_qat wrote
-packed            what hestia_convert packed (torchao format)
+packed            the packed model that hestia_convert wrote (format torchao)
 checkpoint        the newest training checkpoint, relaxed at its own temperature and pressure
-checkpoint_hard   the same with hard weights
+checkpoint_hard   the newest training checkpoint with hard weights
 PATH              a packed folder, a Hugging Face folder, or checkpoints/step_N
 """
 
@@ -31,23 +33,28 @@ NAMES = ("pretrained", "naive", "trained", "packed", "checkpoint", "checkpoint_h
 
 
 def locate(name: str, config: RunConfig) -> tuple[str, Path]:
-    """(kind, folder) of a model; kind is "folder", "naive", "packed", "checkpoint" or
-    "checkpoint_hard".
+    """Return the kind and the folder of a model.
+
+    The kind is "folder", "naive", "packed", "checkpoint" or "checkpoint_hard".
+
+    Args:
+        name: Name or path of the model; see the module docstring.
+        config: The run's config.
 
     Raises:
-        InputError: if it is not there; the message says what would make it.
+        InputError: If there is no such model. The message says which command makes it.
     """
     output_dir, pretrained = Path(config.output_dir), checkpoints.pretrained_folder(config)
     if name in ("checkpoint", "checkpoint_hard"):
-        found = checkpoints.complete_checkpoints(output_dir / "checkpoints")
-        if not found:
+        complete = checkpoints.complete_checkpoints(output_dir / "checkpoints")
+        if not complete:
             raise InputError(f"no complete checkpoint in {output_dir}; train first")
-        return name, found[-1][1]
+        return name, complete[-1][1]
     folder = {
         "pretrained": pretrained,
         "naive": pretrained,
-        "trained": output_dir / "hard_model",  # of hestia_qat
-        "packed": output_dir / "converted" / "torchao",  # of hestia_convert
+        "trained": output_dir / "hard_model",  # written by hestia_qat
+        "packed": output_dir / "converted" / "torchao",  # written by hestia_convert
     }.get(name, Path(name))
     if (folder / checkpoints.META_FILE).is_file():
         return "checkpoint", folder
@@ -70,38 +77,48 @@ def load_model(
     dtype: torch.dtype,
     sensitivity: str | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """(model that computes in ``dtype`` on ``device``, what it is).
+    """Load a model, ready for inference.
 
     Args:
-        name: see the module docstring.
-        sensitivity: path of the artifact that a checkpoint was trained with, if with one.
+        name: Name or path of the model; see the module docstring.
+        config: The run's config.
+        device: The device of the model.
+        dtype: The dtype of the computation.
+        sensitivity: Path of the artifact that a checkpoint was trained with. None: it was trained
+            without an artifact.
+
+    Returns:
+        The model, and a description of it: source, kind, dtype and, depending on the kind,
+        quantizer, step, pressure and the range of tau.
 
     Raises:
-        InputError: if it is not there, of another model, or not finite.
+        InputError: If the model is missing, is another model than the config's, or is not finite.
     """
     kind, folder = locate(name, config)
-    facts: dict[str, Any] = {"source": str(folder), "kind": kind, "dtype": str(dtype)}
+    description: dict[str, Any] = {"source": str(folder), "kind": kind, "dtype": str(dtype)}
     if kind == "packed":
-        # As it computes to the last bit, not as fast as it can.
-        return load_quantized(folder, device=device, dtype=dtype, kernel="dequantize"), facts
+        # "dequantize" is not the fastest kernel, but its results are exact to the last bit.
+        model = load_quantized(folder, device=device, dtype=dtype, kernel="dequantize")
+        return model, description
     component = build.make_component(config.quantizer)
+    key = component.method.key()
     if kind in ("folder", "naive"):
-        source = SafetensorsFolder(folder)
-        state = dict(checkpoints.read_weights(config.model_type, source))
         model = build.plain_on_meta(config.model)
+        state = dict(checkpoints.read_weights(config.model_type, SafetensorsFolder(folder)))
         check_logits(model, state)
         checkpoints.load_weights(model, state, str(folder))
         if kind == "naive":
-            facts["quantizer"] = component.method.key()
+            description["quantizer"] = key
             model = component.convert(component.prepare(model.float()))
-        return build.ready_for_inference(model, device, dtype), facts
+        return build.ready_for_inference(model, device, dtype), description
     meta = checkpoints.read_meta(folder)
-    if meta["identity"]["quantizer"] != component.method.key():
+    identity, step = meta["identity"], meta["step"]
+    if identity["quantizer"] != key:
         raise InputError(
-            f"{folder} was trained with quantizer {meta['identity']['quantizer']}, the config has "
-            f"{component.method.key()}; use the config that trained it"
+            f"{folder} was trained with quantizer {identity['quantizer']}, but the config has "
+            f"{key}; use the config that trained it"
         )
-    facts |= {"quantizer": component.method.key(), "step": meta["step"]}
+    description |= {"quantizer": key, "step": step}
     model = build.build_on_meta(config.model, component)
     model.load_state_dict(checkpoints.read_latents(folder, model), assign=True)
     build.ready_for_inference(model, device, dtype)
@@ -110,13 +127,12 @@ def load_model(
         layer.weight_fake_quantizer.reset_buffers(device)
         layer.weight_fake_quantizer.is_hard = kind == "checkpoint_hard"
     if kind == "checkpoint_hard":
-        return model, facts
-    identity, step = meta["identity"], meta["step"]
+        return model, description
     scores = None if sensitivity is None else SensitivityArtifact.load(sensitivity).scores
     if digest(scores) != identity["sensitivity"]:
         raise InputError(
             f"the checkpoint was trained with other sensitivity scores than {sensitivity}; set "
-            "sensitivity to the file that it was trained with (null if with none)"
+            "sensitivity to the file that it was trained with (null if it was trained without)"
         )
     names = ("rho", "tau_init", "alpha", "hard_fraction")
     options = {name: identity[f"schedule.{name}"] for name in names}
@@ -124,4 +140,4 @@ def load_model(
     driver = ScheduleDriver(schedule, layers, scores)
     driver.set_step(step)
     taus = driver.temperatures(step).values()
-    return model, facts | {"pressure": schedule.pressure(step), "tau": [min(taus), max(taus)]}
+    return model, description | {"pressure": schedule.pressure(step), "tau": [min(taus), max(taus)]}

@@ -1,10 +1,10 @@
-"""The packed model as torchtune sees it: a folder to write and to load.
+"""Loads the packed model that hestia_convert writes for torchtune.
 
 folder/
-    model.pt                        packed weights and the rest in bfloat16, torchtune's names
+    model.pt                        packed weights, other weights in bfloat16, torchtune's names
     hestia.json                     the model section, the method, the packed layers
-    config.json, tokenizer files    copied
-    generate.yaml                   for `tune run generate`, with `PackedWeights` in it
+    config.json, tokenizer files    copies from the model's folder
+    generate.yaml                   a config for `tune run generate`, which uses `PackedWeights`
 """
 
 import contextlib
@@ -17,15 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torchtune import utils
-from torchtune.config._errors import InstantiationError
-from torchtune.config._utils import _get_component_from_path
 from torchtune.training import quantization
 
 from hestia_tune.config.run import TRANSFORMERS_MODEL
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json, read_state
 from hestia_tune.methods import Method
-from hestia_tune.models.build import plain_on_meta, ready_for_inference
+from hestia_tune.models.build import find_component, plain_on_meta, ready_for_inference
 from hestia_tune.models.checkpoints import add_biases, load_weights
 from hestia_tune.models.folder import DESCRIPTION_FILE
 from hestia_tune.qat.linear import select_linears
@@ -39,16 +37,18 @@ WEIGHTS_FILE = "model.pt"
 
 @dataclass(eq=False)
 class PackedWeights:
-    """torchtune's ``quantizer`` for its own recipes on packed checkpoints, such as generate.
+    """The ``quantizer`` component that lets torchtune's own recipes load packed weights.
 
-    On a CPU nothing is compiled, though generate asks for it: that takes minutes, to be slower.
+    torchtune's generate recipe asks for compilation. On a CPU nothing is compiled, because
+    compilation takes minutes and the result is slower.
 
     Args:
-        method: the key of the checkpoint's method, such as "ternary, group_size=128".
-        include, exclude: the layers, as for training; see `hestia_tune.HestiaQATQuantizer`.
-        kernel: what multiplies once weights are loaded; see `hestia_tune.use_kernel`. On a GPU
-            "auto" leaves it to the compiler, whose products dequantize; with the name of a kernel
-            nothing is compiled.
+        method: The key of the checkpoint's method, such as "ternary, group_size=128".
+        include: The layers to pack, as for training; see `hestia_tune.HestiaQATQuantizer`.
+        exclude: The layers to leave out, as for training.
+        kernel: The kernel that multiplies by packed weights; see `hestia_tune.use_kernel`. On a
+            GPU, "auto" compiles products that dequantize; with the name of a kernel nothing is
+            compiled.
     """
 
     method: str
@@ -60,9 +60,9 @@ class PackedWeights:
         self._method = Method.from_key(self.method)
 
     def quantize(self, model: nn.Module) -> nn.Module:
-        """Puts empty packed weights, to be loaded, in place of the dense ones; returns ``model``.
+        """Replace dense weights by empty packed weights, and return the model to be loaded.
 
-        Linears of a shape that the method cannot take stay dense, as in training.
+        A linear stays dense if the method cannot quantize its shape, as in training.
         """
         for name, linear in select_linears(model, self.include, self.exclude or ()).items():
             try:
@@ -77,7 +77,7 @@ class PackedWeights:
         return model
 
     def _loaded(self, model: nn.Module, _: Any) -> None:
-        """On a CPU, or with a kernel's name, chooses the kernels and switches the compiler off."""
+        """Choose the kernels and switch the compiler off, unless a GPU should compile."""
         device = next(model.parameters()).device
         if device.type == "cpu" or self.kernel not in ("auto", "dequantize"):
             torch.compiler.set_stance("force_eager")
@@ -94,55 +94,56 @@ def load_quantized(
     dtype: torch.dtype = torch.bfloat16,
     kernel: str = "auto",
 ) -> nn.Module:
-    """A ready torchtune model from a packed folder that `tune run hestia_convert` wrote.
+    """Load a packed folder that `tune run hestia_convert` wrote as a model for inference.
 
     For speed on a CPU, write the formats ``onnx`` or ``gguf`` and use their programs. They decode
     about twice as fast.
 
     Args:
-        folder: the one with hestia.json in it.
-        dtype: of the computation; packed weights present it, all others are cast to it.
-        kernel: what multiplies by packed weights; see `hestia_tune.use_kernel`. "auto" may round
-            activations to 8 bits; "dequantize" computes as the hard model does, to the last bit.
+        folder: The folder that contains hestia.json.
+        device: The device of the model.
+        dtype: The dtype of the computation. Packed weights appear in this dtype, and all other
+            weights are cast to it.
+        kernel: The kernel that multiplies by packed weights; see `hestia_tune.use_kernel`. "auto"
+            may round activations to 8 bits. "dequantize" gives the hard model's results to the last
+            bit.
 
     Raises:
-        InputError: if the folder is of another kind or version, or on an unknown kernel; or if its
-            weights are missing.
-        InputError: if the library of the named kernel is.
+        InputError: If the folder is of another kind or version, if its weights are missing, if the
+            kernel is unknown, or if the kernel's library is missing.
     """
     file = Path(folder) / DESCRIPTION_FILE
-    facts = read_json(file) if file.is_file() else {}
-    found = (facts.get("format_version"), facts.get("weights"))
-    if found != (FORMAT_VERSION, WEIGHTS_FILE):
+    description = read_json(file) if file.is_file() else {}
+    version, weights = description.get("format_version"), description.get("weights")
+    if (version, weights) != (FORMAT_VERSION, WEIGHTS_FILE):
         raise InputError(
-            f"{folder} holds no packed model: {DESCRIPTION_FILE} has format_version {found[0]} and "
-            f"weights in {found[1]} instead of {FORMAT_VERSION} and {WEIGHTS_FILE}; give a folder "
+            f"{folder} holds no packed model: {DESCRIPTION_FILE} has format_version {version} and "
+            f"weights in {weights} instead of {FORMAT_VERSION} and {WEIGHTS_FILE}; give a folder "
             "that `tune run hestia_convert` of this version wrote (convert.formats: [torchao])"
         )
-    section = facts["model"]
+    section = description["model"]
     _check_builder(section, file)
-    if section["_component_"] == TRANSFORMERS_MODEL:  # of this folder, whatever the file says
+    if section["_component_"] == TRANSFORMERS_MODEL:  # read this folder's config.json only
         section["path"] = str(folder)
     model = plain_on_meta(section)
-    state = read_state(Path(folder) / WEIGHTS_FILE)
-    load_weights(model, state, str(folder))
+    load_weights(model, read_state(Path(folder) / WEIGHTS_FILE), str(folder))
     ready_for_inference(model, device, dtype)
     log.info(use_kernel(model, kernel))
     return model
 
 
 def _check_builder(section: Mapping[str, Any], file: Path) -> None:
-    """Refuses a model section of a file that would call anything but a builder of models."""
+    """Raise InputError if a model section in a file calls anything but a builder of models."""
     name = str(section.get("_component_"))
     plain = all(isinstance(value, bool | int | float | str | None) for value in section.values())
     builder = None
     if plain and name.startswith(_BUILDERS):
-        with contextlib.suppress(InstantiationError):
-            builder = _get_component_from_path(name)
-    # Where it is defined, not where it is found: a path may lead on into what a module imports.
+        with contextlib.suppress(InputError):
+            builder = find_component(name, "model")
+    # Check the module that defines the function, because a name may lead into imported modules.
     if not (inspect.isfunction(builder) and f"{builder.__module__}.".startswith(_BUILDERS)):
         raise InputError(
             f"{file} names {name} as the model's builder; only functions of "
-            f"{' and '.join(_BUILDERS)} with plain options are called; write the folder anew with "
-            "hestia_convert"
+            f"{' and '.join(_BUILDERS)} with plain options can be called; write the folder again "
+            "with hestia_convert"
         )

@@ -1,4 +1,4 @@
-"""Tiny models, a tokenizer of bytes, lm-eval requests, and the slow obvious references."""
+"""Provides tiny models, a tokenizer of bytes, lm-eval requests and slow references."""
 
 import torch
 from lm_eval.api.instance import Instance
@@ -11,7 +11,7 @@ EOS = 256
 
 
 class ByteTokenizer:
-    """One id per byte; 256 is EOS, 257 BOS."""
+    """A tokenizer with one id per byte. 256 is EOS, 257 is BOS."""
 
     eos_id, bos_id, vocab_size = EOS, 257, 258
 
@@ -27,7 +27,7 @@ class ByteTokenizer:
 
 
 class WholeModel(torch.nn.Module):
-    """Another model behind a plain ``model(tokens)``: no norm, no positions, no caches."""
+    """A wrapper with nothing but ``model(tokens)``: no norm, no positions, no caches."""
 
     def __init__(self, model):
         super().__init__()
@@ -73,7 +73,7 @@ def random_text(generator, low, high):
 
 @torch.no_grad()
 def reference_score(model, context, continuation, window=WINDOW):
-    """Log-probability of one continuation, alone in a batch of one, and whether it is greedy."""
+    """Return a continuation's log-probability in a batch of one, and whether it is greedy."""
     tokens = (context + continuation)[-(window + 1) :]
     logp = model(torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)[-len(continuation) :]
     target = torch.tensor(continuation)
@@ -83,7 +83,7 @@ def reference_score(model, context, continuation, window=WINDOW):
 
 @torch.no_grad()
 def reference_generate(model, prompt, max_new):
-    """Greedy tokens, the whole sequence run for each."""
+    """Generate greedy tokens. Each token costs a forward of the whole sequence."""
     tokens = list(prompt)
     for _ in range(max_new):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))

@@ -1,4 +1,4 @@
-"""The lm-eval model: batched and shared equals alone, errors name the request."""
+"""Tests the lm-eval model: batches do not change scores, and errors name the request."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def make_lm(model, **options):
 
 
 def mixed_requests(seed, num_contexts=8):
-    """Shared and single contexts, single-byte and long continuations, some beyond the window."""
+    """Return requests with shared, single and long contexts and continuations."""
     generator = torch.Generator().manual_seed(seed)
     requests = []
     for index in range(num_contexts):
@@ -39,7 +39,7 @@ def mixed_requests(seed, num_contexts=8):
         requests.append(request("loglikelihood", context, "!"))
         requests.append(request("loglikelihood", context, "?"))
     requests.append(request("loglikelihood", "", "no context"))
-    requests.append(requests[0])  # asked twice
+    requests.append(requests[0])  # the same request twice
     order = torch.randperm(len(requests), generator=generator).tolist()
     return [requests[i] for i in order]
 
@@ -55,7 +55,7 @@ def expected_scores(model, requests):
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("batch_size", ["auto", 1, 3])
-def test_scores_equal_those_of_each_request_alone(tie, batch_size):
+def test_batched_scores_equal_single_scores(tie, batch_size):
     for seed in range(3):
         model = tiny_model(seed, tie=tie)
         requests = mixed_requests(seed)
@@ -66,7 +66,7 @@ def test_scores_equal_those_of_each_request_alone(tie, batch_size):
             assert value == pytest.approx(wanted, abs=1e-3) and greedy is is_best
 
 
-def test_any_module_scores_like_one_of_torchtunes_form():
+def test_any_module_scores_like_a_torchtune_model():
     model = tiny_model()
     requests = mixed_requests(5)
     plain, ours = make_lm(WholeModel(model)), make_lm(model)
@@ -97,7 +97,7 @@ def test_batches_hold_their_budget_of_tokens(monkeypatch):
     model.register_forward_hook(lambda module, args, out: sizes.append(args[0].shape))
     make_lm(model).loglikelihood(mixed_requests(6, num_contexts=20))
     assert max(batch * length for batch, length in sizes) <= 300
-    assert len(sizes) < 30  # of 92 requests
+    assert len(sizes) < 30  # for 92 requests
 
 
 def test_rolling_scores_every_token_once_in_disjoint_windows():
@@ -108,10 +108,10 @@ def test_rolling_scores_every_token_once_in_disjoint_windows():
         [request("loglikelihood_rolling", text) for text in texts]
     )
     for text, value in zip(texts, found, strict=True):
-        ids = [TOKENIZER.bos_id, *TOKENIZER.encode(text, add_eos=False)]  # prefix and BOS
+        ids = [TOKENIZER.bos_id, *TOKENIZER.encode(text, add_eos=False)]  # the prefix and BOS
         expected = 0.0
         for end in range(1, len(ids)):
-            # What lies in the window of `end`: the last one is moved left to be full.
+            # The tokens in the window of `end`. The last window is moved left, so that it is full.
             right = min(-(-end // WINDOW) * WINDOW, len(ids) - 1)
             start = max(right - WINDOW, 0)
             expected += reference_score(model, ids[start:end], [ids[end]])[0]
@@ -119,7 +119,7 @@ def test_rolling_scores_every_token_once_in_disjoint_windows():
 
 
 @pytest.mark.parametrize("batch_size", ["auto", 1, 2])
-def test_generation_continues_each_prompt_as_alone(batch_size):
+def test_batched_generation_equals_single_generation(batch_size):
     for seed in range(3):
         model = tiny_model(seed)
         lm = make_lm(model, batch_size=batch_size)
@@ -137,7 +137,7 @@ def test_generation_continues_each_prompt_as_alone(batch_size):
 
 def test_generation_stops_at_strings_and_at_eos():
     class Parrot(torch.nn.Module):
-        """Says the letters after the last one: after d comes e; after z EOS."""
+        """A model that continues the alphabet: e follows d, and EOS follows z."""
 
         def forward(self, tokens):
             following = torch.where(tokens == ord("z"), EOS, tokens + 1) % 264
@@ -152,7 +152,7 @@ def test_generation_stops_at_strings_and_at_eos():
     assert lm.generate_until(requests) == ["cdefghij", "cdef", "cd", "yz", ""]
 
 
-def test_generation_that_is_not_ours_is_refused():
+def test_other_generation_than_greedy_is_refused():
     lm = make_lm(tiny_model())
     for settings in ({"do_sample": True, "max_gen_toks": 3}, {"until": ["x"]}):
         with pytest.raises(ValueError, match="only greedy .* fewer than 64"):
@@ -163,7 +163,7 @@ def test_nan_names_the_text():
     model = tiny_model()
     with torch.no_grad():
         model.tok_embeddings.weight[ord("Z")] = float("nan")
-    # A tied head makes the logit of Z NaN everywhere: take it out of the head.
+    # With a tied head the logit of Z is NaN everywhere, so Z is removed from the head.
     model.output = torch.nn.Linear(32, 264, bias=False)
     lm = make_lm(model)
     good = request("loglikelihood", "fine", " too")

@@ -1,4 +1,4 @@
-"""The table, its tests of significance, and what is written to disk."""
+"""Tests the comparison table, its tests of significance, and its JSON file."""
 
 import json
 import math
@@ -30,7 +30,7 @@ WIKI = {
 
 
 def task_result(documents="same", **scores):
-    """What evaluate_tasks returns for tasks with these per-document accuracies."""
+    """Return the result of evaluate_tasks for tasks with these accuracies per document."""
     results = {}
     for name, values in scores.items():
         n = len(values)
@@ -77,7 +77,7 @@ def test_z_test_has_the_usual_quantiles():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_paired_error_is_that_of_the_mean_difference(seed):
+def test_paired_error_belongs_to_the_mean_difference(seed):
     a, b = random_scores(seed, 50), random_scores(seed + 100, 50)
     found = paired(a, b)
     d = torch.tensor(a).double() - torch.tensor(b).double()
@@ -102,7 +102,7 @@ def test_paired_error_is_that_of_the_mean_difference(seed):
 
 
 def test_false_alarms_come_at_the_stated_rate():
-    """No model is better: p < 0.05 in at most about one comparison of twenty."""
+    """If no model is better, p < 0.05 in about one of twenty comparisons at most."""
     alarms = {"mcnemar": 0, "average": 0}
     for seed in range(400):
         rows = [
@@ -167,7 +167,7 @@ def test_markdown_shows_stars_and_all_rows():
     assert "the difference from full" in table.markdown()
 
 
-def test_tasks_without_accuracy_and_groups_have_tables_of_their_own():
+def test_tasks_without_accuracy_and_groups_have_their_own_tables():
     result = task_result(x=[0, 1], part=[0, 1])
     result["results"]["roll"] = {"alias": "roll", "bits,none": 1.5, "bits_stderr,none": "N/A"}
     result["results"]["whole"] = {"acc,none": 0.5, "acc_stderr,none": 0.1}
@@ -201,11 +201,11 @@ def test_json_on_disk_holds_everything(tmp_path):
     assert model["perplexity"]["wiki"]["nll"] == 9e9
     assert model["perplexity"]["wiki"]["word_perplexity"] is None
     assert found["tables"]["acc"]["a"]["x"]["value"] == result["results"]["x"]["acc,none"]
-    again = compare([ModelResult(**model)])  # what a run that goes on reads
+    again = compare([ModelResult(**model)])  # a resumed evaluation reads this
     again.save(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text())["models"] == found["models"]
     assert "odd" not in again.tables and again.markdown()
-    assert len(text.splitlines()) < 150  # scores of documents stand on one line
+    assert len(text.splitlines()) < 150  # the scores of a task are on one line
 
 
 def test_without_tasks_and_texts_there_are_no_rows():

@@ -1,4 +1,4 @@
-"""Our scores are those of lm-eval's own hf backend on the packaged model, and of its rolling."""
+"""Tests that our scores on the packaged model equal lm-eval's own hf backend."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ WINDOW = 128
 
 @pytest.fixture(scope="module")
 def pair():
-    """(ours, lm-eval's) on the packaged demo model in float32."""
+    """Return our model and lm-eval's model of the packaged demo, in float32."""
     folder = asset_path("demo")
     model = config.instantiate(OmegaConf.load(config_path("demo")).model)
     state = hf_to_tune(
@@ -57,7 +57,7 @@ def pair():
 
 
 def requests_from_text():
-    """200 requests: shared, empty, one-token, spaced, long and marked contexts."""
+    """Return 200 requests with shared, empty, one-token, spaced, long and marked contexts."""
     words = " ".join(demo_documents("validation")).split()
     generator = torch.Generator().manual_seed(0)
     requests = []

@@ -1,4 +1,4 @@
-"""Perplexity against one token at a time, its windows, and the sources of text."""
+"""Tests perplexity against a slow reference, its windows, and the sources of text."""
 
 import math
 import re
@@ -23,7 +23,7 @@ def read_documents(source, **options):
 
 
 class Bytes:
-    """One id per byte; 256 is EOS and there is no BOS."""
+    """A tokenizer with one id per byte. 256 is EOS, and there is no BOS."""
 
     eos_id, vocab_size = 256, 257
 
@@ -66,7 +66,7 @@ def make_texts(seed, lengths):
 
 @torch.no_grad()
 def one_token_at_a_time(model, text, window, stride, prefix=256):
-    """Summed negative log-likelihood; each token after all that its window lets it see."""
+    """Sum the negative log-likelihood, one token at a time after the context in its window."""
     inputs = [prefix, *text.encode()]
     total = 0.0
     for i in range(len(text.encode())):
@@ -108,8 +108,8 @@ def test_default_stride_and_measures():
     assert measure(model, ["abcdefgh" * 30], window=8)["word_perplexity"] == math.inf
 
 
-def test_more_context_is_what_a_smaller_stride_gives():
-    """A model that only knows the window's first letter: right where the context reaches."""
+def test_a_smaller_stride_gives_more_context():
+    """The model knows only the first letter of the window, so it is right if the context has it."""
 
     class Counter(nn.Module):
         def forward(self, tokens):
@@ -135,7 +135,7 @@ def test_wrong_values_are_refused():
     model = make_model(0)
     with pytest.raises(ValueError, match="window must be in"):
         measure(model, ["a"], window=65)
-    with pytest.raises(AssertionError):  # lm-eval's; the eval section is checked when it is read
+    with pytest.raises(AssertionError):  # from lm-eval; our own check is in the eval section
         measure(model, ["a"], window=8, stride=9)
     with torch.no_grad():
         model.tok_embeddings.weight.fill_(float("nan"))
@@ -151,7 +151,7 @@ def test_text_file_is_one_document(tmp_path):
     with pytest.raises(ValueError, match="text.txt is not UTF-8 .*position 5"):
         read_documents(file)
     file.write_bytes(b"")
-    with pytest.raises(ValueError, match="holds no text"):
+    with pytest.raises(ValueError, match="it is empty"):
         read_documents(file)
     for missing in (tmp_path / "other", "other.txt", "other.parquet"):
         with pytest.raises(ValueError, match="other"):
@@ -168,7 +168,7 @@ def test_parquet_column(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no column 'txt'; it has .'text', 'n'"):
         read_documents(file, column="txt")
     for column in ("n", "holes"):
-        with pytest.raises(ValueError, match=f"column '{column}'.*or what is not text"):
+        with pytest.raises(ValueError, match=f"column '{column}'.*or holds other values"):
             read_documents(file, column=column)
     file.write_bytes(b"not parquet")
     with pytest.raises(ValueError, match="not a parquet file"):

@@ -1,4 +1,4 @@
-"""lm-eval's evaluator on our model: form of results, ranks, and the random state."""
+"""Tests lm-eval's evaluator on our model: results, ranks and the random state."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_loaded_tasks_serve_many_models(folder):
     assert found[1] == evaluate(tiny_model(1), folder)["results"] != found[0]
 
 
-def test_nothing_is_asked_of_a_network(folder, monkeypatch, capsys):
+def test_the_network_is_not_used(folder, monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise AssertionError("a connection")
 
@@ -95,7 +95,7 @@ def test_nothing_is_asked_of_a_network(folder, monkeypatch, capsys):
 
 
 def in_process(rank, folder, output, port):
-    """One of two ranks: results of tasks and perplexity, and an error on one rank only."""
+    """Run on one of two ranks: tasks, perplexity, and an error on one rank only."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -139,7 +139,7 @@ def in_process(rank, folder, output, port):
 
 
 class Failing(WholeModel):
-    """Right at first, then NaN."""
+    """A model that is right at first and then gives NaN."""
 
     def forward(self, tokens):
         logits = super().forward(tokens)
@@ -153,7 +153,7 @@ def texts():
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(folder, tmp_path, monkeypatch):
-    # For the ranks, which inherit nothing else: no look at a hub, and a word if one is killed.
+    # The ranks inherit only the environment: no hub, and a message if a rank is killed.
     for name, value in {"HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -179,7 +179,7 @@ def test_two_ranks_equal_one(folder, tmp_path, monkeypatch):
 
 
 def assert_close(found, expected):
-    """Equal, floats up to the rounding of differently filled batches."""
+    """Assert equality. Floats may differ by the rounding of differently filled batches."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for key, value in expected.items():

@@ -1,4 +1,4 @@
-"""Names of tasks: presets, near names, folders."""
+"""Tests names of tasks: presets, suggestions for unknown names, and folders."""
 
 from pathlib import Path
 
@@ -40,13 +40,13 @@ def test_presets_are_tasks_of_lm_eval(tmp_path):
     manager = find_tasks()
     assert {"hestia_zeroshot", *FIVE} <= set(manager.all_tasks)
     folder = make_task_folder(tmp_path / "tasks", official=["arc_easy"])
-    index = find_tasks(folder).task_index  # a folder of one's own comes first
+    index = find_tasks(folder).task_index  # the given folder comes first
     assert index["arc_easy"].yaml_path.parent == folder
     with pytest.raises(ValueError, match="unknown task 'arc_eazy'; did you mean .*easy"):
         load_tasks(["arc_eazy"], manager)
 
 
-def test_unknown_task_suggests_near_ones(manager):
+def test_an_unknown_task_suggests_similar_names(manager):
     message = "unknown task 'tiny_choise'; did you mean tiny_choice.*include"
     with pytest.raises(ValueError, match=message):
         load_tasks(["tiny_rolling", "tiny_choise"], manager)
@@ -54,7 +54,7 @@ def test_unknown_task_suggests_near_ones(manager):
         find_tasks("/no/such")
 
 
-def test_a_hub_out_of_reach_is_explained(manager, monkeypatch):
+def test_an_unreachable_hub_is_explained(manager, monkeypatch):
     def unreachable(*args, **options):
         raise ConnectionError("Couldn't reach 'a/b'")
 
@@ -70,5 +70,5 @@ def test_a_hub_out_of_reach_is_explained(manager, monkeypatch):
     with pytest.raises(ValueError, match=message):
         make(tasks=["tiny_choice"])
     monkeypatch.setattr(manager, "load", lambda names: {}[names[0]])
-    with pytest.raises(KeyError):  # not a matter of networks
+    with pytest.raises(KeyError):  # an error without a network
         make(tasks=["tiny_choice"])

@@ -1,4 +1,4 @@
-"""Special tokens as transformers puts them, whatever form the tokenizer has."""
+"""Tests that special tokens equal transformers for every kind of tokenizer."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def make_tokenizer(adds_bos):
 
 
 class Wrapped:
-    """Of torchtune's form: its own ``encode`` knows no way to leave the file's BOS out."""
+    """A tokenizer in torchtune's form whose ``encode`` cannot leave out the file's BOS."""
 
     eos_id, bos_id, vocab_size = 2, 1, 6
 
@@ -38,7 +38,7 @@ class Wrapped:
 
 
 class Plain:
-    """No tokenizer.json behind it, as with tiktoken and SentencePiece."""
+    """A tokenizer without tokenizer.json, like tiktoken and SentencePiece."""
 
     eos_id = 2
 
@@ -57,18 +57,18 @@ def make_lm(tokenizer):
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_bos_as_the_file_says(adds_bos):
+def test_bos_follows_the_file(adds_bos):
     lm = make_lm(Wrapped(make_tokenizer(adds_bos)))
     bos = [1] * adds_bos
     assert lm.tok_encode("a b") == [*bos, 3, 4]
     assert lm.tok_encode("a b", add_special_tokens=False) == [3, 4]
     assert lm.tok_encode("a b", add_special_tokens=True) == [*bos, 3, 4]
-    assert lm.tok_encode("<s> a") == [1, 3]  # not a second one
+    assert lm.tok_encode("<s> a") == [1, 3]  # there is no second BOS
     assert lm.prefix_token_id == 1 and lm.tok_decode([1], skip_special_tokens=False) == "<s>"
     assert lm.tok_decode([1, 3, 2]) == "a"
 
 
-def test_padding_and_cutting_of_the_file_are_not_ours():
+def test_padding_and_truncation_of_the_file_are_not_used():
     tokenizer = make_tokenizer(False)
     tokenizer.enable_padding(length=8)
     tokenizer.enable_truncation(2)
@@ -78,10 +78,10 @@ def test_padding_and_cutting_of_the_file_are_not_ours():
     assert tokenizer.truncation is not None and tokenizer.padding is not None
 
 
-def test_plain_tokenizers_start_with_their_bos():
+def test_plain_tokenizers_start_with_bos():
     assert make_lm(Plain(1)).tok_encode("a") == [1, 97]
     assert make_lm(Plain(1)).tok_encode("a", add_special_tokens=False) == [97]
-    assert make_lm(Plain(2)).tok_encode("a") == [97]  # BOS is EOS
+    assert make_lm(Plain(2)).tok_encode("a") == [97]  # here BOS is EOS
     assert make_lm(Plain(None)).tok_encode("a") == [97]
     assert make_lm(Plain(None)).prefix_token_id == 2
     lm = make_lm(Plain(1))

@@ -1,4 +1,4 @@
-"""The packaged demo model with ternary weights."""
+"""Fixtures with the packaged demo model and ternary weights."""
 
 import pytest
 from gguf_models import DEMO, ternarize
@@ -6,6 +6,6 @@ from gguf_models import DEMO, ternarize
 
 @pytest.fixture
 def demo(tmp_path):
-    """A Hugging Face folder, and its quantized weights with their group size."""
+    """Return a Hugging Face folder, and name -> group size of its quantized weights."""
     folder = tmp_path / "model"
     return folder, ternarize(DEMO, folder, 128)

@@ -1,4 +1,4 @@
-"""Hugging Face folders with ternary weights, and what their GGUF files should hold."""
+"""Makes Hugging Face folders with ternary weights, and the expected content of GGUF files."""
 
 import json
 import shutil
@@ -34,13 +34,17 @@ QWEN2 = {
     "torch_dtype": "bfloat16",
 }
 
-# The words of Qwen2 and Llama 3, which differ in how they cut numbers.
+# How Qwen2 and Llama 3 split text into words. They differ in how they split numbers.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def pre_tokenizer(digits: str) -> dict:
-    """Of a byte-level tokenizer.json; ``digits`` is a regular expression or "individual"."""
+    """Return the pre_tokenizer of a byte-level tokenizer.json.
+
+    Args:
+        digits: A regular expression for numbers, or "individual".
+    """
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     first = {"type": "Digits", "individual_digits": True}
     if digits != "individual":
@@ -55,7 +59,7 @@ def is_linear(name: str) -> bool:
 
 
 def ternarize(source: Path, target: Path, group_size: int | str) -> dict[str, int | str]:
-    """Copies a folder with every linear ternarized, in bfloat16; returns the quantized names."""
+    """Copy a folder with ternary linears, in bfloat16, and return the names and group sizes."""
     target.mkdir(parents=True)
     for file in source.iterdir():
         if file.suffix == ".json":
@@ -70,7 +74,7 @@ def ternarize(source: Path, target: Path, group_size: int | str) -> dict[str, in
 
 
 def random_qwen2(target: Path, group_size: int | str, **config: object) -> dict[str, int | str]:
-    """Writes a random Qwen2 (biases, untied, more ids than tokens) with the demo's tokenizer."""
+    """Write a random Qwen2 (biases, untied, more ids than tokens) with the demo's tokenizer."""
     target.mkdir(parents=True)
     config = QWEN2 | config
     (target / "config.json").write_text(json.dumps(config))
@@ -108,13 +112,13 @@ def random_qwen2(target: Path, group_size: int | str, **config: object) -> dict[
 
 
 def edit_json(file: Path, **changes: object) -> None:
-    """Replaces top-level keys of a JSON file; None removes one."""
+    """Replace top-level keys of a JSON file. A value of None removes the key."""
     content = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
 def read_stock(path) -> dict[str, torch.Tensor]:
-    """Every tensor, by the package's own reader and dequantizer."""
+    """Return every tensor, read and dequantized by the gguf package."""
     found = {}
     for tensor in gguf.GGUFReader(path).tensors:
         if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
@@ -127,10 +131,10 @@ def read_stock(path) -> dict[str, torch.Tensor]:
 
 
 def read_tensor_infos(path) -> dict[str, tuple[int, torch.Size, int]]:
-    """Name of every tensor -> its ggml type, its shape and its offset in the file.
+    """Return name -> ggml type, shape and offset in the file, for every tensor.
 
-    The package's reader refuses types that are not in its enum, so what it makes of the tensor
-    list is replaced by the list itself.
+    The package's reader refuses types that are not in its enum. The list of tensors is therefore
+    read without the conversion that the reader applies to it.
     """
 
     class Reader(gguf.GGUFReader):
@@ -146,7 +150,7 @@ def read_tensor_infos(path) -> dict[str, tuple[int, torch.Size, int]]:
 
 
 def paired_rows(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows i and i + half of each head side by side, one by one."""
+    """Put rows i and i + half of each head side by side, one by one."""
     size = len(tensor) // heads
     out = torch.empty_like(tensor)
     for head in range(heads):

@@ -1,4 +1,4 @@
-"""Model cards: what they say, that the hub can read them, and what GGUF takes from them."""
+"""Tests model cards: their content, that the hub can read them, and what GGUF reads from them."""
 
 import json
 
@@ -21,7 +21,7 @@ FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf", "onnx")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of a model in the hub's cache, whose hard model was evaluated and converted."""
+    """Train a model of the hub's cache, evaluate and convert it; return its folder and the run."""
     top = tmp_path_factory.mktemp("card")
     folder = make_model_dir(top / "models--owner--Tiny-1M" / "snapshots" / "abc")
     (folder / "README.md").write_text(BASE_CARD)
@@ -38,13 +38,13 @@ def trained(tmp_path_factory):
 
 
 def read(folder):
-    """The card, and the rows of its tables by their first cell."""
+    """Return the card, and first cell -> other cells of the rows of its tables."""
     card = ModelCard.load(folder / "README.md", ignore_metadata_errors=False)
     lines = (line.strip("| ").split(" | ") for line in card.text.splitlines() if line[:1] == "|")
     return card, {cells[0]: cells[1:] for cells in lines}
 
 
-def test_of_the_hard_model(trained):
+def test_card_of_the_hard_model(trained):
     _, output = trained
     card, rows = read(output / "hard_model")
     data = card.data.to_dict()
@@ -60,12 +60,12 @@ def test_of_the_hard_model(trained):
     assert rows["data"] == ["tiny.random_dataset"] and rows["trained"] == [
         "6 steps from end to end"
     ]
-    assert "a_task" not in rows  # which was measured later
+    assert "a_task" not in rows  # it was measured after the card was written
     assert str(output) not in card.content
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_of_every_format(trained, form):
+def test_card_of_every_format(trained, form):
     _, output = trained
     card, rows = read(output / "converted" / ("" if form == "gguf" else form))
     assert card.data.base_model == "owner/Tiny-1M" and card.data.license == "apache-2.0"
@@ -78,7 +78,7 @@ def test_of_every_format(trained, form):
     assert loads in card.text and ("vllm serve" in card.text) == (loads == "pipeline(")
 
 
-def test_what_gguf_takes_from_it(trained):
+def test_gguf_metadata_come_from_the_card(trained):
     _, output = trained
     fields = gguf.GGUFReader(output / "converted" / "model.gguf").fields
     general = {k.removeprefix("general."): f.contents() for k, f in fields.items()}
@@ -88,7 +88,7 @@ def test_what_gguf_takes_from_it(trained):
     assert general["languages"] == ["en"] and "ternary" in general["tags"]
 
 
-def test_gguf_beside_a_card_that_is_broken(tmp_path):
+def test_gguf_ignores_a_broken_card(tmp_path):
     folder = make_model_dir(tmp_path / "model")
     (folder / "README.md").write_text("---\n[: not yaml\n---\n")
     options = ("convert.source=pretrained", "convert.formats=[gguf]")
@@ -97,7 +97,7 @@ def test_gguf_beside_a_card_that_is_broken(tmp_path):
     assert fields["general.name"].contents() == "model"
 
 
-def test_of_what_was_not_trained_nothing_is_claimed(trained, tmp_path):
+def test_card_of_an_untrained_model_claims_no_training(trained, tmp_path):
     folder, _ = trained
     cfg = make_config(
         folder, tmp_path, "convert.source=pretrained", "convert.formats=[huggingface]"
@@ -108,7 +108,7 @@ def test_of_what_was_not_trained_nothing_is_claimed(trained, tmp_path):
     assert not {"trained", "data", "tokens", "pretrained"} & rows.keys()
 
 
-def test_of_a_reconstruction(trained, tmp_path):
+def test_card_of_a_reconstruction(trained, tmp_path):
     folder, _ = trained
     options = ("reconstruct.num_samples=8", "reconstruct.batch_size=4", "reconstruct.epochs=1")
     ReconstructionRecipe(make_config(folder, tmp_path, *options)).run()
@@ -118,7 +118,7 @@ def test_of_a_reconstruction(trained, tmp_path):
 
 
 @pytest.mark.parametrize("readme", ["---\n[: not yaml\n---\n", "no metadata\n", None])
-def test_odd_cards_of_the_pretrained_model(tmp_path, readme):
+def test_unreadable_cards_of_the_pretrained_model(tmp_path, readme):
     if readme is not None:
         (tmp_path / "README.md").write_text(readme)
     write_card(tmp_path, {"quantizer": "ternary, group_size=128", "base_model": "x"})
@@ -127,7 +127,7 @@ def test_odd_cards_of_the_pretrained_model(tmp_path, readme):
     assert card.data.base_model is None
 
 
-def test_names_of_models_and_data(tmp_path):
+def test_names_of_models_and_datasets(tmp_path):
     assert hub_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert hub_name(tmp_path) == tmp_path.name and hub_name("") == ""
     cfg = make_config(tmp_path, tmp_path)

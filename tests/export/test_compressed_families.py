@@ -1,4 +1,4 @@
-"""The pack-quantized layout of every family: as transformers loads it, or why it is refused."""
+"""Tests that transformers loads the pack-quantized layout of every family, or that we refuse it."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ TOKENS = torch.arange(2, 42)[None]
 
 
 def naive(folder: Path) -> ModelFolder:
-    """Every linear of a pretrained model that training would quantize, quantized as it is read."""
+    """Return a pretrained model whose linears are quantized while they are read."""
     prepared = HestiaQATQuantizer(group_size=32).prepare(model_on_meta(folder))
     names = [f"{name}.weight" for name in quantized_linears(prepared)]
     return ModelFolder(folder, dict.fromkeys(names, 32), quantize=True)
@@ -40,8 +40,8 @@ def test_families_load_with_the_hard_models_logits(tmp_path, family):
         assert torch.equal(packed(TOKENS).logits, dense(TOKENS).logits)
 
 
-def test_linears_with_a_forward_of_their_own_are_refused(tmp_path):
-    """transformers calls what is not there any more once it has packed them."""
+def test_linears_with_their_own_forward_are_refused(tmp_path):
+    """Their forward reads the dense weight, and transformers removes it when it packs."""
     folder, target = make_family(tmp_path / "model", "Falcon"), tmp_path / "out" / "packed"
     message = "plain linear layers; .*query_key_value is a FalconLinear .*export to another format"
     with pytest.raises(ValueError, match=message) as caught:

@@ -1,4 +1,4 @@
-"""The pack-quantized layout: as the library reads it, as transformers loads it, what is refused."""
+"""Tests the pack-quantized layout in compressed-tensors and transformers, and its errors."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def layout(folder: Path) -> dict:
 
 
 def unpacked(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """NAME.weight from its parts, one weight after another."""
+    """Unpack NAME.weight from its parts, one weight after another."""
     words, scales, shape = (state[f"{name}_{part}"] for part in PARTS)
     rows, columns = shape.tolist()
     weight = torch.empty(rows, columns, dtype=torch.bfloat16)
@@ -73,7 +73,7 @@ def test_logits_equal_the_hard_models(tmp_path, kind, group_size):
         expected = logits(load(folder, dtype))
         model = load(target, dtype)
         layer = model.model.layers[0].mlp.up_proj
-        assert layer.weight_packed.dtype == torch.int32  # as stored, until the first call
+        assert layer.weight_packed.dtype == torch.int32  # packed until the first call
         assert torch.equal(logits(model), expected)
         dense = load(target, dtype, **dense_on_load())
         assert type(dense.model.layers[0].mlp.up_proj.weight) is torch.nn.Parameter
@@ -89,7 +89,7 @@ def test_logits_equal_the_hard_models(tmp_path, kind, group_size):
 
 
 @pytest.mark.parametrize("group_size", [4, "channel", "tensor"])
-def test_rows_that_do_not_fill_their_words(tmp_path, group_size):
+def test_rows_that_do_not_fill_the_last_int32(tmp_path, group_size):
     folder, target = tmp_path / "model", tmp_path / "out"
     quantized = random_qwen2(folder, group_size, intermediate_size=172)
     write_compressed_tensors(ModelFolder(folder, quantized), target)
@@ -102,7 +102,7 @@ def test_rows_that_do_not_fill_their_words(tmp_path, group_size):
 
 
 @pytest.mark.parametrize("group_size", [4, "channel", "tensor"])
-def test_the_fields_one_by_one(tmp_path, group_size):
+def test_every_field_holds_its_code(tmp_path, group_size):
     folder, target = tmp_path / "model", tmp_path / "out"
     small = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
     random_qwen2(folder, group_size, intermediate_size=44, **small)
@@ -119,8 +119,8 @@ def test_the_fields_one_by_one(tmp_path, group_size):
 
 
 @pytest.mark.parametrize("group_size", [64, "channel"])
-def test_the_library_would_have_written_the_same(tmp_path, group_size):
-    """Given the trained scales, its compressor makes the same parts; its decompressor undoes it."""
+def test_the_library_writes_equal_parts(tmp_path, group_size):
+    """Its compressor makes equal parts from the trained scales; its decompressor inverts them."""
     folder, target = tmp_path / "model", tmp_path / "out"
     quantized = random_qwen2(folder, group_size)
     write_compressed_tensors(ModelFolder(folder, quantized), target)
@@ -150,13 +150,15 @@ def test_groups_of_zeros_are_exact(demo, tmp_path):
 
 def test_several_group_sizes_and_layers_left_dense(tmp_path):
     folder, target = tmp_path / "model", tmp_path / "out"
-    names = ternarize(DEMO, folder, 128)  # hidden 128, so the rows of most layers are one group
+    names = ternarize(
+        DEMO, folder, 128
+    )  # a row of most layers is one group, because hidden_size is 128
     choices = {"up_proj": 128, "down_proj": 64, "q_proj": "channel", "o_proj": "channel"}
     quantized = {n: choices[k] for n in names if (k := n.split(".")[-2]) in choices}
     write_compressed_tensors(ModelFolder(folder, quantized), target)
     groups = {}
     for group in layout(target)["config_groups"].values():
-        assert group["format"] == "pack-quantized"  # older versions read it here
+        assert group["format"] == "pack-quantized"  # older versions read the format here
         weights = group["weights"]
         key = weights.get("group_size") or weights["strategy"]
         groups[key] = set(group["targets"])
@@ -171,7 +173,7 @@ def test_several_group_sizes_and_layers_left_dense(tmp_path):
     model = load(target, torch.float32)
     assert not hasattr(model.model.layers[0].mlp.gate_proj, "weight_packed")
     assert torch.equal(logits(model), expected)
-    # Loaded dense, transformers knows one int size; with rows beside it all is well.
+    # With dequantize=True, transformers handles one int group size, and whole rows beside it.
     quantized = {n: s for n, s in quantized.items() if s != 64}
     write_compressed_tensors(ModelFolder(folder, quantized), target, overwrite=True)
     assert torch.equal(logits(load(target, torch.float32, **dense_on_load())), expected)
@@ -186,7 +188,7 @@ def test_tied_embeddings_stay_tied(demo, tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_what_else_is_in_the_folder(demo, tmp_path):
+def test_config_and_side_files(demo, tmp_path):
     folder, quantized = demo
     (folder / "hestia.json").write_text('{"step": 7}')
     write_compressed_tensors(ModelFolder(folder, quantized), tmp_path / "out")
@@ -203,7 +205,7 @@ def test_what_else_is_in_the_folder(demo, tmp_path):
     assert tokenizer("def main():").input_ids
 
 
-def test_the_target(demo, tmp_path):
+def test_an_existing_target_is_kept(demo, tmp_path):
     folder, quantized = demo
     target = tmp_path / "out"
     write_compressed_tensors(ModelFolder(folder, quantized), target)
@@ -243,7 +245,7 @@ def test_wrong_names_and_sizes(demo, tmp_path):
         {"model_type": "vit", "architectures": ["ViTModel"]},
     ],
 )
-def test_models_that_transformers_does_not_build(demo, tmp_path, changes):
+def test_models_that_transformers_cannot_build(demo, tmp_path, changes):
     folder, quantized = demo
     edit_json(folder / "config.json", **changes)
     refuse(folder, tmp_path, quantized, ValueError, "Transformers does not|Unrecognized")
@@ -256,7 +258,7 @@ def test_missing_files(demo, tmp_path, file):
     refuse(folder, tmp_path, quantized, InputError, file)
 
 
-def test_scales_that_bfloat16_does_not_hold(demo, tmp_path):
+def test_scales_that_bfloat16_cannot_hold(demo, tmp_path):
     folder, quantized = demo
     state = {n: t.float() for n, t in load_file(folder / "model.safetensors").items()}
     save_file(state, folder / "model.safetensors")
@@ -267,7 +269,7 @@ def test_scales_that_bfloat16_does_not_hold(demo, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["raises", "differs"])
-def test_a_folder_that_transformers_does_not_load_as_it_is(demo, tmp_path, monkeypatch, how):
+def test_a_folder_that_transformers_loads_wrongly_is_refused(demo, tmp_path, monkeypatch, how):
     folder, quantized = demo
     auto = transformers.AutoModelForCausalLM
     genuine = auto.from_pretrained
@@ -304,7 +306,7 @@ def test_a_difference_in_the_file_is_found(demo, tmp_path, monkeypatch, part):
     refuse(folder, tmp_path, quantized, RuntimeError, f"{NAME}_{part} .* differs")
 
 
-def test_without_the_package_the_remedy_is_named(demo, tmp_path, monkeypatch):
+def test_a_missing_package_names_the_remedy(demo, tmp_path, monkeypatch):
     folder, quantized = demo
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
     remedy = r"pip install 'hestia-tune\[compressed-tensors\]'"

@@ -1,4 +1,4 @@
-"""Block packing: exact round trips, slow references of each layout, what cannot be held."""
+"""Tests block packing: round trips, slow references of each layout, and weights that do not fit."""
 
 import gguf
 import numpy as np
@@ -15,7 +15,7 @@ FP16_MIN_NORMAL, FP16_MAX = 2.0**-14, 65504.0
 
 
 def random_rows(name: str, seed: int, rows: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of rows of two blocks each, and a scale for each block."""
+    """Return random codes, two blocks per row, and a scale for each block."""
     generator = np.random.default_rng(seed)
     codes = generator.integers(-1, 2, (rows, 2 * BLOCK_TYPES[name].block), dtype=np.int8)
     codes[:3] = np.array([[-1], [0], [1]])
@@ -25,7 +25,7 @@ def random_rows(name: str, seed: int, rows: int = 20) -> tuple[torch.Tensor, tor
 
 
 def slow_decode(name: str, block: bytes) -> list[int]:
-    """Codes of one block, weight by weight, as ggml's source describes the layout."""
+    """Decode one block, weight by weight, as ggml's source describes the layout."""
     size = BLOCK_TYPES[name].block
     if name == "Q2_0":
         qs = block[2:]
@@ -72,7 +72,7 @@ def test_packing_is_ggmls_layout(name):
     for codes_of_block, scale, block in zip(codes, scales, blocks, strict=True):
         assert slow_decode(name, bytes(block)) == codes_of_block.tolist()
         found = bytes(block[:2] if name.startswith("Q") else block[-2:])
-        assert np.frombuffer(found, "<f2")[0] == scale  # a block of zeros keeps its row's too
+        assert np.frombuffer(found, "<f2")[0] == scale  # also in a block of zeros
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "TQ1_0", "TQ2_0"])
@@ -84,12 +84,12 @@ def test_the_gguf_package_knows_the_types(name):
     assert gguf.GGML_QUANT_SIZES[quant_type] == expected_size
 
 
-def test_types_stand_smallest_first():
+def test_types_are_sorted_by_size():
     bits = [8 * kind.num_bytes / kind.block for kind in BLOCK_TYPES.values()]
     assert bits == sorted(bits) == [1.6875, 2.0625, 2.25, 4.5]
 
 
-def test_the_config_allows_every_type_and_by_default_the_one_that_holds_most():
+def test_the_config_allows_every_type_and_defaults_to_the_most_general():
     for names in (*NAMES, [*NAMES]):
         assert ConvertConfig(block_type=names).block_type == names
     default = BLOCK_TYPES[ConvertConfig().block_type]
@@ -101,11 +101,11 @@ def test_the_config_allows_every_type_and_by_default_the_one_that_holds_most():
 @pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, "channel", "tensor"])
 @pytest.mark.parametrize("name", NAMES)
-def test_scales_stand_in_every_block_of_their_group(name, group_size, rows):
+def test_every_block_of_a_group_has_its_scale(name, group_size, rows):
     torch.manual_seed(0)
     kind, hard = BLOCK_TYPES[name], hard_ternary(torch.randn(rows, 512), group_size=group_size)
     if not kind.fits(512, group_size):
-        with pytest.raises(ValueError, match=f"{name} would straddle .* of layer"):
+        with pytest.raises(ValueError, match=f"no block of {name} holds layer"):
             choose_block_type((name,), 512, group_size, "layer")
         return
     packed = TernaryTensor.from_hard(hard, group_size=group_size)
@@ -123,7 +123,7 @@ def test_a_group_of_zeros_has_scale_zero():
 
 
 def packed_scales(scales: torch.Tensor) -> torch.Tensor:
-    """What the file holds for scales of rows of two blocks of Q4_0."""
+    """Pack scales of Q4_0, two blocks per row, and return the scales in the bytes."""
     codes = torch.ones(len(scales), 64, dtype=torch.int8)
     blocks = BLOCK_TYPES["Q4_0"].pack(codes, scales, "blk.7")
     return torch.from_numpy(blocks[..., :2].copy().view(np.float16)[..., 0]).float()
@@ -170,8 +170,8 @@ def test_the_smallest_exact_type_is_chosen(in_features, group_size, expected):
     assert choose_block_type(("Q4_0",), in_features, group_size, "layer").name == "Q4_0"
 
 
-def test_a_group_that_does_not_fit():
-    with pytest.raises(ValueError, match="TQ2_0 or Q2_0 .* blk.0 .*; try block_type Q4_0"):
+def test_a_group_that_no_type_holds_is_refused():
+    with pytest.raises(ValueError, match="TQ2_0 or Q2_0 .* blk.0 .*; use block_type Q4_0"):
         choose_block_type(("TQ2_0", "Q2_0"), 576, 96, "blk.0")
     for in_features, group_size in ((172, "channel"), (576, 16)):
         with pytest.raises(ValueError, match=f"group_size {group_size}.* to be stored densely"):

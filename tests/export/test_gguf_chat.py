@@ -1,6 +1,8 @@
-"""Ten questions to SmolLM2-135M-Instruct, in transformers and in llama.cpp: the same tokens of the
-same chat template, and the same answers. Greedy decoding may part where two tokens are as good: so
-each answer of llama.cpp is scored by transformers, too."""
+"""Asks SmolLM2-135M-Instruct ten questions in transformers and in llama.cpp.
+
+The tokens of the chat template and the answers must agree. Greedy decoding may differ where two
+tokens are equally good. transformers therefore also scores each answer of llama.cpp.
+"""
 
 import subprocess
 import sys
@@ -36,7 +38,7 @@ LENGTH = 24
 
 class ChatClient(Client):
     def answer(self, question: str) -> tuple[int, list[int]]:
-        """(tokens of the prompt, ids of the answer), greedy, by the chat template of the file."""
+        """Answer greedily by the file's chat template; return the prompt's length and the ids."""
         request = {"messages": [{"role": "user", "content": question}], "temperature": 0}
         request |= {"max_tokens": LENGTH, "logprobs": True, "top_logprobs": 1}
         found = self.server.handle_chat_completions(request | {"cache_prompt": False})
@@ -56,8 +58,12 @@ def smollm2(tmp_path_factory):
 
 
 def compare(folder: Path, quantized: dict) -> tuple[list[bool], list[float]]:
-    """Of each question: whether the answers are the same, and by how much that of llama.cpp falls
-    short of the best token, at most, in standard deviations of the logits."""
+    """Compare the answers of both programs to each question.
+
+    Returns:
+        Whether the answers agree; and the largest difference between the best logit and the logit
+        of llama.cpp's token, in standard deviations of the logits. One entry per question.
+    """
     path = folder.with_suffix(".gguf")
     write_gguf(ModelFolder(folder, quantized), path, overwrite=True)
     reference = Reference(folder)
@@ -87,8 +93,7 @@ def test_ten_answers_of_the_pretrained_model(smollm2):
 
 
 def test_ten_answers_with_ternary_weights(smollm2, tmp_path):
-    """Quantized as it is, the model talks nonsense: the same in both, but for activations that
-    llama.cpp rounds to 8 bits."""
+    """Both programs talk the same nonsense, except that llama.cpp rounds activations to 8 bits."""
     folder = tmp_path / "ternary"
     _, shortfalls = compare(folder, ternarize(smollm2, folder, 64))
     assert max(shortfalls) < 0.5

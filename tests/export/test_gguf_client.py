@@ -1,8 +1,8 @@
-"""GGUF files in a real llama.cpp (xllamacpp), against transformers on the hard model.
+"""Compares GGUF files in a real llama.cpp (xllamacpp) with the hard model in transformers.
 
-The client rounds the activations of every ternary matrix to 8 bits, so logits differ by a percent
-or so; files with dense types show that everything else (row order, rotary embedding, tokenizer) is
-as transformers has it.
+The client rounds the activations of every ternary matrix to 8 bits, so logits differ by about a
+percent. Files with dense types show that everything else (row order, rotary embedding, tokenizer)
+equals transformers.
 """
 
 import json
@@ -43,7 +43,7 @@ TEXTS = [
 
 
 class Client:
-    """One file loaded by llama.cpp."""
+    """A file that llama.cpp has loaded."""
 
     def __init__(self, path: Path, vocab_size: int):
         params = xllamacpp.CommonParams()
@@ -61,10 +61,10 @@ class Client:
         return answer["choices"][0]["logprobs"]["content"]
 
     def logits(self, prompt: str | list[int]) -> torch.Tensor:
-        """Of the token after the prompt, centred: (vocab_size,).
+        """Return the centred logits of the token after the prompt, (vocab_size,).
 
-        The client reports the probabilities that the model gives, whatever it samples, but none
-        for a token that ends the text or a part of a character: so it is made to sample "!".
+        The client reports the model's probabilities, whatever it samples. It reports none if it
+        samples a token that ends the text or is a part of a character. So it is made to sample "!".
         """
         out = torch.full((self.vocab_size,), float("nan"))
         options = {"max_tokens": 1, "logprobs": self.vocab_size, "logit_bias": {"!": 1000}}
@@ -79,7 +79,7 @@ class Client:
 
 
 class Reference:
-    """The hard model in transformers, float32."""
+    """The hard model in transformers in float32."""
 
     def __init__(self, folder: Path):
         load = transformers.AutoModelForCausalLM.from_pretrained
@@ -93,9 +93,9 @@ class Reference:
 
     @torch.no_grad()
     def shortfall(self, ids: list[int], continuation: list[int]) -> float:
-        """By how much a token of a greedy continuation falls short of the best one, at most.
+        """Return the largest difference between the best logit and a continuation's logit.
 
-        In units of the standard deviation of the logits; 0 if each is the best one.
+        The unit is the standard deviation of the logits. 0 means that each token is the best.
         """
         logits = self.model(torch.tensor([ids + continuation])).logits[0, len(ids) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(continuation)[:, None])[:, 0]
@@ -103,7 +103,7 @@ class Reference:
 
 
 def largest_error(client: Client, reference: Reference) -> float:
-    """Largest relative error of logits over `TEXTS`, given as text: the ids must agree too."""
+    """Return the largest relative error of logits over `TEXTS`, and check that token ids agree."""
     errors = []
     for text in TEXTS:
         ids = reference.tokenizer(text)["input_ids"]
@@ -116,7 +116,7 @@ def largest_error(client: Client, reference: Reference) -> float:
 
 
 def compare(folder: Path, quantized: dict, tolerance: float, **options) -> dict:
-    """Writes the file and holds the client's logits against the reference's."""
+    """Write the file and compare the client's logits with the reference's logits."""
     path = folder.with_suffix(".gguf")
     summary = write_gguf(ModelFolder(folder, quantized), path, overwrite=True, **options)
     reference = Reference(folder)
@@ -176,7 +176,7 @@ def test_rotary_scaling(tmp_path, scaling):
     edit_json(folder / "config.json", rope_scaling=scaling)
     both = compare(folder, {}, 0.002)
     ids = both["reference"].tokenizer(TEXTS[2])["input_ids"]
-    scaled = both["client"].logits(ids)  # the scaling matters at all:
+    scaled = both["client"].logits(ids)  # show that the scaling has an effect:
     assert (scaled - unscaled.logits(ids)).norm() > 0.02 * scaled.norm()
 
 
@@ -195,7 +195,7 @@ def test_biases_of_llama(tmp_path):
 
 @pytest.mark.parametrize("digits", [r"\p{N}", r"\p{N}{1,3}", "individual"])
 def test_pre_tokenizers(tmp_path, digits):
-    """The demo's vocabulary cut by the rules of Qwen2, Llama 3 and SmolLM."""
+    """The demo's vocabulary is used with the rules of Qwen2, Llama 3 and SmolLM."""
     folder = tmp_path / "model"
     ternarize(DEMO, folder, 128)
     edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer(digits))
@@ -227,7 +227,7 @@ def test_sentencepiece_story(tmp_path):
     ],
 )
 def test_dense_models_of_transformers(tmp_path, kind, differences):
-    """Row order, norms of heads, layers without rotation: as transformers has them."""
+    """Row order, norms of heads and layers without rotation equal transformers."""
     config = getattr(transformers, kind)(**SMALL | differences)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -239,7 +239,7 @@ def test_dense_models_of_transformers(tmp_path, kind, differences):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(DEMO / file, tmp_path / "model" / file)
     edit_json(tmp_path / "model" / "tokenizer.json", pre_tokenizer=pre_tokenizer(r"\p{N}"))
-    if kind == "SmolLM3Config":  # tied, unless its config says otherwise
+    if kind == "SmolLM3Config":  # its embeddings are tied unless the config says otherwise
         file = tmp_path / "model" / "config.json"
         config = json.loads(file.read_text())
         del config["tie_word_embeddings"]

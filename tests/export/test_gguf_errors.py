@@ -1,7 +1,4 @@
-"""What the GGUF export refuses, and that it leaves nothing behind.
-
-Every case must leave the folder of the target as it was.
-"""
+"""Tests the errors of the GGUF export. No error may change the folder of the target."""
 
 import resource
 import sys
@@ -60,7 +57,7 @@ def test_a_failed_overwrite_keeps_the_old_file(demo, tmp_path):
         ({"num_hidden_layers": 3}, "layers.3.* is unknown"),
         ({"num_hidden_layers": 5}, "layers.4.* is missing"),
         ({"tie_word_embeddings": False}, "lm_head is missing"),
-        ({"vocab_size": 1000}, "one up to 1023"),
+        ({"vocab_size": 1000}, "ids up to 1023"),
     ],
 )
 def test_unsupported_configs(demo, tmp_path, changes, match):
@@ -82,10 +79,10 @@ def test_wrong_options(demo, tmp_path):
     for wrong in ("Q8_0", "auto", ["Q4_0", "Q8_0"], []):
         match = "block_type must be one or several of TQ1_0, TQ2_0"
         refuse(folder, tmp_path, quantized, ValueError, match, block_type=wrong)
-    refuse(folder, tmp_path, quantized, ValueError, "TQ2_0 would straddle", block_type="TQ2_0")
+    refuse(folder, tmp_path, quantized, ValueError, "no block of TQ2_0 holds", block_type="TQ2_0")
     refuse(folder, tmp_path, {"nothing": 128}, ValueError, "nothing")
     refuse(folder, tmp_path, {name: 100}, ValueError, f"100 does not divide .*{name}")
-    refuse(folder, tmp_path, {name: 16}, ValueError, "would straddle .* stored densely")
+    refuse(folder, tmp_path, {name: 16}, ValueError, "no block of .* stored densely")
     refuse(folder, tmp_path, {name: 0}, ValueError, "positive int")
     embedding = "model.embed_tokens.weight"
     refuse(folder, tmp_path, {embedding: 128}, ValueError, "only weights of linear layers")
@@ -167,7 +164,7 @@ def test_a_full_disk_leaves_nothing(demo, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_without_the_package_the_remedy_is_named(demo, tmp_path, monkeypatch):
+def test_a_missing_package_names_the_remedy(demo, tmp_path, monkeypatch):
     folder, quantized = demo
     monkeypatch.setitem(sys.modules, "gguf", None)
     refuse(folder, tmp_path, quantized, InputError, r"pip install 'hestia-tune\[gguf\]'")

@@ -1,4 +1,4 @@
-"""Whole GGUF files: what is in them, read by the stock package."""
+"""Tests the content of whole GGUF files with the reader of the gguf package."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_qwen2_comes_back_through_the_stock_reader(tmp_path, group_size, block_t
         (128, ("TQ2_0", "Q4_0"), "Q4_0"),
     ],
 )
-def test_choices_of_block_types(tmp_path, group_size, block_type, expected):
+def test_block_types_in_the_file(tmp_path, group_size, block_type, expected):
     quantized = random_qwen2(tmp_path / "model", group_size)
     path = tmp_path / "m.gguf"
     options = {} if block_type is None else {"block_type": block_type}
@@ -73,7 +73,7 @@ def test_choices_of_block_types(tmp_path, group_size, block_type, expected):
     assert summary["types"] == {"BF16": 2, "F32": 11, expected: 14}
 
 
-def test_q2_0_needs_no_entry_in_the_packages_enum(demo, tmp_path):
+def test_q2_0_does_not_need_the_packages_enum(demo, tmp_path):
     folder, quantized = demo
     members = list(gguf.GGMLQuantizationType)
     path = tmp_path / "model.gguf"
@@ -126,7 +126,7 @@ def test_metadata(demo, tmp_path):
     assert {key: found[key] for key in expected} == expected
 
 
-def test_ids_without_a_token_are_filled_up(tmp_path):
+def test_ids_without_a_token_become_unused_tokens(tmp_path):
     quantized = random_qwen2(tmp_path / "model", "channel")
     write_gguf(ModelFolder(tmp_path / "model", quantized), tmp_path / "m.gguf", block_type="TQ2_0")
     found = fields(tmp_path / "m.gguf")

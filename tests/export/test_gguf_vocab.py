@@ -1,4 +1,4 @@
-"""Tokenizers as GGUF metadata: which family, which name, which special tokens."""
+"""Tests tokenizers in GGUF metadata: their family, their name and their special tokens."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def read_vocabulary(folder: Path, config: dict) -> dict[str, Any]:
-    """What goes into the file, by key without its beginning."""
+    """Return the metadata that `add_vocabulary` writes, without the prefix of their keys."""
     writer = gguf.GGUFWriter(None, "llama")
     add_vocabulary(writer, folder, config)
     (data,) = writer.kv_data
@@ -36,7 +36,7 @@ def special_ids(vocabulary: dict[str, Any]) -> dict[str, int]:
 
 
 def template(*parts: str) -> dict:
-    """A post-processor that makes a sequence of special tokens and the text ("A")."""
+    """Return a post-processor that makes a sequence of special tokens and the text ("A")."""
     single = [
         {"Sequence": {"id": "A", "type_id": 0}}
         if part == "A"
@@ -70,13 +70,13 @@ def test_names_of_pre_tokenizers(folder, digits, name):
 )
 def test_unknown_pre_tokenizers_are_refused(folder, unknown):
     edit_json(folder / "tokenizer.json", pre_tokenizer=unknown)
-    with pytest.raises(ValueError, match="tokenizer.json .* is none of those known here"):
+    with pytest.raises(ValueError, match="tokenizer.json .* is none of them"):
         read_vocabulary(folder, CONFIG)
 
 
 def test_unigram_is_refused(folder):
     edit_json(folder / "tokenizer.json", model={"type": "Unigram", "vocab": []})
-    with pytest.raises(ValueError, match="Unigram .* is none of those known"):
+    with pytest.raises(ValueError, match="Unigram .* is none of them"):
         read_vocabulary(folder, CONFIG)
 
 
@@ -91,7 +91,7 @@ def test_unigram_is_refused(folder):
         (pre_tokenizer("individual")["pretokenizers"][1], {}, (False, False)),
     ],
 )
-def test_what_is_added_to_a_text(folder, processor, flags, expected):
+def test_tokens_that_are_added_to_a_text(folder, processor, flags, expected):
     edit_json(folder / "tokenizer.json", post_processor=processor)
     edit_json(folder / "tokenizer_config.json", **flags)
     vocabulary = read_vocabulary(folder, CONFIG)
@@ -116,7 +116,7 @@ def test_added_tokens_beyond_the_vocabulary(folder):
     vocabulary = read_vocabulary(folder, CONFIG | {"vocab_size": 1028})
     assert vocabulary["tokens"][1024:] == ["<|turn|>", "[PAD1025]", "<tool>", "[PAD1027]"]
     assert vocabulary["token_type"][1024:] == [3, 5, 4, 5]
-    with pytest.raises(ValueError, match="1024 token ids, .* one up to 1026"):
+    with pytest.raises(ValueError, match="1024 token ids, .* ids up to 1026"):
         read_vocabulary(folder, CONFIG)
 
 

@@ -1,4 +1,4 @@
-"""Dense Hugging Face folders: what is in them, what transformers makes of them, what is refused."""
+"""Tests dense Hugging Face folders: their content, their logits in transformers, and errors."""
 
 import functools
 import json
@@ -42,7 +42,7 @@ def snapshot(root: Path) -> dict[str, bytes]:
 
 
 def refuse(folder, tmp_path, quantized, error, match, **options):
-    """The export fails, leaves nothing, and keeps what it was to replace."""
+    """Check that the export fails, leaves nothing behind, and keeps the old folder."""
     root = tmp_path / "out"
     ternarize(DEMO, root / "old", 64) if not root.exists() else None
     before = snapshot(root)
@@ -143,7 +143,7 @@ def test_side_files_and_config(demo, tmp_path):
 
 @pytest.mark.parametrize("group_size", [64, "channel", "tensor"])
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-def test_naive_ternarization_is_the_rule_of_training(tmp_path, group_size, stored):
+def test_naive_ternarization_follows_the_rule_of_training(tmp_path, group_size, stored):
     folder, target = tmp_path / "latent", tmp_path / "out"
     shutil.copytree(DEMO, folder)
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_naive_ternarization_is_the_rule_of_training(tmp_path, group_size, store
         for name, tensor in latent.items()
     }
     same_state(load_file(target / "model.safetensors"), expected)
-    # The result is a hard model: it may go through the other door, unchanged.
+    # The result is a hard model, so it can be exported as a hard model without a change.
     write_huggingface(ModelFolder(target, quantized), tmp_path / "again")
     same_state(load_file(tmp_path / "again" / "model.safetensors"), expected)
 
@@ -189,12 +189,12 @@ def test_shards(demo, tmp_path, monkeypatch, shard_bytes):
     total = sum(2 * t.numel() for t in expected.values())
     assert index == {"metadata": {"total_size": total}, "weight_map": weight_map}
     assert torch.equal(logits(target, torch.float32), logits(folder, torch.float32))
-    # A folder of shards is a source like any other.
+    # A folder of shards can be exported again.
     write_huggingface(ModelFolder(target, quantized), tmp_path / "one")
     same_state(load_file(tmp_path / "one" / "model.safetensors"), expected)
 
 
-def test_files_say_that_they_are_pytorchs(demo, tmp_path):
+def test_files_have_the_format_pt(demo, tmp_path):
     folder, quantized = demo
     write_huggingface(ModelFolder(folder, quantized), tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
@@ -233,7 +233,7 @@ def test_overwrite_replaces_the_whole_folder(demo, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
 
 
-def test_what_is_no_model_is_never_replaced(demo, tmp_path):
+def test_a_folder_without_a_model_is_never_replaced(demo, tmp_path):
     folder, quantized = demo
     home, file, link = tmp_path / "home", tmp_path / "file", tmp_path / "link"
     home.mkdir()
@@ -278,7 +278,7 @@ def test_weights_that_are_not_hard(demo, tmp_path, value, match):
     refuse(folder, tmp_path, quantized, ValueError, match)
 
 
-def test_integers_are_no_weights(demo, tmp_path):
+def test_integer_weights_are_refused(demo, tmp_path):
     folder, quantized = demo
     state = load_file(folder / "model.safetensors") | {"mask": torch.ones(2, dtype=torch.int8)}
     save_file(state, folder / "model.safetensors")
@@ -312,7 +312,7 @@ def test_a_full_disk_leaves_nothing(demo, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_the_old_folder_comes_back_if_the_new_one_cannot_be_named(demo, tmp_path, monkeypatch):
+def test_the_old_folder_comes_back_if_the_new_one_cannot_be_renamed(demo, tmp_path, monkeypatch):
     folder, quantized = demo
 
     def fail(source, target):
@@ -323,7 +323,7 @@ def test_the_old_folder_comes_back_if_the_new_one_cannot_be_named(demo, tmp_path
 
 
 def test_a_hard_model_in_bfloat16_stays_mapped(demo, tmp_path, monkeypatch):
-    """What does not change takes no memory of its own: it is written from the source's pages."""
+    """Tensors that do not change are written from the mapped source and take no memory."""
     folder, quantized = demo
     read, save = SafetensorsFolder.read, folder_export.save_torch_state_dict
     seen: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Groups of zeros in models of two and four levels: zeros in every format that has such codes."""
+"""Tests that groups of zeros stay zeros in every format, for codes of two and four levels."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from hestia_tune.tensors.packed_tensor import as_dense
 
 @pytest.fixture(params=["binary", "int2"])
 def hard(request, tmp_path):
-    """(a hard folder, made of the demo with a group of zeros in every linear, its source)."""
+    """Return a hard folder with a group of zeros in every linear of the demo, and its source."""
     method = EvenMethod(codebook=request.param)
     quantized = ternarize(DEMO, tmp_path / "latent", 128)
     state = load_file(DEMO / "model.safetensors")
@@ -37,10 +37,13 @@ def test_dense_packed_and_gguf_hold_the_zeros(hard, tmp_path):
         assert not state[name][3, :128].any() and (state[name] == 0).sum() == 128
     entries = packed_entries(state.items(), source.quantized, source.method)
     assert all(torch.equal(as_dense(stored), state[name]) for name, stored in entries)
-    for types in ("Q4_0", ["Q2_0", "Q4_0"]):  # the first that holds the groups and the levels
+    for types in (
+        "Q4_0",
+        ["Q2_0", "Q4_0"],
+    ):  # the first type that holds the groups and the levels is taken
         path = tmp_path / f"{types[0]}.gguf"
         write_gguf(source, path, block_type=types)
-        if types == "Q4_0":  # the stock package reads it
+        if types == "Q4_0":  # the gguf package can read it
             assert_same(read_stock(path), expected_tensors(folder))
 
 
@@ -48,7 +51,7 @@ def test_compressed_tensors_hold_the_zeros(hard, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     folder, source = hard
-    write_compressed_tensors(source, tmp_path / "out")  # which unpacks and compares every weight
+    write_compressed_tensors(source, tmp_path / "out")  # this unpacks and compares every weight
     tokens = torch.arange(2, 42)[None]
     dense, packed = (
         transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
@@ -71,6 +74,6 @@ def test_onnx_holds_the_zeros(hard, tmp_path):
     from test_onnx import expected_logits, logits
 
     folder, source = hard
-    write_onnx(source, tmp_path / "out", activation_bits=32)  # which compares code by code
+    write_onnx(source, tmp_path / "out", activation_bits=32)  # this compares every code
     found, expected = logits(tmp_path / "out"), expected_logits(folder)
     assert (found - expected).norm() < 1e-5 * expected.norm()

@@ -1,4 +1,4 @@
-"""The logits of a model are those of its transformers class, or it is refused before any work."""
+"""Tests that a model gives the logits of its transformers class, or is refused before any work."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ TOKENS = torch.randint(1, 200, (2, 20), generator=torch.Generator().manual_seed(
 
 
 def loaded(folder):
-    """The plain model on the meta device, and its state dict."""
+    """Return the plain model on the meta device, and its state dict."""
     return model_on_meta(folder), dict(read_weights(SafetensorsFolder(folder)))
 
 
@@ -45,7 +45,7 @@ def test_the_head_of_opt_gets_hidden_states_once(tmp_path, chunks):
 
 
 def test_the_pretrained_loss_of_opt(tmp_path):
-    """As a run measures it, by sharded blocks and chunks of logits."""
+    """A run measures the loss of transformers, although it uses blocks and chunks of logits."""
     folder, out = make_family(tmp_path / "model", "OPT"), tmp_path / "out"
     run(family_config(folder, out, "max_steps=1"))
     found = json.loads((out / "results.json").read_text())["validation_loss"]["pretrained"]
@@ -57,7 +57,7 @@ def test_the_pretrained_loss_of_opt(tmp_path):
 
 
 def forward_of(change_input=lambda x: x, change_hidden=lambda x, tokens: x):
-    """A forward of Llamas that changes the embedded tokens, or the hidden states of its head."""
+    """Return a forward for Llamas that changes the embedded tokens or the head's hidden states."""
 
     def forward(self, input_ids=None, inputs_embeds=None, position_ids=None, use_cache=None):
         if inputs_embeds is None:
@@ -95,7 +95,7 @@ def test_other_logits_are_refused(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])
-def test_a_run_refuses_before_it_begins(tmp_path, monkeypatch, init):
+def test_a_run_refuses_other_logits_before_it_begins(tmp_path, monkeypatch, init):
     folder, out = make_family(tmp_path / "model", "Llama"), tmp_path / "out"
     monkeypatch.setattr(LLAMA, "forward", DIFFERENT["another backbone"][0])
     with pytest.raises(ValueError, match="must give the same logits"):
@@ -104,7 +104,7 @@ def test_a_run_refuses_before_it_begins(tmp_path, monkeypatch, init):
 
 
 @pytest.mark.parametrize("command", [estimate, run_reconstruct])
-def test_what_comes_before_a_run_refuses(tmp_path, monkeypatch, command):
+def test_commands_before_a_run_refuse_other_logits(tmp_path, monkeypatch, command):
     folder, out = make_family(tmp_path / "model", "Llama"), tmp_path / "out"
     monkeypatch.setattr(LLAMA, "forward", DIFFERENT["another backbone"][0])
     cfg = family_config(folder, out, "sensitivity_estimation.num_samples=2")
@@ -115,7 +115,7 @@ def test_what_comes_before_a_run_refuses(tmp_path, monkeypatch, command):
         torch.distributed.destroy_process_group()
 
 
-def test_an_evaluation_refuses(tmp_path, monkeypatch):
+def test_an_evaluation_refuses_other_logits(tmp_path, monkeypatch):
     folder = make_family(tmp_path / "model", "Llama")
     monkeypatch.setattr(LLAMA, "forward", DIFFERENT["another backbone"][0])
     cfg = RunConfig.parse(family_config(folder, tmp_path / "out"))
@@ -125,7 +125,7 @@ def test_an_evaluation_refuses(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_check_changes_nothing(tmp_path, dtype):
-    """Weights of mixed dtypes are compared in float32, and stay what and where they are."""
+    """Weights of mixed dtypes are compared in float32, and keep their dtypes and their memory."""
     model, state = loaded(make_family(tmp_path / "model", "Gemma 3"))
     state = {name: v if "norm" in name else v.to(dtype) for name, v in state.items()}
     before, places = copy.deepcopy(state), {name: v.data_ptr() for name, v in state.items()}
@@ -141,7 +141,7 @@ class Scaled(nn.Linear):
         return 3 * super().forward(hidden)
 
 
-def test_a_tied_head_of_its_own_kind_is_refused(tmp_path, monkeypatch):
+def test_a_tied_head_of_an_unknown_class_is_refused(tmp_path, monkeypatch):
     folder = make_family(tmp_path / "model", "Llama 3 (scaled rotary)")
     make = LLAMA.__init__
 

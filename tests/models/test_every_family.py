@@ -1,6 +1,6 @@
-"""Every causal language model of the installed transformers, tiny: right, or refused.
+"""Tests that every causal language model of transformers is either right or refused.
 
-Slow: some 200 models are built, twice each, in one to two minutes.
+The test is slow. It builds about 200 tiny models, each twice, in one to two minutes.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from hestia_tune.models.hugging_face_model import check_logits, hugging_face
 transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.randint(5, 200, (2, 16), generator=torch.Generator().manual_seed(0))
-LARGEST = 8_000_000  # parameters of a model that is called tiny
-# value -> the fields of configs, of whichever model, that get it
+LARGEST = 8_000_000  # largest number of parameters of a tiny model
+# Value -> the fields that get it, in the config of any model.
 SIZES: dict[Any, str] = {
     264: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     1024: "encoder_hash_byte_group_vocab",
@@ -48,7 +48,7 @@ SIZES: dict[Any, str] = {
 }
 ATTENTION = ["sliding_attention", "full_attention"]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# model type -> what its config needs besides
+# Model type -> the other fields that its config needs.
 TWEAKS: dict[str, dict[str, Any]] = {
     "blt": {"patch_size": 4},
     "cohere_compass_text": {
@@ -81,22 +81,22 @@ TWEAKS: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
-NESTED = ("blt",)  # models whose parts have configs of their own
+NESTED = ("blt",)  # models whose parts have their own configs
 
 
 def sizes(kind: type) -> dict[str, Any]:
-    """Return small values for those fields of a class of configs that are sizes."""
+    """Return small values for the fields of a config class that are sizes."""
     fields = {field.name for field in dataclasses.fields(kind)}
     small = {n: value for value, names in SIZES.items() for n in names.split() if n in fields}
     if "is_decoder" in fields:
         small["is_decoder"] = True
-    if "kv_lora_rank" in fields:  # keys and values of as many heads as queries
+    if "kv_lora_rank" in fields:  # keys and values have as many heads as queries
         small["num_key_value_heads"] = small["num_attention_heads"]
     return small
 
 
 def tiny_config(kind: type) -> Any:
-    """Return a config of a class for a tiny decoder, alone where the class knows an encoder."""
+    """Return a config of a class for a tiny decoder without an encoder."""
     options = sizes(kind)
     if kind.is_encoder_decoder:
         options["is_encoder_decoder"] = False
@@ -106,11 +106,11 @@ def tiny_config(kind: type) -> Any:
 
 
 def outcome(kind: type, folder: Path) -> tuple[str, str]:
-    """Return ("right", "wrong", "refused" or "skipped", why) of a class of configs."""
+    """Return "right", "wrong", "refused" or "skipped" for a config class, and the reason."""
     auto = transformers.AutoModelForCausalLM
     try:
         tiny_config(kind).save_pretrained(folder)
-    except Exception as error:  # of a class that wants a tweak
+    except Exception as error:  # this config class needs other values
         return "skipped", f"no tiny config: {error!r}"
     try:
         meta = model_on_meta(folder)
@@ -130,7 +130,7 @@ def outcome(kind: type, folder: Path) -> tuple[str, str]:
         check_logits(meta, state)
     except ValueError as error:
         return "wrong" if "\n" in str(error) else "refused", str(error)
-    with contextlib.suppress(RuntimeError):  # not all operators exist there
+    with contextlib.suppress(RuntimeError):  # some operators do not exist on this device
         meta.eval()(TOKENS.to("meta"))
     ours = hugging_face(str(folder)).eval()
     ours.load_state_dict(state)
@@ -150,7 +150,7 @@ def test_every_family_is_right_or_refused(tmp_path):
     for index, kind in enumerate(transformers.AutoModelForCausalLM._model_mapping):
         try:
             result, why = outcome(kind, tmp_path / str(index))
-        except Exception as error:  # neither right nor refused in a line
+        except Exception as error:  # neither right nor refused in one line
             result, why = "wrong", repr(error)
         found[result][f"{kind.__name__} ({kind.model_type})"] = why
     for result in ("refused", "skipped", "wrong"):

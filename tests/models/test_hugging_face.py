@@ -1,4 +1,4 @@
-"""Models of transformers as torchtune's recipes know a decoder, and the table of families."""
+"""Tests models of transformers as torchtune decoders, and the table of families."""
 
 import json
 import re
@@ -41,7 +41,7 @@ POSITIONS = torch.cat([torch.arange(11), torch.arange(9)]).expand(2, -1)
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """(name, folder, the model as the recipe has it, loaded)."""
+    """Return the name, the folder and the loaded model of a family."""
     folder = make_family(tmp_path_factory.mktemp("family"), request.param)
     model = model_on_meta(folder)
     assert all(value.is_meta for value in (*model.parameters(), *model.buffers()))
@@ -66,7 +66,7 @@ def test_it_computes_what_transformers_computes(family):
 @torch.no_grad()
 def test_documents_do_not_see_each_other(family):
     _, _, model = family
-    mask = torch.ones(2, 20, 20, dtype=torch.bool)  # what it says follows from the positions
+    mask = torch.ones(2, 20, 20, dtype=torch.bool)  # the positions decide, not these values
     found = model(TOKENS, mask=mask, input_pos=POSITIONS)
     for part in (slice(0, 11), slice(11, 20)):
         torch.testing.assert_close(found[:, part], model(TOKENS[:, part]), rtol=1e-4, atol=1e-4)
@@ -74,7 +74,7 @@ def test_documents_do_not_see_each_other(family):
         model(TOKENS, mask=mask)
 
 
-def test_names_are_those_of_the_folder(family):
+def test_names_equal_the_names_in_the_folder(family):
     name, folder, model = family
     in_files, in_model = SafetensorsFolder(folder).shapes, model.state_dict()
     differ = in_files.keys() ^ in_model.keys()
@@ -98,7 +98,7 @@ def test_blocks_make_a_chain(family, packed, caplog):
     assert [len(segment.weights) for segment in segments[:-1]] == [
         len(layers) // len(find_blocks(model))
     ] * len(find_blocks(model))
-    # The curvature by segments is that of the whole.
+    # The curvature by segments equals the curvature of the whole model.
     for weight in weights.values():
         weight.requires_grad_()
     generator = torch.Generator().manual_seed(0)
@@ -129,7 +129,7 @@ def table_row(name: str, folder: Path) -> str:
     return f"| {name} | `{type(model).__name__}` | {short} | {stays} | {gguf} |"
 
 
-def test_the_table_of_families_is_what_the_models_say(tmp_path):
+def test_the_table_of_families_matches_the_models(tmp_path):
     rows = [table_row(name, make_family(tmp_path / name, name)) for name in FAMILIES]
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     found = [line for line in lines if line.startswith("|") and "ForCausalLM" in line]
@@ -143,7 +143,7 @@ def edit_config(folder: Path, **changes) -> str:
 
 
 def test_no_code_of_a_folder_runs(tmp_path):
-    """Neither a class of its own, nor a kernel of the hub."""
+    """Neither a class in the folder nor a kernel on the hub runs."""
     folder = make_family(tmp_path / "kernel", "Qwen3")
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         model = hugging_face(edit_config(folder, **{key: "someone/kernel"}))
@@ -161,12 +161,12 @@ def test_no_code_of_a_folder_runs(tmp_path):
     ("changes", "message"),
     [
         ({"model_type": "nothing"}, "nothing"),
-        ({"model_type": "gemma3", "text_config": {}}, "more than a text decoder"),
+        ({"model_type": "gemma3", "text_config": {}}, "parts besides a text decoder"),
         ({"quantization_config": {"quant_method": "gptq"}}, "is quantized .gptq.*dense"),
-        ({"model_type": "t5"}, "more than a text decoder"),
+        ({"model_type": "t5"}, "parts besides a text decoder"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(tmp_path, changes, message):
+def test_models_that_cannot_be_trained_are_refused(tmp_path, changes, message):
     folder = make_family(tmp_path / "model", "Llama")
     with pytest.raises(ValueError, match=message):
         hugging_face(edit_config(folder, **changes))
@@ -174,11 +174,11 @@ def test_what_cannot_be_trained_is_refused(tmp_path, changes, message):
 
 def test_a_model_without_a_longest_sequence_is_refused(tmp_path):
     transformers.BloomConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="the bloom in .* no longest sequence"):
+    with pytest.raises(ValueError, match="the bloom in .* no max_position_embeddings"):
         hugging_face(str(tmp_path))
 
 
-def test_a_folder_that_is_none(tmp_path, monkeypatch):
+def test_a_missing_folder_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no config.json"):
         hugging_face(str(tmp_path))
     asked = []
@@ -203,7 +203,7 @@ def test_a_name_on_the_hub(tmp_path, monkeypatch):
     assert HuggingFaceCheckpointer("someone/qwen", str(tmp_path)).folder == folder
 
 
-def test_the_config_needs_no_more_than_a_path(tmp_path):
+def test_the_config_needs_only_a_path(tmp_path):
     config = RunConfig.parse(family_config(tmp_path / "model", tmp_path / "out"))
     folder = str(tmp_path / "model")
     assert config.tokenizer["path"] == config.checkpointer["checkpoint_dir"] == folder
@@ -223,7 +223,7 @@ def test_the_config_needs_no_more_than_a_path(tmp_path):
         RunConfig.parse(mixed)
 
 
-def test_the_tokenizer_is_that_of_transformers(tmp_path):
+def test_the_tokenizer_equals_the_one_of_transformers(tmp_path):
     folder = make_model_dir(tmp_path / "model")
     ours, plain = AutoTokenizer(str(folder)), HuggingFaceTokenizer(str(folder))
     text = "Ids, of a text: as transformers has them."
@@ -245,7 +245,7 @@ def test_a_link_out_of_the_folder_is_refused_before_training(tmp_path):
         HuggingFaceCheckpointer(str(folder), str(tmp_path))
 
 
-def test_transformers_models_generate_no_text_of_their_own(tmp_path):
+def test_transformers_models_do_not_generate_training_text(tmp_path):
     cfg = family_config(make_family(tmp_path / "model", "Qwen3"), tmp_path)
     text = {"num_sequences": 2, "seq_len": 8, "cache_dir": str(tmp_path / "text")}
     cfg.dataset = {"_component_": SELF_GENERATED} | text
@@ -253,7 +253,7 @@ def test_transformers_models_generate_no_text_of_their_own(tmp_path):
         generate_missing(RunConfig.parse(cfg))
 
 
-def test_a_folder_without_some_weights(tmp_path):
+def test_missing_weights_are_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
     folder = make_family(tmp_path / "model", "Qwen3-MoE")
@@ -279,7 +279,7 @@ class Shared(torch.nn.Module):
         return hidden
 
 
-def test_blocks_that_are_no_chain():
+def test_blocks_that_are_not_a_chain_are_refused():
     model = Shared()
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="more than its blocks"):
@@ -294,7 +294,7 @@ def test_equal_tensors_are_kept_once(family, monkeypatch):
     _, _, model = family
     with torch.no_grad():
         chain = record_blocks(model, TOKENS)
-        monkeypatch.delattr(type(chain.blocks[0]), "forward")  # no block is run
+        monkeypatch.delattr(type(chain.blocks[0]), "forward")  # so no block can run
         again = record_blocks(model, TOKENS, gives_tuple=chain.gives_tuple)
     assert torch.equal(again.hidden, chain.hidden) and again.gives_tuple == chain.gives_tuple
     one, other = chain.calls, again.calls
@@ -303,4 +303,4 @@ def test_equal_tensors_are_kept_once(family, monkeypatch):
         for key, value in before.kwargs.items():
             if isinstance(value, torch.Tensor):
                 assert after.kwargs[key] is value
-    assert share_equal(other[:1], one) == other[:1]  # of another structure: as it is
+    assert share_equal(other[:1], one) == other[:1]  # another structure is returned unchanged

@@ -1,4 +1,4 @@
-"""Components by their YAML key, the hard model on disk, packed weights in torchtune's recipes."""
+"""Tests components by YAML key, writing the hard model, and packed weights in torchtune."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,10 @@ from hestia_tune.training.outputs import write_hard_model
         ({"_component_": "torch.nn.Linear", "in_feature": 3}, "part: .*in_feature"),
         ({"_component_": "torch.nn.Nothing"}, "part: .*torch.nn.Nothing"),
         ({"in_features": 3}, "part: .*_component_"),
-        ({"_component_": "json.load", "fp": 3}, None),  # a bug of the component is not of its key
+        (
+            {"_component_": "json.load", "fp": 3},
+            None,
+        ),  # a bug in the component does not name the key
         ({"_component_": "hestia_tune.models.HuggingFaceTokenizer", "path": "/nowhere"}, "part: "),
         ({"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 1.5}, "part: group_size"),
     ],
@@ -42,7 +45,7 @@ def test_a_component_gets_its_arguments():
 
 
 class Checkpointer:
-    """Writes as torchtune's does: into a folder epoch_0 of its output folder."""
+    """A checkpointer that writes into epoch_0 of its output folder, as torchtune's does."""
 
     def __init__(self, fails: bool = False):
         self._output_dir, self.fails = Path("/nowhere"), fails
@@ -72,7 +75,7 @@ def test_the_hard_model_replaces_the_old_one_only_when_it_is_whole(tmp_path):
     assert checkpointer._output_dir == Path("/nowhere")
 
 
-def test_packed_weights_of_any_method():
+def test_packed_weights_of_every_method():
     def make():
         layers = [nn.Linear(8, 6), nn.Linear(6, 5)]
         return nn.ModuleDict({"layers": nn.ModuleList(layers)})
@@ -82,7 +85,9 @@ def test_packed_weights_of_any_method():
         first, second = PackedWeights(method, include=["*"]).quantize(make())["layers"]
         assert type(first.weight.data) is kind and not first.weight.requires_grad
         assert first.weight.shape == (6, 8)
-        assert type(second.weight) is nn.Parameter  # neither 4 | 6 nor an even number of rows
+        assert (
+            type(second.weight) is nn.Parameter
+        )  # 4 does not divide 6, and the number of rows is odd
         assert type(second.weight.data) is torch.Tensor
     first, second = PackedWeights("ternary, group_size=channel", ["*"], ["*.0"]).quantize(make())[
         "layers"
@@ -92,7 +97,7 @@ def test_packed_weights_of_any_method():
 
 @pytest.mark.parametrize("method", [TernaryMethod(group_size=8), Fairy2iMethod(granularity=2)])
 def test_entries_equal_the_dense_weight(method):
-    """Codes read off hard weights where they follow from them, and made of latents elsewhere."""
+    """Codes are read from hard weights if they follow from them, otherwise from latent weights."""
     latents = {name: torch.randn(4, 8) for name in ("a", "b", "norm")}
     hard = {
         name: (method.hard(w) if name != "norm" else w).to(torch.bfloat16)
@@ -106,7 +111,7 @@ def test_entries_equal_the_dense_weight(method):
         assert stored.dtype == torch.bfloat16 and torch.equal(plain, hard[name])
 
 
-def test_codes_of_other_latents_are_not_kept():
+def test_codes_of_other_latents_are_refused():
     method, weight = Fairy2iMethod(granularity=2), torch.randn(4, 8)
     entries = packed_entries(
         [("a", method.hard(weight))], {"a"}, method, latents={"a": torch.randn(4, 8)}

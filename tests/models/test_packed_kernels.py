@@ -1,4 +1,4 @@
-"""What `PackedWeights` does once torchtune's generate has loaded the weights."""
+"""Tests `PackedWeights` after torchtune's generate recipe has loaded the weights."""
 
 import pytest
 import torch
