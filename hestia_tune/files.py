@@ -117,14 +117,33 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
+class JSONFile(dict[str, Any]):
+    """The mapping in a JSON file. A key that is missing raises InputError, which names the file.
+
+    Args:
+        path: Path of the file.
+    """
+
+    def __init__(self, path: Path):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"it must hold a mapping, and holds a {type(values).__name__}")
+        super().__init__(values)
+        self.path = path
+
+    def __missing__(self, key: str):
+        raise InputError(f"{self.path} lacks {key}; get it again")
+
+
+def read_json(path: Path) -> JSONFile:
+    """Return the mapping in a JSON file.
 
     Raises:
-        InputError: If the file cannot be read or is damaged. The message names the file.
+        InputError: If the file cannot be read, is damaged, or holds no mapping. The message names
+            the file.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return JSONFile(path)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror}); get it again") from None
     except ValueError as error:

@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from hestia_tune.config.files import config_path, load_config, packaged_configs, resolved
+from hestia_tune.config.files import config_path, load_config, overridden, packaged_configs
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models.build import build_on_meta, check_model_options, modules_by_name
@@ -106,26 +106,43 @@ def test_config_opens_with_its_commands(name):
     assert any(f"tune run hestia_qat --config {name}" in line for line in comment)
 
 
-def resolved_config(*argv):
-    """(what the path after --config holds, the other arguments) while the command runs."""
-    with resolved(["x", *argv]) as found:
-        words = " ".join(found[1:]).replace("--config=", "--config ").split()
-        path = Path(words.pop(words.index("--config") + 1))
-        content = OmegaConf.load(path)
-    assert not path.exists()
-    return content, words
-
-
-def test_names_and_paths_are_resolved(tmp_path):
-    copied = tmp_path / "mine+1.yaml"
-    copied.write_text("a: 1")
-    assert resolved_config("--config", str(copied), "a=2") == ({"a": 1}, ["--config", "a=2"])
-    demo = OmegaConf.load(config_path("demo"))
-    for argv in (("--config", "demo"), ("--config=demo",)):
-        assert resolved_config(*argv) == (demo, ["--config"])
-    for name in (str(tmp_path / "none.yaml"), "demo+none", "none+distil"):
+def test_unknown_names_are_errors_that_list_the_configs():
+    for name in ("none.yaml", "demo+none", "none+distil"):
         with pytest.raises(InputError, match="packaged configs: base, demo, demo_fairy2i, "):
-            resolved_config("--config", name)
+            load_config(name)
+
+
+def test_a_path_may_have_a_plus(tmp_path):
+    (tmp_path / "mine+1.yaml").write_text("a: 1")
+    assert load_config(str(tmp_path / "mine+1.yaml")) == {"a": 1}
+
+
+def test_overrides_set_and_delete_options():
+    base = {"a": 1, "b": {"_component_": "x", "c": 2}, "d": {"e": [1]}, "f": "${a}"}
+    config = OmegaConf.create(base)
+    overrides = ["a=1e-3", "b=y", "b.g=[1,2]", "d.h.i=null", "~d.e", "j=${a}"]
+    found = overridden(config, overrides)
+    expected = {"a": 0.001, "b": {"_component_": "y", "c": 2, "g": [1, 2]}}
+    assert found == expected | {"d": {"h": {"i": None}}, "f": 0.001, "j": 0.001}
+    assert config == base | {"f": 1}
+    assert overridden(config, ["b=null"]).b is None
+    assert "b" not in overridden(config, ["~b"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("a", "an override must be KEY=VALUE or ~KEY; got 'a'"),
+        ("=1", "an override must be KEY=VALUE or ~KEY"),
+        ("~a=1", "an override must be KEY=VALUE or ~KEY"),
+        ("~bc", "~bc: the config has no such key"),
+        ("~section.keyy", "~section.keyy: the config has no such key; did you mean key?"),
+        ("a=[1", "a=\\[1: .*; check the override"),
+    ],
+)
+def test_wrong_overrides_are_errors_that_name_the_override(override, message):
+    with pytest.raises(InputError, match=message):
+        overridden(OmegaConf.create({"a": 1, "section": {"key": 1}}), [override])
 
 
 def test_a_config_may_have_a_base(tmp_path):
@@ -151,16 +168,13 @@ def test_files_that_hold_no_config(tmp_path, text, message):
         load_config(str(tmp_path / "mine.yaml"))
 
 
-@pytest.mark.parametrize("argument", [("--config", "{}+{}"), ("--config={}+{}",)])
-def test_one_config_is_laid_over_another(tmp_path, argument):
+def test_one_config_is_laid_over_another(tmp_path):
     folder = tmp_path / "+"
     folder.mkdir()
     first, over = folder / "first.yaml", folder / "over.yaml"
     over.write_text("quantizer: {group_size: null, scale: learned}\nnew: {key: [1]}\nmodel: null")
     first.write_text(f"new: null\n{config_path('demo').read_text()}")
-    argument = [part.format(first, over) for part in argument]
-    merged, words = resolved_config(*argument, "seed=1")
-    assert words == ["--config", "seed=1"]
+    merged = load_config(f"{first}+{over}")
     expected = OmegaConf.load(config_path("demo"))
     del expected["model"]
     expected.quantizer = {"_component_": "hestia_tune.HestiaQATQuantizer", "scale": "learned"}

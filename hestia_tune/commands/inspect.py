@@ -14,6 +14,7 @@ changes no file. It computes no sensitivity and no reconstruction (``sensitivity
 import ast
 import importlib.util
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,18 @@ def listing() -> str:
         (runs if "model" in load_config(name) else overlays).append(line)
     lines += ["configs:", *runs, "overlays, for --config CONFIG+OVERLAY:"]
     return "\n".join([*lines, *(line for line in overlays if line.split()[0] != "base")])
+
+
+def options_text() -> str:
+    """Return the options of a run as plain text, by section, for --help."""
+    groups: dict[str, list[str]] = {}
+    for key, kind, default, meaning in describe(RunConfig):
+        default = default if default == "must be given" else f"default {default}"
+        text = textwrap.fill(f"{meaning} ({kind}; {default})", 90)
+        lines = groups.setdefault(key.rpartition(".")[0] or "run", [])
+        lines += [f"  {key}", textwrap.indent(text, " " * 6)]
+    parts = (f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())
+    return "options of the config, by section:\n\n" + "\n\n".join(parts)
 
 
 def options_page() -> str:

@@ -6,6 +6,7 @@ stderr. Any other error is a mistake in the code and keeps its traceback. HESTIA
 every traceback.
 """
 
+import argparse
 import logging
 import os
 import sys
@@ -14,12 +15,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-from torchtune import config
-from yaml import YAMLError
 
-from hestia_tune.config.files import resolved
+from hestia_tune.commands.inspect import options_text
+from hestia_tune.config.files import load_config, overridden
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError, one_line
 
@@ -29,7 +27,7 @@ _NOTICES = ("'set_vital' is deprecated", "torch.distributed is disabled, unavail
 
 
 def main(command: Callable[[RunConfig], int], name: str) -> int:
-    """Parse ``sys.argv`` as torchtune does, run a command, and return the exit code.
+    """Parse ``sys.argv``, run a command, and return the exit code.
 
     Args:
         command: The command. It takes the config and returns an exit code.
@@ -42,7 +40,7 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
         library.setLevel(logging.INFO)
         library.addHandler(logging.StreamHandler())
     try:
-        parsed = parse_command_line()
+        parsed = parse_command_line(name)
         return parsed if isinstance(parsed, int) else command(parsed)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -58,24 +56,29 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
         return 1
 
 
-def parse_command_line() -> RunConfig | int:
-    """Return the config of ``sys.argv``, or the exit code after an option such as --help.
+def parse_command_line(name: str) -> RunConfig | int:
+    """Return the config of ``sys.argv``, or the exit code after --help or a wrong argument.
 
-    After ``--config`` come a packaged config, a path, or NAME+OTHER.
+    Args:
+        name: Name of the command.
 
     Raises:
         InputError: If the config or an override cannot be read, or a value is not allowed.
     """
-    parsed: list[DictConfig] = []
-    with resolved(sys.argv) as sys.argv:
-        try:
-            config.parse(parsed.append)()
-        except SystemExit as stop:  # the parser exits when its callback returns
-            if stop.code or not parsed:
-                return int(stop.code or 0)
-        except (YAMLError, OmegaConfBaseException, ValueError) as error:
-            raise InputError(one_line(error, limit=2000)) from error
-    return RunConfig.parse(parsed[0])
+    parser = argparse.ArgumentParser(
+        prog=f"tune run {name}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=options_text() if {"-h", "--help"} & {*sys.argv} else None,
+    )
+    rule = "a packaged config, a path, or CONFIG+OVERLAY (python -m hestia_tune configs lists them)"
+    parser.add_argument("--config", required=True, help=rule)
+    rule = "options to change, such as optimizer.lr=1e-3, or to delete, such as ~lr_scheduler"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=rule)
+    try:
+        arguments = parser.parse_intermixed_args()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return RunConfig.parse(overridden(load_config(arguments.config), arguments.overrides))
 
 
 def _print_once(error: InputError, name: str) -> None:

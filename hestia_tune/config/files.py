@@ -4,21 +4,18 @@ A config may name another config under the key ``base``. It then has the keys of
 its own values win. NAME+OTHER lays the keys of OTHER over NAME, such as ``llama3_2_1b+evening``. A
 key that is null in OTHER is removed.
 
-torchtune's parser opens whatever follows ``--config`` as a file. `resolved` replaces a name by the
-path of the composed config before the parser runs. It runs in every process of a distributed run,
-because each process parses its own arguments.
+`overridden` applies the overrides of a command line. Every process of a distributed run reads its
+own arguments.
 """
 
-import contextlib
 import importlib.resources
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import YAMLError, safe_load
 
 from hestia_tune.config.section import nearest
 from hestia_tune.errors import InputError, one_line
@@ -110,22 +107,36 @@ def text_of(name: str) -> str:
     return OmegaConf.to_yaml(load_config(name))
 
 
-@contextlib.contextmanager
-def resolved(argv: list[str]) -> Iterator[list[str]]:
-    """Yield ``argv`` with the path of the composed config after ``--config``.
+def overridden(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return a copy of a config with the overrides of a command line.
 
-    The composed config is a temporary file.
+    ``KEY=VALUE`` sets an option to a value of YAML. A word in place of a component replaces its
+    ``_component_`` and keeps its options. ``~KEY`` deletes an option.
+
+    Raises:
+        InputError: If an override has another form, or a deleted key does not exist.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path, arguments = Path(folder, "config.yaml"), list(argv)
-        for index, argument in enumerate(argv):
-            if argument.startswith("--config="):
-                OmegaConf.save(load_config(argument.removeprefix("--config=")), path)
-                arguments[index] = f"--config={path}"
-            elif index and argv[index - 1] == "--config":
-                OmegaConf.save(load_config(argument), path)
-                arguments[index] = str(path)
-        yield arguments
+    config = config.copy()
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        try:
+            if override.startswith("~") and not sign:
+                parent, _, last = key[1:].rpartition(".")
+                section = OmegaConf.select(config, parent) if parent else config
+                if not OmegaConf.is_dict(section) or last not in section:
+                    near = nearest(last, section) if OmegaConf.is_dict(section) else ""
+                    raise InputError(f"{override}: the config has no such key{near}")
+                del section[last]
+                continue
+            if not sign or not key or override.startswith("~"):
+                raise InputError(f"an override must be KEY=VALUE or ~KEY; got {override!r}")
+            old = OmegaConf.select(config, key)
+            is_component = OmegaConf.is_dict(old) and "_component_" in old
+            inner = "._component_" if is_component and isinstance(safe_load(text), str) else ""
+            config.merge_with_dotlist([f"{key}{inner}={text}"])
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise InputError(f"{override}: {one_line(error)}; check the override") from error
+    return config
 
 
 def asset_path(name: str) -> str:

@@ -6,7 +6,9 @@ keep their names and meanings.
 """
 
 import dataclasses
+import math
 import pydoc
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,6 +190,9 @@ class RunConfig(Section):
         for key, (allowed, reason) in _UNSUPPORTED.items():
             if (value := given.pop(key, allowed)) != allowed:
                 raise InputError(f"{key}={value} is not supported: {reason}; leave it out")
+        for key, value in given.items():  # null in place of a component, as in optimizer=null
+            if OmegaConf.is_dict(value) and value.get("_component_", ...) is None:
+                given[key] = None
         sections = [f.name for f in dataclasses.fields(cls) if isinstance(f.default, Section)]
         for key in ("loss", "metric_logger", *sections):
             if given.get(key, ...) is None:  # null means the defaults, like a missing key
@@ -240,11 +245,20 @@ class RunConfig(Section):
         files = self.checkpointer.get("checkpoint_files")
         for name in files if isinstance(files, list) else []:
             inside(Path(folder), name)
+        for key in ("lr_scheduler", "metric_logger", "profiler"):
+            if not isinstance(getattr(self, key), dict | None):
+                raise InputTypeError(f"{key} must be a section; got {getattr(self, key)!r}")
         profiler = "torchtune.training.setup_torch_profiler"
         if self.profiler and self.profiler.get("_component_") not in (None, profiler):
             raise InputError(f"profiler must be {profiler}; got {self.profiler['_component_']}")
+        for key in ("dataset", "dataset_val"):
+            for part in [getattr(self, key)] if isinstance(getattr(self, key), dict) else []:
+                if part.get("seq_len") is not None:
+                    require_number(f"{key}.seq_len", part["seq_len"], 1, math.inf, "count tokens")
 
     def _check_training(self) -> None:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise InputError(f"device must be cpu, cuda or cuda:NUMBER; got {self.device}")
         if self.clip_grad_norm is not None and self.clip_grad_norm != "inf":
             remedy = "null switches it off"
             require_number("clip_grad_norm", self.clip_grad_norm, 1e-9, 1e30, remedy)

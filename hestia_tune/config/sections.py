@@ -64,7 +64,7 @@ class ReconstructionConfig(Section):
     """The ``reconstruct`` section: blocks become ternary, one window after another."""
 
     section: ClassVar[str] = "reconstruct"
-    num_samples: int = option(512, low=1)
+    num_samples: int = option(512, low=1, high=10**7)
     """Sequences to train on. The run's seed draws them from the dataset."""
     batch_size: int = option(8, low=1)
     """Sequences per optimizer step, summed over all ranks."""
@@ -182,7 +182,7 @@ class EstimationConfig(Section):
     """The matrix whose trace is measured. "hessian" is the paper's matrix (Eq. 10). "fisher" is the
     Gauss-Newton matrix. It is much cheaper, because plain backward passes measure all layers at
     once."""
-    num_samples: int = option(50, low=1)
+    num_samples: int = option(50, low=1, high=10**6)
     """Calibration samples. The run's seed draws them from the dataset."""
     batch_size: int = option(1, low=1)
     """Samples that go through the model together. Every batch has its own probes, so small batches
@@ -303,6 +303,11 @@ class EvalConfig(Section):
     """Whether to evaluate the hard model when training ends."""
 
     def check(self) -> None:
+        if self.limit is not None and self.limit > 1 and self.limit % 1:
+            raise InputError(
+                f"eval.limit must be a whole number of documents, or a share below 1; got "
+                f"{self.limit}"
+            )
         if not self.models:
             raise InputError("eval.models must name at least one model")
         if not self.tasks and not self.perplexity:

@@ -177,7 +177,8 @@ class Evaluator:
         self._texts, self._tasks = {}, None
         try:
             for name, text in settings.perplexity.items():
-                window = min(self.window, text.window or _PERPLEXITY_WINDOW)
+                window = text.window or min(self.window, _PERPLEXITY_WINDOW)
+                require_number(f"eval.perplexity.{name}.window", window, 1, self.window)
                 stride = text.stride or window
                 require_number(f"eval.perplexity.{name}.stride", stride, 1, window)
                 self._texts[name] = (read_documents(text), window, stride, text.max_tokens)

@@ -7,6 +7,7 @@ config therefore fails within a second, even for a large model.
 
 import inspect
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,9 @@ def instantiate(section: Mapping | None, key: str, *args: Any, **options: Any) -
         return config.instantiate(section and OmegaConf.create(dict(section)), *args, **options)
     except (TypeError, ValueError, OSError, ImportError, InstantiationError) as error:
         remedy = "" if isinstance(error, InputError) else f"; check its options {section}"
+        if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
+            component = find_component(section["_component_"], key)
+            remedy = nearest(unknown[1], inspect.signature(component).parameters) + remedy
         raise InputError(f"{key}: {one_line(error)}{remedy}") from error
 
 

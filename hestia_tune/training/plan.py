@@ -7,6 +7,7 @@ the model of a plan. ``python -m hestia_tune validate`` makes a plan and nothing
 """
 
 import dataclasses
+import inspect
 import logging
 import random
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchtune import training, utils
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from hestia_tune.config.run import SELF_GENERATED, RunConfig
 from hestia_tune.data.tokens import INDEX
@@ -178,7 +178,17 @@ def _plan_training(decided: Plan, path: Path | None) -> Plan:
     """Return the plan with everything that training needs besides, and open the data."""
     config = decided.config
     loss = build.instantiate(config.loss, "loss")
-    build.find_component(config.metric_logger["_component_"], "metric_logger")
+    if not hasattr(loss, "ignore_index"):
+        raise InputError(
+            "loss must be a cross-entropy over tokens with an ignore_index, such as "
+            f"torchtune.modules.loss.CEWithChunkedOutputLoss; got {config.loss['_component_']}"
+        )
+    options = dict(config.metric_logger)
+    logger = build.find_component(options.pop("_component_"), "metric_logger")
+    try:
+        inspect.signature(logger).bind(**options)
+    except TypeError as error:
+        raise InputError(f"metric_logger: {error}; check its options {options}") from error
     weight = [nn.Parameter(torch.zeros(2, 2))]
     options = config.optimizer | ({"fused": False} if "fused" in config.optimizer else {})
     optimizer = build.instantiate(options, "optimizer", weight)
@@ -190,11 +200,16 @@ def _plan_training(decided: Plan, path: Path | None) -> Plan:
     if config.eval.every_n_steps or config.eval.at_end:
         evaluator = Evaluator(config.eval, decided.tokenizer, decided.model.max_seq_len)
     artifact, start = read_starts(config, decided.component, decided.layers)
+    if config.sensitivity is None and config.schedule.alpha and dist.get_rank() == 0:
+        log.warning(
+            f"schedule.alpha={config.schedule.alpha} has no effect, because sensitivity is null: "
+            "all layers have one temperature"
+        )
     require_generated(config)
     data = TrainingData(
         config,
         decided.tokenizer,
-        ignore_index=getattr(loss, "ignore_index", CROSS_ENTROPY_IGNORE_IDX),
+        ignore_index=loss.ignore_index,
         seed=config.seed or 0,
     )
     resume = path and _plan_resume(path, config, decided.component, data)
