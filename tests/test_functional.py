@@ -174,7 +174,7 @@ def test_compiled_equals_eager_bit_for_bit_at_zero_temperature(compiled):
     check_compiled_equals_eager(compiled, "cpu")
 
 
-def test_another_quantizer_elsewhere_compiles_nothing_anew(compiled):
+def test_another_method_elsewhere_compiles_nothing_again(compiled):
     weight = make_weight(64, 528)
     scalars = torch.tensor(0.3), torch.tensor(0.5)
     compiled(weight, *scalars)

@@ -128,7 +128,7 @@ def test_prepare_and_convert_twice_change_nothing_more():
     assert convert(model).layers[0].up is once
 
 
-def test_convert_keeps_bias_mode_names_and_what_is_frozen():
+def test_convert_keeps_bias_mode_names_and_frozen_weights():
     model = make_prepared().eval()
     model.layers[0].up.weight.requires_grad_(False)
     keys, bias = list(model.state_dict()), model.layers[0].up.bias
@@ -307,7 +307,7 @@ def test_a_linear_under_two_names_of_one_parent_is_swapped_under_both():
     assert parent.q is parent.k and type(parent.q).__name__ == "QuantizedLinear"
 
 
-def test_what_cannot_be_swapped():
+def test_linears_that_cannot_be_swapped():
     with pytest.raises(ValueError, match="is itself a linear"):
         HestiaQATQuantizer(group_size=32, include=["*"]).prepare(nn.Linear(32, 32))
     layers = nn.ModuleList([nn.TransformerEncoderLayer(32, 2, 64)])
@@ -318,7 +318,7 @@ def test_what_cannot_be_swapped():
 @pytest.mark.parametrize("target", ["dense", "ternary"])
 @pytest.mark.parametrize("name", ["weight", "scale_logit"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_converting_what_is_not_finite_names_the_layer(target, name, bad):
+def test_converting_nan_or_infinity_names_the_layer(target, name, bad):
     component = HestiaQATQuantizer(group_size=32, scale="learned")
     component.config = dataclasses.replace(component.config, target=target)
     model = component.prepare(make_model())

@@ -63,8 +63,9 @@ class LearnedStepMethod(GroupMethod):
             step = w.abs().amax(-1)
         else:
             step = least_squares_scale(w, self.levels).squeeze(-1) / ratio
-        kept = scale_of_hard(w, self.levels).squeeze(-1)  # ratio·(kept/ratio) rounds to kept.
-        return (torch.where(kept > 0, kept / ratio, step).to(torch.float32),)
+        # ratio·(scale/ratio) rounds to the scale of a hard group.
+        hard_scale = scale_of_hard(w, self.levels).squeeze(-1)
+        return (torch.where(hard_scale > 0, hard_scale / ratio, step).to(torch.float32),)
 
     def scale_and_code(self, w, parameters, total, is_final):
         scale = (self.slope_rule[0] * parameters[0]).clamp(min=SCALE_EPS).unsqueeze(-1)

@@ -7,9 +7,10 @@ The price is one more pass over the weight, which is small beside the three matr
 linear.
 
 `torch.compile` needs more. The compiler would recognise the recomputation as a common
-subexpression of the forward, and would save its result after all. So in a compiled region the
-three products are opaque operators (`hestia::...`). They run the same formulas, which are compiled
-into fused kernels. Operators take no Python objects, so they take the key of the method.
+subexpression of the forward, and would save its result after all. So in a compiled region three
+steps are opaque operators (`hestia::...`): the product, the gradient of the input, and the
+pull-back to the latent weight. They run the same formulas, compiled into fused kernels. Operators
+take no Python objects, so they take the key of the method.
 """
 
 from collections.abc import Sequence
@@ -71,8 +72,8 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, method, bias, weight, tau, pressure, *parameters):
         ctx.method, ctx.has_bias = method, bias is not None
-        kept = x if weight.requires_grad else None
-        ctx.save_for_backward(kept, weight, tau, pressure, *parameters)
+        saved_x = x if weight.requires_grad else None
+        ctx.save_for_backward(saved_x, weight, tau, pressure, *parameters)
         return _product(method, x, bias, (weight, tau, pressure), parameters)
 
     @staticmethod

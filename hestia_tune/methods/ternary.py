@@ -140,8 +140,8 @@ class TernaryMethod(GroupMethod):
             return ()
         w = self.blocks(weight.detach())
         start = (mean_scale if self.start == "absmean" else least_squares_scale)(w)
-        kept = scale_of_hard(w, self.levels)
-        start = torch.where(kept > 0, kept, start).squeeze(-1).to(torch.float32)
+        hard_scale = scale_of_hard(w, self.levels)
+        start = torch.where(hard_scale > 0, hard_scale, start).squeeze(-1).to(torch.float32)
         return *(torch.zeros_like(start) for _ in self.trained_parameters), start
 
     def _groups(self, w, parameters, total=None, keep_hard=False):

@@ -313,8 +313,8 @@ class Component(QATQuantizerBase):
                 f"unknown option {name}{nearest(name, known)}; {type(self).__name__} has "
                 f"{', '.join(known)}"
             )
-        made = self.options_type(**options)
-        config = made if isinstance(made, QATConfigBase) else MethodConfig(of=made)
+        config = self.options_type(**options)
+        config = config if isinstance(config, QATConfigBase) else MethodConfig(of=config)
         super().__init__(config, include, exclude, skip_incompatible, scale_lr)
 
 

@@ -127,8 +127,8 @@ class ScheduleDriver:
         if not layers:
             raise InputError("the model has no quantized layers; prepare it first")
         if scores is not None and set(scores) != set(layers):
-            odd = sorted(set(scores) ^ set(layers))
-            raise InputError(f"sensitivity scores and quantized layers differ in {odd[:3]}")
+            differing = sorted(set(scores) ^ set(layers))
+            raise InputError(f"sensitivity scores and quantized layers differ in {differing[:3]}")
         self.schedule = schedule
         self.layers = dict(layers)
         self._after_write = after_write or (lambda: None)

@@ -197,12 +197,12 @@ def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> 
         dtype: The dtype of the products.
         compiled: Whether to run the formulas as fused kernels, unless scales span ranks.
     """
-    made: dict[int, dict[str, Tensor]] = {}  # by weight, because linears may share one
+    quantized: dict[int, dict[str, Tensor]] = {}  # by weight, because linears may share one
     for layer in quantized_linears(model).values():
-        if id(layer.weight) not in made:
+        if id(layer.weight) not in quantized:
             rows, fake = LatentRows(layer, compiled=compiled), layer.weight_fake_quantizer
-            made[id(layer.weight)] = rows.quantize(dtype, is_hard=fake.is_hard)
-        effective = made[id(layer.weight)]
+            quantized[id(layer.weight)] = rows.quantize(dtype, is_hard=fake.is_hard)
+        effective = quantized[id(layer.weight)]
         layer.effective_rows = effective["weight"].to(local_rows(layer.weight).device)
         for name in layer.derived_names:
             local_rows(getattr(layer, name)).copy_(effective[name])
@@ -253,8 +253,8 @@ def pull_back(layers: Iterable[QuantizedLinear], *, compiled: bool = False) -> N
         if layer.weight.grad is None or id(layer.weight) in seen:
             continue
         seen.add(id(layer.weight))
-        held = {name: getattr(layer, name) for name in ("weight", *layer.derived_names)}
-        grads = {name: local_rows(p.grad) for name, p in held.items() if p.grad is not None}
+        gathered = {name: getattr(layer, name) for name in ("weight", *layer.derived_names)}
+        grads = {name: local_rows(p.grad) for name, p in gathered.items() if p.grad is not None}
         pulled, *others = LatentRows(layer, compiled=compiled).pull_back(grads)
         grads["weight"].copy_(pulled)
         for name in layer.derived_names:  # They follow from the latent weight.

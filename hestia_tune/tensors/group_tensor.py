@@ -240,13 +240,13 @@ def to_intx(
             f"torchao's intx has bfloat16, float32 or float16 weights; got {dtype}"
         )
     packed = TernaryTensor.from_codes(codes, scale, dtype=dtype)
-    kept = packed.scale.to(dtype).expand(codes.shape[0], -1).contiguous()
+    intx_scale = packed.scale.to(dtype).expand(codes.shape[0], -1).contiguous()
     if dtype == torch.float16 and not scale.is_meta and (scale > 65504).any():
         raise InputError("scales must be at most 65504 for float16; use bfloat16")
     return IntxUnpackedToInt8Tensor(
         qdata=codes,
-        scale=kept,
-        zero_point=torch.zeros_like(kept, dtype=torch.int8),
+        scale=intx_scale,
+        zero_point=torch.zeros_like(intx_scale, dtype=torch.int8),
         target_dtype=torch.int2,
         block_size=(1, packed.block_size[1]),
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""Choose which kernel multiplies by which weight, by `use_kernel`.
+"""Choose the kernel that multiplies by each weight, by `use_kernel`.
 
 `auto` measures the product of one row by every kernel that can take a weight, and by the
 dequantized weight. It chooses the fastest. It measures once per process for each kind of weight

@@ -50,7 +50,7 @@ def exact_bfloat16(scale: Tensor) -> Tensor:
         value = scale[~same][0].item()
         raise InputError(
             f"scales must be bfloat16 values, so that every export is exact; got {value!r}; "
-            "round them before the codes are chosen"
+            "round the scales before you choose the codes"
         )
     return rounded
 
@@ -231,8 +231,8 @@ def _(func, types, args, kwargs):
     raise RuntimeError(
         f"a {type(args[0]).__name__} is two tensors and has no storage that safetensors could "
         "write; give save_pretrained a dense state_dict={name: as_dense(value) for name, value in "
-        "model.state_dict().items()} (hestia_tune.tensors.packed_tensor.as_dense), which is exact, "
-        "or write packed files with hestia_convert"
+        "model.state_dict().items()} (exact; hestia_tune.tensors.packed_tensor.as_dense), or write "
+        "packed files with hestia_convert"
     )
 
 

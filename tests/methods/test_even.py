@@ -36,7 +36,7 @@ def reference(method, w, tau, pressure):
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("tau", [0.02, 0.3, 2.0, 50.0])
 @pytest.mark.parametrize("pressure", [0.0, 0.3, 1.0])
-def test_values_and_gradients_are_those_of_the_softmax(method, tau, pressure):
+def test_values_and_gradients_equal_the_softmax(method, tau, pressure):
     w, other = (weight(1).requires_grad_() for _ in range(2))
     found, expected = (
         effective_weight(w, tau, pressure, method),

@@ -132,7 +132,7 @@ def test_binary_is_the_mean_of_weights_that_share_a_magnitude():
 
 
 @pytest.mark.parametrize("exponent", [-26, -19, -18, 0, 20])
-def test_a_binary_magnitude_is_kept_however_small(exponent):
+def test_binary_keeps_every_small_magnitude(exponent):
     """Check magnitudes down to 2^-27. Below 2^-18 the epsilon of the mean would change them."""
     hard = torch.ones(128, 8) * (torch.arange(128, 256).view(-1, 1) * 2.0 ** (exponent - 7))
     hard[:, ::3] *= -1
@@ -202,7 +202,7 @@ def test_a_parameter_that_is_nan_makes_its_group_nan(method):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_packing_refuses_what_is_not_finite(bad):
+def test_packing_refuses_nan_and_infinity(bad):
     method = LSQMethod(group_size=GROUP)
     w = weight()
     (step,) = method.initial_parameters(w)

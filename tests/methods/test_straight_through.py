@@ -161,7 +161,7 @@ def parameters_of(method, w, seed=5):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_values_and_gradients_are_those_of_the_definition(method):
+def test_values_and_gradients_equal_the_definition(method):
     for seed in range(4):
         w = weight(seed).requires_grad_()
         parameters = [p.requires_grad_() for p in parameters_of(method, w.detach(), seed)]
@@ -211,7 +211,7 @@ def test_no_pressure_is_the_latent_weight(method):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_rows_of_a_weight_on_two_ranks_are_those_of_the_whole(method):
+def test_rows_on_two_ranks_equal_the_rows_of_the_whole_weight(method):
     w, upstream = weight(dtype=torch.float32), weight(9, dtype=torch.float32)
     whole = method.initial_parameters(w)
     expected = method.effective_weight(w, ZERO, ONE, whole)
@@ -254,7 +254,7 @@ def test_absmean_is_the_ternary_method_at_temperature_zero():
         )
 
 
-def test_the_forward_of_seq_is_that_of_lsq_with_two_thirds_of_its_step():
+def test_the_forward_of_seq_equals_lsq_with_two_thirds_of_its_step():
     w = weight(dtype=torch.float32)
     step = parameters_of(SEQMethod(group_size=8), w)[0].float()
     seq, lsq = SEQMethod(group_size=8), LSQMethod(group_size=8)

@@ -119,7 +119,7 @@ def test_codes_are_exact(kind):
     assert (found - dense).abs().max() < 1e-6 * dense.abs().max()
 
 
-def test_what_is_no_number_stays_none(kind):
+def test_nan_and_infinity_stay_not_finite(kind):
     weight = ternary(32, 128, 64)
     x, _ = inputs(weight, 3)
     x[0, 7], x[1, 9] = torch.nan, torch.inf
@@ -172,7 +172,7 @@ def test_a_linear_uses_its_kernel_for_every_shape_of_input():
     assert torch.equal(linear(x), F.linear(x, weight.dequantize(), linear.bias))
 
 
-def test_what_a_kernel_does_not_take_is_dequantized():
+def test_products_that_a_kernel_does_not_take_are_dequantized():
     weight = ternary(32, 128, 64)
     linear = layer(weight)
     use_kernel(linear, "int4pack")
@@ -278,7 +278,7 @@ def test_auto_takes_the_fastest_for_one_row(timed):
     assert len(calls) == 8
 
 
-def test_auto_dequantizes_what_no_kernel_makes_faster(timed):
+def test_auto_dequantizes_if_no_kernel_is_faster(timed):
     times, _ = timed
     times |= {"fast": 12.0, "slow": 12.0}
     linear = layer(ternary(8, 64, 32))
@@ -325,7 +325,7 @@ def test_onnxruntime_multiplies_single_rows_only():
     assert choice.make(weight, OnnxRuntime).max_rows == 1
 
 
-def test_other_packed_weights_are_told_of():
+def test_other_packed_weights_are_listed_as_dequantized():
     weight = torch.randn(8, 64)
     model = nn.ModuleList(
         [layer(kind.from_hp(weight, group_size=32)) for kind in (INT2Tensor, BinaryTensor)]

@@ -63,7 +63,7 @@ def test_the_layout_of_gemlite(gemlite, shape):
     assert torch.equal(kernel(x, bias), F.linear(x, weight.dequantize()) + bias)
 
 
-def test_what_gemlite_does_not_take():
+def test_gemlite_refuses_other_weights():
     assert "cuda" in Gemlite.limit(ternary(8, 64, 32))
     assert "multiple of 32" in Gemlite.limit(ternary(8, 48, 16))
     assert "groups of 16" in Gemlite.limit(ternary(8, 64, 8))

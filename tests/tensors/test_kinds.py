@@ -94,7 +94,7 @@ def test_groups_of_one_magnitude_keep_their_values():
         (INT2Tensor, [0.2, 0.2, 0.2, 0.2], "a bfloat16 value"),
     ],
 )
-def test_what_is_not_hard_is_refused(kind, row, rule):
+def test_weights_that_are_not_hard_are_refused(kind, row, rule):
     with pytest.raises(ValueError, match=rule):
         kind.from_hard(torch.tensor([row]), group_size=4)
     with pytest.raises(ValueError, match="must be"):

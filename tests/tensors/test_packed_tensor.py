@@ -64,7 +64,7 @@ def assert_same(actual, expected) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("lead", [(3,), (2, 3), ()])
-def test_linear_is_that_of_the_dequantized_weight(method, dtype, inference, lead):
+def test_linear_equals_the_dequantized_linear(method, dtype, inference, lead):
     weight, x = packed(method, dtype), inputs(dtype, (*lead, 64))
     bias, dense = inputs(dtype, (10,)), weight.dequantize()
     with torch.inference_mode(inference):
@@ -125,7 +125,7 @@ def test_another_input_dtype_is_refused_but_under_autocast(method):
 
 
 @methods
-def test_to_dtype_changes_what_is_presented_and_never_the_parts(method):
+def test_to_dtype_changes_the_presented_dtype_and_never_the_parts(method):
     weight = packed(method)
     conversions = {
         torch.bfloat16: (lambda w: w.to(torch.bfloat16), lambda w: w.bfloat16()),
@@ -296,7 +296,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("inference", [False, True])
 @one_of_each
-def test_what_cannot_stay_packed_is_an_error(method, name, inference):
+def test_operators_that_cannot_stay_packed_raise(method, name, inference):
     weight = packed(method, shape=(10, 32))
     message = "whole, not cut, joined or sharded; got aten.*dequantize"
     with torch.inference_mode(inference):

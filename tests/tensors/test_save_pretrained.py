@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("codebook", ["ternary", "int2"])
-def test_save_pretrained_says_what_to_call_and_that_works(tmp_path, codebook):
+def test_save_pretrained_names_a_remedy_that_works(tmp_path, codebook):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 32}
     config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes)
     model = transformers.LlamaForCausalLM(config)
