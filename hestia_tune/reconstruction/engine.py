@@ -2,8 +2,8 @@
 
 The input of a window is the output of the hard blocks before it. So the window can correct their
 errors. The target is the hidden states of the pretrained model at the end of the window. The error
-of a token is relative to its norm. The norm is capped at four times the median, because some blocks
-give a few tokens norms that are thousands of times larger than the others.
+of a token is relative to its norm. Some blocks give a few tokens norms that are thousands of times
+larger than the others. So norms are capped at four times the median.
 
 A window uses the same method, temperature and method parameters as training. It anneals from its
 first step to its last, and then it is hard. After the windows, the last blocks may be trained once

@@ -112,8 +112,8 @@ class SensitivityArtifact:
     """Curvature traces and scores of the quantized layers of one model.
 
     Raises:
-        InputError: If a number is out of range (the error names the layer), if two columns name
-            different layers, or if no trace is resolved and no scores are given.
+        InputError: If a number is out of range. The error names the layer. Also if two columns name
+            different layers, or if there are no scores and no trace is resolved.
     """
 
     # Fully qualified name -> trace of the diagonal block of this weight, in the Hessian (Eq. 10) or

@@ -4,24 +4,24 @@ A model is cut into a chain of segments: its blocks (`hestia_tune.blocks` finds 
 head with the loss. Second derivatives need the graph of the gradient, several times the size of
 the graph of the loss. With the cut, only the graph of one segment is alive at a time. The price:
 each segment is run again when a walk along the chain reaches it. A model without blocks, or
-whose blocks do not make a chain, is one segment. The result is right, but the whole graph is in
-memory.
+whose blocks do not make a chain, is one segment. This is right, but needs memory for all graphs.
 
-**Hessian**, by double backward. For a weight in segment s and a direction v, let a be the
+**Hessian**, by double backward. Take a weight in segment s and a direction v. Let a be the
 derivative of the hidden states along v, and delta the gradient of the loss by the hidden states.
-Differentiating <gradient of the weight, v> by the incoming delta gives a behind segment s.
-Differentiating <delta in front of segment l, a> by the incoming delta gives a behind l, and by
-the hidden states c_l, the curvature that l adds. So one walk upwards gives
+Differentiating <gradient of the weight, v> by the incoming delta gives a behind segment s. Take
+<delta in front of segment l, a> next. Its derivative by the incoming delta is a behind l. Its
+derivative by the hidden states is c_l, the curvature that l adds. So one walk upwards gives this
+for all directions of all weights:
 
     v^T H v = v·(d<gradient, v>/dW inside s) + sum over l > s of c_l·a_l
 
-for all directions of all weights. Every segment is run once, from the lowest segment that has a
-direction. The product H v also takes a walk down. In memory are the hidden states and deltas
-between segments, the graph of one segment, and one hidden state per direction.
+Every segment is run once, from the lowest segment that has a direction. The product H v also takes
+a walk down. In memory are the hidden states and deltas between segments, the graph of one segment,
+and one hidden state per direction.
 
 **Fisher** (Gauss-Newton), by plain backward passes. The loss is the mean over n tokens of -log
 p(label), with labels drawn from the model's own predictions. The gradient of each token then has
-mean 0, so the squared norm of the gradient of the mean is 1/n of the mean squared norm.
+mean 0. So the squared norm of the gradient of the mean is 1/n of the mean squared norm.
 Therefore n·||g||^2 is an unbiased estimate of the trace, for all layers at once, and it is never
 negative. For softmax cross-entropy this is the Hessian without the terms in second derivatives
 of the network. It costs one forward per batch and one backward per pass, in the memory of plain
@@ -130,8 +130,8 @@ def cut(
     return chain.hidden.detach(), [*map(Segment, [*runs, head], parts)]
 
 
-# Number of directions that share one run of every segment, and whose results are recorded together.
-# A run of a segment costs 3 units of work, and a direction some 4 units.
+# Directions that share a run of every segment, and are recorded together. The run costs 3 units of
+# work, and each direction some 4.
 DIRECTIONS_PER_WALK = 32
 Vector = Callable[[], torch.Tensor]  # Makes a vector, as large as a weight, when it is needed.
 _HIDDEN = ""  # Name of the hidden states among the inputs of a segment. The others are weights.
