@@ -13,8 +13,8 @@ scales of its own. The files hold these tensors for each quantized linear:
 All other tensors are in bfloat16. Symmetric 2-bit integers are -2 to 1 without a zero point, and a
 weight is code * scale. So {-1, 0, 1} with the trained scale is exact, and -2 is not used.
 
-The granularity "tensor" is written as one equal scale per row, because vLLM takes only groups or
-rows in this layout, and 16 bits per row are little. `AutoModelForCausalLM.from_pretrained` loads
+The granularity "tensor" is written as one equal scale per row. vLLM takes only groups or rows in
+this layout, and 16 bits per row are little. `AutoModelForCausalLM.from_pretrained` loads
 the folder and unpacks it layer by layer at the first forward pass. The layout therefore saves space
 on disk but not in memory. With ``CompressedTensorsConfig(dequantize=True)``, transformers 5.23
 unpacks all layers by the first config group alone. This works for one int group size, and for

@@ -3,7 +3,7 @@
 Codes and scales are recovered from the dense hard weight, which is exact, and are stored unchanged.
 Every tensor gets a type. Quantized weights get a block type. Vectors (norms, biases) get float32,
 which llama.cpp expects. Embeddings and other dense matrices get the first of F16, BF16 and F32 that
-holds every value (F16 seldom does, because its smallest step is 2^-24). Every tensor is read back
+holds every value. F16 seldom does, because its smallest step is 2^-24. Every tensor is read back
 from the file, unpacked and compared with its source before the file gets its name. The export needs
 memory for the content of the file and for a few copies of the largest tensor.
 

@@ -89,8 +89,8 @@ def hub_name(path: str | Path) -> str:
         The repository's ``owner/name`` for a folder of the hub's cache; the last part of the path
         for another folder; anything else unchanged.
     """
-    if found := re.search(r"models--([^/]+)--([^/]+)/snapshots", str(Path(path).absolute())):
-        return "/".join(found.groups())
+    if match := re.search(r"models--([^/]+)--([^/]+)/snapshots", str(Path(path).absolute())):
+        return "/".join(match.groups())
     return Path(path).resolve().name if str(path) and Path(path).is_dir() else str(path)
 
 

@@ -78,8 +78,8 @@ class HuggingFaceCheckpointer:
         should_load_recipe_state: Must be False. torchtune passes it.
 
     Raises:
-        InputError: If there is no such model; if another model type or a recipe state is wanted;
-            or if `side_files` raises it.
+        InputError: If there is no such model, if the model type is another, if a recipe state
+            should be loaded, or if `side_files` raises it.
     """
 
     def __init__(

@@ -150,9 +150,7 @@ def test_groups_of_zeros_are_exact(demo, tmp_path):
 
 def test_several_group_sizes_and_layers_left_dense(tmp_path):
     folder, target = tmp_path / "model", tmp_path / "out"
-    names = ternarize(
-        DEMO, folder, 128
-    )  # a row of most layers is one group, because hidden_size is 128
+    names = ternarize(DEMO, folder, 128)  # most rows are one group: hidden_size is 128
     choices = {"up_proj": 128, "down_proj": 64, "q_proj": "channel", "o_proj": "channel"}
     quantized = {n: choices[k] for n in names if (k := n.split(".")[-2]) in choices}
     write_compressed_tensors(ModelFolder(folder, quantized), target)

@@ -57,7 +57,7 @@ CASES = {
     "checkpointer.checkpoint_files=[other.safetensors]": "other.safetensors",
     "checkpointer._component_=torchtune.training.FullModelMetaCheckpointer": "must be torchtune",
     "model.num_layers=3": "model.num_layers is 3, ",
-    "model.intermediate_dim=128": "config.json has intermediate_size 96; use that value",
+    "model.intermediate_dim=128": "config.json has intermediate_size 96; use the file's value",
     "tokenizer.path=/nowhere": "/nowhere/tokenizer.json does not exist; check tokenizer.path",
     "tokenizer.eos_token=<nope>": "tokenizer.eos_token '<nope>' is not in",
     "dataset.num=0": "dataset could not be loaded: it has no samples",
@@ -186,7 +186,7 @@ def test_weights_of_another_shape_than_their_own_config_says(tmp_path):
 
 def test_a_tokenizer_with_more_ids_than_the_model(tmp_path):
     folder = make_model_dir(tmp_path / "model", vocab_size=200)
-    message = "the tokenizer has 257 ids, the model 200 embeddings"
+    message = "the tokenizer has 257 ids, but the model has 200 embeddings"
     with pytest.raises(ValueError, match=message):
         run(make_config(folder, tmp_path / "run", "model.vocab_size=200"))
 

@@ -345,7 +345,9 @@ def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         mistral = functools.partial(check_can_hold, model_type="MISTRAL")
         patch.setattr(checkpoints, "check_can_hold", lambda method, _: mistral(method))
-        with pytest.raises(ValueError, match="only Llamas have room for; got model_type MISTRAL"):
+        with pytest.raises(
+            ValueError, match="only Llamas have room for it; got model_type MISTRAL"
+        ):
             run_reconstruct(cfg)
     assert run_reconstruct(cfg) == 0
     folder = tmp_path / "reconstruction"
