@@ -94,7 +94,7 @@ CASES = {
     "qat distillation.loss=foo": "distillation.loss must be one of kl, kl_reverse, mixed; got foo",
     "qat distillation.temperature=0": "distillation.temperature must be in [0.01, 100]; got 0",
     "qat distillation.weight=1 distillation.teacher=/nope": "/nope has no config.json; give",
-    "qat schedule=null": "schedule: null is not allowed; leave it out",
+    "qat schedule=foo": "schedule must be a mapping of options",
     "qat schedule.tau_init=hot": "schedule.tau_init must be a number or one of auto; got hot",
     "qat schedule.hard_fraction=0.95": "schedule.hard_fraction must be in [0, 0.9]; got 0.95",
     "qat schedule.hard_fraction=0.9 schedule.rho=0.5": "must be at most 1; got 0.5 + 0.9",
