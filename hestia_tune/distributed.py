@@ -1,4 +1,7 @@
-"""Helpers for the processes of a run: process group, shared errors, graceful stop, sums."""
+"""Helpers for the processes of a run: process group, shared errors, graceful stop, sums.
+
+A function marked "Collective" must be called on every rank.
+"""
 
 import os
 import signal
@@ -35,7 +38,7 @@ def end_process_group() -> None:
 
 
 def gathered(value: T) -> list[T]:
-    """Return the values of all ranks, in the order of the ranks. Collective.
+    """Return the value from every rank, in the order of the ranks. Collective.
 
     Args:
         value: A value of this rank that pickle can handle.
@@ -61,8 +64,8 @@ def raise_together(error: Exception | None) -> None:
     """Raise an error on every rank if any rank has an error. Collective.
 
     A rank with an error raises its own error. The other ranks raise the error of the first rank
-    that failed, with the same type and with the traceback of that rank as the cause. Without an
-    error this costs one reduction of one number.
+    that failed. Their error has the same type, and the traceback of that rank as its cause. Without
+    an error this costs one reduction of one number.
 
     Args:
         error: The error of this rank, or None.

@@ -1,7 +1,7 @@
 """``hestia_eval``: evaluate several models of one config and compare them in one table.
 
-The result of each model goes to its own file as soon as the model is done, so a later failure or
-stop loses no result. The next run reads a result from its file if everything that the result
+The result of each model goes to its own file as soon as the model is done. A later failure or stop
+therefore loses no result. The next run reads a result from its file if everything that the result
 depends on is unchanged (`hestia_tune.cache`). Otherwise it evaluates the model again. The files are
 in a folder beside ``eval.output``: ``evaluation/trained.json`` beside ``evaluation.json``.
 """

@@ -72,8 +72,9 @@ def build(plan: Plan) -> Built:
     """Build the model, the schedule and the teacher of a plan. Collective.
 
     Raises:
-        InputError: On every rank, if the weights cannot be read, if the sensitivity or the
-            reconstruction belongs to another model, or if the checkpoint belongs to another run.
+        InputError: On every rank, if the weights cannot be read. The same error is raised if the
+            sensitivity or the reconstruction belongs to another model, or the checkpoint to
+            another run.
     """
     pretrained, state = _initial_weights(plan)
     scores = None if plan.artifact is None else plan.artifact.scores

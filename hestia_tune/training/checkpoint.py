@@ -141,7 +141,7 @@ def save_checkpoint(
 def _write_shards(
     folder: Path, tensors: dict[str, torch.Tensor], rank_state: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Write the files of this rank, and return the checksums of all ranks' files. Collective."""
+    """Write the files of this rank. Return the checksums of all files. Collective."""
     rank = dist.get_rank()
     # The size of a file is bounded, because the writer assembles each file in memory.
     ends = accumulate(value.numel() * value.element_size() for value in tensors.values())

@@ -1,8 +1,8 @@
 """Generate training text with the pretrained model, before the run that trains on it.
 
 torchtune's ``generate`` samples the text batch by batch, with its KV cache. Each batch has its own
-random numbers. This way the ranks can share the batches, any number of ranks writes the same set,
-and a run after a stop generates only the missing batches. Until the set is complete, the batches
+random numbers. This way the ranks can share the batches, and any number of ranks writes the same
+set. A run after a stop generates only the missing batches. Until the set is complete, the batches
 are files in ``cache_dir.DIGEST``.
 
 Every rank that generates holds the whole model in the run's dtype, and the KV cache of one batch.

@@ -235,7 +235,7 @@ class TrainingData:
         limit: int | None,
         device: torch.device,
     ) -> float:
-        """Return the mean loss over the validation tokens of all ranks, in nats. Collective.
+        """Return the mean loss over the validation tokens on every rank, in nats. Collective.
 
         Args:
             loss_sum: Function of a batch. It returns the sum of the loss over the predicted tokens,

@@ -122,7 +122,7 @@ class MeasuringRecipe(RecipeSetup):
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean loss over the validation tokens of all ranks. Collective."""
+        """Return the mean loss over the validation tokens on every rank. Collective."""
         self._model.eval()
         loss = self.data.validation_loss(self.loss_sum, self.config.max_val_batches, self._device)
         self._model.train()

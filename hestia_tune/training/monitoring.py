@@ -24,7 +24,7 @@ class StepResult(NamedTuple):
     """The result of an optimizer step.
 
     Attributes:
-        loss: Mean loss over the predicted tokens of all ranks and micro-batches, in nats.
+        loss: Mean loss over the predicted tokens on every rank, in nats.
         num_tokens: Number of predicted tokens, summed over all ranks.
         grad_norm: Norm of the gradient before clipping. None if gradients are not clipped.
         stop_requested: Whether any rank was asked to stop.
@@ -146,7 +146,7 @@ def check_loss(
     Collective if the loss is not finite.
 
     Args:
-        loss_sum: Sum of the loss over the predicted tokens of all ranks.
+        loss_sum: Sum of the loss over the predicted tokens on every rank.
         num_tokens: Number of these tokens.
         model: The model. If the loss is not finite, its parameters are checked too.
         device: Device of the collectives.

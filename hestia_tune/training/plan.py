@@ -1,9 +1,9 @@
 """Plan a run: decide and check everything before anything is loaded or written.
 
-`plan` makes cheap checks first: the device, the output folder, the method, the model on the meta
-device, the names and shapes in the checkpoint's files, the components, the sensitivity and the
-reconstruction to start from, and the data. It reads no weight. `hestia_tune.training.build` builds
-the model of a plan. ``python -m hestia_tune validate`` makes a plan and nothing else.
+`plan` makes cheap checks first: the device, the output folder, the method, and the model on the
+meta device. Then it checks names and shapes in the checkpoint's files, the components, the
+sensitivity, the reconstruction and the data. It reads no weight. `hestia_tune.training.build`
+builds the model of a plan. ``python -m hestia_tune validate`` makes a plan and nothing else.
 """
 
 import dataclasses

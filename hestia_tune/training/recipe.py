@@ -97,7 +97,7 @@ class HestiaQATRecipe(MeasuringRecipe):
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
         monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
-        # FSDP averages gradients over ranks. The loss is a mean over the tokens of all ranks.
+        # FSDP averages gradients over ranks. The loss is a mean over the tokens on every rank.
         scale = torch.tensor(self.world_size / num_tokens, device=self._device)
         training.scale_grads(self._model, scale)
         shards.pull_back(self.driver.layers.values(), compiled=self._compile)
