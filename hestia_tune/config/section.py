@@ -86,9 +86,11 @@ class Section:
             if not isinstance(values, Mapping | None):
                 rule = f"{cls.section or 'the config'} must be a mapping of options"
                 raise InputTypeError(f"{rule}; got {values!r}")
-            _require_booleans(cls, values or {}, cls.section)
+            _check_plain(cls, values or {}, cls.section)
             merged = OmegaConf.merge(OmegaConf.structured(cls), values or {})
             return cast(T, OmegaConf.to_object(merged))
+        except InputError as error:  # a copy by OmegaConf, which has changed the message
+            raise error.__context__ or error from None
         except OmegaConfBaseException as error:
             raise _in_our_words(error, cls.section) from None
 
@@ -117,14 +119,16 @@ class Section:
         """Raise InputError if the options contradict each other. Subclasses override this."""
 
 
-def _require_booleans(section: type[Section], values: Mapping[str, Any], name: str) -> None:
-    """Raise InputTypeError if a switch has another value; OmegaConf would take 5 for true."""
+def _check_plain(section: type[Section], values: Mapping[str, Any], name: str) -> None:
+    """Raise InputTypeError for a number as a switch and for a section that is no mapping."""
     for field in dataclasses.fields(section):
         key, value = f"{name}.{field.name}".lstrip("."), values.get(field.name)
         if field.type is bool and isinstance(value, int | float) and not isinstance(value, bool):
             raise InputTypeError(f"{key} must be true or false; got {value!r}")
-        if isinstance(value, Mapping) and isinstance(field.default, Section):
-            _require_booleans(type(field.default), value, key)
+        if isinstance(field.default, Section) and value is not None:
+            if not isinstance(value, Mapping):
+                raise InputTypeError(f"{key} must be a mapping of options; got {value!r}")
+            _check_plain(type(field.default), value, key)
 
 
 def _in_our_words(error: OmegaConfBaseException, section: str) -> Exception:

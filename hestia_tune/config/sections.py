@@ -64,7 +64,7 @@ class ReconstructionConfig(Section):
     """The ``reconstruct`` section: blocks become ternary, one window after another."""
 
     section: ClassVar[str] = "reconstruct"
-    num_samples: int = option(512, low=1, high=10**7)
+    num_samples: int = option(512, low=1)
     """Sequences to train on. The run's seed draws them from the dataset."""
     batch_size: int = option(8, low=1)
     """Sequences per optimizer step, summed over all ranks."""
