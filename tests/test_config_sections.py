@@ -83,7 +83,7 @@ WRONG = {
         *of_type(("num_samples", "batch_size", "num_probes"), COUNTS),
         *of_type(("rank",), OPTIONAL_COUNTS),
         *in_range("at least 1", ("batch_size",), (0, -1)),
-        *in_range("in [1, 1e+06]", ("num_samples",), (0, -1, 10**8)),
+        *in_range(r"in \[1, 1e\+06\]", ("num_samples",), (0, -1, 10**8)),
         *in_range("at least 2", ("num_probes",), (1,)),
         *in_range("at least 0", ("rank",), (-1,)),
         *of_type(("overwrite",), ("maybe", None, [True])),
