@@ -54,7 +54,7 @@ def locate(name: str, config: RunConfig) -> tuple[str, Path]:
         "pretrained": pretrained,
         "naive": pretrained,
         "trained": output_dir / "hard_model",  # written by hestia_qat
-        "packed": output_dir / "converted" / "torchao",  # written by hestia_convert
+        "packed": Path(str(config.convert.output)) / "torchao",  # written by hestia_convert
     }.get(name, Path(name))
     if (folder / checkpoints.META_FILE).is_file():
         return "checkpoint", folder

@@ -33,7 +33,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 
 from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
 from hestia_tune.config import ReconstructionConfig
@@ -99,6 +100,7 @@ class Reconstruction:
         device: The device that trains the windows.
         dtype: Dtype of the matrix products.
         compiled: Whether to run the formulas of the method as fused kernels.
+        checkpointing: Whether to recompute the activations of every block in the backward pass.
         folder: Folder for the hidden states if they need more than ``settings.memory``. None: they
             stay in memory.
 
@@ -120,11 +122,12 @@ class Reconstruction:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         compiled: bool = False,
+        checkpointing: bool = False,
         folder: Path | None = None,
     ):
         self.blocks, self.head, self.settings = [*find_blocks(model).values()], head, settings
         self.device, self.dtype = torch.device(device), dtype
-        self.seed, self._compiled = seed, compiled
+        self.seed, self._compiled, self._checkpointing = seed, compiled, checkpointing
         count, self.num_batches = len(self.blocks), len(loss_masks)
         plan = windows(count, settings.window, max(1, settings.window // 2))
         has_any = [bool(quantized_linears(block)) for block in self.blocks]
@@ -152,6 +155,9 @@ class Reconstruction:
                 stream.write(batch, chain.hidden)
         self._loss_masks = torch.stack(list(loss_masks)).to(self.device)
         self._tokens = _sum_over_ranks(self._loss_masks.sum((1, 2)).double()).clamp(min=1)
+        # Rotary angles and masks that all batches share are copied to the device once.
+        shared = (v for v in tree_leaves(self._calls[0]) if isinstance(v, torch.Tensor))
+        self._on_device = {id(value): value.to(self.device) for value in shared}
         # All blocks that are alike share one compiled graph, of a copy without tensors of its own.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
         kinds = [next(o for o in self.blocks if alike(o, block)) for block in self.blocks]
@@ -225,8 +231,16 @@ class Reconstruction:
         effective = {id(layer.layer): layer.effective for layer in layers}
 
         def moved(value: Any) -> Any:
+            if id(value) in self._on_device:
+                return self._on_device[id(value)]
             return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
+        def run(template: nn.Module, *arguments: Any) -> torch.Tensor:
+            with plain_linears(template):
+                return self._call(template, *arguments)
+
+        if self._checkpointing and torch.is_grad_enabled():
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
         with self._autocast():
             for index in blocks:
                 block, template = self.blocks[index], self._templates[index]
@@ -236,8 +250,7 @@ class Reconstruction:
                     own = effective.get(id(module), {"weight": module.weight.detach()})
                     tensors |= {f"{name}.{key}": value for key, value in own.items()}
                 inputs = tree_map(moved, self._calls[batch][index])
-                with plain_linears(template):
-                    states = self._call(template, tensors, states, inputs)
+                states = run(template, tensors, states, inputs)
         return states.float()
 
     def _mean(self, errors: torch.Tensor, batch: int) -> torch.Tensor:

@@ -248,6 +248,7 @@ class ReconstructionRecipe:
             device=self.device,
             dtype=self.dtype,
             compiled=self.config.compile,
+            checkpointing=self.config.enable_activation_checkpointing,
             folder=self.output,
         )
         if self.settings.kl_blocks:  # The predictions are computed on the device too.

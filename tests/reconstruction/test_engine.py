@@ -55,7 +55,13 @@ def states() -> list[torch.Tensor]:
 
 
 def reconstruct(
-    model, first=states, ranks=slice(None), inputs=None, compiled=False, **options
+    model,
+    first=states,
+    ranks=slice(None),
+    inputs=None,
+    compiled=False,
+    checkpointing=False,
+    **options,
 ) -> Reconstruction:
     settings = {"epochs": 2, "batch_size": BATCH, "num_samples": 20, "lr": 1e-2}
     settings |= {"parameter_lr": 5e-3, "norm_lr": 1e-3}
@@ -73,6 +79,7 @@ def reconstruct(
         seed=3,
         dtype=torch.float32,
         compiled=compiled,
+        checkpointing=checkpointing,
     )
 
 
@@ -317,6 +324,25 @@ def test_inputs_reach_the_blocks():
     results(reconstruct(one, inputs=inputs))
     results(reconstruct(other))
     assert not torch.equal(one[0].up.weight, other[0].up.weight)
+
+
+def test_checkpointing_keeps_fewer_activations_and_gives_the_same_weights():
+    weights, saved = [], []
+    for checkpointing in (False, True):
+        model, num_bytes = make_model(), [0]
+
+        def save(value, num_bytes=num_bytes):
+            num_bytes[0] += value.nbytes
+            return value
+
+        work = reconstruct(model, checkpointing=checkpointing, kl_blocks=4)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda value: value):
+            results(work)
+        weights.append(model.state_dict())
+        saved.append(num_bytes[0])
+    for a, b in zip(weights[0].values(), weights[1].values(), strict=True):
+        assert torch.equal(a, b)
+    assert saved[1] < saved[0]
 
 
 @pytest.mark.slow
