@@ -43,7 +43,7 @@ def linears(component, same=False):
 
 
 def hestia(group_size=32, **options):
-    return HestiaQATQuantizer(group_size, include=["*"], **options)
+    return HestiaQATQuantizer(group_size=group_size, include=["*"], **options)
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["two", "shared"])

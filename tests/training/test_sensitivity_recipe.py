@@ -192,7 +192,7 @@ def test_a_short_dataset_gives_all_its_samples(model_dir, tmp_path, caplog):
         ("sensitivity_estimation.curvature=exact", "curvature must be one of hessian, fisher"),
         ("sensitivity_estimation.num_prob=3", "did you mean num_probes"),
         ("sensitivity_estimation.num_probes=1", "num_probes must be at least 2"),
-        ("sensitivity_estimation=3", "int is not .* mapping sensitivity_estimation. value: 3"),
+        ("sensitivity_estimation=3", "sensitivity_estimation must be a mapping of options; got 3"),
         ("dataset.num=0", "dataset could not be loaded: it has no samples"),
         ("checkpointer.checkpoint_files=[nothing.safetensors]", "checkpointer: No file with name"),
     ],
