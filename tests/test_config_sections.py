@@ -17,6 +17,8 @@ from hestia_tune.config import (
     ScheduleConfig,
     TextConfig,
 )
+from hestia_tune.config.files import load_config, overridden
+from hestia_tune.config.run import RunConfig
 
 GIVEN = {  # fields that must be given
     TextConfig: {"source": "text.txt"},
@@ -257,3 +259,16 @@ def test_interpolations_are_resolved_and_texts_become_objects():
     parsed = EvalConfig.parse(whole.eval)
     assert parsed.perplexity == {"held": TextConfig(source="data/a.txt")}
     assert EvalConfig(perplexity=parsed.perplexity) == parsed
+
+
+def test_a_configured_logger_gets_no_options_of_the_default_logger():
+    logger = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}
+    config = OmegaConf.merge(load_config("demo"), {"metric_logger": logger})
+    assert RunConfig.parse(config).metric_logger == logger
+    assert RunConfig.parse(load_config("demo")).metric_logger["log_dir"] == "./runs/demo/logs"
+
+
+def test_null_in_place_of_a_section_gives_its_defaults():
+    nulls = overridden(load_config("demo"), ["distillation=null", "dataset_val=null"])
+    config = RunConfig.parse(nulls)
+    assert config.distillation == DistillationConfig() and config.dataset_val is None

@@ -89,7 +89,7 @@ class RunConfig(Section):
     """Loss component. null: use the default."""
     lr_scheduler: Any = None
     """Learning-rate scheduler component. null: keep the learning rate constant."""
-    metric_logger: Any = option(_DISK_LOGGER)
+    metric_logger: Any = None
     """Metric logger component. null: use the default, which writes files in output_dir."""
     profiler: Any = None
     """Options of torchtune's profiler. null: do not profile."""
@@ -194,9 +194,11 @@ class RunConfig(Section):
             if OmegaConf.is_dict(value) and value.get("_component_", ...) is None:
                 given[key] = None
         sections = [f.name for f in dataclasses.fields(cls) if isinstance(f.default, Section)]
-        for key in ("loss", "metric_logger", *sections):
+        for key in ("loss", *sections):
             if given.get(key, ...) is None:  # null means the defaults, like a missing key
                 del given[key]
+        if given.get("metric_logger") is None:  # a default of the field would add its options
+            given["metric_logger"] = _DISK_LOGGER
         required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory]
         if missing := [key for key in required if given.get(key) is None]:
             raise InputError(f"the config lacks {', '.join(missing)}; add these keys")

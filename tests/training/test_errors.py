@@ -9,6 +9,8 @@ from tiny import NUM_QUANTIZED, make_config, make_model_dir, run, tune_run, writ
 
 from hestia_tune.commands.launch import main
 from hestia_tune.commands.qat import run_qat
+from hestia_tune.config.run import RunConfig
+from hestia_tune.config.section import describe
 from hestia_tune.sensitivity import SensitivityArtifact
 
 
@@ -205,3 +207,23 @@ def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch, operation, kind)
     monkeypatch.setattr(sys, "argv", ["x", "--config", "demo"])
     with pytest.raises(kind):
         main(lambda run: eval(operation), "x")
+
+
+def test_out_of_memory_names_the_remedy(monkeypatch, capsys):
+    def run(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(sys, "argv", ["x", "--config", "demo"])
+    assert main(run, "x") == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("x:")]
+    assert line.startswith("x: error: out of memory (CUDA out of memory. Tried to allocate")
+    assert "lower batch_size" in line and "enable_activation_checkpointing=True" in line
+
+
+def test_help_lists_every_option(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x", "--help"])
+    assert main(lambda run: pytest.fail("it must not run"), "x") == 0
+    text = capsys.readouterr().out
+    for key, *_ in describe(RunConfig):
+        assert f"\n  {key}\n" in text
+    assert "\nschedule:\n  schedule.rho\n" in text

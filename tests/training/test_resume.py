@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 
 from hestia_tune.models.checkpoints import complete_checkpoints, find_damage
+from hestia_tune.training.checkpoint import random_state, set_random_state
 
 # 2 epochs of 4 steps with accumulation and shuffling. The last epoch ends in its middle.
 SETTINGS = (
@@ -176,3 +177,11 @@ def test_auto_temperature_survives_a_resume(model_dir, tmp_path):
     assert second.schedule.tau_init == first.schedule.tau_init
     assert 0.3 < first.schedule.tau_init < 0.4
     assert logged(tmp_path / "a") == logged(tmp_path / "b")
+
+
+def test_random_numbers_saved_on_a_cpu_are_restored_on_a_gpu():
+    """A run on a CPU saves no state for a GPU. A run on a GPU then keeps its own."""
+    state = random_state(torch.device("cpu"))
+    expected = torch.rand(3)
+    set_random_state(state, torch.device("cuda"))
+    assert torch.equal(torch.rand(3), expected)
