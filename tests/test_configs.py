@@ -52,12 +52,17 @@ def test_every_packaged_config_is_expected():
     assert set(packaged_configs()) == {*EXPECTED, *PARTS}
 
 
-@pytest.mark.parametrize("overlay", ["", "+distil", "+evening"])
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    ("name", "overlay"),
+    [(name, "") for name in EXPECTED]
+    + [
+        (name, overlay)
+        for name in ("demo", "llama3_2_1b", "qwen3_0_6b", "smollm3_3b")
+        for overlay in ("+distil", "+evening")
+    ],
+)
 def test_config_builds_at_its_real_size(name, overlay, tmp_path):
     blocks, parameters, group_size = EXPECTED[name]
-    if group_size is None and overlay == "+evening":
-        pytest.skip("the overlay learns scales, which complex codes do not have")
     cfg = load_config(name + overlay)
     if name in FOLDERS:
         pytest.importorskip("transformers")

@@ -231,7 +231,7 @@ def python_of(page, heading):
     return text.partition(f"## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
 
 
-@pytest.mark.parametrize("heading", ["Hugging Face's Trainer", "Your own loop"])
+@pytest.mark.parametrize("heading", ["With the Trainer of Hugging Face", "In your own loop"])
 def test_the_code_in_the_documentation_runs(tmp_path, monkeypatch, heading):
     monkeypatch.chdir(tmp_path)
     make_qwen3(hidden_size=128, intermediate_size=128, head_dim=64).save_pretrained(
