@@ -71,13 +71,15 @@ def read_config(path: str) -> Any:
         reason = "has parts besides a text decoder; only text decoders can be trained"
     elif type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         reason = "is not a causal language model that the installed transformers knows"
-    elif not hasattr(config, "max_position_embeddings"):
-        reason = "has no max_position_embeddings in its config, and is not supported"
     if reason is not None:
         raise InputError(f"the {config.model_type} in {folder} {reason}")
     # config.json may name kernels on the hub here. Kernels are code, so they are not used.
     config._attn_implementation = config._experts_implementation = None
     return config
+
+
+# Names of the longest sequence in a config.json.
+_LENGTHS = ("max_position_embeddings", "max_seq_len")
 
 
 class Decoder(nn.Module):
@@ -94,6 +96,7 @@ class Decoder(nn.Module):
     num_output_chunks = 0
     config: Any
     backbone_name: str
+    longest_sequence: int
     constants: dict[str, torch.Tensor]
     tied: frozenset[str] = frozenset()
 
@@ -111,7 +114,7 @@ class Decoder(nn.Module):
     @property
     def max_seq_len(self) -> int:
         """The longest sequence in tokens."""
-        return self.config.max_position_embeddings
+        return self.longest_sequence
 
     @property
     def tok_embeddings(self) -> nn.Module:
@@ -191,12 +194,16 @@ class Decoder(nn.Module):
         return super().forward(input_ids=tokens, use_cache=False).logits
 
 
-def hugging_face(path: str, attn_implementation: str | None = None) -> nn.Module:
+def hugging_face(
+    path: str, attn_implementation: str | None = None, max_seq_len: int | None = None
+) -> nn.Module:
     """Build a causal language model of transformers from its config.json, with empty weights.
 
     Args:
         path: A Hugging Face folder, or the name of a repository on the hub.
         attn_implementation: "sdpa" or "eager". None: transformers' choice for the model.
+        max_seq_len: The longest sequence in tokens. None: the value in config.json, or 2048 for a
+            model without one, such as Bloom.
 
     Raises:
         InputError: If transformers 5 or accelerate is missing, if the folder lacks a file, or if
@@ -222,6 +229,8 @@ def hugging_face(path: str, attn_implementation: str | None = None) -> nn.Module
     _tie(model)
     model.__class__ = type(type(model).__name__, (Decoder, type(model)), {})
     model.backbone_name = backbone_name
+    lengths = (max_seq_len, *(getattr(config, name, None) for name in _LENGTHS), 2048)
+    model.longest_sequence = next(length for length in lengths if length is not None)
     model.constants = dict(model.named_non_persistent_buffers())
     model.to_empty(device=device)
     model.rope_init()

@@ -84,6 +84,16 @@ def select_linears(
     else:
         chosen = matching(include, "include")
     chosen -= matching(exclude, "exclude")
+    named = model.named_modules()
+    blocks = {
+        m for fqn, m in named if _IN_NUMBERED_BLOCK.search(fqn) and not isinstance(m, nn.Linear)
+    }
+    kinds = {type(m).__name__ for m in blocks if any(p.dim() == 2 for p in m.parameters(False))}
+    if not chosen and include is None and kinds:
+        raise InputError(
+            f"the matrices in the model's blocks are not linears but {', '.join(sorted(kinds))}, "
+            "which cannot be quantized; use another model"
+        )
     if not chosen:
         raise InputError(
             f"no linear of the model is selected (it has {len(linears)}); "

@@ -172,10 +172,21 @@ def test_models_that_cannot_be_trained_are_refused(tmp_path, changes, message):
         hugging_face(edit_config(folder, **changes))
 
 
-def test_a_model_without_a_longest_sequence_is_refused(tmp_path):
-    transformers.BloomConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="the bloom in .* no max_position_embeddings"):
-        hugging_face(str(tmp_path))
+def test_a_model_without_a_longest_sequence_takes_2048_or_the_option(tmp_path):
+    transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        assert hugging_face(str(tmp_path)).max_seq_len == 2048
+        model = hugging_face(str(tmp_path), max_seq_len=512)
+    assert model.max_seq_len == 512
+    assert len(quantized_linears(HestiaQATQuantizer(group_size=32).prepare(model))) == 8
+
+
+def test_layers_that_are_not_linears_are_refused_by_their_kind(tmp_path):
+    transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = hugging_face(str(tmp_path))
+    with pytest.raises(ValueError, match="are not linears but Conv1D, which cannot be quantized"):
+        HestiaQATQuantizer(group_size=32).prepare(model)
 
 
 def test_a_missing_folder_is_refused(tmp_path, monkeypatch):
