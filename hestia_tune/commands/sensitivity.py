@@ -105,9 +105,11 @@ def _measure(
             model, weights, batches, config.sensitivity_estimation, **options
         )
     except torch.OutOfMemoryError as error:
+        settings = config.sensitivity_estimation
+        cheaper = ", or use curvature: fisher" if settings.curvature == "hessian" else ""
         raise InputError(
             f"the sensitivity estimation ran out of memory ({one_line(error)}); lower "
-            "sensitivity_estimation.batch_size, or use curvature: fisher; finished batches are kept"
+            f"sensitivity_estimation.batch_size{cheaper}; finished batches are kept"
         ) from error
     num_samples = sum(len(batch.tokens) for batch in batches)
     samples = {"dataset": config.dataset, "num_samples": num_samples}
@@ -129,3 +131,8 @@ def _draw(
     plot_temperatures(schedule, artifact.scores, path.with_name(fan))
     worst = max(artifact.score_standard_errors.values())
     log.info(f"sensitivity: wrote {path}, with scores known to +-{worst:.4f} or better")
+    ranking = sorted(artifact.scores.items(), key=lambda item: item[1], reverse=True)
+    shown = [f"  {score:.3f}  {name}" for name, score in ranking]
+    gap = [f"  ... {len(shown) - 10} layers between ..."] if len(shown) > 10 else []
+    rows = shown if not gap else [*shown[:5], *gap, *shown[-5:]]
+    log.info("\n".join(["scores of the most and the least sensitive layers:", *rows]))

@@ -194,7 +194,11 @@ class HestiaQATRecipe(MeasuringRecipe):
     def summary(self) -> str:
         """Return the text to print at the end."""
         if self.finished:
-            return f"\n{self.table()}\n\n{self.output_dir}: hard_model, results.json, curves.png"
+            return (
+                f"\n{self.table()}\n\n{self.output_dir}: hard_model, results.json, curves.png\n"
+                "next, with the same --config and overrides: tune run hestia_convert, "
+                "tune run hestia_eval"
+            )
         return (
             f"stopped after step {self.global_step}, checkpoint written; "
             "resume with resume_from_checkpoint=True"

@@ -89,6 +89,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self._metric_logger.log_config(OmegaConf.create(dataclasses.asdict(config)))
         self._loss_fn = planned.loss
         if config.compile:
+            log.info("compile=True: the first steps compile, which takes a minute or more")
             training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)

@@ -53,9 +53,12 @@ def test_what_it_writes(model_dir, tmp_path, caplog):
     document = json.loads((tmp_path / "sensitivity.json").read_text())
     for entry in document["layers"].values():
         assert 10 <= entry["probes"] <= 20  # the floor of 2 a batch, up to the cap of 4
-    told = caplog.text
-    for part in ("sensitivity.json", "with scores known to"):
-        assert part in told
+    printed = caplog.text
+    for part in ("sensitivity.json", "with scores known to", "... 4 layers between ..."):
+        assert part in printed
+    by_score = sorted(artifact.scores, key=artifact.scores.__getitem__)
+    places = [printed.index(name) for name in (*by_score[:-6:-1], *by_score[4::-1])]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("tau_init", ["0.2", "auto"])
@@ -82,6 +85,8 @@ def test_out_of_memory_names_the_remedy(model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("hestia_tune.commands.sensitivity.estimate_sensitivity", fail)
     with pytest.raises(ValueError, match="ran out of memory .*; lower .*batch_size, or use curv"):
         estimate(model_dir, tmp_path)
+    with pytest.raises(ValueError, match="batch_size; finished batches are kept"):
+        estimate(model_dir, tmp_path, *FISHER)
 
 
 def test_the_same_seed_gives_the_same_artifact(model_dir, tmp_path):
