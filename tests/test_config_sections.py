@@ -19,6 +19,8 @@ from hestia_tune.config import (
 )
 from hestia_tune.config.files import load_config, overridden
 from hestia_tune.config.run import RunConfig
+from hestia_tune.config.section import describe
+from hestia_tune.errors import InputError
 
 GIVEN = {  # fields that must be given
     TextConfig: {"source": "text.txt"},
@@ -140,7 +142,7 @@ def given(section, **options):
 def test_wrong_values_name_the_option_the_rule_and_the_value(
     section, name, value, error, rule, from_yaml
 ):
-    said = ":" if rule is None else f" must be {rule}"
+    said = "(:| must be a mapping)" if rule is None else f" must be {rule}"
     with pytest.raises(error, match=rf"^{section.section}\.{name}{said}") as caught:
         if from_yaml:
             section.parse(given(section, **{name: value}))
@@ -272,3 +274,35 @@ def test_null_in_place_of_a_section_gives_its_defaults():
     nulls = overridden(load_config("demo"), ["distillation=null", "dataset_val=null"])
     config = RunConfig.parse(nulls)
     assert config.distillation == DistillationConfig() and config.dataset_val is None
+
+
+def wrong_values() -> list[tuple[str, str]]:
+    """Return (key, value) of at least two wrong values of every option with a type."""
+    found = []
+    for key, kind, *_ in describe(RunConfig):
+        values = ["[1]", "{a: 1}"]
+        if kind == "bool":
+            values = ["abc", "5", "[1]", "null"]
+        elif kind.startswith(("int", "float")):
+            values = ["abc", "[1]", "{a: 1}", "-1e9", "nan"]
+        elif kind.startswith("list"):
+            values = ["abc", "{a: 1}", "[[1]]"]
+        elif kind.startswith("dict"):
+            values = ["abc", "[1]"]
+        elif kind == "Any":
+            values = [] if key == "clip_grad_norm" else ["5", "[]"]
+        found += [(key, value) for value in values]
+    return found
+
+
+@pytest.mark.parametrize(("key", "value"), wrong_values())
+def test_wrong_values_of_every_option_are_one_line_that_names_the_option(key, value):
+    with pytest.raises(InputError) as caught:
+        RunConfig.parse(overridden(load_config("demo"), [f"{key}={value}"]))
+    assert "\n" not in str(caught.value)
+    section, _, name = key.rpartition(".")
+    assert name in str(caught.value) or section in str(caught.value)
+
+
+def test_there_are_enough_wrong_values():
+    assert len(wrong_values()) > 300

@@ -120,14 +120,25 @@ class Section:
 
 
 def _check_plain(section: type[Section], values: Mapping[str, Any], name: str) -> None:
-    """Raise InputTypeError for a number as a switch and for a section that is no mapping."""
+    """Raise InputTypeError for a number as a switch, or a list and a mapping in each other's place.
+
+    OmegaConf takes the first for true, and does not name the key of the others.
+    """
     for field in dataclasses.fields(section):
         key, value = f"{name}.{field.name}".lstrip("."), values.get(field.name)
+        is_section = isinstance(field.default, Section)
+        # A list of components is a list; a component with defaults is a mapping.
+        has_defaults = field.default_factory is not dataclasses.MISSING and isinstance(value, list)
+        kind = "list" if str(field.type).startswith("list") else ""
+        if is_section or str(field.type).startswith("dict") or (has_defaults and kind != "list"):
+            kind = "mapping"
         if field.type is bool and isinstance(value, int | float) and not isinstance(value, bool):
             raise InputTypeError(f"{key} must be true or false; got {value!r}")
-        if isinstance(field.default, Section) and value is not None:
-            if not isinstance(value, Mapping):
-                raise InputTypeError(f"{key} must be a mapping of options; got {value!r}")
+        if kind == "list" and isinstance(value, Mapping):
+            raise InputTypeError(f"{key}: give a list, such as [a, b]; got {value!r}")
+        if kind == "mapping" and not isinstance(value, Mapping | None):
+            raise InputTypeError(f"{key} must be a mapping of options; got {value!r}")
+        if is_section and value is not None:
             _check_plain(type(field.default), value, key)
 
 
