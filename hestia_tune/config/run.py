@@ -202,6 +202,8 @@ class RunConfig(Section):
         required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory]
         if missing := [key for key in required if given.get(key) is None]:
             raise InputError(f"the config lacks {', '.join(missing)}; add these keys")
+        if not isinstance(given.output_dir, str):  # it is part of other options, before its type
+            raise InputTypeError(f"output_dir must be a folder; got {given.output_dir!r}")
         _drop_temperature(given)
         return super().parse(given)
 

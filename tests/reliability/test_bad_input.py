@@ -114,6 +114,7 @@ CASES = {
     "qat dataset.seq_len=abc": "error: dataset.seq_len must be a number; got 'abc'",
     "qat loss._component_=torch.nn.MSELoss": "loss must be a cross-entropy over tokens",
     "qat device=meta": "device must be cpu, cuda or cuda:NUMBER; got meta",
+    "qat output_dir=5": "output_dir must be a folder; got 5",
     "qat shuffle=5": "shuffle must be true or false; got 5",
     "qat compile=5": "compile must be true or false; got 5",
     "qat optimizer.lrr=1": "unexpected keyword argument 'lrr'; did you mean lr?",
