@@ -65,9 +65,9 @@ def make(folder, kind, group_size):
     ("kind", "group_size", "bits", "head", "tolerance"),
     [
         ("demo", 128, 32, "float32", 1e-5),
-        ("demo", "tensor", 8, "int8", 0.03),
-        ("biases", 32, 32, "float32", 1e-5),
-        ("binary", "channel", 32, "float32", 1e-5),
+        pytest.param("demo", "tensor", 8, "int8", 0.03, marks=pytest.mark.slow),
+        pytest.param("biases", 32, 32, "float32", 1e-5, marks=pytest.mark.slow),
+        pytest.param("binary", "channel", 32, "float32", 1e-5, marks=pytest.mark.slow),
         ("qwen2", 64, 32, "float32", 1e-5),
         ("qwen2", "channel", 8, "int8", 0.03),
     ],
