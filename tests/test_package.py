@@ -28,7 +28,8 @@ def test_the_demo_runs_from_a_wheel_and_recovers(tmp_path):
     options = {"env": environment, "cwd": elsewhere, "capture_output": True, "text": True}
     assert subprocess.run(where, **options).stdout.startswith(str(site))
     tune = str(Path(sys.executable).with_name("tune"))
-    done = subprocess.run([tune, "run", "hestia_qat", "--config", "demo"], **options)
+    command = [tune, "run", "hestia_qat", "--config", "demo", "max_steps=200"]
+    done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stderr
 
     table = dict(re.findall(r"^\| ([a-z ,-]+?) +\| +([\d.]+) ", done.stdout, re.MULTILINE))
