@@ -165,7 +165,10 @@ class Decoder(nn.Module):
         options: dict[str, Any] = {"position_ids": input_pos, "use_cache": False}
         if tokens.is_meta:  # without a mask, transformers would read the positions' values
             seen = torch.empty(1, 1, *tokens.shape[1:] * 2, dtype=torch.bool, device="meta")
-            options["attention_mask"] = seen.expand(len(tokens), -1, -1, -1)
+            if hasattr(self.get_submodule(self.backbone_name), "build_alibi_tensor"):  # Bloom
+                options["attention_mask"] = torch.empty_like(tokens)
+            else:
+                options["attention_mask"] = seen.expand(len(tokens), -1, -1, -1)
             if input_pos is None:  # OPT would compute them from the mask
                 options["position_ids"] = torch.empty_like(tokens)
         out = self.get_submodule(self.backbone_name)(input_ids=tokens, **options)
