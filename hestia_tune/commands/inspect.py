@@ -38,9 +38,10 @@ def listing() -> str:
     for name, path in packaged_configs().items():
         first = path.read_text(encoding="utf-8").partition("\n")[0].strip("# .")
         line = f"  {name:<22}{re.split('[:;.] ', first)[0]}"
-        (runs if "model" in load_config(name) else overlays).append(line)
+        if name != "base":  # the base is neither a run nor an overlay
+            (runs if "model" in load_config(name) else overlays).append(line)
     lines += ["configs:", *runs, "overlays, for --config CONFIG+OVERLAY:"]
-    return "\n".join([*lines, *(line for line in overlays if line.split()[0] != "base")])
+    return "\n".join([*lines, *overlays])
 
 
 def options_text() -> str:

@@ -232,9 +232,11 @@ class RunConfig(Section):
             if not isinstance(section, dict) or "_component_" not in section:
                 raise InputTypeError(f"{key} must be a section with a _component_; got {section!r}")
         for key in ("dataset", "dataset_val"):
-            if not isinstance(getattr(self, key), dict | list | None):
-                rule = f"{key} must be a section or a list"
-                raise InputTypeError(f"{rule}; got {getattr(self, key)!r}")
+            dataset = getattr(self, key)
+            if not isinstance(dataset, dict | list | None):
+                raise InputTypeError(f"{key} must be a section or a list; got {dataset!r}")
+            if isinstance(dataset, dict) and dataset.get("seq_len") is not None:
+                require_number(f"{key}.seq_len", dataset["seq_len"], 1, math.inf, "count tokens")
         theirs = _TRANSFORMERS_DEFAULTS["checkpointer"]["_component_"]
         known = theirs if self.is_transformers_model else _CHECKPOINTER
         if self.checkpointer["_component_"] != known:
@@ -255,10 +257,6 @@ class RunConfig(Section):
         profiler = "torchtune.training.setup_torch_profiler"
         if self.profiler and self.profiler.get("_component_") not in (None, profiler):
             raise InputError(f"profiler must be {profiler}; got {self.profiler['_component_']}")
-        for key in ("dataset", "dataset_val"):
-            for part in [getattr(self, key)] if isinstance(getattr(self, key), dict) else []:
-                if part.get("seq_len") is not None:
-                    require_number(f"{key}.seq_len", part["seq_len"], 1, math.inf, "count tokens")
 
     def _check_training(self) -> None:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):

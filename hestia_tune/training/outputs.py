@@ -35,6 +35,9 @@ from hestia_tune.qat.linear import full_tensor, quantized_linears
 from hestia_tune.sensitivity import model_fingerprint
 
 RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
+# Names of models in the validation losses.
+PRETRAINED, HARD = "pretrained", "trained, hard"
+RECONSTRUCTED = "reconstructed, hard"
 
 
 def read_results(folder: str | Path, key: str, names: Iterable[str]) -> dict[str, Any]:
@@ -98,10 +101,6 @@ def validation_identity(config: RunConfig) -> str | None:
     batch = (config.batch_size_val or config.batch_size) * dist.get_world_size()  # on all ranks
     limit = config.max_val_batches and config.max_val_batches * batch
     return digest([config.dataset_val, limit])
-
-
-PRETRAINED, HARD = "pretrained", "trained, hard"
-RECONSTRUCTED = "reconstructed, hard"
 
 
 def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
