@@ -42,7 +42,7 @@ def main() -> None:
         model.load_state_dict({key: value.float() for key, value in weights}, assign=True)
         build.build_buffers(model, "cpu")
         data = text_dataset(
-            build.make_tokenizer(config.tokenizer, model),
+            build.instantiate(config.tokenizer, "tokenizer"),
             source="parquet",
             data_files=args.text,
             split="train",

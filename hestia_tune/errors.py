@@ -6,6 +6,8 @@ other error is a mistake in the code, here or in a library, and keeps its traceb
 
 import functools
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +23,10 @@ class InputTypeError(InputError, TypeError):
     """A value of the wrong type."""
 
 
+class InputErrors(InputError):
+    """Several errors of the user. The message has one line for each of them."""
+
+
 class NotFiniteError(InputError, FloatingPointError):
     """NaN or infinity in a loss, a gradient, a weight or a model's logits."""
 
@@ -31,6 +37,39 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     An error without a message gives the name of its type.
     """
     return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+@contextmanager
+def collecting() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Run independent checks and raise their errors together.
+
+    The body runs each check in ``with check():``. An InputError ends that check only. A single
+    error is raised unchanged at the end of the body.
+
+    Yields:
+        The function ``check``.
+
+    Raises:
+        InputErrors: If two or more checks have failed.
+    """
+    found: list[InputError] = []
+
+    @contextmanager
+    def check():
+        try:
+            yield
+        except InputError as error:
+            found.append(error)
+
+    yield check
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = [
+            str(error) if isinstance(error, InputErrors) else one_line(error, limit=2000)
+            for error in found
+        ]
+        raise InputErrors("\n".join(dict.fromkeys(lines)))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from hestia_tune.config import (
 from hestia_tune.config.files import load_config, overridden
 from hestia_tune.config.run import RunConfig
 from hestia_tune.config.section import describe
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, InputErrors
 
 GIVEN = {  # fields that must be given
     TextConfig: {"source": "text.txt"},
@@ -203,9 +203,21 @@ def test_a_section_is_a_mapping(section, value):
 
 
 def test_a_text_is_a_mapping():
-    for value in (3, None):
-        with pytest.raises(TypeError, match="^eval.perplexity.a: "):
-            EvalConfig.parse({"perplexity": {"a": value}})
+    with pytest.raises(TypeError, match="^eval.perplexity.a must be a mapping of options; got 3"):
+        EvalConfig.parse({"perplexity": {"a": 3}})
+    with pytest.raises(InputError, match="^eval.perplexity.a.source must be given"):
+        EvalConfig.parse({"perplexity": {"a": None}})
+
+
+def test_all_wrong_options_are_reported_together():
+    wrong = ["batch_size=four", "schedule.roh=1", "schedule.alpha=9", "eval.limit=x", "devise=cpu"]
+    with pytest.raises(InputErrors) as caught:
+        RunConfig.parse(overridden(load_config("demo"), [*wrong, "tensor_parallel_dim=2"]))
+    starts = ("tensor_parallel_dim=2", "unknown key devise; did", "unknown key schedule.roh")
+    starts += ("schedule.alpha must be", "eval.limit: ", "batch_size: Value 'four'")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(starts)
+    assert all(any(line.startswith(start) for line in lines) for start in starts)
 
 
 def test_the_defaults_are_the_papers_values():

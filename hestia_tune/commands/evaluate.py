@@ -55,7 +55,8 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     folders = {name: locate(name, config)[1] for name in settings.models}
     build.check_model_section(config)
     on_meta = build.plain_on_meta(config.model)
-    tokenizer = build.make_tokenizer(config.tokenizer, on_meta)
+    tokenizer = build.instantiate(config.tokenizer, "tokenizer")
+    build.check_tokenizer(tokenizer, on_meta)
     evaluator = Evaluator(settings, tokenizer, on_meta.max_seq_len)
 
     results = []

@@ -2,8 +2,8 @@
 
 Exit codes: 0 for success, 1 for an error, 130 for a stop by Ctrl-C. SIGTERM and SIGHUP also stop
 training and reconstruction with 130. An `InputError`, which the user can correct, is one line on
-stderr. Any other error is a mistake in the code and keeps its traceback. HESTIA_TRACEBACK=1 shows
-every traceback.
+stderr. Several errors of one config are printed together, one per line. Any other error is a
+mistake in the code and keeps its traceback. HESTIA_TRACEBACK=1 shows every traceback.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hestia_tune.commands.inspect import options_text
 from hestia_tune.config.files import load_config, overridden
 from hestia_tune.config.run import RunConfig
-from hestia_tune.errors import InputError, one_line
+from hestia_tune.errors import InputError, InputErrors, one_line
 
 INTERRUPTED = 130
 # Warnings of other packages that users of this package cannot act on.
@@ -82,7 +82,7 @@ def parse_command_line(name: str) -> RunConfig | int:
 
 
 def _print_once(error: InputError, name: str) -> None:
-    """Print an error as one line. If every rank raises the error, only the first rank prints it.
+    """Print each error on one line. If every rank raises them, only the first rank prints them.
 
     An error before the process group exists belongs to its own rank, so every rank prints it.
     """
@@ -90,7 +90,9 @@ def _print_once(error: InputError, name: str) -> None:
     shared = dist.is_initialized() and getattr(error, "on_every_rank", False)
     if rank == "0" or not shared:
         where = "" if rank == "0" else f"[rank {rank}] "
-        print(f"{name}: error: {where}{one_line(error, limit=2000)}", file=sys.stderr, flush=True)
+        several = isinstance(error, InputErrors)
+        for line in str(error).splitlines() if several else [one_line(error, limit=2000)]:
+            print(f"{name}: error: {where}{line}", file=sys.stderr, flush=True)
     if shared:  # torchrun ends all ranks as soon as one exits, so the first rank must print before
         dist.barrier()
     # With several ranks, torchrun ends the processes. Waiting for other ranks here could hang.

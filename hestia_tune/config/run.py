@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -25,7 +25,7 @@ from hestia_tune.config.sections import (
     ReconstructionConfig,
     ScheduleConfig,
 )
-from hestia_tune.errors import InputError, InputTypeError
+from hestia_tune.errors import InputError, InputTypeError, collecting
 from hestia_tune.files import inside
 
 TRANSFORMERS_MODEL = "hestia_tune.models.hugging_face"
@@ -174,12 +174,16 @@ class RunConfig(Section):
     """Whether to start again in an output_dir that holds checkpoints of an earlier run."""
 
     @classmethod
-    def parse(cls, values: "Mapping[str, Any] | RunConfig") -> "RunConfig":
+    def parse(cls, values: "Mapping[str, Any] | RunConfig", key: str = "") -> "RunConfig":
         """Read a config. A `RunConfig` is returned unchanged.
 
+        Args:
+            values: The whole YAML.
+            key: Empty. The method of the parent has this argument.
+
         Raises:
-            InputError: If a key or a value is not allowed. The message names the key, the rule,
-                the value and the remedy.
+            InputError: If keys or values are not allowed. The message has one line for each of
+                them, with the key, the rule, the value and the remedy.
         """
         if isinstance(values, RunConfig):
             return values
@@ -187,30 +191,40 @@ class RunConfig(Section):
         model = given.get("model")
         if isinstance(model, DictConfig) and model.get("_component_") == TRANSFORMERS_MODEL:
             given = OmegaConf.merge(_TRANSFORMERS_DEFAULTS, given)
-        for key, (allowed, reason) in _UNSUPPORTED.items():
-            if (value := given.pop(key, allowed)) != allowed:
-                raise InputError(f"{key}={value} is not supported: {reason}; leave it out")
         for key, value in given.items():  # null in place of a component, as in optimizer=null
             if OmegaConf.is_dict(value) and value.get("_component_", ...) is None:
                 given[key] = None
-        sections = [f.name for f in dataclasses.fields(cls) if isinstance(f.default, Section)]
-        for key in ("loss", *sections):
-            if given.get(key, ...) is None:  # null means the defaults, like a missing key
-                del given[key]
+        if given.get("loss", ...) is None:  # null means the default, like a missing key
+            del given["loss"]
         if given.get("metric_logger") is None:  # a default of the field would add its options
             given["metric_logger"] = _DISK_LOGGER
         required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory]
-        if missing := [key for key in required if given.get(key) is None]:
-            raise InputError(f"the config lacks {', '.join(missing)}; add these keys")
-        if not isinstance(given.output_dir, str):  # it is part of other options, before its type
-            raise InputTypeError(f"output_dir must be a folder; got {given.output_dir!r}")
-        _drop_temperature(given)
-        return super().parse(given)
+        missing = [key for key in required if given.get(key) is None]
+        parsed = None
+        with collecting() as check:
+            for key, (allowed, reason) in _UNSUPPORTED.items():
+                with check():
+                    if (value := given.pop(key, allowed)) != allowed:
+                        raise InputError(f"{key}={value} is not supported: {reason}; leave it out")
+            with check():
+                _drop_temperature(given)
+            with check():
+                if missing:
+                    raise InputError(f"the config lacks {', '.join(missing)}; add these keys")
+                if not isinstance(given.output_dir, str):  # other options contain it
+                    raise InputTypeError(f"output_dir must be a folder; got {given.output_dir!r}")
+                parsed = super().parse(given)
+        return cast(RunConfig, parsed)
 
     def __post_init__(self):
         super().__post_init__()
-        self._check_components()
-        self._check_training()
+        with collecting() as check:
+            with check():
+                self._check_components()
+            with check():
+                self._check_checkpointer()
+            with check():
+                self._check_training()
         for key, name in _OUTPUTS.items():  # the default outputs are in output_dir
             section = getattr(self, key)
             output = section.output or f"{self.output_dir}/{name}"
@@ -235,8 +249,20 @@ class RunConfig(Section):
             dataset = getattr(self, key)
             if not isinstance(dataset, dict | list | None):
                 raise InputTypeError(f"{key} must be a section or a list; got {dataset!r}")
-            if isinstance(dataset, dict) and dataset.get("seq_len") is not None:
-                require_number(f"{key}.seq_len", dataset["seq_len"], 1, math.inf, "count tokens")
+            for section in dataset if isinstance(dataset, list) else [dataset]:
+                if isinstance(section, dict) and section.get("seq_len") is not None:
+                    length = section["seq_len"]
+                    require_number(f"{key}.seq_len", length, 1, math.inf, "count tokens")
+        for key in ("lr_scheduler", "metric_logger", "profiler"):
+            if not isinstance(getattr(self, key), dict | None):
+                raise InputTypeError(f"{key} must be a section; got {getattr(self, key)!r}")
+        profiler = "torchtune.training.setup_torch_profiler"
+        if self.profiler and self.profiler.get("_component_") not in (None, profiler):
+            raise InputError(f"profiler must be {profiler}; got {self.profiler['_component_']}")
+
+    def _check_checkpointer(self) -> None:
+        if not all(isinstance(getattr(self, key), dict) for key in ("model", "checkpointer")):
+            return  # refused already
         theirs = _TRANSFORMERS_DEFAULTS["checkpointer"]["_component_"]
         known = theirs if self.is_transformers_model else _CHECKPOINTER
         if self.checkpointer["_component_"] != known:
@@ -251,12 +277,6 @@ class RunConfig(Section):
         files = self.checkpointer.get("checkpoint_files")
         for name in files if isinstance(files, list) else []:
             inside(Path(folder), name)
-        for key in ("lr_scheduler", "metric_logger", "profiler"):
-            if not isinstance(getattr(self, key), dict | None):
-                raise InputTypeError(f"{key} must be a section; got {getattr(self, key)!r}")
-        profiler = "torchtune.training.setup_torch_profiler"
-        if self.profiler and self.profiler.get("_component_") not in (None, profiler):
-            raise InputError(f"profiler must be {profiler}; got {self.profiler['_component_']}")
 
     def _check_training(self) -> None:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):

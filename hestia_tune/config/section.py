@@ -1,9 +1,9 @@
 """Sections of the YAML file as frozen dataclasses that check themselves.
 
 A field carries its type, its range (`option`) and, in the string below it, its meaning.
-`Section.parse` reads a section once, by ``OmegaConf.structured``. The rest of the package receives
-the parsed section and does not check it again. The same checks run when Python code makes a
-section.
+`Section.parse` reads a section once, and reports all its errors together. ``OmegaConf.structured``
+checks the types. The rest of the package receives the parsed section and does not check it again.
+The same checks run when Python code makes a section.
 """
 
 import ast
@@ -15,12 +15,12 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from hestia_tune.errors import InputError, InputTypeError
+from hestia_tune.errors import InputError, InputTypeError, collecting
 
 T = TypeVar("T", bound="Section")
 
@@ -78,91 +78,108 @@ class Section:
     section: ClassVar[str] = ""
 
     @classmethod
-    def parse(cls: type[T], values: Any) -> T:
-        """Read the section from a plain mapping or a DictConfig. None gives all defaults."""
+    def parse(cls: type[T], values: Any, key: str = "") -> T:
+        """Read the section from a plain mapping or a DictConfig. None gives all defaults.
+
+        Args:
+            values: The options.
+            key: Name of the section in messages. The default is the section's own name.
+
+        Raises:
+            InputError: If options are wrong. The message has one line for each of them.
+        """
+        key = key or cls.section
         try:
             if OmegaConf.is_config(values):
                 values = OmegaConf.to_container(values, resolve=True)
-            if not isinstance(values, Mapping | None):
-                rule = f"{cls.section or 'the config'} must be a mapping of options"
-                raise InputTypeError(f"{rule}; got {values!r}")
-            _check_plain(cls, values or {}, cls.section)
-            merged = OmegaConf.merge(OmegaConf.structured(cls), values or {})
-            return cast(T, OmegaConf.to_object(merged))
-        except InputError as error:  # a copy by OmegaConf, which has changed the message
-            raise error.__context__ or error from None
         except OmegaConfBaseException as error:
-            raise _in_our_words(error, cls.section) from None
+            raise InputError(f"{error.full_key or key}: {str(error).splitlines()[0]}") from None
+        if not isinstance(values, Mapping | None):
+            rule = f"{key or 'the config'} must be a mapping of options"
+            raise InputTypeError(f"{rule}; got {values!r}")
+        known, parsed = {field.name: field for field in dataclasses.fields(cls)}, {}
+        section: Any = None
+        required = {name for name, f in known.items() if f.default is f.default_factory}
+        with collecting() as check:
+            for name, value in (values or {}).items():
+                whole = f"{key}.{name}".lstrip(".")
+                with check():
+                    if name not in known:
+                        raise InputError(f"unknown key {whole}{nearest(name, known)}")
+                    parsed[name] = _with_sections(known[name].type, value, whole)
+            for name in sorted(required - (values or {}).keys()):
+                with check():
+                    raise InputError(f"{key}.{name} must be given".lstrip("."))
+            # A section with a wrong part is not checked as a whole. The whole file is, so that its
+            # other options are reported too.
+            right = all(name in parsed for name in values or () if name in known)
+            with check():
+                if required <= parsed.keys() and (right or not key):
+                    section = cls(**parsed)
+        return section
 
     def __post_init__(self):
-        try:
-            typed = OmegaConf.structured(self)
-        except OmegaConfBaseException as error:
-            raise _in_our_words(error, self.section) from None
-        for field in dataclasses.fields(self):
-            name, value = f"{self.section}.{field.name}".lstrip("."), getattr(self, field.name)
-            if value is not None and not OmegaConf.is_config(typed[field.name]):
-                value = typed[field.name]  # The value has its type now: "1e-3" is a float.
-                object.__setattr__(self, field.name, value)
-            if not (rules := field.metadata):
-                continue
-            for word in value if isinstance(value, list) else [value]:
-                if isinstance(word, str) and rules["choices"] and word not in rules["choices"]:
-                    kind = "" if math.isinf(rules["low"]) else "a number or "
-                    choices = ", ".join(rules["choices"])
-                    raise InputError(f"{name} must be {kind}one of {choices}; got {word}")
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                require_number(name, value, rules["low"], rules["high"], rules["remedy"])
+        typed = OmegaConf.structured(type(self))
+        OmegaConf.set_readonly(typed, False)
+        with collecting() as check:
+            for field in dataclasses.fields(self):
+                with check():
+                    self._check_field(field, typed)
         self.check()
+
+    def _check_field(self, field: dataclasses.Field, typed: Any) -> None:
+        """Give one option its type, so that "1e-3" becomes a float, and check its rules.
+
+        Args:
+            field: The field of the option.
+            typed: An OmegaConf structure of the section.
+        """
+        key, value = f"{self.section}.{field.name}".lstrip("."), getattr(self, field.name)
+        # OmegaConf takes a number for a switch, and does not name the key of a wrong list.
+        is_section = isinstance(field.default, Section)
+        is_mapping = isinstance(value, Section if is_section else Mapping)
+        # A component with defaults is a mapping. Without defaults it may be a list of components.
+        needs_mapping = is_section or str(field.type).startswith("dict")
+        if field.default_factory is not dataclasses.MISSING and field.type is Any:
+            needs_mapping = isinstance(value, list)
+        if needs_mapping and not is_mapping:
+            raise InputTypeError(f"{key} must be a mapping of options; got {value!r}")
+        if field.type is bool and isinstance(value, int | float) and not isinstance(value, bool):
+            raise InputTypeError(f"{key} must be true or false; got {value!r}")
+        try:
+            OmegaConf.update(typed, field.name, value, merge=False)
+        except OmegaConfBaseException as error:
+            text = str(error).splitlines()[0]
+            if "is not a ListConfig" in text:
+                text = f"give a list, such as [a, b]; got {value!r}"
+            elif "is not Optional" in text:
+                text = "null is not allowed; leave the key out to use its default"
+            raise InputTypeError(f"{key}: {text}") from None
+        if value is not None and not OmegaConf.is_config(typed[field.name]):
+            value = typed[field.name]
+            object.__setattr__(self, field.name, value)
+        if not (rules := field.metadata):
+            return
+        for word in value if isinstance(value, list) else [value]:
+            if isinstance(word, str) and rules["choices"] and word not in rules["choices"]:
+                kind = "" if math.isinf(rules["low"]) else "a number or "
+                choices = ", ".join(rules["choices"])
+                raise InputError(f"{key} must be {kind}one of {choices}; got {word}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            require_number(key, value, rules["low"], rules["high"], rules["remedy"])
 
     def check(self) -> None:
         """Raise InputError if the options contradict each other. Subclasses override this."""
 
 
-def _check_plain(section: type[Section], values: Mapping[str, Any], name: str) -> None:
-    """Raise InputTypeError for a number as a switch, or a list and a mapping in each other's place.
-
-    OmegaConf takes the first for true, and does not name the key of the others.
-    """
-    for field in dataclasses.fields(section):
-        key, value = f"{name}.{field.name}".lstrip("."), values.get(field.name)
-        is_section = isinstance(field.default, Section)
-        # A list of components is a list; a component with defaults is a mapping.
-        has_defaults = field.default_factory is not dataclasses.MISSING and isinstance(value, list)
-        kind = "list" if str(field.type).startswith("list") else ""
-        if is_section or str(field.type).startswith("dict") or (has_defaults and kind != "list"):
-            kind = "mapping"
-        if field.type is bool and isinstance(value, int | float) and not isinstance(value, bool):
-            raise InputTypeError(f"{key} must be true or false; got {value!r}")
-        if kind == "list" and isinstance(value, Mapping):
-            raise InputTypeError(f"{key}: give a list, such as [a, b]; got {value!r}")
-        if kind == "mapping" and not isinstance(value, Mapping | None):
-            raise InputTypeError(f"{key} must be a mapping of options; got {value!r}")
-        if is_section and value is not None:
-            _check_plain(type(field.default), value, key)
-
-
-def _in_our_words(error: OmegaConfBaseException, section: str) -> Exception:
-    """Return an OmegaConf error as an InputError of one line that names the whole key."""
-    inner = error.__cause__ or error.__context__
-    if str(error).startswith("Could not create instance") and isinstance(inner, Exception):
-        if isinstance(inner, OmegaConfBaseException):
-            return _in_our_words(inner, section)
-        return inner  # The section itself has raised this error.
-    key = f"{section}.{error.full_key or error.key or ''}".strip(".")
-    if isinstance(error, ConfigKeyError):
-        known = [field.name for field in dataclasses.fields(error.object_type or Section)]
-        return InputError(f"unknown key {key}{nearest(key.rpartition('.')[2], known)}")
-    if isinstance(error, MissingMandatoryValue):
-        return InputError(f"{key} must be given")
-    text = f"{key}: {str(error).splitlines()[0]}".removeprefix(": ")
-    if "is not a ListConfig" in text:
-        text = f"{key}: give a list, such as [a, b]"
-    elif "is not Optional" in text:
-        text = f"{key}: null is not allowed; leave the key out to use its defaults"
-    for cls in Section.__subclasses__():
-        text = text.replace(cls.__name__, f"the mapping {cls.section}")
-    return InputTypeError(text)
+def _with_sections(kind: Any, value: Any, key: str) -> Any:
+    """Return the value of an option of a type, with all sections in it parsed."""
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return kind.parse(value, key)
+    if get_origin(kind) is dict and isinstance(value, Mapping):  # name -> section
+        of_value = get_args(kind)[1]
+        return {name: _with_sections(of_value, v, f"{key}.{name}") for name, v in value.items()}
+    return value
 
 
 def describe(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:

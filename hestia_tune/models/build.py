@@ -256,16 +256,14 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     return dict(model.named_modules()) | {"tok_embeddings": embedding}
 
 
-def make_tokenizer(section: Mapping, model: nn.Module) -> Any:
-    """Make the tokenizer, or raise InputError if it has more ids than the model has embeddings."""
-    tokenizer = instantiate(section, "tokenizer")
+def check_tokenizer(tokenizer: Any, model: nn.Module) -> None:
+    """Raise InputError if a tokenizer has more ids than the model has embeddings."""
     rows: Any = model.tok_embeddings.num_embeddings
     if getattr(tokenizer, "vocab_size", 0) > rows:
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {rows} embeddings; "
             "use the tokenizer that the model was trained with"
         )
-    return tokenizer
 
 
 def read_checkpoint(

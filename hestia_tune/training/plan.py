@@ -12,7 +12,7 @@ import logging
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torchtune import training, utils
 from hestia_tune.config.run import SELF_GENERATED, RunConfig
 from hestia_tune.data.tokens import INDEX
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
-from hestia_tune.errors import InputError, one_line, warn_once
+from hestia_tune.errors import InputError, collecting, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.gguf_model import check_architecture
 from hestia_tune.files import read_json, require_writable_dir
@@ -138,29 +138,61 @@ def plan(config: RunConfig, *, trains: bool = True) -> Plan:
             optimizer, no training data and no checkpoint to resume from.
 
     Raises:
-        InputError: On every rank, if a check fails on any rank. The first failed check counts.
+        InputError: On every rank, if checks fail on any rank. The message has one line for each
+            check that failed on that rank.
     """
     device = join_ranks(config.device, config.dtype)
     if config.seed is None:
         config = config.changed(seed=on_first_rank(lambda: random.randrange(2**31)))
-    path = on_first_rank(choose_checkpoint, config) if trains else None
-    with together():
-        decided = _plan_model(config, device)
-        return _plan_training(decided, path) if trains else decided
+    decided = tokenizer = loss = data = path = None
+    with together(), collecting() as check:
+        with check():
+            tokenizer = build.instantiate(config.tokenizer, "tokenizer")
+        with check():
+            decided = _plan_model(config, device, tokenizer)
+        if trains:
+            with check():
+                path = on_first_rank(choose_checkpoint, config)
+            with check():
+                _check_components(config)
+            with check():
+                loss = _make_loss(config)
+            with check():
+                require_generated(config)
+                if tokenizer is not None and loss is not None:
+                    options = {"ignore_index": loss.ignore_index, "seed": config.seed or 0}
+                    data = TrainingData(config, tokenizer, **options)
+            with check():
+                if decided is not None:
+                    decided = _plan_training(decided, loss, data, path)
+    return cast(Plan, decided)
 
 
-def _plan_model(config: RunConfig, device: torch.device) -> Plan:
+def _plan_model(config: RunConfig, device: torch.device, tokenizer: Any) -> Plan:
     """Return a plan without training, after the checks that all commands share."""
-    component = build.make_component(config.quantizer)
-    check_formats(config, component)
-    build.check_model_section(config)
-    checkpoints.check_can_hold(component.method, config.model_type)
-    model = build.plain_on_meta(config.model)
+    with collecting() as check:
+        with check():
+            component = build.make_component(config.quantizer)
+        with check():
+            build.check_model_section(config)
+            model = build.plain_on_meta(config.model)
     shapes = build.shapes_of(model)
-    model = component.prepare(model)
-    build.check_model_options(config, model)
-    if config.needs_pretrained and (in_files := checkpoints.shapes_in_files(config)) is not None:
-        checkpoints.check_shapes(shapes, in_files, config.checkpointer["checkpoint_dir"])
+    with collecting() as check:
+        with check():
+            check_formats(config, component)
+        with check():
+            checkpoints.check_can_hold(component.method, config.model_type)
+        with check():
+            in_files = checkpoints.shapes_in_files(config) if config.needs_pretrained else None
+            if in_files is not None:
+                checkpoints.check_shapes(shapes, in_files, config.checkpointer["checkpoint_dir"])
+        with check():
+            model = component.prepare(model)
+            build.check_model_options(config, model)
+        with check():
+            build.check_tokenizer(tokenizer, model)
+        with check():
+            checkpointer = build.instantiate(config.checkpointer, "checkpointer")
     return Plan(
         config=config,
         device=device,
@@ -169,50 +201,64 @@ def _plan_model(config: RunConfig, device: torch.device) -> Plan:
         model=model,
         shapes=shapes,
         layers=list(quantized_linears(model)),
-        tokenizer=build.make_tokenizer(config.tokenizer, model),
-        checkpointer=build.instantiate(config.checkpointer, "checkpointer"),
+        tokenizer=tokenizer,
+        checkpointer=checkpointer,
     )
 
 
-def _plan_training(decided: Plan, path: Path | None) -> Plan:
-    """Return the plan with everything that training needs besides, and open the data."""
-    config = decided.config
+def _make_loss(config: RunConfig) -> Any:
+    """Return the loss component."""
     loss = build.instantiate(config.loss, "loss")
     if not hasattr(loss, "ignore_index"):
         raise InputError(
             "loss must be a cross-entropy over tokens with an ignore_index, such as "
             f"torchtune.modules.loss.CEWithChunkedOutputLoss; got {config.loss['_component_']}"
         )
-    options = dict(config.metric_logger)
-    logger = build.find_component(options.pop("_component_"), "metric_logger")
-    try:
-        inspect.signature(logger).bind(**options)
-    except TypeError as error:
-        raise InputError(f"metric_logger: {error}; check its options {options}") from error
-    weight = [nn.Parameter(torch.zeros(2, 2))]
-    options = config.optimizer | ({"fused": False} if "fused" in config.optimizer else {})
-    optimizer = build.instantiate(options, "optimizer", weight)
-    steps = {"num_training_steps": 10**6, "last_epoch": -1}
-    build.instantiate(config.lr_scheduler, "lr_scheduler", optimizer, **steps)
-    if config.distillation.weight and config.distillation.teacher != "pretrained":
-        require_teacher(config.distillation.teacher)
-    evaluator = None
-    if config.eval.every_n_steps or config.eval.at_end:
-        evaluator = Evaluator(config.eval, decided.tokenizer, decided.model.max_seq_len)
-    artifact, start = read_starts(config, decided.component, decided.layers)
+    return loss
+
+
+def _check_components(config: RunConfig) -> None:
+    """Check the logger, the optimizer, the scheduler and the teacher of a config."""
+    with collecting() as check:
+        with check():
+            options = dict(config.metric_logger)
+            logger = build.find_component(options.pop("_component_"), "metric_logger")
+            try:
+                inspect.signature(logger).bind(**options)
+            except TypeError as error:
+                text = f"metric_logger: {error}; check its options {options}"
+                raise InputError(text) from error
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2, 2))])  # for the scheduler
+        with check():
+            options = config.optimizer | ({"fused": False} if "fused" in config.optimizer else {})
+            optimizer = build.instantiate(options, "optimizer", optimizer.param_groups[0]["params"])
+        with check():
+            steps = {"num_training_steps": 10**6, "last_epoch": -1}
+            build.instantiate(config.lr_scheduler, "lr_scheduler", optimizer, **steps)
+        with check():
+            if config.distillation.weight and config.distillation.teacher != "pretrained":
+                require_teacher(config.distillation.teacher)
+
+
+def _plan_training(decided: Plan, loss: Any, data: TrainingData | None, path: Path | None) -> Plan:
+    """Return the plan with everything that training needs besides."""
+    config = decided.config
+    evaluator = artifact = start = resume = None
+    with collecting() as check:
+        with check():
+            if config.eval.every_n_steps or config.eval.at_end:
+                longest = decided.model.max_seq_len
+                evaluator = Evaluator(config.eval, decided.tokenizer, longest)
+        with check():
+            artifact, start = read_starts(config, decided.component, decided.layers)
+        with check():
+            if path and data:
+                resume = _plan_resume(path, config, decided.component, data)
     if config.sensitivity is None and config.schedule.alpha and dist.get_rank() == 0:
         log.warning(
             f"schedule.alpha={config.schedule.alpha} has no effect, because sensitivity is null: "
             "all layers have one temperature"
         )
-    require_generated(config)
-    data = TrainingData(
-        config,
-        decided.tokenizer,
-        ignore_index=loss.ignore_index,
-        seed=config.seed or 0,
-    )
-    resume = path and _plan_resume(path, config, decided.component, data)
     fields = {"loss": loss, "evaluator": evaluator, "artifact": artifact, "start": start}
     return dataclasses.replace(decided, data=data, resume=resume, **fields)
 

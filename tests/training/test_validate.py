@@ -27,6 +27,22 @@ def test_it_refuses_what_a_run_refuses(model_dir, tmp_path, monkeypatch, capsys,
     assert code == 1 and CASES[override] in line
 
 
+def test_it_reports_all_problems_at_once(model_dir, tmp_path, monkeypatch, capsys):
+    path = write_config(make_config(model_dir, tmp_path / "run"), tmp_path / "config.yaml")
+    wrong = {
+        "quantizer.group_size=48": "group_size 48 does not divide in_features 64",
+        "optimizer.lrr=1": "did you mean lr?",
+        "lr_scheduler.decay_ratio=0.95": "warmup_ratio + decay_ratio must be at most 1",
+        "dataset.num=3": "dataset has 3 samples",
+        "sensitivity=/nowhere/sensitivity.json": "/nowhere/sensitivity.json does not",
+        "resume_from_checkpoint=True": "no complete checkpoint in",
+    }
+    code, _, lines = validate(monkeypatch, capsys, path, *wrong)
+    # The sensitivity is compared with the layers of the model, which is not prepared here.
+    seen = [text for text in wrong.values() if text in lines]
+    assert code == 1 and len(lines.splitlines()) == len(seen) == len(wrong) - 1
+
+
 def test_a_valid_config_changes_no_file(model_dir, tmp_path, monkeypatch, capsys):
     cfg = make_config(model_dir, tmp_path / "run", "max_steps=2")
     run(cfg)
