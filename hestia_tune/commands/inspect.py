@@ -6,8 +6,9 @@
 show how much the setting matters. With the schedule rho=0 tau_init=0 alpha=0 the method is plain
 straight-through training.
 
-``validate`` plans a run in one process and stops there. It reads no weight, trains nothing and
-changes no file. It computes no sensitivity and no reconstruction (``sensitivity: auto``,
+``validate`` plans a run in one process and stops there. It trains nothing and changes no file. It
+reads weights only to compare the logits of a transformers model, and estimates the memory and the
+time of a step. It computes no sensitivity and no reconstruction (``sensitivity: auto``,
 ``reconstruction: auto``).
 """
 
@@ -119,21 +120,31 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
     import torch
     import torch.distributed as dist
 
-    from hestia_tune.models.checkpoints import complete_checkpoints, read_meta
+    from hestia_tune.models import checkpoints
+    from hestia_tune.models.build import plain_on_meta
+    from hestia_tune.models.folder import SafetensorsFolder
+    from hestia_tune.models.hugging_face_model import check_logits
+    from hestia_tune.training.estimate import describe_costs
     from hestia_tune.training.plan import plan
 
     config = RunConfig.parse(config)
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
+    has_device = config.device == "cpu" or torch.cuda.is_available()
+    if not has_device:
         print("device cuda: not here; everything else is checked")
         offload = {"fsdp_cpu_offload": False, "enable_activation_offloading": False}
         config = config.changed(device="cpu", **offload)
-    saved = complete_checkpoints(Path(config.output_dir) / "checkpoints")
+    saved = checkpoints.complete_checkpoints(Path(config.output_dir) / "checkpoints")
     if config.resume_from_checkpoint and saved:
-        ranks = read_meta(saved[-1][1])["world_size"]
+        ranks = checkpoints.read_meta(saved[-1][1])["world_size"]
         if ranks > 1:
             print(f"resuming a run of {ranks} processes: not checked here; everything else is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
     planned = plan(config)
+    if config.is_transformers_model and config.needs_pretrained:
+        weights = SafetensorsFolder(checkpoints.pretrained_folder(config))
+        state = dict(checkpoints.read_weights(config.model_type, weights))
+        check_logits(plain_on_meta(config.model), state)
+    print(describe_costs(planned, has_device))
     dist.destroy_process_group()
     print(
         f"valid: {len(planned.layers)} linears by {planned.component.method.key()}, "

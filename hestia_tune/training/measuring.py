@@ -18,6 +18,7 @@ from torchtune import utils
 from torchtune.modules import loss as losses
 
 from hestia_tune.config import DistillationConfig
+from hestia_tune.config.run import RunConfig
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import NotFiniteError, one_line
@@ -85,6 +86,40 @@ def _divergence(
     return torch.compile(of_chunk, dynamic=True) if compiled else of_chunk
 
 
+def mixed_loss(
+    logits: Logits,
+    teacher_logits: Logits | None,
+    labels: torch.Tensor,
+    loss: Any,
+    config: RunConfig,
+    compiled: bool = False,
+) -> torch.Tensor:
+    """Return the sum of a run's training loss over the predicted tokens, in nats.
+
+    Args:
+        logits: See `distillation_loss_sum`, also for ``labels`` and ``compiled``.
+        teacher_logits: The teacher's logits. None takes the loss component alone.
+        labels: Shifted labels (batch, seq_len).
+        loss: The loss component.
+        config: The run's config.
+        compiled: Whether to compute the divergence by fused kernels.
+    """
+    count = (labels != loss.ignore_index).sum()
+    total, weight = torch.zeros_like(count, dtype=torch.float32), 0.0
+    if teacher_logits is not None:
+        weight = config.distillation.weight
+        total = weight * distillation_loss_sum(
+            logits, teacher_logits, labels, config.distillation, loss.ignore_index, compiled
+        )
+    if weight == 1:
+        return total
+    # Without a token to predict, the mean would be NaN. Any label works, because count is 0.
+    labels = torch.where(count > 0, labels, torch.zeros_like(labels))
+    if not isinstance(logits, list):
+        labels, logits = labels.reshape(-1), logits.reshape(-1, logits.size(-1))
+    return total + (1 - weight) * loss(logits, labels) * count
+
+
 class MeasuringRecipe(RecipeSetup):
     """A recipe that computes losses, validates, evaluates, logs and saves."""
 
@@ -105,20 +140,10 @@ class MeasuringRecipe(RecipeSetup):
         teacher_logits = None if teacher is None else teacher(**batch)
         with self.activations_handling_ctx:
             logits = self._model(**batch)
-        settings, weight = self.config.distillation, 0.0
-        total = torch.zeros_like(count, dtype=torch.float32)
-        if teacher_logits is not None:
-            weight = settings.weight
-            total = weight * distillation_loss_sum(
-                logits, teacher_logits, labels, settings, ignore, self._compile
-            )
-        if weight == 1:
-            return total, count
-        # Without a token to predict, the mean would be NaN. Any label works, because count is 0.
-        labels = torch.where(count > 0, labels, torch.zeros_like(labels))
-        if not isinstance(logits, list):
-            labels, logits = labels.reshape(-1), logits.reshape(-1, logits.size(-1))
-        return total + (1 - weight) * self._loss_fn(logits, labels) * count, count
+        total = mixed_loss(
+            logits, teacher_logits, labels, self._loss_fn, self.config, self._compile
+        )
+        return total, count
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -1,0 +1,69 @@
+"""Test the estimates of memory and time: bytes and operations that can be counted by hand."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from tiny import SHAPE, make_config
+
+from hestia_tune.config.run import RunConfig
+from hestia_tune.training import estimate as estimates
+from hestia_tune.training.plan import plan
+
+
+def planned(model_dir, folder, *overrides):
+    return plan(RunConfig.parse(make_config(model_dir, folder, *overrides)))
+
+
+def test_live_bytes_counts_what_exists_at_the_same_time():
+    x = torch.zeros(8, 4)
+    with estimates.LiveBytes() as live:
+        y = x @ torch.zeros(4, 16)  # 256 bytes and 512 bytes; the first is freed after the product
+        z = y + 1  # 512 bytes beside y
+        del y
+        z = z.view(16, 8)  # a view needs no memory
+        z += 1
+        w = torch.zeros(4)  # 16 bytes
+    assert live.peak == 512 + 512
+    assert (z.numel(), w.numel()) == (128, 4)
+
+
+def test_the_state_is_counted_per_weight(model_dir, tmp_path):
+    layer = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 96 + 2 * 64  # attention, MLP, norms
+    blocks, outside = SHAPE["num_layers"] * layer, 264 * 64 + 64  # embedding (tied), last norm
+    whole = blocks + outside
+    need = estimates.estimate(planned(model_dir, tmp_path / "a"))
+    assert need.state == pytest.approx(16 * whole, rel=1e-2)  # AdamW also keeps its step
+    assert need.gathered == 4 * (outside + 2 * layer) + 4 * (outside + layer)
+    overrides = ("frozen_modules=[tok_embeddings]", "distillation.weight=0.5")
+    cfg = make_config(model_dir, tmp_path / "b", *overrides)
+    cfg.optimizer = {"_component_": "torch.optim.SGD", "lr": 0.1}
+    need = estimates.estimate(plan(RunConfig.parse(cfg)))
+    assert need.state == 4 * whole + 4 * whole + 4 * (whole - 264 * 64)  # latents, teacher, grads
+
+
+def test_the_operations_are_six_per_weight_and_token(model_dir, tmp_path):
+    decided = planned(model_dir, tmp_path / "run", "gradient_accumulation_steps=2")
+    tokens = decided.data.sequences_per_step * 16
+    linears = SHAPE["num_layers"] * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 96) + 264 * 64
+    products = 6 * linears * tokens  # forward, gradient of the input, gradient of the weight
+    assert estimates.estimate(decided).flops == products
+
+
+def test_recomputing_activations_saves_memory_and_costs_operations(model_dir, tmp_path):
+    size = ("dataset.seq_len=64", "batch_size=8", "dataset.num=64")
+    plain = estimates.estimate(planned(model_dir, tmp_path / "run", *size))
+    options = (*size, "enable_activation_checkpointing=True")
+    again = estimates.estimate(planned(model_dir, tmp_path / "run", *options))
+    assert again.activations < plain.activations and again.flops > plain.flops
+    assert again.state == plain.state
+
+
+def test_a_step_that_does_not_fit_is_named(model_dir, tmp_path, monkeypatch):
+    decided = planned(model_dir, tmp_path / "run")
+    assert "too little" not in estimates.describe_costs(decided)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1000))
+    assert "too little: lower batch_size, or use more GPUs" in estimates.describe_costs(decided)
+    absent = estimates.describe_costs(decided, has_device=False)
+    assert "too little" not in absent and "at least" not in absent and "TFLOP a step" in absent
