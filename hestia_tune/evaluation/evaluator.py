@@ -35,7 +35,7 @@ from torch import nn
 
 from hestia_tune.config import EvalConfig, TextConfig, nearest, require_number
 from hestia_tune.distributed import on_first_rank
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, one_line
 from hestia_tune.evaluation.compare import ModelResult, compare
 from hestia_tune.models.folder import import_optional
 
@@ -118,10 +118,8 @@ def read_documents(text: TextConfig) -> list[str]:
         text: A text of the ``eval`` section. Its ``join`` makes one document of all rows.
 
     Raises:
-        InputError: If the file does not exist, if there is no such column, or if the column does
-            not hold text.
-        ConnectionError: If the hub cannot be reached.
-        ValueError: If the dataset has no such split.
+        InputError: If the file or the dataset cannot be read, if there is no such split or column,
+            or if the column does not hold text.
     """
     import datasets
 
@@ -139,7 +137,11 @@ def read_documents(text: TextConfig) -> list[str]:
         if path.is_file():
             kind = _FILES[path.suffix]
             options = {"path": kind, "data_files": text.source, "split": "train"}
-        rows = datasets.load_dataset(**options)
+        try:
+            rows = datasets.load_dataset(**options)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            cause = one_line(error.__cause__ or error)
+            raise InputError(f"{path} could not be read: {cause}; check it") from error
         if column not in rows.column_names:
             raise InputError(f"{path} has no column {column!r}; it has {rows.column_names}")
         documents = rows[column][:]

@@ -279,11 +279,12 @@ class ReconstructionRecipe:
                     on_first_rank(lambda: windows.save(results[-1]), share=False)
                     saved = time.monotonic()
                     progress.set_postfix_str(
-                        f"blocks {result.begin} to {result.end - 1}: {result.measure} "
-                        f"{result.error:.4f}, before training {result.naive_error:.4f}",
+                        f"before it {result.measure} {result.error:.4f} "
+                        f"({result.naive_error:.4f} untrained)",
                         refresh=False,
                     )
                     continue
+                progress.set_description_str(work.stage(len(results)), refresh=False)
                 progress.update(work.sizes[len(results)])
                 due = time.monotonic() - saved > _SECONDS_BETWEEN_SAVES
                 flags = [float(stop.requested), float(due)]

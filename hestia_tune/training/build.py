@@ -101,11 +101,21 @@ def read_pretrained(plan: Plan) -> State | None:
     """Return the pretrained state dict on the first rank, and None on the others. Collective.
 
     Raises:
-        InputError: If the weights cannot be read, belong to another model, or have NaN or infinity.
+        InputError: If the weights cannot be read, belong to another model, or have NaN or infinity;
+            or if a linear to quantize has only zeros.
     """
-    return on_first_rank(
-        models.read_checkpoint, plan.checkpointer, plan.config, plan.shapes, share=False
-    )
+
+    def read() -> State:
+        state = models.read_checkpoint(plan.checkpointer, plan.config, plan.shapes)
+        for name in plan.layers:
+            if not state[f"{name}.weight"].any():
+                raise InputError(
+                    f"{name} has only zeros in the pretrained weights; get the weights again, or "
+                    f"leave the linear out: quantizer.exclude=[{name}]"
+                )
+        return state
+
+    return on_first_rank(read, share=False)
 
 
 def fingerprint(plan: Plan, state: Mapping[str, torch.Tensor]) -> str:

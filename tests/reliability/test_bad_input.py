@@ -150,6 +150,9 @@ CASES = {
     f"eval {TEXT} eval.perplexity.t.stride=9 eval.perplexity.t.window=5": "stride 9 must not be ab",
     f"eval {TEXT} eval.output=FOLDER": "eval.output must be a file whose name ends in .json; got",
     f"eval {TEXT} eval.output=/proc/x/y.json": "/proc/x/y cannot be written",
+    "eval eval.models=[pretrained] eval.tasks=[] eval.perplexity.t.source=FOLDER/bad.parquet": (
+        "bad.parquet could not be read: "
+    ),
     f"eval {TEXT} device=cuda": "torch finds no GPU here",
     "eval eval.limit=0": "eval.limit must be at least 1e-06; got 0",
     "eval eval.batch_size=big": "eval.batch_size must be a number or one of auto; got big",
@@ -190,6 +193,7 @@ def files(tmp_path_factory):
     (folder / "text.txt").write_text("Some words in a row. " * 200)
     (folder / "folder" / "tokens").mkdir(parents=True)
     (folder / "folder" / "mine.txt").write_text("kept")
+    (folder / "folder" / "bad.parquet").write_bytes(b"PAR1" + b"x" * 100 + b"PAR1")
     (folder / "folder" / "tokens" / "mine.txt").write_text("kept")
     return folder
 

@@ -120,6 +120,19 @@ def test_nan_in_the_pretrained_weights(tmp_path, monkeypatch, capsys):
     assert code == 1 and "NaN or infinity in the pretrained weights: layers.1.mlp.w3" in line
 
 
+def test_a_linear_of_zeros_in_the_pretrained_weights(tmp_path, monkeypatch, capsys):
+    from safetensors.torch import load_file, save_file
+
+    folder = make_model_dir(tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"].zero_()
+    save_file(state, folder / "model.safetensors")
+    config = write_config(make_config(folder, tmp_path / "run"), tmp_path / "config.yaml")
+    code, line = launch(monkeypatch, capsys, config)
+    assert code == 1 and "layers.1.mlp.w3 has only zeros in the pretrained weights" in line
+    assert launch(monkeypatch, capsys, config, "quantizer.exclude=[layers.1.mlp.w3]") == (0, "")
+
+
 @pytest.mark.parametrize("section", ["model", "quantizer", "output_dir", "dataset"])
 def test_missing_sections(model_dir, tmp_path, monkeypatch, capsys, section):
     cfg = make_config(model_dir, "/unused")

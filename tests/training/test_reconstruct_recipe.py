@@ -132,11 +132,15 @@ class StopsAfter:
 
 
 class Bar(contextlib.nullcontext):
-    """A `progress_bar` that counts its updates."""
+    """A `progress_bar` that counts its updates and keeps the stages that it shows."""
 
     def __init__(self, total, initial):
         super().__init__()
-        self.total, self.initial, self.n = total, initial, initial
+        self.total, self.initial, self.n, self.stages = total, initial, initial, []
+
+    def set_description_str(self, text, refresh):
+        if text not in self.stages:
+            self.stages.append(text)
 
     def update(self, count):
         self.n += count
@@ -177,6 +181,8 @@ def test_a_stopped_reconstruction_resumes_at_its_step(
     assert 100 - rest.left == 27 - steps
     before = min(steps, 18) + 2 * max(0, steps - 18)  # the last window has two blocks
     assert (bars[1].initial, bars[1].n, bars[1].total) == (before, 36, 36)
+    stages = ["window 1 of 3, block 0", "window 2 of 3, block 1", "final stage, blocks 0 to 1"]
+    assert bars[1].stages == stages[steps // 9 :]
     folder, whole = finished
     found = json.loads((output / "reconstruction.json").read_text())
     for window, other in zip(found["windows"], whole["windows"], strict=True):
