@@ -35,13 +35,12 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
     """
     for notice in _NOTICES:
         warnings.filterwarnings("ignore", message=notice)
-    library = logging.getLogger("hestia_tune")
-    if os.environ.get("RANK", "0") == "0" and not library.hasHandlers():
-        library.setLevel(logging.INFO)
-        library.addHandler(logging.StreamHandler())
     try:
         parsed = parse_command_line(name)
-        return parsed if isinstance(parsed, int) else command(parsed)
+        if isinstance(parsed, int):
+            return parsed
+        _set_log_level(parsed.log_level)
+        return command(parsed)
     except KeyboardInterrupt:
         return INTERRUPTED
     except torch.OutOfMemoryError as error:
@@ -54,6 +53,16 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
             raise
         _print_once(error, name)
         return 1
+
+
+def _set_log_level(level: str) -> None:
+    """Print our messages from a level on, and the notices of torchtune with level "debug" only."""
+    library, torchtune = map(logging.getLogger, ("hestia_tune", "torchtune.utils._logging"))
+    if os.environ.get("RANK", "0") == "0" and not library.hasHandlers():
+        library.setLevel(level.upper())
+        library.addHandler(logging.StreamHandler())
+    for handler in torchtune.handlers:
+        handler.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
 
 
 def parse_command_line(name: str) -> RunConfig | int:

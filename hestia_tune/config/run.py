@@ -7,7 +7,6 @@ keep their names and meanings.
 
 import dataclasses
 import math
-import pydoc
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from hestia_tune.config.sections import (
     EvalConfig,
     ReconstructionConfig,
     ScheduleConfig,
+    drop_temperatures,
 )
 from hestia_tune.errors import InputError, InputTypeError, collecting
 from hestia_tune.files import inside
@@ -61,8 +61,6 @@ _OUTPUTS = {
     "convert": "converted",
     "eval": "evaluation.json",
 }
-# Section -> options that set a temperature.
-_TEMPERATURES = {"schedule": ("tau_init", "alpha", "hard_fraction"), "reconstruct": ("tau_init",)}
 _COMPONENTS = ("model", "tokenizer", "checkpointer", "optimizer", "quantizer", "loss")
 
 
@@ -115,6 +113,9 @@ class RunConfig(Section):
     """Whether to compile the blocks, the loss and the method's formulas with torch.compile."""
     resume_from_checkpoint: bool = False
     """Whether to resume from the newest complete checkpoint in output_dir."""
+    log_level: str = option("info", choices=("debug", "info", "warning"))
+    """Least important messages to print. "debug" adds the notices of torchtune. "warning" leaves
+    out what a command reports about its progress."""
     log_every_n_steps: int = option(1, low=1)
     """Number of steps between two logged steps. The last step is always logged."""
     enable_activation_checkpointing: bool = False
@@ -207,7 +208,7 @@ class RunConfig(Section):
                     if (value := given.pop(key, allowed)) != allowed:
                         raise InputError(f"{key}={value} is not supported: {reason}; leave it out")
             with check():
-                _drop_temperature(given)
+                drop_temperatures(given)
             with check():
                 if missing:
                     raise InputError(f"the config lacks {', '.join(missing)}; add these keys")
@@ -329,30 +330,3 @@ class RunConfig(Section):
             if isinstance(old := getattr(self, key), Section) and isinstance(value, Mapping):
                 changes[key] = dataclasses.replace(old, **value)
         return dataclasses.replace(self, **changes)
-
-
-def _drop_temperature(given: DictConfig) -> None:
-    """Set the temperatures of a config to 0 if its method has no temperature.
-
-    Raises:
-        InputError: If the config sets a temperature that nothing would read.
-    """
-    name = OmegaConf.select(given, "quantizer._component_", default=None)
-    # If the component does not exist, building it raises a better error than this function could.
-    component = pydoc.locate(name) if isinstance(name, str) else None
-    if getattr(component, "has_temperature", True):
-        return
-    read_by_none = f"is read by methods with a temperature, and {name} has none"
-    for key, options in _TEMPERATURES.items():
-        if not OmegaConf.is_dict(section := given.get(key) or OmegaConf.create()):
-            return  # parsing refuses such a section
-        for unread in options:
-            if (value := section.get(unread, 0)) != 0:
-                raise InputError(
-                    f"{key}.{unread}={value} {read_by_none}; delete the section by ~{key}, or "
-                    f"leave {unread} out"
-                )
-        pressure = {"rho": 0.0} if key == "schedule" else {}
-        given[key] = OmegaConf.merge(dict.fromkeys(options, 0.0) | pressure, section)
-    if given.get("sensitivity") not in (None, "auto"):
-        raise InputError(f"sensitivity={given.sensitivity} {read_by_none}; set sensitivity=null")

@@ -118,8 +118,7 @@ def read_documents(text: TextConfig) -> list[str]:
         text: A text of the ``eval`` section. Its ``join`` makes one document of all rows.
 
     Raises:
-        InputError: If the file or the dataset cannot be read, if there is no such split or column,
-            or if the column does not hold text.
+        InputError: If the file or dataset cannot be read, or has no such split or column of text.
     """
     import datasets
 
@@ -140,8 +139,8 @@ def read_documents(text: TextConfig) -> list[str]:
         try:
             rows = datasets.load_dataset(**options)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            cause = one_line(error.__cause__ or error)
-            raise InputError(f"{path} could not be read: {cause}; check it") from error
+            why = one_line(error.__cause__ or error)
+            raise InputError(f"{path} could not be read: {why}; check it") from error
         if column not in rows.column_names:
             raise InputError(f"{path} has no column {column!r}; it has {rows.column_names}")
         documents = rows[column][:]

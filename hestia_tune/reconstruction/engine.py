@@ -184,16 +184,6 @@ class Reconstruction:
         for index in range(done, len(self.windows)):
             yield from self._train(index, states.pop() if states else None)
 
-    def stage(self, index: int) -> str:
-        """Return a window's place in the whole, for a progress bar."""
-        begin, end = self.windows[index]
-        kind = f"window {index + 1} of {len(self.windows)}"
-        if index == self._towards_predictions:
-            kind = "final stage"
-        return (
-            f"{kind}, blocks {begin} to {end - 1}" if end - begin > 1 else f"{kind}, block {begin}"
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state after a step, for `run`. It holds the tensors themselves, no copies."""
         seconds = time.perf_counter() - self._started

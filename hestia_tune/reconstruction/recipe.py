@@ -284,7 +284,7 @@ class ReconstructionRecipe:
                         refresh=False,
                     )
                     continue
-                progress.set_description_str(work.stage(len(results)), refresh=False)
+                progress.set_description_str(stage(work, len(results)), refresh=False)
                 progress.update(work.sizes[len(results)])
                 due = time.monotonic() - saved > _SECONDS_BETWEEN_SAVES
                 flags = [float(stop.requested), float(due)]
@@ -313,6 +313,14 @@ class ReconstructionRecipe:
             return "stopped; everything trained so far is kept; the same command continues from it"
         table = outputs.results_table(self.losses) + "\n\n" if self.losses else ""
         return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
+
+
+def stage(work: Reconstruction, index: int) -> str:
+    """Return a window's place in the whole reconstruction, for the progress bar."""
+    (begin, end), count = work.windows[index], len(work.windows)
+    is_final = work.settings.kl_blocks and index == count - 1
+    kind = "final stage" if is_final else f"window {index + 1} of {count}"
+    return f"{kind}, block {begin}" if end == begin + 1 else f"{kind}, blocks {begin} to {end - 1}"
 
 
 def reconstruct(config: RunConfig) -> ReconstructionRecipe:

@@ -13,6 +13,7 @@ this folder. On several nodes the folder must be on a shared file system.
 import contextlib
 import dataclasses
 import json
+import logging
 import random
 from collections.abc import Mapping
 from itertools import accumulate
@@ -36,10 +37,12 @@ from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import gathered, of_all_ranks, on_first_rank, together
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import checksum, remove, staged
+from hestia_tune.files import checksum, remove, require_writable_dir, staged
 from hestia_tune.models import checkpoints
 from hestia_tune.qat.linear import plain_shard
 from hestia_tune.qat.prepare import QATQuantizerBase
+
+log = logging.getLogger(__name__)
 
 _OPTIMIZER_PREFIX = "optimizer."
 _BYTES_PER_FILE = 2**30
@@ -47,6 +50,36 @@ _SAME_TO_RESUME = (
     *("seed", "init", "optimizer", "lr_scheduler", "clip_grad_norm"),
     *("shuffle", "dtype", "distillation", "cage_strength", "frozen_modules"),
 )
+
+
+def choose_checkpoint(config: RunConfig) -> Path | None:
+    """Return the newest undamaged checkpoint if the config resumes, or None for a new run.
+
+    Raises:
+        InputError: If output_dir cannot be written, holds a run that may not be replaced, or has no
+            undamaged checkpoint to resume from.
+    """
+    folder = require_writable_dir(config.output_dir) / "checkpoints"
+    complete = checkpoints.complete_checkpoints(folder)
+    if not config.resume_from_checkpoint:
+        if complete and not config.overwrite_output:
+            raise InputError(
+                f"output_dir {folder.parent} holds a run at step {complete[-1][0]}; set "
+                "resume_from_checkpoint=True, overwrite_output=True or another output_dir"
+            )
+        return None
+    if not complete:
+        raise InputError(
+            f"no complete checkpoint in {folder}; set resume_from_checkpoint=False to start"
+        )
+    for _, path in reversed(complete):
+        if (problem := checkpoints.find_damage(path)) is None:
+            return path
+        log.warning(f"{problem}; trying the checkpoint before it")
+    raise InputError(
+        f"every checkpoint in {folder} is damaged; set overwrite_output=True and "
+        "resume_from_checkpoint=False to start again"
+    )
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

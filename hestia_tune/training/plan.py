@@ -25,7 +25,7 @@ from hestia_tune.distributed import ensure_process_group, on_first_rank, togethe
 from hestia_tune.errors import InputError, collecting, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.gguf_model import check_architecture
-from hestia_tune.files import read_json, require_writable_dir
+from hestia_tune.files import read_json
 from hestia_tune.models import build, checkpoints
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
@@ -152,7 +152,7 @@ def plan(config: RunConfig, *, trains: bool = True) -> Plan:
             decided = _plan_model(config, device, tokenizer)
         if trains:
             with check():
-                path = on_first_rank(choose_checkpoint, config)
+                path = on_first_rank(checkpoint.choose_checkpoint, config)
             with check():
                 _check_components(config)
             with check():
@@ -311,36 +311,6 @@ def check_formats(config: RunConfig, component: QATQuantizerBase) -> None:
     file = checkpoints.pretrained_folder(config) / "config.json"
     if "gguf" in formats and file.is_file():
         check_architecture(read_json(file))
-
-
-def choose_checkpoint(config: RunConfig) -> Path | None:
-    """Return the newest undamaged checkpoint if the config resumes, or None for a new run.
-
-    Raises:
-        InputError: If output_dir cannot be written, holds a run that may not be replaced, or has no
-            undamaged checkpoint to resume from.
-    """
-    folder = require_writable_dir(config.output_dir) / "checkpoints"
-    complete = checkpoints.complete_checkpoints(folder)
-    if not config.resume_from_checkpoint:
-        if complete and not config.overwrite_output:
-            raise InputError(
-                f"output_dir {folder.parent} holds a run at step {complete[-1][0]}; set "
-                "resume_from_checkpoint=True, overwrite_output=True or another output_dir"
-            )
-        return None
-    if not complete:
-        raise InputError(
-            f"no complete checkpoint in {folder}; set resume_from_checkpoint=False to start"
-        )
-    for _, path in reversed(complete):
-        if (problem := checkpoints.find_damage(path)) is None:
-            return path
-        log.warning(f"{problem}; trying the checkpoint before it")
-    raise InputError(
-        f"every checkpoint in {folder} is damaged; set overwrite_output=True and "
-        "resume_from_checkpoint=False to start again"
-    )
 
 
 def require_teacher(folder: str) -> None:

@@ -159,6 +159,15 @@ def test_from_the_command_line(model_dir, tmp_path):
     assert len(lines) == 1 and "has num_hidden_layers 2" in lines[0]
 
 
+def test_the_notices_of_torchtune_need_log_level_debug(model_dir, tmp_path):
+    few = ("max_steps=1", "dataset_val=null", "sensitivity=null")
+    for level in ("info", "debug"):
+        config = make_config(model_dir, tmp_path / level, f"log_level={level}", *few)
+        done = tune_run("--config", write_config(config, tmp_path / f"{level}.yaml"))
+        assert done.returncode == 0, done.stderr
+        assert ("Optimizer is initialized" in done.stderr) == (level == "debug")
+
+
 def test_before_the_process_group_exists_each_rank_prints_its_error(monkeypatch, capsys):
     """torchrun ends all ranks as soon as one exits, so the first rank may not print in time."""
     monkeypatch.setattr(sys, "argv", ["hestia_qat", "--config", "llama3_2_1bb"])
