@@ -89,6 +89,7 @@ class Decoder(nn.Module):
         num_output_chunks: The number of parts of the sequence in the list of logits that is
             returned. 0: logits are one tensor.
         backbone_name: Name of the module that the class's own forward calls for hidden states.
+        output_type: Type of the backbone's output. `forward` sets it.
         constants: Name -> value of each buffer that no checkpoint holds.
         tied: Names of the weights that are the embedding's.
     """
@@ -96,6 +97,7 @@ class Decoder(nn.Module):
     num_output_chunks = 0
     config: Any
     backbone_name: str
+    output_type: type
     longest_sequence: int
     constants: dict[str, torch.Tensor]
     tied: frozenset[str] = frozenset()
@@ -172,20 +174,26 @@ class Decoder(nn.Module):
             if input_pos is None:  # OPT would compute them from the mask
                 options["position_ids"] = torch.empty_like(tokens)
         out = self.get_submodule(self.backbone_name)(input_ids=tokens, **options)
-        parts = out.last_hidden_state.chunk(max(self.num_output_chunks, 1), dim=1)
-        logits = [self._logits(out, part) for part in parts]
-        return logits if self.num_output_chunks else logits[0]
+        self.output_type = type(out)
+        if self.num_output_chunks:
+            return self.chunked_output(out.last_hidden_state)
+        logits: Any = self.head(out.last_hidden_state)
+        return logits
+
+    def chunked_output(self, last_hidden_state: torch.Tensor) -> list[torch.Tensor]:
+        """Return the logits of ``num_output_chunks`` parts of the sequence, as torchtune does."""
+        head: Any = self.head
+        return [head(part) for part in last_hidden_state.chunk(self.num_output_chunks, dim=1)]
 
     @torch.compiler.disable  # it cannot follow the replaced forward
-    def _logits(self, out: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits that the class's own forward computes from hidden states.
 
         Args:
-            out: The output of the backbone.
-            hidden: A chunk of its hidden states, (batch, chunk, dim).
+            hidden: Hidden states of the backbone, or a chunk of them, (batch, chunk, dim).
         """
         backbone = self.get_submodule(self.backbone_name)
-        out = type(out)(**{**out, "last_hidden_state": hidden})
+        out = self.output_type(last_hidden_state=hidden)
         backbone.forward = lambda *_, **__: out
         try:
             return super().forward(inputs_embeds=hidden, use_cache=False).logits

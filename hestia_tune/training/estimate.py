@@ -12,7 +12,6 @@ a few percent.
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
@@ -28,7 +27,7 @@ from torchtune import training
 from hestia_tune.blocks import find_blocks
 from hestia_tune.errors import one_line
 from hestia_tune.models import build
-from hestia_tune.training.measuring import mixed_loss
+from hestia_tune.training.loss import training_loss
 from hestia_tune.training.plan import Plan
 
 
@@ -159,12 +158,13 @@ def _optimizer_bytes(plan: Plan) -> float:
 
 def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
     """Return (peak bytes, operations) of one micro-batch through a model on the meta device."""
-    config, shape = plan.config, (plan.config.batch_size, _seq_len(plan))
+    config, shape = plan.config, (plan.config.batch_size, plan.data.seq_len)
     if config.enable_activation_checkpointing:
         classes = {type(block) for block in find_blocks(model).values()}
         training.set_activation_checkpointing(model, auto_wrap_policy=classes)
     if type(plan.loss).__name__ == "CEWithChunkedOutputLoss":
         model.set_num_output_chunks(plan.loss.num_output_chunks)
+    recompute = plan.recomputes_logits  # before the tensors without data: it reads samples
     build.build_buffers(model, "cpu")  # with data: their values decide what they compute
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, FlopCounterMode(display=False) as counter:
@@ -176,25 +176,17 @@ def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
                 value.register_post_accumulate_grad_hook(_drop_gradient)
         tokens = torch.zeros(shape, dtype=torch.long)
         with LiveBytes() as live:
-            teacher_logits = None
-            if config.distillation.weight:
-                with torch.no_grad():
-                    teacher_logits = model(tokens)
-            mixed_loss(model(tokens), teacher_logits, tokens, plan.loss, config).backward()
+            teacher = model if config.distillation.weight else None  # it has the same shape
+            batch = {"tokens": tokens}
+            training_loss(
+                model, teacher, batch, tokens, plan.loss, config, recompute=recompute
+            ).backward()
         flops = counter.get_total_flops()
     return live.peak, flops
 
 
 def _drop_gradient(value: torch.Tensor) -> None:
     value.grad = None
-
-
-def _seq_len(plan: Plan) -> int:
-    """Return the tokens per sequence of the training data, the longest of the first samples."""
-    dataset: Any = plan.data.dataset
-    if hasattr(dataset, "config"):  # a stream or a tokenized set
-        return dataset.config.seq_len
-    return max(len(dataset[number]["tokens"]) for number in range(min(len(dataset), 16)))
 
 
 def products_per_second(device: torch.device, dtype: torch.dtype) -> float:

@@ -105,6 +105,14 @@ class TrainingData:
         if config.dataset_val is not None:
             self.val_loader = self._make_val_loader(*build("dataset_val"))
 
+    @property
+    def seq_len(self) -> int:
+        """Tokens per sequence of the training data: the longest of the first samples."""
+        dataset: Any = self.dataset
+        if self.is_stream:
+            return dataset.config.seq_len
+        return max(len(dataset[number]["tokens"]) for number in range(min(len(dataset), 16)))
+
     def _make_sampler(self, dataset: Any, shuffle: bool) -> PositionSampler | None:
         """Return the sampler of a dataset, or None for a stream with an order of its own."""
         if isinstance(dataset, StreamingTextDataset):

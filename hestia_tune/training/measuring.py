@@ -1,123 +1,23 @@
-"""The part of the recipe that changes no weight: losses, validation, logging and checkpoints.
-
-**Distillation.** The teacher is the pretrained model (or a model of the same shape) in the
-compute dtype, sharded like the model, without gradients. It costs a forward per micro-batch, 2
-bytes per weight, shared by the ranks, and memory for its logits. Both models give their logits in
-chunks of the sequence. torchtune's divergence is computed chunk by chunk, so its float32
-probabilities exist for one chunk at a time.
-"""
+"""The part of the recipe that changes no weight: losses, validation, logging and checkpoints."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 from torchtune import utils
-from torchtune.modules import loss as losses
 
-from hestia_tune.config import DistillationConfig
-from hestia_tune.config.run import RunConfig
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import NotFiniteError, one_line
 from hestia_tune.evaluation import metrics_of
-from hestia_tune.losses import GradientAtOnce
 from hestia_tune.training import checkpoint, monitoring, outputs
 from hestia_tune.training.data import shifted_labels
+from hestia_tune.training.loss import training_loss
 from hestia_tune.training.setup import RecipeSetup
 
 log = logging.getLogger(__name__)
-
-_LOSSES = {
-    "kl": losses.ForwardKLLoss,
-    "kl_reverse": losses.ReverseKLLoss,
-    "mixed": losses.SymmetricKLLoss,  # half of each
-}
-
-Logits = torch.Tensor | list[torch.Tensor]
-
-
-def as_chunks(logits: Logits) -> list[torch.Tensor]:
-    """Return logits as a list of chunks (batch, part of seq_len, vocabulary)."""
-    return logits if isinstance(logits, list) else [logits]
-
-
-def distillation_loss_sum(
-    logits: Logits,
-    teacher_logits: Logits,
-    labels: torch.Tensor,
-    settings: DistillationConfig,
-    ignore_index: int,
-    compiled: bool = False,
-) -> torch.Tensor:
-    """Return T² · (sum of the divergence over the predicted tokens), in nats.
-
-    Args:
-        logits: The model's logits (batch, seq_len, vocabulary), or chunks of them along seq_len.
-        teacher_logits: The teacher's logits, in the same form.
-        labels: Shifted labels (batch, seq_len).
-        settings: The kind of divergence and the temperature T.
-        ignore_index: Label of positions that predict nothing.
-        compiled: Whether to compute with fused kernels, which make fewer float32 copies of the
-            logits.
-    """
-    total = torch.zeros((), device=labels.device)
-    chunks = as_chunks(logits)
-    divergence = _divergence(settings.loss, settings.temperature, ignore_index, compiled)
-    parts = labels.split([chunk.shape[1] for chunk in chunks], dim=1)
-    for chunk in zip(chunks, as_chunks(teacher_logits), parts, strict=True):
-        total = total + GradientAtOnce.apply(divergence, *chunk)
-    return total * settings.temperature**2
-
-
-@cache
-def _divergence(
-    kind: str, temperature: float, ignore_index: int, compiled: bool
-) -> Callable[..., torch.Tensor]:
-    """Return a function of (logits, teacher's logits, labels) of one chunk: the divergence."""
-    divergence, scale = _LOSSES[kind](ignore_index=ignore_index), 1.0 / temperature
-
-    def of_chunk(own: torch.Tensor, other: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        flat = own.flatten(0, 1) * scale, other.flatten(0, 1) * scale  # (tokens, vocabulary)
-        return divergence(*flat, part.flatten(), normalize=False)
-
-    return torch.compile(of_chunk, dynamic=True) if compiled else of_chunk
-
-
-def mixed_loss(
-    logits: Logits,
-    teacher_logits: Logits | None,
-    labels: torch.Tensor,
-    loss: Any,
-    config: RunConfig,
-    compiled: bool = False,
-) -> torch.Tensor:
-    """Return the sum of a run's training loss over the predicted tokens, in nats.
-
-    Args:
-        logits: See `distillation_loss_sum`, also for ``labels`` and ``compiled``.
-        teacher_logits: The teacher's logits. None takes the loss component alone.
-        labels: Shifted labels (batch, seq_len).
-        loss: The loss component.
-        config: The run's config.
-        compiled: Whether to compute the divergence by fused kernels.
-    """
-    count = (labels != loss.ignore_index).sum()
-    total, weight = torch.zeros_like(count, dtype=torch.float32), 0.0
-    if teacher_logits is not None:
-        weight = config.distillation.weight
-        total = weight * distillation_loss_sum(
-            logits, teacher_logits, labels, config.distillation, loss.ignore_index, compiled
-        )
-    if weight == 1:
-        return total
-    # Without a token to predict, the mean would be NaN. Any label works, because count is 0.
-    labels = torch.where(count > 0, labels, torch.zeros_like(labels))
-    if not isinstance(logits, list):
-        labels, logits = labels.reshape(-1), logits.reshape(-1, logits.size(-1))
-    return total + (1 - weight) * loss(logits, labels) * count
 
 
 class MeasuringRecipe(RecipeSetup):
@@ -137,11 +37,16 @@ class MeasuringRecipe(RecipeSetup):
         ignore = self._loss_fn.ignore_index
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()
-        teacher_logits = None if teacher is None else teacher(**batch)
-        with self.activations_handling_ctx:
-            logits = self._model(**batch)
-        total = mixed_loss(
-            logits, teacher_logits, labels, self._loss_fn, self.config, self._compile
+        total = training_loss(
+            self._model,
+            teacher,
+            batch,
+            labels,
+            self._loss_fn,
+            self.config,
+            compiled=self._compile,
+            recompute=self.plan.recomputes_logits,
+            context=self.activations_handling_ctx,
         )
         return total, count
 

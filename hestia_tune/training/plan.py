@@ -11,6 +11,7 @@ import inspect
 import logging
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,9 @@ from hestia_tune.training.loader import TrainingData
 from hestia_tune.training.outputs import read_results
 
 log = logging.getLogger(__name__)
+
+
+_LARGE_LOGITS = 2**30  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,18 @@ class Plan:
     artifact: SensitivityArtifact | None = None
     start: dict[str, Any] | None = None
     resume: Resume | None = None
+
+    @cached_property
+    def recomputes_logits(self) -> bool:
+        """Whether the logits of a micro-batch are too large to keep until the backward pass.
+
+        Chunks of them are then computed twice (`hestia_tune.training.loss`).
+        """
+        if type(self.loss).__name__ != "CEWithChunkedOutputLoss":
+            return False
+        rows = self.config.batch_size * self.data.seq_len
+        vocabulary: Any = self.model.tok_embeddings.num_embeddings
+        return rows * vocabulary * self.dtype.itemsize > _LARGE_LOGITS
 
     def starting_from(self, **changes: Any) -> "Plan":
         """Return the plan with a sensitivity or a reconstruction that has just been computed.

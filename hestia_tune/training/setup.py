@@ -95,6 +95,8 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
         if self._teacher is not None:
             self._teacher.num_output_chunks = self._model.num_output_chunks
+            if planned.recomputes_logits:  # its head runs again in the model's backward pass
+                self._teacher.set_reshard_after_forward(False, recurse=False)
         self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
             self._model, config.enable_activation_offloading
         )

@@ -1,10 +1,12 @@
 """Test distillation: the loss against its definition, a step by hand, teachers, resuming."""
 
+import os
+import socket
 import weakref
 
 import pytest
 import torch
-from tiny import SHAPE, make_config, make_model_dir, random_dataset, run
+from tiny import SHAPE, logged, make_config, make_model_dir, random_dataset, run
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
@@ -13,7 +15,9 @@ from hestia_tune.errors import InputError
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.training.measuring import distillation_loss_sum
+from hestia_tune.training import loss, plan
+from hestia_tune.training.loss import distillation_loss_sum
+from hestia_tune.training.recipe import HestiaQATRecipe
 
 IGNORED = -100
 
@@ -115,6 +119,56 @@ def test_the_loss_of_a_step_mixes_both(model_dir, tmp_path, weight):
     run(cfg, measure)
     [(own, expected)] = found
     assert own == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("transformers", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recomputed_logits_give_the_same_training(
+    model_dir, tmp_path, monkeypatch, weight, transformers, dtype
+):
+    """Loss and weights do not change if the logits of a chunk are computed twice."""
+    found, seen = {}, []
+    head = loss._head
+    monkeypatch.setattr(loss, "_head", lambda *args: seen.append(args[1].shape) or head(*args))
+    for large in (2**30, 0):
+        monkeypatch.setattr(plan, "_LARGE_LOGITS", large)
+        options = (f"distillation.weight={weight}", "max_steps=4", f"dtype={dtype}")
+        cfg = make_config(model_dir, tmp_path / f"{large}", *options, "compile=False")
+        if transformers:
+            cfg.model = {"_component_": "hestia_tune.models.hugging_face", "path": str(model_dir)}
+            del cfg.checkpointer, cfg.tokenizer
+        run(cfg)
+        rows = (logged(tmp_path / f"{large}", key) for key in ("loss", "grad_norm"))
+        found[large] = [value for row in rows for value in row.values()]
+        assert bool(seen) == (large == 0)
+    assert found[0] == pytest.approx(found[2**30], rel=1e-6 if dtype == "fp32" else 2e-3)
+    assert {shape[1] for shape in seen} == {2}  # eight chunks of 16 tokens
+
+
+def as_rank(rank, port, model_dir, folder):
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+    names = ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    for large in (2**30, 0):
+        plan._LARGE_LOGITS = large
+        options = ("distillation.weight=0.5", "max_steps=3", "compile=False")
+        recipe = HestiaQATRecipe(make_config(model_dir, f"{folder}/{large}", *options))
+        recipe.setup(recipe.config)
+        recipe.train()
+        recipe.release()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_recomputed_logits_give_the_same_training_on_two_ranks(model_dir, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(as_rank, (port, str(model_dir), str(tmp_path)), nprocs=2)
+    for key in ("loss", "grad_norm"):
+        whole, chunks = (logged(tmp_path / str(large), key) for large in (2**30, 0))
+        assert chunks == pytest.approx(whole, rel=1e-6) and len(chunks) == 3
 
 
 def test_it_trains_towards_the_teacher_and_validates_as_usual(model_dir, tmp_path):

@@ -9,6 +9,7 @@ from tiny import SHAPE, make_config
 
 from hestia_tune.config.run import RunConfig
 from hestia_tune.training import estimate as estimates
+from hestia_tune.training import plan as plans
 from hestia_tune.training.plan import plan
 
 
@@ -58,6 +59,16 @@ def test_recomputing_activations_saves_memory_and_costs_operations(model_dir, tm
     again = estimates.estimate(planned(model_dir, tmp_path / "run", *options))
     assert again.activations < plain.activations and again.flops > plain.flops
     assert again.state == plain.state
+
+
+def test_recomputing_logits_saves_memory_and_costs_operations(model_dir, tmp_path, monkeypatch):
+    options = ("distillation.weight=1", "dataset.seq_len=64", "dataset.num=64", "batch_size=8")
+    plain = estimates.estimate(planned(model_dir, tmp_path / "run", *options))
+    monkeypatch.setattr(plans, "_LARGE_LOGITS", 0)
+    again = estimates.estimate(planned(model_dir, tmp_path / "run", *options))
+    tokens = 8 * 64
+    assert plain.activations - again.activations > 4 * 264 * tokens  # the logits of a model
+    assert again.flops - plain.flops == 2 * 2 * 264 * 64 * tokens  # one more head of each
 
 
 def test_a_step_that_does_not_fit_is_named(model_dir, tmp_path, monkeypatch):
