@@ -33,6 +33,21 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
         command: The command. It takes the config and returns an exit code.
         name: Name of the command, for error messages.
     """
+
+    def run() -> int:
+        parsed = parse_command_line(name)
+        return parsed if isinstance(parsed, int) else command(parsed)
+
+    return guarded(run, name)
+
+
+def guarded(run: Callable[[], int], name: str) -> int:
+    """Return a function's exit code, or print its error as one line and return the error's code.
+
+    Args:
+        run: The function.
+        name: Name of the command, for error messages.
+    """
     for notice in _NOTICES:
         warnings.filterwarnings("ignore", message=notice)
     library = logging.getLogger("hestia_tune")
@@ -40,8 +55,7 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
         library.setLevel(logging.INFO)
         library.addHandler(logging.StreamHandler())
     try:
-        parsed = parse_command_line(name)
-        return parsed if isinstance(parsed, int) else command(parsed)
+        return run()
     except KeyboardInterrupt:
         return INTERRUPTED
     except torch.OutOfMemoryError as error:
