@@ -28,7 +28,6 @@ import datasets
 import jinja2
 import psutil
 import torch
-import torch.distributed as dist
 
 from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.blocks import find_blocks, record_blocks
@@ -45,10 +44,14 @@ from hestia_tune.training.plan import is_slow_in_bf16
 
 _TEMPLATE = Path(__file__).with_name("init.yaml")
 _ENDING = re.compile(r"\.(parquet|json|txt)l?(\.gz|\.zst|\.bz2)?$")
-_RECIPES = ("hestia_qat", "hestia_convert")
+_COMMANDS = (
+    "python -m hestia_tune validate",
+    "tune run hestia_qat --config",
+    "tune run hestia_convert --config",
+)
 _ROWS = 100  # rows of the text that are looked at
-# Tokens that end a document in well-known vocabularies. The tokenizer's own end token may end a turn
-# of a chat instead.
+# Tokens that end a document in well-known vocabularies. The tokenizer's own end token may end a
+# turn of a chat instead.
 _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 # Hours of one core for this number of parameters: docs/evening.md, "On CPU cores".
 _HOURS, _PARAMETERS = 3.0, 135e6
@@ -81,23 +84,14 @@ def run_init(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = (path.stem if number == 1 else f"{path.stem}_{number}" for number in count(1))
     folders = (Path("runs", name) for name in names if name not in packaged_configs())
-    folder = next(folder for folder in folders if not folder.exists())
+    folder = next(folder for folder in folders if not any(folder.glob("*")))
     values = _look_at_data(data) | _look_at_model(model, device)
     values |= {"name": name, "path": str(path), "data": data, "output_dir": f"./{folder}"}
     with staged(path) as temporary:
         temporary.write_text(_fill_template(values), encoding="utf-8")
-        try:
-            run_validate(load_config(str(temporary)))
-        finally:
-            if dist.is_initialized():  # a check failed
-                dist.destroy_process_group()
-            with contextlib.suppress(OSError):  # the checks made this folder
-                folder.rmdir()
+        run_validate(load_config(str(temporary)))
     print(f"{path} is written, with the reasons for its values. Next:")
-    for command in (
-        "python -m hestia_tune validate",
-        *(f"tune run {r} --config" for r in _RECIPES),
-    ):
+    for command in _COMMANDS:
         print(f"  {command} {shlex.quote(str(path))}")
     return 0
 
@@ -129,9 +123,9 @@ def _look_at_data(data: str) -> dict[str, Any]:
     kinds = sorted({match[1] for match in endings})
     if len(kinds) != 1:
         raise InputError(
-            f"{data} must be files of one kind: .parquet, .json, .jsonl or .txt, also compressed as "
-            f".gz, .zst or .bz2; found {' and '.join(kinds) or 'none'}; give a file, a folder or a "
-            "quoted glob"
+            f"{data} must be files of one kind: .parquet, .json, .jsonl or .txt, also compressed "
+            f"as .gz, .zst or .bz2; found {' and '.join(kinds) or 'none'}; give a file, a folder "
+            "or a glob in quotes"
         )
     source = {"txt": "text"}.get(kinds[0], kinds[0])
     globs = sorted({str(path / f"*{match[0]}") for match in endings})
