@@ -203,13 +203,13 @@ def test_a_printed_config_differs_only_in_its_output_and_replaces_no_run(name, t
     printed, original = load_config(str(copy)), load_config(name)
     assert printed.output_dir == f"{original.output_dir}_copy"
     assert not printed.get("overwrite_output")
-    for config in (printed, original):
-        config.pop("output_dir"), config.pop("overwrite_output", None)
+    for keys in (printed, original):
+        keys.pop("output_dir"), keys.pop("overwrite_output", None)
     assert printed == original
     if "+" not in name:  # comments are kept
         lines, copy_lines = config_path(name).read_text().splitlines(), text_of(name).splitlines()
-        keys = ("output_dir", "overwrite_output")
-        copied, kept = ([x for x in y if not x.startswith(keys)] for y in (copy_lines, lines))
+        own = ("output_dir", "overwrite_output")
+        copied, kept = ([x for x in y if not x.startswith(own)] for y in (copy_lines, lines))
         assert copied == kept
 
 

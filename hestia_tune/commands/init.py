@@ -38,7 +38,7 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import staged
 from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes
-from hestia_tune.models.folder import ModelFolder, hub_name, local_folder
+from hestia_tune.models.folder import ModelFolder, SafetensorsFolder, hub_name, local_folder
 from hestia_tune.models.hugging_face_files import model_on_meta
 from hestia_tune.training.plan import is_slow_in_bf16
 
@@ -154,10 +154,10 @@ def _look_at_model(path: str, device: str) -> dict[str, Any]:
         InputError: If the model cannot be trained, or lacks its tokenizer or its weights.
     """
     folder, model = local_folder(path), model_on_meta(path)
-    is_chain = False
-    with contextlib.suppress(Exception):  # code of other libraries may raise anything
-        tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-        is_chain = bool(record_blocks(model, tokens).blocks)
+    tokens, is_chain = torch.zeros(1, 8, dtype=torch.int64, device="meta"), False
+    for gives_tuple in (False, True):  # to find out would run a block: experts need real values
+        with contextlib.suppress(Exception):  # code of other libraries may raise anything
+            is_chain = bool(record_blocks(model, tokens, None, gives_tuple))
     layers = quantized_linears(HestiaQATQuantizer(group_size="channel").prepare(model))
     shapes = {f"{name}.weight": layer.weight.shape for name, layer in layers.items()}
     widths = sorted({shape[1] for shape in shapes.values()})
@@ -165,8 +165,9 @@ def _look_at_model(path: str, device: str) -> dict[str, Any]:
     fitting = (size for size in (128, 64, 32) if not any(width % size for width in widths))
     group_size = next(fitting, "channel")
     method = HestiaQATQuantizer(group_size=group_size).method
+    in_files = SafetensorsFolder(folder).shapes
+    check_shapes(shapes, {n: in_files[n] for n in shapes if n in in_files}, str(folder))
     source = ModelFolder(folder, dict.fromkeys(shapes, group_size), quantize=True, method=method)
-    check_shapes(shapes, {name: source.shapes[name] for name in shapes}, str(folder))
     tokenizer = AutoTokenizer(path)
     own_end = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
     ids = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
