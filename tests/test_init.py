@@ -107,10 +107,12 @@ def test_a_written_config_trains_and_converts(tmp_path, capsys, data):
     small = "reconstruct: {num_samples: 4, epochs: 1, kl_epochs: 1}\nmax_steps: 2\ncompile: False"
     config = OmegaConf.merge(load_config("model.yaml"), OmegaConf.create(small))
     assert run_qat(config) == 0
+    formats = ["torchao", "huggingface", "compressed_tensors", "gguf", "onnx"]
+    assert config.convert.formats == formats
+    config.convert.formats = ["torchao", "gguf"]  # the others take seconds
     assert run_convert(config) == 0
-    formats = config.convert.formats
-    assert {"gguf", "onnx", "compressed_tensors", "torchao", "huggingface"} == {*formats}
-    assert [*json.loads((tmp_path / "runs/model/converted/sizes.json").read_text())] == formats
+    sizes = json.loads((tmp_path / "runs/model/converted/sizes.json").read_text())
+    assert [*sizes] == ["torchao", "gguf"]
     # A second config does not take the folder of this run.
     assert run_init(capsys, tmp_path / "model", data, "--overwrite")[0] == 0
     assert load_config("model.yaml").output_dir == "./runs/model_2"

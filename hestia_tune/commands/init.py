@@ -210,7 +210,7 @@ def _choose_budget(model: Any, device: str, is_chain: bool) -> dict[str, Any]:
     threads = torch.get_num_threads()
     hours = _HOURS * parameters / _PARAMETERS / threads * (2 if is_slow else 1)
     times = min(max(_HOURS / hours, 1), 4)  # the smallest budget, as often as the hours allow
-    samples, steps = (2400, 300) if on_gpu else (4 * int(300 * times), int(720 * times))
+    samples, steps = (2400, 300) if on_gpu else (100 * int(12 * times), 10 * int(72 * times))
     values = {"device": device, "dtype": "fp32" if is_slow else "bf16", "seq_len": seq_len}
     values |= {"batch_size": batch_size, "accumulation": 128 // batch_size if on_gpu else 1}
     # Without a reconstruction, the training gets its time.
