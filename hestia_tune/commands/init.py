@@ -43,7 +43,7 @@ from hestia_tune.models.hugging_face_files import model_on_meta
 from hestia_tune.training.plan import is_slow_in_bf16
 
 _TEMPLATE = Path(__file__).with_name("init.yaml")
-_ENDING = re.compile(r"\.(parquet|json|txt)l?(\.gz|\.zst|\.bz2)?$")
+_ENDING = re.compile(r"\.(parquet|json|txt)(?:(?<=json)l)?(\.gz|\.zst|\.bz2)?$")
 _COMMANDS = (
     "python -m hestia_tune validate",
     "tune run hestia_qat --config",
@@ -189,8 +189,9 @@ def _choose_budget(model: Any, device: str, is_chain: bool) -> dict[str, Any]:
     """Return the sizes of a run for this machine, and the estimates that they follow from.
 
     Training keeps four float32 numbers for a parameter, the effective weight and the teacher. A
-    token takes about 17 numbers of the width in every block, and 5 numbers of the vocabulary. On
-    SmolLM2-135M, 8 sequences of 256 tokens give the 4.6 GiB of docs/results/smollm2.md.
+    token takes about 17 numbers of the width in every block, and 5 numbers of the vocabulary. For
+    SmolLM2-135M with 8 sequences of 256 tokens and no teacher this is 4.3 GiB.
+    docs/results/smollm2.md measured 4.6 GiB.
 
     Args:
         model: The model, on the meta device.
