@@ -1,4 +1,4 @@
-"""Commands that start no run: ``python -m hestia_tune configs|options|validate|compare``."""
+"""Commands that start no run: ``python -m hestia_tune configs|init|options|validate|compare``."""
 
 import argparse
 import sys
@@ -18,6 +18,12 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     configs = commands.add_parser("configs", help="list recipes and configs, or print a config")
     configs.add_argument("name", nargs="?", help="the config to print, to copy and edit")
+    init = commands.add_parser("init", help="write a first config for a model and a text")
+    init.add_argument("model", help="a Hugging Face folder, or a name on the hub")
+    init.add_argument("data", help="a parquet, JSON or text file, a folder of them, or a glob")
+    init.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    init.add_argument("--output", metavar="FILE", help="default: the model's name with .yaml")
+    init.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     validate = commands.add_parser("validate", help="check a config as hestia_qat would")
     validate.add_argument("name", help="a packaged config, a path, or NAME+OTHER")
     validate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options to change")
@@ -31,6 +37,12 @@ def main(argv: list[str] | None = None) -> int:
 
         sys.argv = ["validate", "--config", arguments.name, *arguments.overrides]
         return launch(run_validate, "validate")
+    if arguments.command == "init":
+        from hestia_tune.commands.init import run_init
+        from hestia_tune.commands.launch import guarded  # a slow import: torchtune
+
+        options = {key: value for key, value in vars(arguments).items() if key != "command"}
+        return guarded(lambda: run_init(**options), "init")
     try:
         if arguments.command == "compare":
             print(compare_runs(arguments.runs))

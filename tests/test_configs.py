@@ -11,7 +11,13 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from hestia_tune.config.files import config_path, load_config, overridden, packaged_configs
+from hestia_tune.config.files import (
+    config_path,
+    load_config,
+    overridden,
+    packaged_configs,
+    text_of,
+)
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models.build import build_on_meta, check_model_options, modules_by_name
@@ -190,6 +196,23 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(arguments, capture_output=True, text=True, cwd=cwd)
 
 
+@pytest.mark.parametrize("name", [*EXPECTED, "demo+evening", "demo+distil"])
+def test_a_printed_config_differs_only_in_its_output_and_replaces_no_run(name, tmp_path):
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(text_of(name))
+    printed, original = load_config(str(copy)), load_config(name)
+    assert printed.output_dir == f"{original.output_dir}_copy"
+    assert not printed.get("overwrite_output")
+    for keys in (printed, original):
+        keys.pop("output_dir"), keys.pop("overwrite_output", None)
+    assert printed == original
+    if "+" not in name:  # comments are kept
+        lines, copy_lines = config_path(name).read_text().splitlines(), text_of(name).splitlines()
+        own = ("output_dir", "overwrite_output")
+        copied, kept = ([x for x in y if not x.startswith(own)] for y in (copy_lines, lines))
+        assert copied == kept
+
+
 @pytest.mark.slow
 def test_listing_and_printing(tmp_path):
     listed = command(sys.executable, "-m", "hestia_tune", "configs", cwd=tmp_path)
@@ -201,8 +224,6 @@ def test_listing_and_printing(tmp_path):
     assert names == sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
     assert all(len(line.split()) > 2 for line in listed.stdout.splitlines() if line[:1] == " ")
     printed = command(sys.executable, "-m", "hestia_tune", "configs", "llama3_2_1b", cwd=tmp_path)
-    assert printed.stdout == config_path("llama3_2_1b").read_text()
-    printed = command(sys.executable, "-m", "hestia_tune", "configs", "demo+evening", cwd=tmp_path)
-    assert OmegaConf.create(printed.stdout) == load_config("demo+evening")
+    assert printed.stdout == text_of("llama3_2_1b")
     unknown = command(sys.executable, "-m", "hestia_tune", "configs", "llama", cwd=tmp_path)
     assert unknown.returncode == 1 and "no config named 'llama'" in unknown.stderr

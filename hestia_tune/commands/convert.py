@@ -22,7 +22,7 @@ from hestia_tune.export import (
 )
 from hestia_tune.export.compressed_tensors import layout_of
 from hestia_tune.export.folder import write_card
-from hestia_tune.export.gguf import block_types
+from hestia_tune.export.gguf import check_gguf
 from hestia_tune.export.onnx import block_of
 from hestia_tune.export.packed import packed_entries, write_packed
 from hestia_tune.files import require_writable_dir, write_json
@@ -99,15 +99,10 @@ class ConvertRecipe:
     def _check_formats(self) -> None:
         """Raise InputError if a format cannot hold the model, or its output exists already."""
         self.method.check_file_formats(self.formats)
-        for name in {"torchao", "intx"} & set(self.formats):
-            check_format(self.method, _PACKED_FORMATS[name])
-        if "gguf" in self.formats:
-            block_types(self.source, self.settings.block_type)
-        if "onnx" in self.formats:
-            block_of(self.source)
-        if "compressed_tensors" in self.formats:
-            layout_of(self.source)
         for name in self.formats:
+            if name in _PACKED_FORMATS:
+                check_format(self.method, _PACKED_FORMATS[name])
+            check_format_of(self.source, name, self.settings.block_type)
             if self.target(name).exists() and not self.settings.overwrite:
                 raise InputError(
                     f"{self.target(name)} exists; set convert.overwrite=True to replace it"
@@ -199,6 +194,25 @@ class ConvertRecipe:
             description=self.description | {"hestia_tune": hestia_tune.__version__},
             **options,
         )
+
+
+def check_format_of(source: ModelFolder, name: str, block_type: str | list[str] = "Q4_0") -> None:
+    """Check whether the file of a format can hold a model, and whether its packages are installed.
+
+    Args:
+        source: The model.
+        name: Name of the format.
+        block_type: The types of the weights in a GGUF file, the best first.
+
+    Raises:
+        InputError: If the format cannot hold the model, its groups or its tokenizer.
+    """
+    if name == "gguf":
+        check_gguf(source, block_type)
+    elif name == "onnx":
+        block_of(source)
+    elif name == "compressed_tensors":
+        layout_of(source)
 
 
 def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:

@@ -33,14 +33,29 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
         command: The command. It takes the config and returns an exit code.
         name: Name of the command, for error messages.
     """
-    for notice in _NOTICES:
-        warnings.filterwarnings("ignore", message=notice)
-    try:
+
+    def run() -> int:
         parsed = parse_command_line(name)
         if isinstance(parsed, int):
             return parsed
         _set_log_level(parsed.log_level)
         return command(parsed)
+
+    return guarded(run, name)
+
+
+def guarded(run: Callable[[], int], name: str) -> int:
+    """Return a function's exit code, or print its error as one line and return the error's code.
+
+    Args:
+        run: The function.
+        name: Name of the command, for error messages.
+    """
+    for notice in _NOTICES:
+        warnings.filterwarnings("ignore", message=notice)
+    _set_log_level("info")
+    try:
+        return run()
     except KeyboardInterrupt:
         return INTERRUPTED
     except torch.OutOfMemoryError as error:
@@ -58,9 +73,11 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
 def _set_log_level(level: str) -> None:
     """Print our messages from a level on, and the notices of torchtune with level "debug" only."""
     library, torchtune = map(logging.getLogger, ("hestia_tune", "torchtune.utils._logging"))
-    if os.environ.get("RANK", "0") == "0" and not library.hasHandlers():
-        library.setLevel(level.upper())
-        library.addHandler(logging.StreamHandler())
+    if os.environ.get("RANK", "0") == "0":
+        if not library.hasHandlers():
+            library.addHandler(logging.StreamHandler())
+        if library.handlers:  # a program that uses this package may have handlers of its own
+            library.setLevel(level.upper())
     for handler in torchtune.handlers:
         handler.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
 

@@ -9,6 +9,7 @@ own arguments.
 """
 
 import importlib.resources
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,19 @@ def _lay_over(section: dict[str, Any], changes: Any, remove_nulls: bool = True) 
 
 
 def text_of(name: str) -> str:
-    """Return the YAML of NAME with its comments, or the composed YAML of NAME+OTHER."""
+    """Return the YAML of NAME with its comments, or the composed YAML of NAME+OTHER, to edit.
+
+    The copy gets an ``output_dir`` of its own and replaces no run, so that it and the original keep
+    their results apart.
+    """
     if len(_names(name)) == 1:
-        return config_path(name).read_text(encoding="utf-8")
-    return OmegaConf.to_yaml(load_config(name))
+        text = config_path(name).read_text(encoding="utf-8")
+    else:
+        text = OmegaConf.to_yaml(load_config(name))
+    text = re.sub(r"(?m)^overwrite_output: .*\n", "", text)
+    own = r"output_dir: \1_copy   # of this copy; the original writes to \1\n"
+    own += "overwrite_output: False   # True replaces an earlier run in output_dir"
+    return re.sub(r"(?m)^output_dir: (\S+)$", own, text)
 
 
 def overridden(config: DictConfig, overrides: Sequence[str]) -> DictConfig:

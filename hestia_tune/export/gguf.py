@@ -216,6 +216,17 @@ def write_gguf(
         }
 
 
+def check_gguf(source: ModelFolder, block_type: str | Sequence[str] = "Q4_0") -> None:
+    """Raise InputError if a GGUF file cannot hold a model, its groups or its tokenizer.
+
+    Args:
+        source: The model. No weight is read.
+        block_type: See `write_gguf`.
+    """
+    block_types(source, block_type)
+    _new_writer(source, LlamaModel(source))
+
+
 def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, TensorType]:
     """Return the block type of every quantized weight, by the weight's name.
 

@@ -136,13 +136,18 @@ def join_ranks(device_name: str, dtype: str) -> torch.device:
         raise InputError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
     ensure_process_group(device)
     uses_cpu_bf16 = dist.get_rank() == 0 and device.type == "cpu" and dtype == "bf16"
-    has_mkldnn = torch.backends.mkldnn.is_available()
-    if uses_cpu_bf16 and has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if uses_cpu_bf16 and is_slow_in_bf16():
         warn_once(
             "dtype=bf16: this processor has no products in bfloat16 (AVX512 or AMX on x86), so "
             "they take many times as long; use dtype=fp32"
         )
     return device
+
+
+def is_slow_in_bf16() -> bool:
+    """Return whether this processor has no products in bfloat16, as far as torch knows."""
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    return has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def plan(config: RunConfig, *, trains: bool = True) -> Plan:

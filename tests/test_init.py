@@ -1,0 +1,325 @@
+"""Test ``python -m hestia_tune init``: what it writes, that a run accepts it, what it refuses."""
+
+import json
+import re
+import shlex
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from families import make_family
+from omegaconf import OmegaConf
+from tiny import make_model_dir
+
+from hestia_tune.__main__ import main
+from hestia_tune.commands import init
+from hestia_tune.commands.convert import run_convert
+from hestia_tune.commands.qat import run_qat
+from hestia_tune.config.files import load_config
+from hestia_tune.config.run import RunConfig
+
+transformers = pytest.importorskip("transformers")
+TEXTS = [f"Document {n} has a few words about number {n}." for n in range(40)]
+
+
+def write_data(path, column="text", **others):
+    """Write the texts as a parquet, JSON-lines or text file, and return its path."""
+    rows = [{column: text} | {k: v[n] for k, v in others.items()} for n, text in enumerate(TEXTS)]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".txt":
+        path.write_text("\n".join(TEXTS))
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Run every test in an empty folder, as the only process."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture
+def data(tmp_path):
+    """The path of a text file."""
+    return write_data(tmp_path / "data.txt")
+
+
+def run_init(capsys, *arguments):
+    """Run the command and return (exit code, stdout, the error)."""
+    code = main(["init", *map(str, arguments), "--device", "cpu"])
+    out, err = capsys.readouterr()
+    return code, out, "\n".join(x for x in err.splitlines() if x.startswith("init: error:"))
+
+
+@pytest.mark.parametrize(
+    ("family", "ending"),
+    [
+        ("Llama", "parquet"),
+        ("Qwen2", "jsonl"),
+        ("Phi-3", "txt"),
+        ("OPT", "parquet"),
+        ("Falcon", "jsonl"),
+        ("Qwen3-MoE", "txt"),
+    ],
+)
+def test_the_written_config_is_valid_and_its_commands_are_printed(
+    family, ending, tmp_path, capsys, monkeypatch
+):
+    folder = make_family(tmp_path / "my model", family)
+    data = write_data(tmp_path / f"data.{ending}")
+    code, out, error = run_init(capsys, folder, data)
+    assert (code, error) == (0, "")
+    *_, validate, train, convert = (shlex.split(line) for line in out.splitlines())
+    assert validate == ["python", "-m", "hestia_tune", "validate", "my model.yaml"]
+    assert train == ["tune", "run", "hestia_qat", "--config", "my model.yaml"]
+    assert convert == ["tune", "run", "hestia_convert", "--config", "my model.yaml"]
+    monkeypatch.setattr("sys.argv", ["python"])
+    assert main(validate[3:]) == 0
+    config = RunConfig.parse(load_config("my model.yaml"))
+    assert config.dataset["source"] == {"jsonl": "json", "txt": "text"}.get(ending, ending)
+    assert config.dataset["seq_len"] == 64  # the model's longest sequence
+    assert config.quantizer["group_size"] == (64 if family in ("Falcon", "Qwen3-MoE") else 32)
+    assert config.output_dir == "./runs/my model"
+    # transformers' own tokenizer of Qwen2 adds a token.
+    assert config.tokenizer["eos_token"] == ("<|endoftext|>" if family == "Qwen2" else "<eos>")
+    assert config.reconstruction == "auto" and config.frozen_modules == ["tok_embeddings"]
+    assert (config.device, config.batch_size, config.max_steps) == ("cpu", 4, 4 * 720)
+    text = (tmp_path / "my model.yaml").read_text()
+    for form in ("compressed_tensors", "gguf", "onnx"):
+        written = form in config.convert.formats
+        assert written != (f"# {form} is left out: " in text)
+    assert {"torchao", "huggingface"} <= {*config.convert.formats}
+    assert ("gguf" in config.convert.formats) == (family in ("Llama", "Qwen2"))
+    no_packed = family in ("Falcon", "Qwen3-MoE")
+    assert ("compressed_tensors" in config.convert.formats) != no_packed
+
+
+def test_a_written_config_trains_and_converts(tmp_path, capsys, data):
+    make_model_dir(tmp_path / "model")
+    assert run_init(capsys, tmp_path / "model", data)[0] == 0
+    small = "reconstruct: {num_samples: 4, epochs: 1, kl_epochs: 1}\nmax_steps: 2\ncompile: False"
+    config = OmegaConf.merge(load_config("model.yaml"), OmegaConf.create(small))
+    assert run_qat(config) == 0
+    formats = ["torchao", "huggingface", "compressed_tensors", "gguf", "onnx"]
+    assert config.convert.formats == formats
+    config.convert.formats = ["torchao", "gguf"]  # the others take seconds
+    assert run_convert(config) == 0
+    sizes = json.loads((tmp_path / "runs/model/converted/sizes.json").read_text())
+    assert [*sizes] == ["torchao", "gguf"]
+    # A second config does not take the folder of this run.
+    assert run_init(capsys, tmp_path / "model", data, "--overwrite")[0] == 0
+    assert load_config("model.yaml").output_dir == "./runs/model_2"
+
+
+def test_it_never_takes_the_folder_of_a_packaged_config(model_dir, capsys, data):
+    assert run_init(capsys, model_dir, data, "--output", "demo.yaml")[0] == 0
+    assert load_config("demo.yaml+evening").output_dir == "./runs/demo_2"
+
+
+def test_an_existing_file_stays_unless_it_may_be_replaced(tmp_path, model_dir, capsys, data):
+    file = tmp_path / "mine.yaml"
+    file.write_text("mine")
+    code, _, error = run_init(capsys, model_dir, data, "--output", file)
+    assert code == 1 and "mine.yaml exists; use --overwrite" in error
+    assert file.read_text() == "mine"
+    assert run_init(capsys, model_dir, data, "--output", file, "--overwrite")[0] == 0
+    assert "hestia_tune.models.hugging_face" in file.read_text()
+    assert sorted(path.name for path in tmp_path.glob("mine*")) == ["mine.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"),
+    [((256, 384), 128), ((64, 192), 64), ((64, 96), 32), ((64, 80), "channel")],
+)
+def test_the_group_size_divides_every_row(widths, expected, tmp_path, capsys, data):
+    hidden, intermediate = widths
+    make_model_dir(tmp_path / "model", embed_dim=hidden, intermediate_dim=intermediate)
+    code, _, error = run_init(capsys, tmp_path / "model", data)
+    assert (code, error) == (0, "")
+    config = load_config("model.yaml")
+    assert config.quantizer.group_size == expected
+    assert ("gguf" in config.convert.formats) == (expected != "channel")
+
+
+def test_the_text_between_documents_is_the_vocabularys_end_of_text(tmp_path, capsys, data):
+    folder = make_model_dir(tmp_path / "chat")
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"] = [
+        {"id": 257 + n, "content": token, "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        for n, token in enumerate(["<|endoftext|>", "<|im_end|>"])
+    ]
+    file.write_text(json.dumps(tokenizer))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|im_end|>"}))
+    assert run_init(capsys, tmp_path / "chat", data)[0] == 0
+    assert load_config("chat.yaml").tokenizer.eos_token == "<|endoftext|>"
+    assert "own end token, <|im_end|>, ends a turn" in (tmp_path / "chat.yaml").read_text()
+
+
+def test_it_finds_the_column_and_the_files_of_a_folder_or_a_glob(tmp_path, model_dir, capsys):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "README.md").write_text("about the texts")
+    titles = {"title": ["short"] * len(TEXTS), "number": [*range(len(TEXTS))]}
+    for name in ("a", "b"):
+        write_data(folder / f"{name}.jsonl", "content", **titles)
+    for given in (f"{folder}/", f"{folder}/*.jsonl"):
+        code, _, error = run_init(capsys, model_dir, given, "--output", "mine.yaml", "--overwrite")
+        assert (code, error) == (0, "")
+        dataset = load_config("mine.yaml").dataset
+        assert (dataset.data_files, dataset.column) == (f"{folder}/*.jsonl", "content")
+    assert "columns with text are content, title." in (tmp_path / "mine.yaml").read_text()
+    write_data(folder / "a.jsonl", "text", content=["a longer text than the text"] * len(TEXTS))
+    assert run_init(capsys, model_dir, folder / "a.jsonl", "--output", "b.yaml")[0] == 0
+    assert load_config("b.yaml").dataset.column == "text"
+
+
+def test_without_a_chain_of_blocks_there_is_no_reconstruction(
+    tmp_path, model_dir, capsys, data, monkeypatch
+):
+    monkeypatch.setattr(init, "record_blocks", lambda *_: 1 / 0)
+    assert run_init(capsys, model_dir, data, "--output", "mine.yaml")[0] == 0
+    config = RunConfig.parse(load_config("mine.yaml"))
+    assert config.reconstruction is None and config.schedule.tau_init == 0.3
+    assert config.distillation.weight == 1 and config.frozen_modules is None
+    assert config.max_steps == 2 * 4 * 720
+
+
+@pytest.mark.parametrize(
+    ("gib", "batch_size", "fits"), [(80, 32, True), (0.01, 16, True), (0.001, 1, False)]
+)
+def test_the_batch_fits_into_the_memory_of_a_gpu(
+    gib, batch_size, fits, tmp_path, model_dir, capsys, data, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, gib * 2**30))
+    monkeypatch.setattr(init, "run_validate", lambda config: RunConfig.parse(config) and 0)
+    assert main(["init", str(model_dir), data, "--output", "mine.yaml"]) == 0
+    config = RunConfig.parse(load_config("mine.yaml"))
+    assert (config.device, config.dtype, config.batch_size) == ("cuda", "bf16", batch_size)
+    assert config.batch_size * config.gradient_accumulation_steps == 128
+    # The numbers are those of the overlay.
+    evening = load_config("demo+evening")
+    assert config.max_steps == evening.max_steps and config.optimizer["fused"]
+    for key in ("num_samples", "epochs", "tau_init", "kl_epochs", "kl_rate"):
+        assert getattr(config.reconstruct, key) == evening.reconstruct[key]
+    assert config.enable_activation_checkpointing == config.fsdp_cpu_offload == (not fits)
+    assert (config.reconstruct.kl_blocks > 0) == fits
+
+
+def test_a_processor_without_bfloat16_gets_float32(model_dir, capsys, data, monkeypatch):
+    monkeypatch.setattr(init, "is_slow_in_bf16", lambda: True)
+    monkeypatch.setattr(init, "_PARAMETERS", 1e4)  # a model of this size took three hours
+    assert run_init(capsys, model_dir, data, "--output", "mine.yaml")[0] == 0
+    config = load_config("mine.yaml")
+    assert (config.dtype, config.max_steps, config.reconstruct.num_samples) == ("fp32", 720, 1200)
+
+
+def gpt2(folder):
+    make_family(folder, "Llama")
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=264)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+def encoder_decoder(folder):
+    make_family(folder, "Llama")
+    config = {"model_type": "t5", "is_encoder_decoder": True}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def without(*names):
+    def make(folder):
+        make_family(folder, "Llama")
+        for name in names:
+            (folder / name).unlink()
+
+    return make
+
+
+def of_another_shape(folder):
+    make_family(folder, "Llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (gpt2, "are not linears but Conv1D"),
+        (encoder_decoder, "the t5 in .* has parts besides a text decoder"),
+        (without("config.json"), "has no config.json; give the folder of a model"),
+        (without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer.json or the like"),
+        (without("model.safetensors"), "has no model.safetensors"),
+        (of_another_shape, "the checkpoint in .* is of another model"),
+    ],
+    ids=["gpt2", "encoder-decoder", "config", "tokenizer", "weights", "shape"],
+)
+def test_it_refuses_models_that_cannot_be_trained(make, message, tmp_path, capsys, data):
+    make(tmp_path / "model")
+    code, out, error = run_init(capsys, tmp_path / "model", data)
+    assert (code, out) == (1, "")
+    assert re.search(message, error), error
+    assert [*tmp_path.glob("*.yaml*")] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.txt", None, "found none; give a file, a folder or a glob"),
+        ("data.csv", "a,b", "found none"),
+        ("a.txt", "", "no column of .* holds text"),
+        ("a.jsonl", '{"id": 1, "text": null}', "it has the columns id, text; put the text"),
+        ("a.parquet", "not parquet", "a.parquet cannot be read"),
+    ],
+)
+def test_it_refuses_data_without_text(name, content, message, tmp_path, model_dir, capsys):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    code, _, error = run_init(capsys, model_dir, name)
+    assert code == 1 and re.search(message, error), error
+    assert [*tmp_path.glob("*.yaml*")] == []
+
+
+def test_it_refuses_files_of_several_kinds(tmp_path, model_dir, capsys):
+    write_data(tmp_path / "a.txt"), write_data(tmp_path / "a.parquet")
+    code, _, error = run_init(capsys, model_dir, tmp_path, "--output", "mine.yaml")
+    assert code == 1 and "found parquet and txt" in error
+
+
+def test_it_refuses_wrong_outputs_and_devices(model_dir, capsys, data, monkeypatch):
+    code, _, error = run_init(capsys, model_dir, data, "--output", "mine")
+    assert code == 1 and "a file whose name ends in .yaml; got mine" in error
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["init", str(model_dir), data, "--device", "cuda"]) == 1
+    assert "torch finds no GPU here; use --device cpu" in capsys.readouterr().err
+
+
+def test_a_failed_check_leaves_no_file(tmp_path, model_dir, capsys, data, monkeypatch):
+    monkeypatch.setattr(init, "_fill_template", lambda values: "batch_size: 0")
+    code, _, error = run_init(capsys, model_dir, data, "--output", "mine.yaml")
+    assert code == 1 and "the config lacks" in error
+    assert [*tmp_path.glob("mine*")] == []
+
+
+def test_a_tokenizer_that_llama_cpp_lacks_leaves_gguf_out(tmp_path, capsys, data):
+    folder = make_model_dir(tmp_path / "model")
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["pre_tokenizer"]["add_prefix_space"] = True
+    file.write_text(json.dumps(tokenizer))
+    assert run_init(capsys, tmp_path / "model", data)[0] == 0
+    assert "gguf" not in load_config("model.yaml").convert.formats
+    assert (
+        "# gguf is left out: GGUF export knows the tokenizers"
+        in (tmp_path / "model.yaml").read_text()
+    )
