@@ -35,11 +35,12 @@ class LatentShard(torch.Tensor):
     tensors. Only views, copies and empty tensors stay shards.
 
     Tensor Attributes:
-        latent: The rows of the latent weight (rows, in_features), float32.
+        latent: The rows of the latent weight (rows, in_features), float32. They are moved to the
+            shard's device when an operator reads them.
     """
 
     @staticmethod
-    def __new__(cls, latent: torch.Tensor):
+    def __new__(cls, latent: torch.Tensor, device: torch.device | None = None):
         return torch.Tensor._make_wrapper_subclass(
             cls,
             latent.size(),
@@ -47,12 +48,12 @@ class LatentShard(torch.Tensor):
             storage_offset=latent.storage_offset(),
             dtype=latent.dtype,
             layout=latent.layout,
-            device=latent.device,
-            pin_memory=latent.is_pinned(),
+            device=device or latent.device,
+            pin_memory=device is None and latent.is_pinned(),
             requires_grad=latent.requires_grad,
         )
 
-    def __init__(self, latent: torch.Tensor):
+    def __init__(self, latent: torch.Tensor, device: torch.device | None = None):
         self.latent = latent
 
     def __repr__(self) -> str:
@@ -67,7 +68,14 @@ class LatentShard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        plain_args, plain_kwargs = tree_map_only(cls, lambda t: t.latent, (args, kwargs or {}))
+        options = kwargs or {}
+        if func is aten._to_copy.default and options.get("non_blocking"):
+            # With CPU offloading FSDP2 moves the shard before every gather. But the hook gathers
+            # the effective rows, so the latents are left where they are.
+            if options.get("dtype") in (None, args[0].dtype) and "memory_format" not in options:
+                return cls(args[0].latent, options["device"])
+        rows = tree_map_only(cls, lambda t: t.latent.to(t.device), (args, options))
+        plain_args, plain_kwargs = rows
         out = func(*plain_args, **plain_kwargs)
         if func is aten.copy_.default:
             return args[0]
@@ -78,7 +86,7 @@ class LatentShard(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Return the rows to gather: the effective rows of `refresh`, padded as FSDP2 needs."""
-        effective = module.effective_rows.to(self.device)
+        effective = module.effective_rows.to(self.device, non_blocking=True)
         missing = -(-outer_size[0] // mesh.size()) - effective.shape[0]
         if missing > 0:
             effective = nn.functional.pad(effective, (0, 0, 0, missing))
