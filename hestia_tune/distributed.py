@@ -176,7 +176,8 @@ def totals_over_ranks(values: Sequence[torch.Tensor | float], device: torch.devi
     of_device = {"dtype": torch.float64, "device": device}
     totals = torch.stack(
         [
-            value.to(**of_device) if isinstance(value, torch.Tensor)
+            value.to(**of_device)
+            if isinstance(value, torch.Tensor)
             # A fill. A copy of a number to a GPU would wait for it.
             else torch.full((), value, **of_device)
             for value in values

@@ -1,7 +1,7 @@
 """Shared set-up: one thread per process is fastest for tensors this small.
 
-Tests that are marked ``gpu`` need a CUDA device. HESTIA_SIMULATED_CUDA=1 simulates one for the whole
-process (tests/simulated_cuda), except for tests that are marked ``gpu(real=True)``.
+Tests that are marked ``gpu`` need a CUDA device. HESTIA_SIMULATED_CUDA=1 simulates one for the
+whole process (tests/simulated_cuda), but not for tests that are marked ``gpu(real=True)``.
 """
 
 import os
@@ -12,8 +12,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 FOLDER = Path(__file__).parent
 sys.path[:0] = [str(FOLDER), str(FOLDER / "simulated_cuda")]
 
-import simulated_cuda  # noqa: E402
 import pytest  # noqa: E402
+import simulated_cuda  # noqa: E402
 
 NO_GPU = "needs a CUDA device; HESTIA_SIMULATED_CUDA=1 simulates one"
 if simulated_cuda.is_requested():

@@ -20,7 +20,12 @@ import torchtune
 from torchtune import training
 
 import hestia_tune
-from hestia_tune.distributed import end_process_group, on_first_rank, progress_bar, totals_over_ranks
+from hestia_tune.distributed import (
+    end_process_group,
+    on_first_rank,
+    progress_bar,
+    totals_over_ranks,
+)
 from hestia_tune.files import write_json
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.qat import shards
@@ -95,14 +100,14 @@ class HestiaQATRecipe(MeasuringRecipe):
             counts.append(count)
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
-        # The gradients are on the CPU with offloading. Otherwise nothing here waits for the GPU.
+        # With offloading the gradients are on the CPU, and the host waits here, not further down.
         totals = totals_over_ranks(sums, self._device).to(self._parameter_device)
         # FSDP averages gradients over ranks. The loss is a mean over the tokens on every rank.
         scale = totals.new_full((), self.world_size) / totals[1]
         training.scale_grads(self._model, scale.float())
         shards.pull_back(self.driver.layers.values(), compiled=self._compile)
         norm = self.clip_gradients()
-        # The host waits here, once a step, before a bad gradient can reach the weights.
+        # One copy to the host, and so one wait for the GPU, before bad gradients reach the weights.
         found = [*totals] if norm is None else [*totals, norm.double()]
         loss_sum, num_tokens, stop_requests, *norms = torch.stack(found).tolist()
         grad_norm = norms[0] if norms else None

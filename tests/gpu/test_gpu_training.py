@@ -1,4 +1,4 @@
-"""Test training on a CUDA device, real or simulated: methods, options, resuming, packaged configs."""
+"""Test training on a CUDA device, real or simulated: methods, options, resuming, all configs."""
 
 import shutil
 

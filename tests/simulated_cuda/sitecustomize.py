@@ -1,4 +1,4 @@
-"""Load the simulated device in every Python process that a test starts with this folder on its path."""
+"""Load the simulated device in every Python process that a test starts (see `tiny`)."""
 
 import simulated_cuda
 
