@@ -46,6 +46,7 @@ qat() { # NAME SECONDS OVERRIDE...
 tests() {
   step pytest 500 pytest -m gpu tests/test_functional.py tests/training/test_recipe.py tests/tensors/test_packed_tensor.py \
     tests/reconstruction/test_engine.py tests/training/test_reconstruct_recipe.py
+  step pytest_recipes 590 pytest -m gpu tests/gpu
   step pytest_kernels 500 pytest -m gpu tests/tensors/test_kernels_cuda.py
 }
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -163,16 +163,30 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-def sum_over_ranks(values: list[torch.Tensor | float], device: torch.device) -> list[float]:
-    """Return the sums of scalars over all ranks. Collective.
+def totals_over_ranks(values: Sequence[torch.Tensor | float], device: torch.device) -> torch.Tensor:
+    """Return the sums of scalars over all ranks in float64, on the device. Collective.
 
-    The sums are computed in float64, with one collective and one transfer to the host.
+    It costs one collective. The host does not wait for a GPU.
 
     Args:
-        values: Scalars of this rank, as many as on every other rank.
+        values: Scalars of this rank, as many as on every other rank. Tensors on the
+            device are not copied.
         device: Device of the collective.
     """
-    row = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
-    total = torch.stack(row)
-    dist.all_reduce(total)
-    return total.tolist()
+    of_device = {"dtype": torch.float64, "device": device}
+    totals = torch.stack(
+        [
+            value.to(**of_device)
+            if isinstance(value, torch.Tensor)
+            # A fill. A copy of a number to a GPU would wait for it.
+            else torch.full((), value, **of_device)
+            for value in values
+        ]
+    )
+    dist.all_reduce(totals)
+    return totals
+
+
+def sum_over_ranks(values: Sequence[torch.Tensor | float], device: torch.device) -> list[float]:
+    """Return the sums of `totals_over_ranks` as numbers. Collective. The host waits once."""
+    return totals_over_ranks(values, device).tolist()

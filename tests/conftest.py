@@ -1,16 +1,39 @@
-"""Shared set-up: one thread per process is fastest for tensors this small."""
+"""Shared set-up: one thread per process is fastest for tensors this small.
+
+Tests that are marked ``gpu`` need a CUDA device. HESTIA_SIMULATED_CUDA=1 simulates one for the
+whole process (tests/simulated_cuda), but not for tests that are marked ``gpu(real=True)``.
+"""
 
 import os
 import sys
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).parent))
+FOLDER = Path(__file__).parent
+sys.path[:0] = [str(FOLDER), str(FOLDER / "simulated_cuda")]
 
 import pytest  # noqa: E402
+import simulated_cuda  # noqa: E402
+
+NO_GPU = "needs a CUDA device; HESTIA_SIMULATED_CUDA=1 simulates one"
+if simulated_cuda.is_requested():
+    try:
+        simulated_cuda.load()  # before torch
+    except RuntimeError as error:
+        NO_GPU = str(error)
+
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if mark := item.get_closest_marker("gpu"):
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason=NO_GPU))
+            elif mark.kwargs.get("real") and simulated_cuda.is_loaded():
+                item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
 
 
 @pytest.fixture(autouse=True, scope="session")

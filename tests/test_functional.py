@@ -185,13 +185,11 @@ def test_another_method_elsewhere_compiles_nothing_again(compiled):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels need a CUDA device")
 def test_compiled_equals_eager_on_cuda(compiled):
     check_compiled_equals_eager(compiled, "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares a CUDA device with the CPU")
 @pytest.mark.parametrize("group_size", [128, "channel", "tensor"])
 def test_hard_weights_are_the_same_on_cuda_and_cpu(group_size):
     weight = make_weight(1024, 4096)

@@ -20,6 +20,7 @@ from hestia_tune import (
     Tequila,
     quantized_linears,
 )
+from hestia_tune.qat.latent_shard import LatentShard
 from hestia_tune.qat.linear import full_tensor
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.qat.shards import pull_back, quantize_shards, refresh
@@ -245,3 +246,13 @@ def test_rounded_latents_are_refused():
     layer.weight = latent
     model.bfloat16()
     assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_non_blocking_move_copies_latents_only_when_they_are_read():
+    """FSDP2's CPU offloading moves a shard before each gather, and does not read it."""
+    shard = LatentShard(torch.ones(2, 3))
+    late = shard.to("meta", non_blocking=True)
+    assert late.is_meta and late.latent is shard.latent
+    assert (late + 1).is_meta and late.latent.is_meta and not shard.latent.is_meta
+    assert shard.to("meta").latent.is_meta
+    assert shard.to(torch.float64, non_blocking=True).latent.dtype == torch.float64

@@ -305,7 +305,10 @@ def tune_process(
 
     It has its own process group, so that ending the group ends its ranks and workers.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    folder = Path(__file__).parent
+    paths = [str(folder), str(folder / "simulated_cuda"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, paths))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     tune = str(Path(sys.executable).with_name("tune"))
     return subprocess.Popen(
         [tune, "run", *torchrun, recipe, *arguments],

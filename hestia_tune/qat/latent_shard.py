@@ -28,6 +28,16 @@ _KEPT = {
 }
 
 
+def _is_late_move(shard, device=None, dtype=None, non_blocking=False, **options) -> bool:
+    """Return whether a copy only moves a shard, and may read its source later.
+
+    With CPU offloading FSDP2 makes such a copy before each gather, and then calls
+    ``fsdp_pre_all_gather``, which does not need the latents. So they are not copied at once.
+    """
+    moves = device not in (None, shard.device) and dtype in (None, shard.dtype)
+    return moves and non_blocking
+
+
 class LatentShard(torch.Tensor):
     """Rows of a latent weight. FSDP2 gathers them as rows of the effective weight.
 
@@ -35,11 +45,12 @@ class LatentShard(torch.Tensor):
     tensors. Only views, copies and empty tensors stay shards.
 
     Tensor Attributes:
-        latent: The rows of the latent weight (rows, in_features), float32.
+        latent: The rows of the latent weight (rows, in_features), float32. After a non-blocking
+            move they stay on the old device until an operator reads them.
     """
 
     @staticmethod
-    def __new__(cls, latent: torch.Tensor):
+    def __new__(cls, latent: torch.Tensor, device: torch.device | None = None):
         return torch.Tensor._make_wrapper_subclass(
             cls,
             latent.size(),
@@ -47,13 +58,18 @@ class LatentShard(torch.Tensor):
             storage_offset=latent.storage_offset(),
             dtype=latent.dtype,
             layout=latent.layout,
-            device=latent.device,
-            pin_memory=latent.is_pinned(),
+            device=device or latent.device,
+            pin_memory=device is None and latent.is_pinned(),
             requires_grad=latent.requires_grad,
         )
 
-    def __init__(self, latent: torch.Tensor):
+    def __init__(self, latent: torch.Tensor, device: torch.device | None = None):
         self.latent = latent
+
+    def _read(self) -> torch.Tensor:
+        """Return the latents on the shard's device."""
+        self.latent = self.latent.to(self.device)
+        return self.latent
 
     def __repr__(self) -> str:
         return f"LatentShard({self.latent})"
@@ -67,18 +83,21 @@ class LatentShard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        plain_args, plain_kwargs = tree_map_only(cls, lambda t: t.latent, (args, kwargs or {}))
+        options = kwargs or {}
+        if func is aten._to_copy.default and _is_late_move(args[0], **options):
+            return cls(args[0].latent, options["device"])
+        plain_args, plain_kwargs = tree_map_only(cls, cls._read, (args, options))
         out = func(*plain_args, **plain_kwargs)
         if func is aten.copy_.default:
             return args[0]
         if func not in _KEPT:
             return out
         out = tree_map_only(torch.Tensor, cls, out)
-        return return_and_correct_aliasing(func, args, kwargs or {}, out)
+        return return_and_correct_aliasing(func, args, options, out)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Return the rows to gather: the effective rows of `refresh`, padded as FSDP2 needs."""
-        effective = module.effective_rows.to(self.device)
+        effective = module.effective_rows.to(self.device, non_blocking=True)
         missing = -(-outer_size[0] // mesh.size()) - effective.shape[0]
         if missing > 0:
             effective = nn.functional.pad(effective, (0, 0, 0, missing))

@@ -21,7 +21,8 @@ method that pairs row i with row i + n/2 (Fairy2i) exchanges rows, so that each 
 of a pair. The exchange is an all-to-all of the shard. It sends 4 bytes a weight there and 2 back in
 a refresh, 8 there and 4 back in a pull-back, divided by the ranks. One rank exchanges nothing.
 
-With FSDP2's CPU offloading, the rows wait on the CPU. They are processed on the device of tau.
+With FSDP2's CPU offloading, latents and gradients are on the CPU, and so is tau. The formulas run
+there. Only the effective rows are copied to the GPU, from pinned memory, in every gather.
 """
 
 import functools
@@ -95,9 +96,8 @@ class LatentRows:
         self.total: SumOverRanks | None = self._sum if spans_ranks else None
 
     def latents(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return this process's latent rows and parameters, on the device of tau."""
-        device = self._layer.weight_fake_quantizer.tau.device
-        latent, *parameters = (local_rows(v).to(device) for v in self._layer.latents())
+        """Return this process's latent rows and parameters."""
+        latent, *parameters = map(local_rows, self._layer.latents())
         return latent, parameters
 
     @torch.no_grad()
@@ -127,11 +127,11 @@ class LatentRows:
             grads: The gradients of the tensors that `quantize` returned, by name.
         """
         fake, (latent, parameters) = self._layer.weight_fake_quantizer, self.latents()
-        moved = {name: grad.to(latent.device) for name, grad in grads.items()}
-        inputs = self._to_pairs(moved.pop("weight")), self._to_pairs(latent)
+        derived = {name: grad for name, grad in grads.items() if name != "weight"}
+        inputs = self._to_pairs(grads["weight"]), self._to_pairs(latent)
         pulled, *others = self._formula("vjp")(*inputs, fake.tau, fake.pressure, parameters)
-        if moved:
-            pulled = pulled + self._layer.derive_vjp(moved, latent, fake.pressure, self.total)
+        if derived:
+            pulled = pulled + self._layer.derive_vjp(derived, latent, fake.pressure, self.total)
         return [self._from_pairs(pulled), *others]
 
     def _formula(self, name: str) -> Callable[..., Any]:
@@ -201,9 +201,12 @@ def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> 
     for layer in quantized_linears(model).values():
         if id(layer.weight) not in quantized:
             rows, fake = LatentRows(layer, compiled=compiled), layer.weight_fake_quantizer
-            quantized[id(layer.weight)] = rows.quantize(dtype, is_hard=fake.is_hard)
+            effective = rows.quantize(dtype, is_hard=fake.is_hard)
+            if local_rows(layer.weight).is_pinned():  # by CPU offloading
+                effective["weight"] = effective["weight"].pin_memory()
+            quantized[id(layer.weight)] = effective
         effective = quantized[id(layer.weight)]
-        layer.effective_rows = effective["weight"].to(local_rows(layer.weight).device)
+        layer.effective_rows = effective["weight"]
         for name in layer.derived_names:
             local_rows(getattr(layer, name)).copy_(effective[name])
     for module in model.modules():
@@ -237,7 +240,7 @@ def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], stren
         if rate is not None:
             own = local_rows(layer.weight)
             hard = LatentRows(layer).quantize(own.dtype, is_hard=True)["weight"]
-            own.lerp_(hard.to(own.device), float(rate))
+            own.lerp_(hard, float(rate))
 
 
 @torch.no_grad()
@@ -261,4 +264,4 @@ def pull_back(layers: Iterable[QuantizedLinear], *, compiled: bool = False) -> N
             getattr(layer, name).grad = None
         for parameter, own in zip(layer.method_parameters(), others, strict=True):
             if parameter.requires_grad:
-                parameter.grad = shard_like(own.to(parameter.device), parameter)
+                parameter.grad = shard_like(own, parameter)

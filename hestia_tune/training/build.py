@@ -257,9 +257,10 @@ def _load(model: nn.Module, state: State, plan: Plan, dtype: torch.dtype) -> Non
         plan: The plan of the run.
         dtype: Dtype of the parameters. Latent weights need float32.
     """
-    device, cpu_offload = plan.device, plan.config.fsdp_cpu_offload
-    model.to_empty(device="cpu" if cpu_offload else device)
-    build_buffers(model, device)
+    cpu_offload = plan.config.fsdp_cpu_offload
+    device = torch.device("cpu") if cpu_offload else plan.device
+    model.to_empty(device=device)
+    build_buffers(model, plan.device)
     latents = {name: value.to(dtype) for name, value in state.items()}
     for name, layer in quantized_linears(model).items():
         layer.weight_fake_quantizer.reset_buffers(device)

@@ -20,6 +20,15 @@ from hestia_tune.training.setup import RecipeSetup
 log = logging.getLogger(__name__)
 
 
+def _move_to_device(batch: dict[str, Any], device: torch.device) -> None:
+    """Move a batch to the device in place. The host does not wait for the copies to a GPU."""
+    if device.type == "cuda":
+        for key, value in batch.items():
+            if isinstance(value, torch.Tensor) and not value.is_cuda:
+                batch[key] = value.pin_memory().to(device, non_blocking=True)
+    utils.batch_to_device(batch, device)  # everything else
+
+
 class MeasuringRecipe(RecipeSetup):
     """A recipe that computes losses, validates, evaluates, logs and saves."""
 
@@ -33,7 +42,7 @@ class MeasuringRecipe(RecipeSetup):
             teacher: The model to distil from. The loss is then the config's loss mixed with the
                 distillation loss. None takes the config's loss alone.
         """
-        utils.batch_to_device(batch, self._device)
+        _move_to_device(batch, self._device)
         ignore = self._loss_fn.ignore_index
         labels = shifted_labels(batch.pop("labels"), ignore)
         count = (labels != ignore).sum()

@@ -78,11 +78,10 @@ class CodeStatistics:
 
     Args:
         layers: Name -> quantized linear, the same on every rank.
-        device: Device of the collectives.
     """
 
-    def __init__(self, layers: dict[str, QuantizedLinear], device: torch.device):
-        self._layers, self._device = layers, device
+    def __init__(self, layers: dict[str, QuantizedLinear]):
+        self._layers = layers
         self._previous: dict[str, torch.Tensor] = {}
         self._is_first_call = True
         self._has_zero = all(layer.method.has_zero for layer in layers.values())
@@ -91,12 +90,16 @@ class CodeStatistics:
     def update(self) -> dict[str, float]:
         """Return the statistics of the present codes. Collective.
 
+        The host waits for a GPU once, at the end.
+
         Returns:
             ``flip_rate``, the share of codes that changed since the last call. The first call does
             not return it. ``zero_fraction``, the share of zeros, if the codes have a zero.
             ``quantization_error``, which is ||W - Q(W)||² / ||W||² over all layers.
         """
-        counts = torch.zeros(5, dtype=torch.float64, device=self._device)
+        weights = [layer.weight for layer in self._layers.values()]
+        total = sum(weight.numel() for weight in weights)
+        counts = torch.zeros(4, dtype=torch.float64, device=weights[0].device)
         for index, (name, layer) in enumerate(self._layers.items()):
             weight, parameters = layer.whole_latents()
             if index % dist.get_world_size() != dist.get_rank():
@@ -106,11 +109,10 @@ class CodeStatistics:
             flips = (codes != self._previous.get(name, codes)).sum()
             zeros = (codes == 0).sum()
             squares = (x.float().square().sum(dtype=torch.float64) for x in (error, weight))
-            row = [flips, zeros, torch.tensor(codes.numel()), *squares]
-            counts += torch.stack([value.double().to(self._device) for value in row])
+            counts += torch.stack([value.double() for value in (flips, zeros, *squares)])
             self._previous[name] = codes
         dist.all_reduce(counts)
-        flips, zeros, total, error, norm = counts.tolist()
+        flips, zeros, error, norm = counts.tolist()
         statistics = {"quantization_error": error / max(norm, 1e-300)}
         if self._has_zero:
             statistics["zero_fraction"] = zeros / total

@@ -20,7 +20,12 @@ import torchtune
 from torchtune import training
 
 import hestia_tune
-from hestia_tune.distributed import end_process_group, on_first_rank, progress_bar, sum_over_ranks
+from hestia_tune.distributed import (
+    end_process_group,
+    on_first_rank,
+    progress_bar,
+    totals_over_ranks,
+)
 from hestia_tune.files import write_json
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.qat import shards
@@ -95,13 +100,18 @@ class HestiaQATRecipe(MeasuringRecipe):
             counts.append(count)
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
-        loss_sum, num_tokens, stop_requests = sum_over_ranks(sums, self._device)
-        monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
+        # With offloading the gradients are on the CPU, and the host waits here, not further down.
+        totals = totals_over_ranks(sums, self._device).to(self._parameter_device)
         # FSDP averages gradients over ranks. The loss is a mean over the tokens on every rank.
-        scale = torch.tensor(self.world_size / num_tokens, device=self._device)
-        training.scale_grads(self._model, scale)
+        scale = totals.new_full((), self.world_size) / totals[1]
+        training.scale_grads(self._model, scale.float())
         shards.pull_back(self.driver.layers.values(), compiled=self._compile)
-        grad_norm = self.clip_gradients()
+        norm = self.clip_gradients()
+        # One copy to the host, and so one wait for the GPU, before bad gradients reach the weights.
+        found = [*totals] if norm is None else [*totals, norm.double()]
+        loss_sum, num_tokens, stop_requests, *norms = torch.stack(found).tolist()
+        grad_norm = norms[0] if norms else None
+        monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
         monitoring.check_gradient(grad_norm, step)
         self._learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
@@ -148,14 +158,19 @@ class HestiaQATRecipe(MeasuringRecipe):
             checkpoint.set_random_state(self._restored_random_state, self._device)
             self._restored_random_state = None
 
-    def clip_gradients(self) -> float | None:
+    @property
+    def _parameter_device(self) -> torch.device:
+        """The device of parameters and gradients: the CPU with offloading."""
+        return next(self._model.parameters()).device
+
+    def clip_gradients(self) -> torch.Tensor | None:
         """Clip the gradient. Return its norm before clipping, or None without. Collective."""
         if self._clip_grad_norm is None:
             return None
         norm = torch.nn.utils.clip_grad_norm_(
             self._model.parameters(), max_norm=float(self._clip_grad_norm)
         )
-        return float(full_tensor(norm))
+        return full_tensor(norm)
 
     def _finish(self) -> None:
         """Write the hard model, the results and the curves. Collective."""

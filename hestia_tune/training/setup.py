@@ -100,7 +100,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
             self._model, config.enable_activation_offloading
         )
-        self._statistics = CodeStatistics(quantized_linears(self._model), self._device)
+        self._statistics = CodeStatistics(quantized_linears(self._model))
         self._optimizer = self._setup_optimizer(OmegaConf.create(config.optimizer))
         scheduler = config.lr_scheduler and OmegaConf.create(config.lr_scheduler)
         self._lr_scheduler = self._setup_lr_scheduler(scheduler, self.total_steps, -1)

@@ -523,8 +523,7 @@ def test_a_stream_keeps_bfloat16():
     assert (states == 1.0).all()  # It is a copy.
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies beside the computation")
+@pytest.mark.gpu(real=True)
 def test_states_that_are_copied_ahead_are_complete():
     device, rounds = torch.device("cuda"), 20
     stream = Stream((rounds, 4, 1024, 2048), device)

@@ -69,8 +69,7 @@ def test_gemlite_refuses_other_weights():
     assert "groups of 16" in Gemlite.limit(ternary(8, 64, 8))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu(real=True)
 @pytest.mark.parametrize("name", ["int4pack", "gemlite"])
 @pytest.mark.parametrize("shape", [(256, 512, 128), (64, 256, 64)], ids=str)
 def test_products_on_a_gpu(name, shape):

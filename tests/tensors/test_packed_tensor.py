@@ -33,7 +33,6 @@ one_of_each = pytest.mark.parametrize(
     "method", [METHODS["ternary group"], METHODS["fairy2i tensor"]], ids=["ternary", "fairy2i"]
 )
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def packed(method, dtype=torch.float32, shape=(10, 64), seed=0) -> packed_tensor.PackedTensor:
@@ -328,7 +327,6 @@ def test_sharding_is_refused_and_ignoring_works(method, two_ranks):
 
 
 @pytest.mark.gpu
-@gpu
 @methods
 @dtypes
 def test_cuda(method, dtype):

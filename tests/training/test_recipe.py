@@ -531,7 +531,6 @@ def test_a_bad_loss_stops_before_it_reaches_the_weights(model_dir, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL, Triton and fused AdamW need CUDA")
 def test_on_a_gpu_with_compile_fused_optimizer_and_resume(model_dir, tmp_path):
     cuda = ("device=cuda", "dtype=bf16", "compile=True", "optimizer.fused=True")
     full = (*cuda, "save_every_n_steps=3", "enable_activation_checkpointing=True")

@@ -272,7 +272,6 @@ def test_two_ranks_and_the_command(model_dir, finished, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a window on a device of its own")
 def test_on_a_gpu(model_dir, tmp_path):
     options = ("device=cuda", "dtype=bf16", "compile=True")
     assert run_reconstruct(config(model_dir, tmp_path, *options)) == 0
