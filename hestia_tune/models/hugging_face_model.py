@@ -177,8 +177,7 @@ class Decoder(nn.Module):
         self.output_type = type(out)
         if self.num_output_chunks:
             return self.chunked_output(out.last_hidden_state)
-        logits: Any = self.head(out.last_hidden_state)
-        return logits
+        return self.head(out.last_hidden_state)  # pyright: ignore[reportReturnType]
 
     def chunked_output(self, last_hidden_state: torch.Tensor) -> list[torch.Tensor]:
         """Return the logits of ``num_output_chunks`` parts of the sequence, as torchtune does."""

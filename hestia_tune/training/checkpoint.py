@@ -16,6 +16,7 @@ import json
 import logging
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -50,6 +51,21 @@ _SAME_TO_RESUME = (
     *("seed", "init", "optimizer", "lr_scheduler", "clip_grad_norm"),
     *("shuffle", "dtype", "distillation", "cage_strength", "frozen_modules"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """A checkpoint to resume from.
+
+    Attributes:
+        path: Folder of the checkpoint.
+        meta: Content of its meta.json.
+        rank_state: This rank's position of the data, of the scheduler and of the random numbers.
+    """
+
+    path: Path
+    meta: dict[str, Any]
+    rank_state: dict[str, Any]
 
 
 def choose_checkpoint(config: RunConfig) -> Path | None:

@@ -32,6 +32,7 @@ from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
 from hestia_tune.sensitivity import SensitivityArtifact
 from hestia_tune.training import checkpoint
+from hestia_tune.training.checkpoint import Resume
 from hestia_tune.training.loader import TrainingData
 from hestia_tune.training.outputs import read_results
 
@@ -39,21 +40,6 @@ log = logging.getLogger(__name__)
 
 
 _LARGE_LOGITS = 2**30  # bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resume:
-    """A checkpoint to resume from.
-
-    Attributes:
-        path: Folder of the checkpoint.
-        meta: Content of its meta.json.
-        rank_state: This rank's position of the data, of the scheduler and of the random numbers.
-    """
-
-    path: Path
-    meta: dict[str, Any]
-    rank_state: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

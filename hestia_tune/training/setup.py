@@ -24,8 +24,9 @@ from hestia_tune.models import build as models
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.training import checkpoint
 from hestia_tune.training.build import build
+from hestia_tune.training.checkpoint import Resume
 from hestia_tune.training.monitoring import CodeStatistics, History
-from hestia_tune.training.plan import Plan, Resume, join_ranks, plan
+from hestia_tune.training.plan import Plan, join_ranks, plan
 
 _path = Path(torchtune.__file__).parent.parent / "recipes" / "full_finetune_distributed.py"
 _spec: Any = importlib.util.spec_from_file_location("torchtune_full_finetune_distributed", _path)
