@@ -24,7 +24,11 @@ from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
+from hestia_tune.methods import GroupMethod
+from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.methods.hard_weights import latent_of_hard
 from hestia_tune.models import build as models
+from hestia_tune.models.already_hard import describe, find_hard
 from hestia_tune.models.build import build_buffers
 from hestia_tune.models.checkpoints import (
     check_shapes,
@@ -101,11 +105,40 @@ def read_pretrained(plan: Plan) -> State | None:
     """Return the pretrained state dict on the first rank, and None on the others. Collective.
 
     Raises:
-        InputError: If the weights cannot be read, belong to another model, or have NaN or infinity.
+        InputError: If the weights cannot be read, belong to another model, or have NaN or infinity;
+            or if training should continue from codes that the group size does not fit.
     """
-    return on_first_rank(
-        models.read_checkpoint, plan.checkpointer, plan.config, plan.shapes, share=False
-    )
+
+    def read() -> State:
+        state = models.read_checkpoint(plan.checkpointer, plan.config, plan.shapes)
+        if plan.config.init != "random":
+            _hard_layers(plan, state)  # raises the error before a sensitivity is computed
+        return state
+
+    return on_first_rank(read, share=False)
+
+
+def _hard_layers(plan: Plan, state: State) -> dict[str, GroupSize]:
+    """Return name -> group size of the quantized linears that are hard already."""
+    weights = ((name, state[f"{name}.weight"]) for name in plan.layers)
+    return find_hard(weights, plan.component.method)
+
+
+def _continued(plan: Plan, state: State) -> State:
+    """Return a state dict whose first step gives the pretrained model, if it is hard already.
+
+    At a pressure below 1, the first step sees the latent weights, so these are the hard weights.
+    """
+    found, method = _hard_layers(plan, state), plan.component.method
+    if not found or not isinstance(method, GroupMethod):
+        return state
+    text = describe(found, method.levels, len(plan.layers))
+    log.info(f"the pretrained model is {text}: training continues from its codes")
+    latents = {}
+    for name in (f"{layer}.weight" for layer in found):
+        hard = state[name].to(torch.bfloat16)
+        latents[name] = hard if plan.config.schedule.rho else latent_of_hard(method, hard)
+    return state | latents
 
 
 def fingerprint(plan: Plan, state: Mapping[str, torch.Tensor]) -> str:
@@ -130,7 +163,7 @@ def _initial_weights(plan: Plan) -> tuple[State, State]:
         if config.init == "random":
             plain, folder = models.plain_on_meta(config.model), pretrained_folder(config)
             return random_state(plain, folder, config.seed or 0)
-        return pretrained
+        return _continued(plan, pretrained)
 
     return pretrained, on_first_rank(make_state, share=False) or {}
 
