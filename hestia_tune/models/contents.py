@@ -20,6 +20,7 @@ from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.methods.hard_weights import find_codes
 from hestia_tune.models.already_hard import KINDS, groups_text, named_alike
 from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder
+from hestia_tune.models.packed_layouts import PackedWeight
 
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.")
 
@@ -76,6 +77,8 @@ def read_matrices(folder: Path) -> tuple[list[Matrix], int]:
         if isinstance(value, TorchAOBaseTensor):
             stored = type(value).__name__
             nbytes = sum(getattr(value, part).nbytes for part in value.tensor_data_names)
+        elif isinstance(value, PackedWeight):
+            stored = f"{value.bits} bits of {value.layout}, {stored}"
         num_bytes += nbytes
         if len(value.shape) != 2:
             continue

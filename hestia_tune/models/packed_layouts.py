@@ -32,6 +32,13 @@ from torch import Tensor
 from hestia_tune.errors import InputError
 from hestia_tune.tensors.bitpack import unpack_codes
 
+_BITS = (2, 4, 8)
+
+
+def _words(width: int, bits: int) -> int:
+    """Return how many words of 32 bits hold a row of codes."""
+    return -(-width * bits // 32)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedWeight:
@@ -40,6 +47,7 @@ class PackedWeight:
     Attributes:
         layout: Name of the layout, for example "MLX".
         shape: (out_features, in_features).
+        bits: Bits per code: 2, 4 or 8.
         codes: The words, (out_features, words), with 32 bits each.
         scale: The scales, (out_features, groups).
         bias: What is added to each group, (out_features, groups). None: the codes are signed.
@@ -51,6 +59,7 @@ class PackedWeight:
 
     layout: str
     shape: torch.Size
+    bits: int
     codes: Tensor
     scale: Tensor
     bias: Tensor | None = None
@@ -59,22 +68,17 @@ class PackedWeight:
         shapes = [tuple(part.shape) for part in self._parts()]
         rows, width = (*self.shape, 0, 0)[:2]
         fits = all(len(shape) == 2 and shape[0] == rows for shape in shapes) and width > 0
-        fits = fits and self.codes.element_size() == 4 and self.bits in (2, 4, 8)
+        fits = fits and self.codes.element_size() == 4 and self.bits in _BITS
+        fits = fits and shapes[0][1] == _words(width, self.bits)
         if not fits or shapes[-1] != shapes[1] or not shapes[1][1] or width % shapes[1][1]:
             raise InputError(
                 f"{self.layout} weights must have codes of 2, 4 or 8 bits in words of 32, and equal"
-                f" groups; got the shapes {shapes} for a weight {tuple(self.shape)}; get it again, "
-                "or give the model with dense weights"
+                f" groups; got the shapes {shapes} and {self.bits} bits for a weight "
+                f"{tuple(self.shape)}; get it again, or give the model with dense weights"
             )
 
     def _parts(self) -> list[Tensor]:
         return [part for part in (self.codes, self.scale, self.bias) if part is not None]
-
-    @property
-    def bits(self) -> int:
-        """Bits per code. 0 if the words hold no whole number of codes."""
-        words, width = self.codes.shape[-1], self.shape[1]
-        return next((bits for bits in (2, 4, 8) if -(-width * bits // 32) == words), 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -148,13 +152,16 @@ def find_packed(
             if odd := {f"{stem}_zero_point", f"{stem}_g_idx"} & tensors.keys():
                 raise InputError(f"{min(odd)}: only symmetric codes in their order can be read")
             shape = torch.Size(take(f"{stem}_shape").tolist())
-            parts = {"codes": take(name), "scale": take(f"{stem}_scale")}
+            parts: dict[str, Any] = {"codes": take(name), "scale": take(f"{stem}_scale")}
+            words = parts["codes"].shape[-1]
+            parts["bits"] = next((b for b in _BITS if _words(shape[-1], b) == words), 0)
             entries[stem] = PackedWeight(layout="compressed-tensors", shape=shape, **parts)
         elif name.endswith(".scales") and mlx:
             stem = name.removesuffix(".scales")
-            group_size = (mlx.get(stem) or mlx).get("group_size", 64)
-            codes = take(f"{stem}.weight")
-            parts = {"codes": codes, "scale": take(name), "bias": take(f"{stem}.biases")}
-            shape = torch.Size([len(codes), parts["scale"].shape[-1] * group_size])
+            own = mlx.get(stem) or mlx  # a layer may have its own group_size and bits
+            parts = {"codes": take(f"{stem}.weight"), "scale": take(name)}
+            parts |= {"bias": take(f"{stem}.biases"), "bits": own.get("bits", 4)}
+            width = parts["scale"].shape[-1] * own.get("group_size", 64)
+            shape = torch.Size([len(parts["codes"]), width])
             entries[f"{stem}.weight"] = PackedWeight(layout="MLX", shape=shape, **parts)
     return entries
