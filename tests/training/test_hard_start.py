@@ -9,7 +9,7 @@ from hard_folders import assert_same, dense, edit_json, is_linear, make_hard, to
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from test_methods_recipe import METHODS
-from tiny import SHAPE, logged, make_config, run
+from tiny import SHAPE, logged, make_config, run, signal_at
 
 from hestia_tune.blocks import as_one
 from hestia_tune.commands.convert import ConvertRecipe
@@ -66,8 +66,10 @@ def trained_without_steps(cfg, output_dir, folder):
         assert torch.equal(after[name].float(), before[name].float()), name
 
 
-@pytest.mark.parametrize("group_size", [32, 64, 128, "channel"])
-@pytest.mark.parametrize("options", [STRAIGHT, ("schedule.rho=0.5",)], ids=["hard", "relaxed"])
+@pytest.mark.parametrize(
+    ("group_size", "options"),
+    [*((size, STRAIGHT) for size in (32, 64, 128, "channel")), (64, ("schedule.rho=0.5",))],
+)
 def test_the_first_step_is_the_source(tmp_path, caplog, group_size, options):
     folder = ternary(tmp_path / "source", group_size, **WIDE)
     cfg = make_config(folder, tmp_path / "out", f"quantizer.group_size={group_size}", *options)
@@ -83,7 +85,17 @@ def test_the_first_step_is_the_source(tmp_path, caplog, group_size, options):
         assert_starts_from(folder, cfg, **WIDE)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if "tensor" not in name])
+QUICK = ("absmean", "seq", "binary", "hestia-2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in METHODS
+        if "tensor" not in name
+    ],
+)
 def test_every_method_starts_from_its_own_codes(tmp_path, name):
     section = METHODS[name]
     cfg = make_config(tmp_path / "source", tmp_path / "out")
@@ -201,12 +213,22 @@ def test_scales_that_bfloat16_rounds_are_rounded_with_a_warning(tmp_path, caplog
     assert "scales of the pretrained model are rounded to bfloat16, by up to 0." in caplog.text
 
 
+def test_a_run_resumes_exactly(tmp_path):
+    folder = ternary(tmp_path / "source")
+    run(make_config(folder, tmp_path / "whole", *STRAIGHT))
+    cut = make_config(folder, tmp_path / "cut", *STRAIGHT, *signal_at(3, "SIGINT"))
+    assert not run(cut).finished
+    run(make_config(folder, tmp_path / "cut", *STRAIGHT, "resume_from_checkpoint=True"))
+    assert_same(tmp_path / "whole" / "hard_model", tmp_path / "cut" / "hard_model")
+
+
 def test_training_improves_on_the_source(tmp_path):
     """Check that straight-through training from codes lowers the loss, from its first value."""
     folder = ternary(tmp_path / "source")
     options = (*STRAIGHT, "epochs=4", "optimizer.lr=1e-2", "log_every_n_steps=1")
     run(make_config(folder, tmp_path / "out", *options))
     losses = json.loads((tmp_path / "out" / "results.json").read_text())["validation_loss"]
+    assert losses["naive ternary"] == losses["pretrained"]
     assert losses["trained, hard"] < losses["pretrained"] - 0.05
     # The first forward is the source, so its loss is that of the source, and falls from there.
     training = logged(tmp_path / "out")
