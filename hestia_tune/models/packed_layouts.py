@@ -151,10 +151,10 @@ def find_packed(
         if name.endswith(".weight_packed"):
             if odd := {f"{stem}_zero_point", f"{stem}_g_idx"} & tensors.keys():
                 raise InputError(f"{min(odd)}: only symmetric codes in their order can be read")
-            shape = torch.Size(take(f"{stem}_shape").tolist())
+            shape = torch.Size(take(f"{stem}_shape").flatten().tolist())
             parts: dict[str, Any] = {"codes": take(name), "scale": take(f"{stem}_scale")}
             words = parts["codes"].shape[-1]
-            parts["bits"] = next((b for b in _BITS if _words(shape[-1], b) == words), 0)
+            parts["bits"] = next((b for b in _BITS if _words(shape[-1:].numel(), b) == words), 0)
             entries[stem] = PackedWeight(layout="compressed-tensors", shape=shape, **parts)
         elif name.endswith(".scales") and mlx:
             stem = name.removesuffix(".scales")
