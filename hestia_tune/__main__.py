@@ -1,9 +1,9 @@
-"""Commands that start no run: ``python -m hestia_tune configs|init|options|validate|compare``."""
+"""Commands that start no run, such as ``python -m hestia_tune configs`` and ``init``."""
 
 import argparse
 import sys
 
-from hestia_tune.commands.inspect import compare_runs, listing, options_page
+from hestia_tune.commands.inspect import compare_runs, contents_text, listing, options_page
 from hestia_tune.config.files import text_of
 from hestia_tune.errors import InputError
 
@@ -30,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("options", help="print the reference of all options as Markdown")
     compare = commands.add_parser("compare", help="print the validation losses of several runs")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
+    inspect = commands.add_parser("inspect", help="say what the weights of a model folder are")
+    inspect.add_argument("folder", help="a folder with safetensors, or one of hestia_convert")
     arguments = parser.parse_args(argv)
     if arguments.command == "validate":
         from hestia_tune.commands.inspect import run_validate
@@ -44,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         options = {key: value for key, value in vars(arguments).items() if key != "command"}
         return guarded(lambda: run_init(**options), "init")
     try:
-        if arguments.command == "compare":
+        if arguments.command == "inspect":
+            print(contents_text(arguments.folder))
+        elif arguments.command == "compare":
             print(compare_runs(arguments.runs))
         elif arguments.command == "options":
             print(options_page(), end="")

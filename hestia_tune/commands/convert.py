@@ -28,7 +28,8 @@ from hestia_tune.export.packed import packed_entries, write_packed
 from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.methods import GroupMethod
 from hestia_tune.models import build, checkpoints
-from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, hub_name
+from hestia_tune.models.already_hard import describe, find_hard
+from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, SafetensorsFolder, hub_name
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.tensors import check_format
 
@@ -85,7 +86,7 @@ class ConvertRecipe:
                 f"{folder} holds another model than the config's: it lacks {missing[0]}; use the "
                 "config of its model"
             )
-        self.is_hard = (folder / DESCRIPTION_FILE).is_file()
+        self.is_hard, self.found = (folder / DESCRIPTION_FILE).is_file(), {}
         if method.needs_training and not self.is_hard:
             raise InputError(
                 f"a model of method {method.name} needs trained biases, and {folder} has none; "
@@ -94,7 +95,11 @@ class ConvertRecipe:
         if not isinstance(method, GroupMethod):
             return ModelFolder(folder, {})
         quantized = {names[f"{layer}.weight"]: method.group_size for layer in self.layers}
-        return ModelFolder(folder, quantized, quantize=not self.is_hard, method=method)
+        source = ModelFolder(folder, quantized, quantize=not self.is_hard, method=method)
+        if not self.is_hard:
+            weights = ((name, SafetensorsFolder.read(source, name)) for name in quantized)
+            self.found = find_hard(weights, method)
+        return source
 
     def _check_formats(self) -> None:
         """Raise InputError if a format cannot hold the model, or its output exists already."""
@@ -128,7 +133,11 @@ class ConvertRecipe:
             section["path"] = "."
         description = self.source.description
         if description is None:
-            log.info(f"{self.source.folder} is quantized without training (naive)")
+            how = "quantized without training (naive)"
+            if self.found:
+                how = describe(self.found, self.source.method.levels, len(self.layers))
+                how += ": its codes are written without training"
+            log.info(f"{self.source.folder} is {how}")
             description = {"quantizer": key, "layers": self.layers, "step": 0, "model": section}
             description["base_model"] = hub_name(self.source.folder)
             self.source.description = description

@@ -1,4 +1,4 @@
-"""Commands that start no run: ``configs``, ``options``, ``compare`` and ``validate``.
+"""Commands that start no run: ``configs``, ``options``, ``compare``, ``validate`` and ``inspect``.
 
 ``python -m hestia_tune COMMAND`` calls them.
 
@@ -10,6 +10,8 @@ straight-through training.
 reads weights only to compare the logits of a transformers model, and estimates the memory and the
 time of a step. It computes no sensitivity and no reconstruction (``sensitivity: auto``,
 ``reconstruction: auto``).
+
+``inspect`` reads a model folder and prints what its weights are (`hestia_tune.models.contents`).
 """
 
 import ast
@@ -113,6 +115,13 @@ def compare_runs(runs: Sequence[str]) -> str:
         same = len(set(measured.values())) == 1
         rows |= {label if same else f"{label} ({run})": x for run, x in measured.items()}
     return results_table(rows | hard)
+
+
+def contents_text(folder: str) -> str:
+    """Return what the weights of a model folder are, as `contents_table` describes it."""
+    from hestia_tune.models.contents import contents_table  # a slow import: torchtune
+
+    return contents_table(Path(folder))
 
 
 def run_validate(config: RunConfig | Mapping[str, Any]) -> int:

@@ -229,7 +229,8 @@ class ConvertConfig(Section):
     source: str = "trained"
     """Model to convert. "trained": the hard model in output_dir. "pretrained": the pretrained
     model, quantized without training (naive). A Hugging Face folder: the hard model in it if
-    hestia_qat wrote the folder, or else its model quantized without training."""
+    hestia_qat wrote the folder, or else its model quantized without training. Weights that are
+    ternary already (or hold the method's other codes) are written as they are."""
     output: str | None = None
     """Folder to write into. null: use the folder converted in output_dir."""
     block_type: str | list[str] = option("Q4_0", choices=("Q4_0", "Q2_0", "TQ2_0", "TQ1_0"))

@@ -35,7 +35,7 @@ import torch
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import split_weights, write_safetensors
 from hestia_tune.models.folder import ModelFolder, import_optional
-from hestia_tune.models.hugging_face_model import require_same_logits
+from hestia_tune.models.hugging_face_model import read_config, require_same_logits
 
 _FORMAT = "pack-quantized"
 # Largest relative difference of logits in bfloat16. Both models multiply the same weights, but the
@@ -95,7 +95,7 @@ def _check_logits(source: ModelFolder, folder: Path) -> None:
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
+    config = read_config(str(source.folder))
     tokens = torch.arange(8)[None] % config.vocab_size  # (1, 8)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +136,7 @@ def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     from compressed_tensors import quantization
 
     with torch.device("meta"):
-        config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
+        config = read_config(str(source.folder))
         model = transformers.AutoModelForCausalLM.from_config(config)
     tied = getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ()
     if renamed := model.state_dict().keys() - source.shapes.keys() - set(tied):

@@ -28,7 +28,7 @@ from hestia_tune.config import nearest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError, InputTypeError, one_line
 from hestia_tune.files import read_json
-from hestia_tune.models.checkpoints import MODEL_TYPES, check_shapes
+from hestia_tune.models.checkpoints import MODEL_TYPES, check_shapes, packed_weights
 from hestia_tune.models.hugging_face_model import check_logits
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
@@ -280,9 +280,9 @@ def read_checkpoint(
         InputError: If the checkpoint cannot be read, belongs to another model, is quantized, or
             holds NaN or infinity; or if `check_logits` raises it.
     """
-    source = run.checkpointer["checkpoint_dir"]
+    source, packed = run.checkpointer["checkpoint_dir"], packed_weights(run)
     try:
-        loaded = checkpointer.load_checkpoint()[training.MODEL_KEY]
+        loaded = packed or checkpointer.load_checkpoint()[training.MODEL_KEY]
     except Exception as error:  # torchtune's converters raise errors of many unrelated types
         reason = f"could not be read as {run.model_type}: {one_line(error)}"
         raise InputError(f"the checkpoint in {source} {reason}") from error

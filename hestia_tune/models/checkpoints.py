@@ -147,6 +147,22 @@ def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:
     return shapes
 
 
+def packed_weights(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Return the state dict of a pretrained model that torchtune cannot read, because it is packed.
+
+    Returns:
+        Name -> dense weight. Empty if the weights are dense, or if torchtune does not build the
+        model.
+    """
+    names, folder = config.checkpointer.get("checkpoint_files"), pretrained_folder(config)
+    if config.model_type not in MODEL_TYPES or not (folder / "config.json").is_file():
+        return {}
+    if not {"quantization", "quantization_config"} & read_json(folder / "config.json").keys():
+        return {}
+    source = SafetensorsFolder(folder, names if isinstance(names, list) else None)
+    return dict(read_weights(config.model_type, source))
+
+
 def split_biases(
     state: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -5,6 +5,10 @@ product exactly. A folder to export is one of two kinds. It may hold a hard mode
 is read is then checked: bfloat16 must lose nothing, and the weight must be hard. Or the folder
 holds a pretrained model (``quantize=True``). Its linears are then made hard while they are read, by
 the rule of the training. The result is the naive model, the baseline that training has to beat.
+Linears that are hard already keep their weights.
+
+Weights may be dense, or packed by compressed-tensors or MLX (`hestia_tune.models.packed_layouts`).
+A packed weight is made dense when it is read.
 """
 
 import dataclasses
@@ -23,7 +27,9 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import inside, read_json, read_state
 from hestia_tune.methods import GroupMethod
 from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
+from hestia_tune.methods.hard_weights import is_hard
 from hestia_tune.methods.ternary import TernaryMethod
+from hestia_tune.models.packed_layouts import PackedWeight, dense_config, find_packed
 from hestia_tune.tensors import read_hard
 from hestia_tune.tensors.group_tensor import GroupTensor
 
@@ -103,11 +109,13 @@ class SafetensorsFolder:
             folder has no index.
 
     Attributes:
-        shapes: Name -> shape of every weight, in the order of the files. Rotary buffers of old
-            checkpoints are left out, because the model computes them.
+        tensors: Name -> every weight as the files hold it.
+        shapes: Name -> shape of every weight. Rotary buffers of old checkpoints are left out,
+            because the model computes them.
 
     Raises:
-        InputError: If the folder has no safetensors file, or lacks a file of its index.
+        InputError: If the folder has no safetensors file, or lacks a file of its index; or if its
+            weights are in a layout that cannot be read.
     """
 
     def __init__(self, folder: Path, names: Iterable[str] | None = None):
@@ -117,20 +125,25 @@ class SafetensorsFolder:
             names = read_json(index)["weight_map"].values()
         if names is not None:
             files = {inside(folder, name) for name in names}
-        self._tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for file in sorted(files):
-            self._tensors |= sorted(read_state(file).items())
-        self.shapes = {n: t.shape for n, t in self._tensors.items() if "rotary_emb." not in n}
+            tensors |= sorted(read_state(file).items())
+        file = folder / "config.json"
+        config = read_json(file) if file.is_file() else {}
+        self.tensors = find_packed(tensors, config)
+        dense_config(config, folder)
+        self.shapes = {n: t.shape for n, t in self.tensors.items() if "rotary_emb." not in n}
         if not self.shapes:
             raise InputError(f"{folder} has no model.safetensors; copy the model's")
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor.
+        """Return one tensor, dense.
 
         Raises:
             InputError: If the tensor is not floating point, or has NaN or infinity.
         """
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
+        tensor = tensor.dequantize() if isinstance(tensor, PackedWeight) else tensor
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise InputError(
                 f"weights must be floating point and finite; {name} ({tensor.dtype}) in "
@@ -146,8 +159,8 @@ class ModelFolder(SafetensorsFolder):
         folder: A folder with config.json, safetensors of any floating dtype and a tokenizer.
         quantized: Name in the safetensors -> group_size of every quantized weight.
         quantize: False: the folder holds a hard model. True: it holds a pretrained or latent model.
-            Weights in ``quantized`` are then made hard as they are read, and other weights are
-            rounded to bfloat16.
+            Weights in ``quantized`` are then made hard as they are read, unless they are hard
+            already. All weights are rounded to bfloat16.
         method: The method of the quantized weights. Their group sizes are in ``quantized``. None:
             the ternary method.
 
@@ -157,8 +170,9 @@ class ModelFolder(SafetensorsFolder):
             there is no hestia.json.
 
     Raises:
-        InputError: If config.json, weights or a tokenizer are missing; if the weights are quantized
-            already; or if a weight of ``quantized`` is not a matrix that its groups tile.
+        InputError: If config.json, weights or a tokenizer are missing; if the weights are packed in
+            a layout that cannot be read; or if a weight of ``quantized`` is not a matrix that its
+            groups tile.
     """
 
     def __init__(
@@ -173,15 +187,13 @@ class ModelFolder(SafetensorsFolder):
         self.method = method or TernaryMethod()
         if quantize and not quantized:
             raise InputError("quantize=True needs the names of weights in quantized; got none")
-        self.config: dict[str, Any] = read_json(folder / "config.json")
+        self.config = dense_config(read_json(folder / "config.json"), folder)
         self.config.pop("dtype", None)
         self.config["torch_dtype"] = "bfloat16"  # a key that every version of transformers reads
         file = folder / DESCRIPTION_FILE
         self.description = read_json(file) if file.is_file() and not quantize else None
         if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise InputError(f"{folder} has no tokenizer.json or the like; copy the model's")
-        if kind := (self.config.get("quantization_config") or {}).get("quant_method"):
-            raise InputError(f"give a folder with dense weights; {folder} is quantized ({kind})")
         super().__init__(folder)
         for name, group_size in quantized.items():
             validate_group_size(group_size)
@@ -192,9 +204,10 @@ class ModelFolder(SafetensorsFolder):
     def read(self, name: str) -> torch.Tensor:
         tensor = super().read(name)
         if self.quantize and name in self.quantized:
-            latent = tensor.float()
-            method = dataclasses.replace(self.method, group_size=self.quantized[name])
-            tensor = method.hard(latent, method.initial_parameters(latent))
+            latent, size = tensor.float(), self.quantized[name]
+            method = dataclasses.replace(self.method, group_size=size)
+            if not is_hard(latent, size, method.levels):
+                tensor = method.hard(latent, method.initial_parameters(latent))
         return tensor.to(torch.bfloat16) if self.quantize else tensor
 
     def read_hard(self, name: str) -> torch.Tensor:

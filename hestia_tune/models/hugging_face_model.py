@@ -33,7 +33,9 @@ from torchtune.modules import TiedLinear
 
 from hestia_tune.blocks import as_one, find_blocks, on_device
 from hestia_tune.errors import InputError, one_line
+from hestia_tune.files import read_json
 from hestia_tune.models.folder import import_optional, local_folder
+from hestia_tune.models.packed_layouts import dense_config
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +50,8 @@ def read_config(path: str) -> Any:
         path: A folder, or the name of a repository on the hub.
 
     Raises:
-        InputError: If transformers is missing; if `local_folder` raises it; or if the model is not
-            a causal language model of text with dense weights.
+        InputError: If transformers is missing; if `local_folder` or `dense_config` raises it; or if
+            the model is not a causal language model of text.
     """
     transformers = import_optional("transformers")
     folder = local_folder(path)
@@ -59,11 +61,10 @@ def read_config(path: str) -> Any:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder}: {one_line(error)}") from error
-    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    dense_config(read_json(folder / "config.json"), folder)
+    vars(config).pop("quantization_config", None)  # weights are made dense when they are read
     reason = None
-    if method is not None:
-        reason = f"is quantized ({method}); take the model with dense weights"
-    elif (
+    if (
         config.is_encoder_decoder
         or config.get_text_config() is not config
         or {"vision_config", "audio_config"} & type(config).sub_configs.keys()
@@ -175,14 +176,13 @@ class Decoder(nn.Module):
                 options["position_ids"] = torch.empty_like(tokens)
         out = self.get_submodule(self.backbone_name)(input_ids=tokens, **options)
         self.output_type = type(out)
-        if self.num_output_chunks:
-            return self.chunked_output(out.last_hidden_state)
-        return self.head(out.last_hidden_state)  # pyright: ignore[reportReturnType]
+        compute: Any = self.chunked_output if self.num_output_chunks else self.head
+        return compute(out.last_hidden_state)
 
     def chunked_output(self, last_hidden_state: torch.Tensor) -> list[torch.Tensor]:
         """Return the logits of ``num_output_chunks`` parts of the sequence, as torchtune does."""
-        head: Any = self.head
-        return [head(part) for part in last_hidden_state.chunk(self.num_output_chunks, dim=1)]
+        parts = last_hidden_state.chunk(self.num_output_chunks, dim=1)
+        return [*map(self.head, parts)]  # pyright: ignore[reportReturnType]
 
     @torch.compiler.disable  # it cannot follow the replaced forward
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -159,11 +159,11 @@ class ScheduleDriver:
         self._after_write()
 
     @contextlib.contextmanager
-    def _temporarily(self, pressure: float, *, is_hard: bool) -> Iterator[None]:
+    def _temporarily(self, pressure: float, hard: Collection[str]) -> Iterator[None]:
         fakes = [layer.weight_fake_quantizer for layer in self.layers.values()]
         before = [(fake.tau.clone(), fake.pressure.clone()) for fake in fakes]
-        for fake in fakes:
-            fake.is_hard = is_hard
+        for name, fake in zip(self.layers, fakes, strict=True):
+            fake.is_hard = name in hard
         self.write(dict.fromkeys(self.layers, 0.0), pressure)
         try:
             yield
@@ -176,11 +176,15 @@ class ScheduleDriver:
 
     def hard(self):
         """Return a context in which the model computes with the hard weights of `Method.hard`."""
-        return self._temporarily(1.0, is_hard=True)
+        return self._temporarily(1.0, self.layers)
 
-    def latent(self):
-        """Return a context in which the model computes with its latent weights (pressure 0)."""
-        return self._temporarily(0.0, is_hard=False)
+    def latent(self, hard: Collection[str] = ()):
+        """Return a context in which the model computes with its latent weights (pressure 0).
+
+        Args:
+            hard: Names of layers that compute with their hard weights instead.
+        """
+        return self._temporarily(0.0, hard)
 
 
 def get_wsd_schedule(

@@ -24,7 +24,10 @@ from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
+from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.methods.hard_weights import latent_of_hard
 from hestia_tune.models import build as models
+from hestia_tune.models.already_hard import describe, find_hard
 from hestia_tune.models.build import build_buffers
 from hestia_tune.models.checkpoints import (
     check_shapes,
@@ -58,6 +61,8 @@ class Built:
             again.
         identity: Settings that must not change when the run is resumed.
         losses: Label -> validation loss, as a reconstruction has measured it before training.
+        hard_start: Names of the linears whose hard weight is the pretrained weight, because it was
+            hard already. Their latent weight may be another one.
     """
 
     model: nn.Module
@@ -66,6 +71,7 @@ class Built:
     driver: ScheduleDriver
     identity: dict[str, Any]
     losses: dict[str, float]
+    hard_start: list[str]
 
 
 def build(plan: Plan) -> Built:
@@ -76,7 +82,7 @@ def build(plan: Plan) -> Built:
             sensitivity or the reconstruction belongs to another model, or the checkpoint to
             another run.
     """
-    pretrained, state = _initial_weights(plan)
+    pretrained, state, hard_start = _initial_weights(plan)
     scores = None if plan.artifact is None else plan.artifact.scores
     schedule = _make_schedule(plan, state)
     identity: Any = on_first_rank(_identify, plan, schedule, state, scores)
@@ -94,6 +100,7 @@ def build(plan: Plan) -> Built:
         driver=ScheduleDriver(schedule, quantized_linears(model), scores, requantize),
         identity=identity,
         losses=_measured_before(plan),
+        hard_start=hard_start,
     )
 
 
@@ -102,7 +109,8 @@ def read_pretrained(plan: Plan) -> State | None:
 
     Raises:
         InputError: If the weights cannot be read, belong to another model, or have NaN or infinity;
-            or if a linear to quantize has only zeros.
+            if a linear to quantize has only zeros; or if training should continue from codes that
+            the group size does not fit.
     """
 
     def read() -> State:
@@ -113,9 +121,29 @@ def read_pretrained(plan: Plan) -> State | None:
                     f"{name} has only zeros in the pretrained weights; get the weights again, or "
                     f"leave the linear out: quantizer.exclude=[{name}]"
                 )
+        if plan.config.init != "random":
+            _hard_layers(plan, state)  # raises the error before a sensitivity is computed
         return state
 
     return on_first_rank(read, share=False)
+
+
+def _hard_layers(plan: Plan, state: State) -> dict[str, GroupSize]:
+    """Return name -> group size of the quantized linears that are hard already."""
+    weights = ((name, state[f"{name}.weight"]) for name in plan.layers)
+    return find_hard(weights, plan.component.method)
+
+
+def _latents_of_hard(plan: Plan, state: State, names: list[str]) -> State:
+    """Return latent weights whose first step gives the weights of layers that are hard already.
+
+    At a pressure below 1, the first step sees the latent weights, so these are the hard weights.
+    """
+    hard = {f"{name}.weight": state[f"{name}.weight"].to(torch.bfloat16) for name in names}
+    if plan.config.schedule.rho > 0:
+        return hard
+    method: Any = plan.component.method  # with groups, as `find_hard` has found layers
+    return {name: latent_of_hard(method, weight) for name, weight in hard.items()}
 
 
 def fingerprint(plan: Plan, state: Mapping[str, torch.Tensor]) -> str:
@@ -123,10 +151,11 @@ def fingerprint(plan: Plan, state: Mapping[str, torch.Tensor]) -> str:
     return model_fingerprint({name: state[f"{name}.weight"] for name in plan.layers})
 
 
-def _initial_weights(plan: Plan) -> tuple[State, State]:
-    """Return (pretrained weights, weights that training starts from). Collective.
+def _initial_weights(plan: Plan) -> tuple[State, State, list[str]]:
+    """Return the pretrained weights, the weights that training starts from, and a list. Collective.
 
-    Both are empty on all ranks but the first. Pretrained weights are read only if they are needed.
+    Weights are empty on all ranks but the first. Pretrained weights are read only if they are
+    needed. The list is `Built.hard_start`.
     """
     config, pretrained = plan.config, {}
     if config.needs_pretrained:
@@ -140,9 +169,19 @@ def _initial_weights(plan: Plan) -> tuple[State, State]:
         if config.init == "random":
             plain, folder = models.plain_on_meta(config.model), pretrained_folder(config)
             return random_state(plain, folder, config.seed or 0)
-        return pretrained
+        return pretrained | _latents_of_hard(plan, pretrained, hard_start)
 
-    return pretrained, on_first_rank(make_state, share=False) or {}
+    def find_hard_start() -> list[str]:
+        if plan.start is not None or config.init == "random":
+            return []
+        if found := _hard_layers(plan, pretrained):
+            method: Any = plan.component.method
+            text = describe(found, method.levels, len(plan.layers))
+            log.info(f"the pretrained model is {text}: training continues from its codes")
+        return list(found)
+
+    hard_start = on_first_rank(find_hard_start) or []
+    return pretrained, on_first_rank(make_state, share=False) or {}, hard_start
 
 
 def _make_schedule(plan: Plan, state: Mapping[str, torch.Tensor]) -> AnnealingSchedule:

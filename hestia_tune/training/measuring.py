@@ -71,7 +71,7 @@ class MeasuringRecipe(RecipeSetup):
         """Measure the validation losses of the models before training."""
         hard = f"naive {self.plan.component.method.name}"  # quantized without training
         if self.config.reconstruction is None:
-            with self.driver.latent():
+            with self.driver.latent(self._hard_start):
                 self.validation_losses[self.config.init] = self.evaluate()
         else:  # the reconstruction has measured the pretrained and the naive model
             hard = outputs.RECONSTRUCTED

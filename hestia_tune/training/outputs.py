@@ -31,6 +31,7 @@ from hestia_tune.files import read_json, read_state, staged, write_json
 from hestia_tune.methods.base import require_finite
 from hestia_tune.models import checkpoints
 from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, hub_name
+from hestia_tune.models.packed_layouts import dense_config
 from hestia_tune.qat.linear import full_tensor, quantized_linears
 from hestia_tune.sensitivity import model_fingerprint
 
@@ -186,7 +187,8 @@ def write_hard_model(
         (Path(scratch) / "epoch_0").rename(temporary)
         for code in temporary.rglob("*.py"):  # torchtune copies all files but weights
             code.unlink()
-        config = read_json(temporary / "config.json") | {"torch_dtype": "bfloat16"}
+        config = dense_config(read_json(temporary / "config.json"), temporary)
+        config |= {"torch_dtype": "bfloat16"}
         config.pop("dtype", None)
         if biases:
             config |= {"attention_bias": True, "mlp_bias": True}

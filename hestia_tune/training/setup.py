@@ -85,6 +85,7 @@ class RecipeSetup(FullFinetuneRecipeDistributed):
         self._model, self._teacher = built.model, built.teacher
         self.schedule, self.driver = built.schedule, built.driver
         self._identity, self.validation_losses = built.identity, built.losses
+        self._hard_start = built.hard_start
         if self._is_rank_zero:
             self._metric_logger = models.instantiate(config.metric_logger, "metric_logger")
             self._metric_logger.log_config(OmegaConf.create(dataclasses.asdict(config)))

@@ -218,8 +218,16 @@ def test_an_existing_target_is_kept(demo, tmp_path):
     write_compressed_tensors(ModelFolder(folder, some), target, overwrite=True)
     assert sum(n.endswith("_packed") for n in load_file(target / "model.safetensors")) == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
+    write_compressed_tensors(ModelFolder(target, some), tmp_path / "twice")
+    once, twice = (load_file(path / "model.safetensors") for path in (target, tmp_path / "twice"))
+    assert once.keys() == twice.keys() and all(
+        torch.equal(once[name], twice[name]) for name in once
+    )
+    changed = json.loads((target / "config.json").read_text())
+    changed["quantization_config"]["format"] = "float-quantized"
+    edit_json(target / "config.json", **changed)
     with pytest.raises(ValueError, match=r"is quantized \(compressed-tensors\)"):
-        write_compressed_tensors(ModelFolder(target, some), tmp_path / "twice")
+        write_compressed_tensors(ModelFolder(target, some), tmp_path / "thrice")
 
 
 def test_wrong_names_and_sizes(demo, tmp_path):
@@ -246,7 +254,13 @@ def test_wrong_names_and_sizes(demo, tmp_path):
 def test_models_that_transformers_cannot_build(demo, tmp_path, changes):
     folder, quantized = demo
     edit_json(folder / "config.json", **changes)
-    refuse(folder, tmp_path, quantized, ValueError, "Transformers does not|Unrecognized")
+    refuse(
+        folder,
+        tmp_path,
+        quantized,
+        ValueError,
+        "Transformers does not|is not a causal language model",
+    )
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "config.json", "model.safetensors"])

@@ -1,0 +1,131 @@
+"""Finds out what the weights of a model folder are: their codes, their groups, their bytes.
+
+It needs neither a config nor the model's class. A matrix counts as a linear of a block if a part of
+its name is a number, as in ``model.layers.3.mlp.up_proj.weight``. One weight at a time is in
+memory, dense in float32.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torchao.utils import TorchAOBaseTensor
+
+from hestia_tune.distributed import progress_bar
+from hestia_tune.errors import InputError
+from hestia_tune.files import inside, read_json, read_state
+from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.methods.hard_weights import find_codes
+from hestia_tune.models.already_hard import KINDS, groups_text, named_alike
+from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder
+from hestia_tune.models.packed_layouts import PackedWeight
+
+_IN_BLOCK = re.compile(r"(^|\.)\d+\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """What a matrix of a model is.
+
+    Attributes:
+        name: Its name in the files, without ".weight".
+        stored: How the files hold it, for example "bfloat16" or "2 bits of MLX".
+        nbytes: Its bytes in the files.
+        width: in_features.
+        size: The number of its weights.
+        zeros: The number of its weights that are 0.
+        levels: The number of its codes: 2, 3 or 4. None: it is dense.
+        group_size: The number of weights that share a scale. None: it is dense.
+    """
+
+    name: str
+    stored: str
+    nbytes: int
+    width: int
+    size: int
+    zeros: int
+    levels: int | None = None
+    group_size: GroupSize | None = None
+
+    @property
+    def kind(self) -> str:
+        """The codes and groups, or the dtype, in words."""
+        if self.levels is None or self.group_size is None:
+            return f"dense {self.stored}"
+        return f"{KINDS[self.levels]} {groups_text([self.group_size])}"
+
+
+def read_matrices(folder: Path) -> tuple[list[Matrix], int]:
+    """Return what every matrix of a folder is, by name, and the bytes of all tensors.
+
+    Args:
+        folder: A folder with safetensors, dense or packed by compressed-tensors or MLX; or a packed
+            folder that hestia_convert wrote for torchtune.
+
+    Raises:
+        InputError: If the folder has no such weights, or if they are damaged.
+    """
+    file, matrices, num_bytes = folder / DESCRIPTION_FILE, [], 0
+    packed = read_json(file).get("weights") if file.is_file() else None
+    tensors: dict[str, Any] = (
+        read_state(inside(folder, packed)) if packed else SafetensorsFolder(folder).tensors
+    )
+    for name, value in progress_bar(tensors.items(), desc=f"reading {folder.name}", unit="tensor"):
+        stored, nbytes = str(value.dtype).removeprefix("torch."), value.nbytes
+        if isinstance(value, TorchAOBaseTensor):
+            stored = type(value).__name__
+            nbytes = sum(getattr(value, part).nbytes for part in value.tensor_data_names)
+        elif isinstance(value, PackedWeight):
+            stored = f"{value.bits} bits of {value.layout}, {stored}"
+        num_bytes += nbytes
+        if len(value.shape) != 2:
+            continue
+        if not value.dtype.is_floating_point:
+            raise InputError(f"{name} in {folder} is {stored} and no weight; give another folder")
+        dense = value.dequantize()
+        levels, group_size = find_codes(dense)
+        matrices.append(
+            Matrix(
+                name=name.removesuffix(".weight"),
+                stored=stored,
+                nbytes=nbytes,
+                width=dense.shape[1],
+                size=dense.numel(),
+                zeros=int((dense == 0).sum()),
+                levels=levels,
+                group_size=group_size,
+            )
+        )
+    sizes = {m.name: m.group_size for m in matrices if m.group_size}
+    alike = named_alike(sizes, {m.name: m.width for m in matrices})
+    matrices.sort(key=lambda m: re.sub(r"\d+", lambda number: number[0].zfill(9), m.name))
+    return [replace(m, group_size=alike.get(m.name)) for m in matrices], num_bytes
+
+
+def contents_table(folder: Path) -> str:
+    """Return a Markdown table of the linears in the blocks of a model, and one line about all.
+
+    Args:
+        folder: See `read_matrices`, also for the errors.
+    """
+    matrices, num_bytes = read_matrices(folder)
+    linears = [m for m in matrices if _IN_BLOCK.search(m.name)]
+    lines = [
+        "| linear | levels | group size | bits per weight | zeros | stored as | bytes |",
+        "|---|---:|---:|---:|---:|---|---:|",
+    ]
+    kinds = defaultdict(list)
+    for m in linears:
+        kinds[m.kind].append(m)
+        numbers = f"{8 * m.nbytes / m.size:.3f} | {m.zeros / m.size:.1%} | {m.stored} | {m.nbytes}"
+        lines.append(f"| {m.name} | {m.levels or 'dense'} | {m.group_size or '-'} | {numbers} |")
+    parts = []
+    for kind, group in kinds.items():
+        zeros = sum(m.zeros for m in group) / sum(m.size for m in group)
+        parts.append(
+            f"{len(group)} linears: {kind}" + f", {zeros:.0%} zeros" * bool(group[0].levels)
+        )
+    parts += [f"{m.name} {m.kind}" for m in matrices if m not in linears]
+    return "\n".join([*lines, "", f"{'; '.join(parts)}; {num_bytes / 1e6:.1f} MB"])
