@@ -8,7 +8,7 @@ tensors in both directions.
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,22 @@ def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]
     for name, value in loaded.state_dict().items():
         if name in names:
             yield name, source.read(name) if name in source.shapes else value
+
+
+def names_in_files(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
+    """Return the model's name of each weight -> the names of its parts in the files.
+
+    Args:
+        folder: The folder of the model.
+        names: Names of all tensors in its files. Weights without such tensors are left out.
+    """
+    loading = import_optional("transformers.core_model_loading", "transformers")
+    model = model_on_meta(folder)
+    found = {
+        name: [name] if name in names else [*loading.revert_weight_conversion(model, {name: value})]
+        for name, value in model.state_dict().items()
+    }
+    return {name: parts for name, parts in found.items() if all(part in names for part in parts)}
 
 
 class HuggingFaceCheckpointer:

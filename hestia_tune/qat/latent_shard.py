@@ -8,7 +8,7 @@ call per operator on it, a few in every step.
 import torch
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 # Operators that FSDP2 and modules apply to a parameter before they gather it. All other operators
@@ -34,12 +34,18 @@ class LatentShard(torch.Tensor):
     For everything else it behaves like a plain tensor: operators see ``latent`` and return plain
     tensors. Only views, copies and empty tensors stay shards.
 
+    Args:
+        latent: The rows of the latent weight.
+        key: Name of the parameter in its module. The module's ``effective_rows`` has the effective
+            rows of every such parameter by this name.
+
     Tensor Attributes:
-        latent: The rows of the latent weight (rows, in_features), float32.
+        latent: The rows of the latent weight, (rows, in_features), or (experts, out_features,
+            in_features) for a part of the experts; float32.
     """
 
     @staticmethod
-    def __new__(cls, latent: torch.Tensor):
+    def __new__(cls, latent: torch.Tensor, key: str = "weight"):
         return torch.Tensor._make_wrapper_subclass(
             cls,
             latent.size(),
@@ -52,18 +58,18 @@ class LatentShard(torch.Tensor):
             requires_grad=latent.requires_grad,
         )
 
-    def __init__(self, latent: torch.Tensor):
-        self.latent = latent
+    def __init__(self, latent: torch.Tensor, key: str = "weight"):
+        self.latent, self.key = latent, key
 
     def __repr__(self) -> str:
         return f"LatentShard({self.latent})"
 
     def __tensor_flatten__(self):
-        return ["latent"], None
+        return ["latent"], self.key
 
     @staticmethod
     def __tensor_unflatten__(inner, metadata, outer_size, outer_stride):
-        return LatentShard(inner["latent"])
+        return LatentShard(inner["latent"], metadata)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -73,15 +79,16 @@ class LatentShard(torch.Tensor):
             return args[0]
         if func not in _KEPT:
             return out
-        out = tree_map_only(torch.Tensor, cls, out)
+        (key,) = {leaf.key for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
+        out = tree_map_only(torch.Tensor, lambda t: cls(t, key), out)
         return return_and_correct_aliasing(func, args, kwargs or {}, out)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Return the rows to gather: the effective rows of `refresh`, padded as FSDP2 needs."""
-        effective = module.effective_rows.to(self.device)
+        effective = module.effective_rows[self.key].to(self.device)
         missing = -(-outer_size[0] // mesh.size()) - effective.shape[0]
         if missing > 0:
-            effective = nn.functional.pad(effective, (0, 0, 0, missing))
+            effective = nn.functional.pad(effective, (0, 0) * (effective.dim() - 1) + (0, missing))
         return (effective,), None
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):

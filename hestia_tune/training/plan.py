@@ -24,6 +24,7 @@ from hestia_tune.data.tokens import INDEX
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
 from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
+from hestia_tune.export.folder import check_experts
 from hestia_tune.export.gguf_model import check_architecture
 from hestia_tune.files import read_json, require_writable_dir
 from hestia_tune.models import build, checkpoints
@@ -159,6 +160,7 @@ def _plan_model(config: RunConfig, device: torch.device) -> Plan:
     shapes = build.shapes_of(model)
     model = component.prepare(model)
     build.check_model_options(config, model)
+    check_experts(model, config.convert.formats or ())
     if config.needs_pretrained and (in_files := checkpoints.shapes_in_files(config)) is not None:
         checkpoints.check_shapes(shapes, in_files, config.checkpointer["checkpoint_dir"])
     return Plan(
