@@ -50,6 +50,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     # The head calls a part of the module that transformers names as the backbone.
     "OPT": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}),
+    # The files have the experts of a block in one tensor, with another name than the model.
+    "Granite-MoE": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # The files have other names of blocks than the model.
+    "Mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     # The class of the linears has its own forward.
     "Falcon": ("FalconConfig", {}),
 }

@@ -51,14 +51,10 @@ def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]
             if name in names or not dropped:
                 yield name, source.read(name)
         return
-    transformers = import_optional("transformers")
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-        source.folder,
-        config=read_config(str(source.folder)),
-        dtype=torch.float32,
-        output_loading_info=True,
-        local_files_only=True,
-        trust_remote_code=False,
+    transformers, config = import_optional("transformers"), read_config(str(source.folder))
+    state = {name: source.read(name) for name in source.shapes}  # hard, if the source makes it so
+    loaded, report = transformers.AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
     )
     for kind in ("missing", "unexpected", "mismatched"):
         if wrong := sorted(map(str, report[f"{kind}_keys"])):

@@ -20,7 +20,7 @@ from hestia_tune.models.build import build_buffers, kept_in_blocks
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
 from hestia_tune.models.hugging_face_model import hugging_face
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.sensitivity.curvature import (
     CalibrationBatch,
     HessianBatch,
@@ -85,7 +85,7 @@ def test_names_equal_the_names_in_the_folder(family):
 def test_blocks_make_a_chain(family, packed, caplog):
     _, _, model = family
     layers = quantized_linears(HestiaQATQuantizer(group_size=32).prepare(model_of(family)))
-    weights = {name: model.get_submodule(name).weight for name in layers}
+    weights = weights_of(layers, dict(model.named_parameters()))
     model.requires_grad_(False)
     inputs = {"mask": torch.ones(2, 20, 20), "input_pos": POSITIONS} if packed else {}
     batch = CalibrationBatch(tokens=TOKENS, labels=TOKENS.roll(-1, 1), model_inputs=inputs)

@@ -14,7 +14,8 @@ from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.launch import main
 from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.export.gguf_model import check_architecture
-from hestia_tune.models.checkpoints import complete_checkpoints
+from hestia_tune.models.checkpoints import complete_checkpoints, names_in_files
+from hestia_tune.qat.linear import weights_of
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 
 transformers = pytest.importorskip("transformers")
@@ -60,9 +61,10 @@ def test_the_hard_model_is_a_complete_folder(trained):
     theirs.pop("torch_dtype"), config.pop("dtype", None)
     assert theirs == config
     description = json.loads((hard / "hestia.json").read_text())
-    for layer in description["layers"]:
-        weight = found[f"{layer}.weight"].float().unflatten(1, (-1, 32))
-        assert (weight.abs().amax(-1, keepdim=True) * weight.sign() == weight).all(), layer
+    names = weights_of(description["layers"], names_in_files("HUGGING_FACE", hard))
+    for name in sum(names.values(), []):
+        weight = found[name].float().unflatten(-1, (-1, 32))
+        assert (weight.abs().amax(-1, keepdim=True) * weight.sign() == weight).all(), name
     validation = json.loads((folder / "out" / "results.json").read_text())["validation_loss"]
     assert validation["pretrained"] != validation["trained, hard"]
 
@@ -72,7 +74,7 @@ def test_files_load_in_transformers_with_equal_logits(trained, monkeypatch):
     formats = ["torchao", "huggingface", "compressed_tensors"]
     if family == "Qwen3-MoE":
         formats.pop()
-        with pytest.raises(ValueError, match="converts the weights of this qwen3_moe"):
+        with pytest.raises(ValueError, match="files cannot hold the weights of experts"):
             ConvertRecipe(config_of(trained, "convert.formats=[compressed_tensors]"))
     recipe = ConvertRecipe(config_of(trained, f"convert.formats=[{','.join(formats)}]"))
     recipe.run()
