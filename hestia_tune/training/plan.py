@@ -25,7 +25,7 @@ from hestia_tune.distributed import ensure_process_group, on_first_rank, togethe
 from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.folder import check_experts
-from hestia_tune.export.gguf_model import check_architecture
+from hestia_tune.export.gguf_families import check_architecture
 from hestia_tune.files import read_json, require_writable_dir
 from hestia_tune.models import build, checkpoints
 from hestia_tune.qat.linear import quantized_linears

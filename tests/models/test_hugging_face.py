@@ -14,7 +14,7 @@ from hestia_tune import HestiaQATQuantizer
 from hestia_tune.blocks import find_blocks, record_blocks, share_equal
 from hestia_tune.config.run import SELF_GENERATED, RunConfig
 from hestia_tune.errors import InputError
-from hestia_tune.export.gguf_model import check_architecture
+from hestia_tune.export.gguf_families import check_architecture
 from hestia_tune.models import AutoTokenizer, HuggingFaceCheckpointer, HuggingFaceTokenizer
 from hestia_tune.models.build import build_buffers, kept_in_blocks
 from hestia_tune.models.folder import SafetensorsFolder
@@ -122,7 +122,7 @@ def table_row(name: str, folder: Path) -> str:
     short = ", ".join(key.rpartition(".")[2].removesuffix("_proj") for key in own)
     kept = re.search(r"as \S+?\d+\.(\S+)", kept_in_blocks(model))
     try:
-        gguf, _ = check_architecture(json.loads((folder / "config.json").read_text()))
+        gguf = check_architecture(json.loads((folder / "config.json").read_text()))[0].name
     except ValueError:
         gguf = "no"
     stays = kept[1] if kept else "–"

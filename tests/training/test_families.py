@@ -13,7 +13,7 @@ import hestia_tune
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.launch import main
 from hestia_tune.commands.sensitivity import estimate
-from hestia_tune.export.gguf_model import check_architecture
+from hestia_tune.export.gguf_families import check_architecture
 from hestia_tune.models.checkpoints import complete_checkpoints, names_in_files
 from hestia_tune.qat.linear import weights_of
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
