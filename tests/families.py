@@ -42,7 +42,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("MistralConfig", {"sliding_window": None}),
     "Gemma 2": ("Gemma2Config", GEMMA),
     "Gemma 3": ("Gemma3TextConfig", GEMMA),
+    "Phi": ("PhiConfig", {}),
     "Phi-3": ("Phi3Config", {}),
+    "OLMo2": ("Olmo2Config", {}),
+    "Granite": ("GraniteConfig", {"residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    "GPT-NeoX": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
     "SmolLM3": ("SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "Qwen3-MoE": ("Qwen3MoeConfig", {"head_dim": 16} | EXPERTS),
 }

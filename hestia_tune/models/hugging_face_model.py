@@ -230,7 +230,8 @@ def hugging_face(
         )
     backbone_name = _find_backbone(model)
     _tie(model)
-    model.__class__ = type(type(model).__name__, (Decoder, type(model)), {})
+    kind = type(model)  # Of other modules, transformers would not convert names of weights.
+    model.__class__ = type(kind.__name__, (Decoder, kind), {"__module__": kind.__module__})
     model.backbone_name = backbone_name
     lengths = (max_seq_len, *(getattr(config, name, None) for name in _LENGTHS), 2048)
     model.longest_sequence = next(length for length in lengths if length is not None)

@@ -145,7 +145,10 @@ def test_two_ranks_resume(trained):
     assert logged(two) == pytest.approx(expected, rel=1e-5)
     one, other = (load_file(f / "hard_model" / "model.safetensors") for f in (folder / "out", two))
     for name, value in one.items():
-        assert (value != other[name]).float().mean() < 0.01, name
+        if value.dim() == 1:
+            torch.testing.assert_close(value, other[name], rtol=2**-7, atol=1e-4)
+        else:
+            assert (value != other[name]).float().mean() < 0.01, name
 
 
 @pytest.mark.slow
