@@ -54,12 +54,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     # The head calls a part of the module that transformers names as the backbone.
     "OPT": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}),
+    # The class of the linears has its own forward.
+    "Falcon": ("FalconConfig", {}),
+}
+# Models of blocks without attention.
+STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mamba": ("MambaConfig", {"state_size": 16}),
+    "Mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1}),
+}
+# Mixtures of experts besides those in FAMILIES.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # The files have the experts of a block in one tensor, with another name than the model.
     "Granite-MoE": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     # The files have other names of blocks than the model.
     "Mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    # The class of the linears has its own forward.
-    "Falcon": ("FalconConfig", {}),
 }
 
 
@@ -68,7 +76,7 @@ def make_family(folder: Path, family: str, seed: int = 0, **changes: Any) -> Pat
     import transformers
 
     make_model_dir(folder)  # this writes the tokenizer
-    name, differences = (FAMILIES | OTHERS)[family]
+    name, differences = (FAMILIES | OTHERS | STATE_SPACES | MIXTURES)[family]
     config = getattr(transformers, name)(**SHAPE | differences | changes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)

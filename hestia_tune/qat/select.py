@@ -44,8 +44,8 @@ def select_layers(
         exclude: Shell patterns of layers to leave out again.
 
     Raises:
-        InputError: If a pattern matches no linear, no linear is left, or the model is itself a
-            linear.
+        InputError: If the matrices in the model's blocks are not linears, a pattern matches no
+            linear, no linear is left, or the model is itself a linear.
     """
     if isinstance(model, nn.Linear):
         raise InputError("the model is itself a linear and cannot be swapped in place; wrap it")
@@ -56,6 +56,18 @@ def select_layers(
     }
     experts = experts_weights(model)
     layers = linears | experts
+    default = {fqn for fqn, module in linears.items() if is_transformer_linear(module, fqn)}
+    default |= {fqn for fqn in experts if _IN_NUMBERED_BLOCK.search(fqn)}
+    named = model.named_modules()
+    blocks = {
+        m for fqn, m in named if _IN_NUMBERED_BLOCK.search(fqn) and not isinstance(m, nn.Linear)
+    }
+    kinds = {type(m).__name__ for m in blocks if any(p.dim() == 2 for p in m.parameters(False))}
+    if kinds and not default:  # Even if a pattern names a head: it may be tied to the embedding.
+        raise InputError(
+            f"the matrices in the model's blocks are not linears but {', '.join(sorted(kinds))}, "
+            "which cannot be quantized; use another model"
+        )
 
     def matching(patterns: Sequence[str], option: str) -> set[str]:
         names = set()
@@ -70,22 +82,8 @@ def select_layers(
             names.update(hits)
         return names
 
-    if include is None:
-        chosen = {fqn for fqn, module in linears.items() if is_transformer_linear(module, fqn)}
-        chosen |= {fqn for fqn in experts if _IN_NUMBERED_BLOCK.search(fqn)}
-    else:
-        chosen = matching(include, "include")
-    chosen -= matching(exclude, "exclude")
-    named = model.named_modules()
-    blocks = {
-        m for fqn, m in named if _IN_NUMBERED_BLOCK.search(fqn) and not isinstance(m, nn.Linear)
-    }
-    kinds = {type(m).__name__ for m in blocks if any(p.dim() == 2 for p in m.parameters(False))}
-    if not chosen and include is None and kinds:
-        raise InputError(
-            f"the matrices in the model's blocks are not linears but {', '.join(sorted(kinds))}, "
-            "which cannot be quantized; use another model"
-        )
+    chosen = default if include is None else matching(include, "include")
+    chosen = chosen - matching(exclude, "exclude")
     if not chosen:
         raise InputError(
             f"no linear of the model is selected (it has {len(linears)}); "

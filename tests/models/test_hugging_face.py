@@ -190,8 +190,31 @@ def test_layers_that_are_not_linears_are_refused_by_their_kind(tmp_path):
     transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4).save_pretrained(tmp_path)
     with torch.device("meta"):
         model = hugging_face(str(tmp_path))
-    with pytest.raises(ValueError, match="are not linears but Conv1D, which cannot be quantized"):
-        HestiaQATQuantizer(group_size=32).prepare(model)
+    for include in (None, ["*"], ["*.c_attn"]):  # No advice may lead to the head that is tied.
+        with pytest.raises(
+            ValueError, match="not linears but Conv1D, .*use another model"
+        ) as error:
+            HestiaQATQuantizer(group_size=32, include=include).prepare(model)
+        assert "include" not in str(error.value)
+    theirs = transformers.AutoModelForCausalLM.from_config(model.config)
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    with pytest.raises(ValueError, match="not linears but Conv1D, .*use another model"):
+        HestiaQATQuantizer(group_size=32, include=["*"]).prepare(theirs)
+
+
+def test_state_space_models_are_quantized_except_for_steps_that_groups_do_not_divide(tmp_path):
+    for family, parts in (
+        ("Mamba", {"in_proj", "x_proj", "out_proj"}),
+        ("Mamba2", {"in_proj", "out_proj"}),
+    ):
+        model = model_on_meta(make_family(tmp_path / family, family))
+        if family == "Mamba":
+            with pytest.raises(ValueError, match=r"does not divide in_features 4 of \S+\.dt_proj"):
+                HestiaQATQuantizer(group_size=32).prepare(model)
+        component = HestiaQATQuantizer(group_size=32, skip_incompatible=True)
+        layers = quantized_linears(component.prepare(model))
+        assert {name.rpartition(".")[2] for name in layers} == parts
+        assert len(layers) == 2 * len(parts)
 
 
 def test_a_missing_folder_is_refused(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from families import FAMILIES, family_config, make_family
+from families import FAMILIES, STATE_SPACES, family_config, make_family
 from safetensors.torch import load_file
 from tiny import logged, run, tune_run, write_config
 
@@ -163,6 +163,25 @@ def test_reconstruction(trained):
     for window in recipe.results:
         assert window.error < window.naive_error
     assert torch.isfinite(logits(recipe.output / "hard_model")).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", STATE_SPACES)
+def test_state_space_models_train(tmp_path, family):
+    """Models without attention train too, and transformers reads their hard models."""
+    model_dir = make_family(tmp_path / "model", family)
+    options = ("quantizer.skip_incompatible=True", "dataset.num=12", "optimizer.lr=3e-3")
+    assert run(family_config(model_dir, tmp_path / "out", *options)).finished
+    losses = json.loads((tmp_path / "out" / "results.json").read_text())["validation_loss"]
+    assert losses["trained, hard"] != losses["pretrained"]
+    found = logits(tmp_path / "out" / "hard_model")
+    recipe = ConvertRecipe(family_config(model_dir, tmp_path / "out", *options))
+    recipe.run()
+    with torch.no_grad():
+        model = hestia_tune.load_quantized(
+            recipe.output / "torchao", dtype=torch.float32, kernel="dequantize"
+        )
+        assert torch.equal(model(TOKENS), found)
 
 
 @pytest.mark.slow
