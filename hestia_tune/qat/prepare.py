@@ -187,7 +187,7 @@ class QATQuantizerBase:
     Args:
         config: The method and its options.
         include: Shell patterns of the linears to quantize. None takes every linear of the
-            transformer blocks (attention q, k, v, output; MLP gate, up, down).
+            transformer blocks (attention q, k, v, output; MLP gate, up, down) and the experts.
         exclude: Shell patterns of linears to leave out.
         skip_incompatible: Whether to leave out linears of a shape that the method cannot quantize,
             instead of raising an error.

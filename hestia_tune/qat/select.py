@@ -14,7 +14,7 @@ from hestia_tune.qat.experts import ExpertsWeight, experts_weights
 from hestia_tune.qat.linear import clean_fqn
 
 _IN_NUMBERED_BLOCK = re.compile(r"(^|\.)\d+\.")
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+_LEFT_OUT = re.compile(r"(^|\.)(gate|router|shared_expert_gate|dt_proj)$")
 
 
 def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
@@ -22,12 +22,13 @@ def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
 
     This is the default filter. Embeddings and norms are not linears, and the output head is outside
     the blocks. The filter leaves out the output projection of ``nn.MultiheadAttention``, because
-    that module reads its weight directly. By their names, it also leaves out the linears that
-    choose among experts. They are tiny, and their output decides which experts run.
+    that module reads its weight directly. So does Mamba with its ``dt_proj``, which is left out by
+    its name. By their names, the filter also leaves out the linears that choose among experts. They
+    are tiny, and their output decides which experts run.
     """
     if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
         return False
-    return bool(_IN_NUMBERED_BLOCK.search(fqn)) and not _ROUTER.search(fqn)
+    return bool(_IN_NUMBERED_BLOCK.search(fqn)) and not _LEFT_OUT.search(fqn)
 
 
 def select_layers(

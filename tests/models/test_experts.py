@@ -8,7 +8,16 @@ from families import EXPERTS, SHAPE
 from torch import nn
 from torch.func import functional_call
 
-from hestia_tune import LSQ, Fairy2iQATQuantizer, HestiaQATQuantizer, Tequila, quantized_linears
+from hestia_tune import (
+    INT2,
+    LSQ,
+    TWN,
+    AbsMean,
+    Fairy2iQATQuantizer,
+    HestiaQATQuantizer,
+    Tequila,
+    quantized_linears,
+)
 from hestia_tune.functional import hard_ternary, relaxed_ternary
 from hestia_tune.models.build import kept_in_blocks
 
@@ -20,6 +29,21 @@ MIXTURES = {
     "Qwen3MoeConfig": EXPERTS | {"head_dim": 16},
     "MixtralConfig": LOCAL,
     "OlmoeConfig": EXPERTS,
+    "Qwen2MoeConfig": EXPERTS | {"shared_expert_intermediate_size": 32},
+    "DeepseekV3Config": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
     "GraniteMoeConfig": LOCAL,
     "GptOssConfig": LOCAL | {"head_dim": 16, "rope_parameters": None},
 }
@@ -162,6 +186,15 @@ def test_transposed_experts_stay_dense_and_are_reported():
     model = prepared("GptOssConfig")
     assert not any(map(is_expert, quantized_linears(model)))
     assert "mlp.experts.gate_up_proj" in kept_in_blocks(model)
+
+
+@pytest.mark.parametrize("component", [AbsMean, TWN, INT2])
+def test_baselines_without_parameters_take_experts(component):
+    model = component(group_size=GROUP).prepare(mixture())
+    assert sum(map(is_expert, quantized_linears(model))) == 4
+    model(TOKENS, labels=TOKENS).loss.backward()
+    component(group_size=GROUP).convert(model)
+    assert model(TOKENS).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_reconstruction(trained):
 def test_state_space_models_train(tmp_path, family):
     """Models without attention train too, and transformers reads their hard models."""
     model_dir = make_family(tmp_path / "model", family)
-    options = ("quantizer.skip_incompatible=True", "dataset.num=12", "optimizer.lr=3e-3")
+    options = ("dataset.num=12", "optimizer.lr=3e-3")
     assert run(family_config(model_dir, tmp_path / "out", *options)).finished
     losses = json.loads((tmp_path / "out" / "results.json").read_text())["validation_loss"]
     assert losses["trained, hard"] != losses["pretrained"]
