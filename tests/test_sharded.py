@@ -80,7 +80,9 @@ def prepared(name: str) -> tuple[nn.Module, nn.Module]:
     component = COMPONENTS[name]()
     if name in ("group", "learned"):  # Groups of 4 divide only 8, so 10 and 6 are left out.
         component._skip_incompatible = True
-    return component.prepare(make_model(name)), component
+    model = component.prepare(make_model(name))
+    assert ("0.gate_up_proj" in quantized_linears(model)) == (name == "experts")
+    return model, component
 
 
 def batches(step: int) -> list[torch.Tensor]:

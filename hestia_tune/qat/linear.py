@@ -285,7 +285,8 @@ class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
         """
         new = nn.Linear(self.in_features, self.out_features, device="meta")
         new.weight, new.bias = self.hard_weight(name, pack), self.bias
-        if (bias := self.hard_bias(self.whole_latents()[0])) is not None:
+        whole = self.whole_latents()[0] if self.derived_names else self.weight
+        if (bias := self.hard_bias(whole)) is not None:
             bias = sharded_like(bias, self.weight).to(self.weight.dtype)
             new.bias = nn.Parameter(bias, self.weight.requires_grad)
         return new.train(self.training)
