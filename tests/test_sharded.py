@@ -34,6 +34,7 @@ COMPONENTS = {
     "twn": lambda: TWN(group_size="tensor"),
     "seq": lambda: SEQ(group_size="channel", bits=2, scale_lr=0.02),
     "tequila": lambda: Tequila(group_size="tensor", epsilon=0.1),
+    "experts": lambda: HestiaQATQuantizer(group_size="channel"),
     "fairy2i": lambda: Fairy2iQATQuantizer(),
     "fairy2i, rows": lambda: Fairy2iQATQuantizer(num_stages=1, granularity=1),
 }
@@ -53,9 +54,26 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.middle(torch.tanh(self.up(self.norm(x))))))
 
 
-def make_model() -> nn.Sequential:
+class Mixture(Block):
+    """A block with three experts, a number that two ranks do not divide."""
+
+    is_transposed = False  # as modules of transformers state the layout (experts, out, in)
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 6, 8) / 3)
+        self.down_proj = nn.Parameter(torch.randn(3, 8, 6) / 3)
+
+    def forward(self, x):
+        x = super().forward(x)
+        for up, down in zip(self.gate_up_proj, self.down_proj, strict=True):
+            x = x + torch.tanh(x @ up.t()) @ down.t()
+        return x
+
+
+def make_model(name: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.ModuleDict({"0": Block(), "1": Block()})["0"], Block())
+    return nn.Sequential(Mixture() if name == "experts" else Block(), Block())
 
 
 def prepared(name: str) -> tuple[nn.Module, nn.Module]:
@@ -63,7 +81,9 @@ def prepared(name: str) -> tuple[nn.Module, nn.Module]:
     component = COMPONENTS[name]()
     if name in ("group", "learned"):  # Groups of 4 divide only 8, so 10 and 6 are left out.
         component._skip_incompatible = True
-    return component.prepare(make_model()), component
+    model = component.prepare(make_model(name))
+    assert ("0.gate_up_proj" in quantized_linears(model)) == (name == "experts")
+    return model, component
 
 
 def batches(step: int) -> list[torch.Tensor]:
@@ -129,7 +149,7 @@ def train(name: str, dtype: torch.dtype, sharded: bool, **options):
     with torch.no_grad():
         if dtype != torch.float32:
             for layer in converted.modules():
-                if isinstance(layer, nn.Linear | nn.LayerNorm):
+                if isinstance(layer, nn.Linear | nn.LayerNorm | Mixture):
                     layer.to(dtype)
         plain = converted(batches(99)[0].to(dtype)).float()
     return losses, norms, state, hard, plain

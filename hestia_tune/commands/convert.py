@@ -8,6 +8,7 @@ last checkpoint give the codes. All checks run before anything is written.
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hestia_tune.export import (
     write_onnx,
 )
 from hestia_tune.export.compressed_tensors import layout_of
-from hestia_tune.export.folder import write_card
+from hestia_tune.export.folder import check_experts, write_card
 from hestia_tune.export.gguf import check_gguf
 from hestia_tune.export.onnx import block_of
 from hestia_tune.export.packed import packed_entries, write_packed
@@ -30,7 +31,7 @@ from hestia_tune.methods import GroupMethod
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.already_hard import describe, find_hard
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, SafetensorsFolder, hub_name
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.tensors import check_format
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class ConvertRecipe:
                 "convert.source=pretrained for the naive model"
             )
         names = checkpoints.names_in_files(config.model_type, folder)
-        if missing := [layer for layer in self.layers if f"{layer}.weight" not in names]:
+        if missing := [n for n in self.layers if n not in names and f"{n}.weight" not in names]:
             raise InputError(
                 f"{folder} holds another model than the config's: it lacks {missing[0]}; use the "
                 "config of its model"
@@ -94,16 +95,18 @@ class ConvertRecipe:
             )
         if not isinstance(method, GroupMethod):
             return ModelFolder(folder, {})
-        quantized = {names[f"{layer}.weight"]: method.group_size for layer in self.layers}
+        parts = sum(weights_of(self.layers, names).values(), [])
+        quantized = dict.fromkeys(parts, method.group_size)
         source = ModelFolder(folder, quantized, quantize=not self.is_hard, method=method)
         if not self.is_hard:
-            weights = ((name, SafetensorsFolder.read(source, name)) for name in quantized)
-            self.found = find_hard(weights, method)
+            read = partial(SafetensorsFolder.read, source)
+            self.found = find_hard(((n, read(n).flatten(0, -2)) for n in quantized), method)
         return source
 
     def _check_formats(self) -> None:
         """Raise InputError if a format cannot hold the model, or its output exists already."""
         self.method.check_file_formats(self.formats)
+        check_experts(self.model, self.formats)
         for name in self.formats:
             if name in _PACKED_FORMATS:
                 check_format(self.method, _PACKED_FORMATS[name])

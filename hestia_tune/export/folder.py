@@ -22,11 +22,14 @@ import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_state_dict
 from safetensors import SafetensorError
+from torch import nn
 
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import read_state, staged, write_atomically
 from hestia_tune.models.folder import DESCRIPTION_FILE, HUB_NAME, ModelFolder, copy_side_files
+from hestia_tune.qat.experts import QuantizedExperts
+from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.tensors.packed_tensor import as_dense
 
 _TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
@@ -237,6 +240,26 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise InputError(
             f"{target} exists; choose another name (overwrite=True replaces other models only)"
         )
+
+
+def check_experts(model: nn.Module, formats: Iterable[str]) -> None:
+    """Raise InputError if a format cannot hold the quantized weights of experts.
+
+    Args:
+        model: The prepared model.
+        formats: Names of the formats that hestia_convert shall write. "huggingface" holds these
+            weights in bfloat16. "torchao" and "intx" do so too, because no product of experts takes
+            a packed weight.
+    """
+    layers = quantized_linears(model).items()
+    experts = [name for name, layer in layers if isinstance(layer, QuantizedExperts)]
+    for name in formats if experts else ():
+        if name not in ("huggingface", "torchao", "intx"):
+            raise InputError(
+                f"{name} files cannot hold the weights of experts, such as {experts[0]}; set "
+                "convert.formats to huggingface or torchao, or leave the experts out by "
+                "quantizer.exclude=['*.experts.*']"
+            )
 
 
 CARD_FILE = "README.md"

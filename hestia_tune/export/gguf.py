@@ -159,7 +159,7 @@ def write_gguf(
     block_type: str | Sequence[str] = "Q4_0",
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write a Hugging Face Llama, Mistral, Qwen2, Qwen3 or SmolLM3 as one GGUF file.
+    """Write a Hugging Face model of a family in `gguf_families` as one GGUF file.
 
     Args:
         source: The model.

@@ -35,7 +35,7 @@ from hestia_tune.export.folder import (
     write_folder,
     write_texts,
 )
-from hestia_tune.export.gguf_model import LINEARS
+from hestia_tune.export.gguf_families import LINEARS
 from hestia_tune.files import staged
 from hestia_tune.models.folder import (
     DESCRIPTION_FILE,

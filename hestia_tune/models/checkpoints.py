@@ -107,8 +107,10 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
     return (entry for part in parts for entry in part.items())
 
 
-def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the model's name of each weight -> its name in the files.
+def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
+    """Return the model's name of each weight -> the names of its parts in the files.
+
+    Only the weights of experts have several parts: the matrices of the single experts.
 
     Args:
         model_type: The model type in the checkpointer section.
@@ -119,10 +121,10 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
     """
     shapes = SafetensorsFolder(folder).shapes
     if model_type == TRANSFORMERS_MODEL_TYPE:
-        return {name: name for name in shapes}
+        return hugging_face_files.names_in_files(folder, shapes)
     to_torchtune = _converter(model_type, folder)
     return {
-        ours: theirs
+        ours: [theirs]
         for theirs, shape in shapes.items()
         for ours in to_torchtune({theirs: torch.empty(shape, device="meta")})
     }

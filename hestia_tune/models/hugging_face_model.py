@@ -237,7 +237,8 @@ def hugging_face(
         )
     backbone_name = _find_backbone(model)
     _tie(model)
-    model.__class__ = type(type(model).__name__, (Decoder, type(model)), {})
+    kind = type(model)  # Of other modules, transformers would not convert names of weights.
+    model.__class__ = type(kind.__name__, (Decoder, kind), {"__module__": kind.__module__})
     model.backbone_name = backbone_name
     lengths = (max_seq_len, *(getattr(config, name, None) for name in _LENGTHS), 2048)
     model.longest_sequence = next(length for length in lengths if length is not None)
@@ -331,8 +332,14 @@ def _find_backbone(model: nn.Module) -> str:
     raise InputError(f"{type(model).__name__} has no backbone with its blocks; train another model")
 
 
+class _TiedHead(TiedLinear):
+    """A tied head whose weight can be read. The forward of Mamba reads the dtype of its head."""
+
+    weight = property(lambda self: self.tied_module.weight)
+
+
 def _tie(model: Any) -> None:
-    """Replace a head that is tied to the embedding by a `TiedLinear`, which has no weight."""
+    """Replace a head that is tied to the embedding by a `TiedLinear`, which has no parameter."""
     if not (tied := model.all_tied_weights_keys):
         return
     names = {id(module): name for name, module in model.named_modules()}
@@ -346,5 +353,5 @@ def _tie(model: Any) -> None:
             f"{type(model).__name__} ties {', '.join(tied)}; train a model of another class"
         )
     delattr(model, name)
-    setattr(model, name, TiedLinear(embedding))
+    setattr(model, name, _TiedHead(embedding))
     model.tied = frozenset(tied)

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from hestia_tune.errors import InputError
 from hestia_tune.methods.base import SumOverRanks, fused
 from hestia_tune.qat.latent_shard import LatentShard
-from hestia_tune.qat.linear import QuantizedLinear, local_rows, quantized_linears, shard_like
+from hestia_tune.qat.linear import QuantizedLayer, local_rows, quantized_linears, shard_like
 
 
 def quantize_shards(model: nn.Module) -> None:
@@ -53,22 +53,24 @@ def quantize_shards(model: nn.Module) -> None:
     """
     layers = quantized_linears(model).values()
     shards = {
-        id(weight): nn.Parameter(LatentShard(weight.detach()), weight.requires_grad)
-        for weight in {layer.weight for layer in layers}
+        id(weight): nn.Parameter(LatentShard(weight.detach(), key), weight.requires_grad)
+        for weight, key in {layer.weight: layer.place[1] for layer in layers}.items()
     }
+    places = {(id(module), key) for module, key in (layer.place for layer in layers)}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in shards and not isinstance(module, QuantizedLinear):
+            if id(parameter) in shards and (id(module), key) not in places:
                 raise InputError(
                     f"{name}.{key} is the weight of a quantized linear too; leave that linear out "
                     "by quantizer.exclude, or untie the two"
                 )
     for layer in layers:
-        layer.weight = shards[id(layer.weight)]
+        module, key = layer.place
+        setattr(module, key, shards[id(layer.weight)])
+        module.effective_rows = {}
         layer.weight_is_effective = True
-        layer.effective_rows = None
         for name in layer.derived_names:  # FSDP2 treats it like any other parameter.
-            rows = torch.empty(layer.out_features, device=layer.weight.device)
+            rows = torch.empty(len(layer.weight), device=layer.weight.device)
             layer.register_parameter(name, nn.Parameter(rows))
 
 
@@ -86,7 +88,7 @@ class LatentRows:
         total: A function that sums over the ranks; None if no scale of the method needs sums.
     """
 
-    def __init__(self, layer: QuantizedLinear, *, compiled: bool = False):
+    def __init__(self, layer: QuantizedLayer, *, compiled: bool = False):
         self._layer, self._compiled, weight = layer, compiled, layer.weight
         self._group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
         self._size = 1 if self._group is None else dist.get_world_size(self._group)
@@ -96,9 +98,12 @@ class LatentRows:
         self.total: SumOverRanks | None = self._sum if spans_ranks else None
 
     def latents(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return this process's latent rows and parameters."""
+        """Return this process's latent rows and parameters.
+
+        The rows of experts are the rows of one expert below the rows of another.
+        """
         latent, *parameters = map(local_rows, self._layer.latents())
-        return latent, parameters
+        return latent.flatten(0, -2), parameters
 
     @torch.no_grad()
     def quantize(self, dtype: torch.dtype, *, is_hard: bool) -> dict[str, Tensor]:
@@ -117,7 +122,8 @@ class LatentRows:
             pressure = fake.pressure
             effective = self._formula("effective_weight")(rows, fake.tau, pressure, parameters)
         derived = self._layer.derive(latent, pressure, self.total)
-        return {"weight": self._from_pairs(effective.to(dtype)), **derived}
+        rows = self._from_pairs(effective.to(dtype))
+        return {"weight": rows.view_as(local_rows(self._layer.weight)), **derived}
 
     @torch.no_grad()
     def pull_back(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
@@ -127,12 +133,13 @@ class LatentRows:
             grads: The gradients of the tensors that `quantize` returned, by name.
         """
         fake, (latent, parameters) = self._layer.weight_fake_quantizer, self.latents()
-        derived = {name: grad for name, grad in grads.items() if name != "weight"}
-        inputs = self._to_pairs(grads["weight"]), self._to_pairs(latent)
+        derived, grad = dict(grads), grads["weight"]
+        del derived["weight"]
+        inputs = self._to_pairs(grad.flatten(0, -2)), self._to_pairs(latent)
         pulled, *others = self._formula("vjp")(*inputs, fake.tau, fake.pressure, parameters)
         if derived:
             pulled = pulled + self._layer.derive_vjp(derived, latent, fake.pressure, self.total)
-        return [self._from_pairs(pulled), *others]
+        return [self._from_pairs(pulled).view_as(grad), *others]
 
     def _formula(self, name: str) -> Callable[..., Any]:
         """Return a formula of the method, as fused kernels unless its scales span ranks."""
@@ -153,7 +160,7 @@ class LatentRows:
 
     def _overlaps(self, rank: int, other: int) -> list[int]:
         """Return how many upper and how many lower rows ``rank`` holds and ``other`` pairs."""
-        num_rows = self._layer.out_features
+        num_rows = len(self._layer.weight)
         begin, end = self._bounds(num_rows, rank)
         first, last = self._bounds(num_rows // 2, other)
         offsets = 0, num_rows // 2
@@ -163,8 +170,8 @@ class LatentRows:
         """Return (2k, m) for the held rows: the upper rows of k pairs, then their lower rows."""
         if not self._exchanges:
             return rows
-        begin, _ = self._bounds(self._layer.out_features, self._rank)
-        upper = max(0, self._layer.out_features // 2 - begin)
+        begin, _ = self._bounds(len(self._layer.weight), self._rank)
+        upper = max(0, len(self._layer.weight) // 2 - begin)
         return self._exchange(rows.tensor_split([upper]), to_pairs=True)
 
     def _from_pairs(self, pairs: Tensor) -> Tensor:
@@ -206,7 +213,8 @@ def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> 
                 effective["weight"] = effective["weight"].pin_memory()
             quantized[id(layer.weight)] = effective
         effective = quantized[id(layer.weight)]
-        layer.effective_rows = effective["weight"]
+        module, key = layer.place
+        module.effective_rows[key] = effective["weight"]
         for name in layer.derived_names:
             local_rows(getattr(layer, name)).copy_(effective[name])
     for module in model.modules():
@@ -220,7 +228,7 @@ def cage_strength(last: float, share: float) -> float:
 
 
 @torch.no_grad()
-def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], strength: float) -> None:
+def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLayer], strength: float) -> None:
     """Pull weights to their codes in place, by CAGE (arXiv 2510.18784). Collective.
 
     The rule is w <- w - lr·lambda·(w - Q(w)). Call it after an optimizer step. Q is the method's
@@ -244,7 +252,7 @@ def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], stren
 
 
 @torch.no_grad()
-def pull_back(layers: Iterable[QuantizedLinear], *, compiled: bool = False) -> None:
+def pull_back(layers: Iterable[QuantizedLayer], *, compiled: bool = False) -> None:
     """Turn the gradient of every effective weight into the latents' gradients. Collective.
 
     It works in place. Call it once per optimizer step, after the last backward and before clipping.

@@ -248,7 +248,9 @@ class Reconstruction:
                 tensors |= dict(block.named_buffers(remove_duplicate=False))
                 for name, module in quantized_linears(block).items():
                     own = effective.get(id(module), {"weight": module.weight.detach()})
-                    tensors |= {f"{name}.{key}": value for key, value in own.items()}
+                    # The weights of experts have the layer's name, and other weights are below it.
+                    own = {name if name in tensors else f"{name}.{k}": v for k, v in own.items()}
+                    tensors |= own
                 inputs = tree_map(moved, self._calls[batch][index])
                 states = run(template, tensors, states, inputs)
         return states.float()

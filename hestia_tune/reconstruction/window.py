@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from hestia_tune.blocks import BlockCall, hidden_of
 from hestia_tune.config import ReconstructionConfig
-from hestia_tune.qat.linear import QuantizedLinear, quantized_linears
+from hestia_tune.qat.linear import QuantizedLayer, quantized_linears
 from hestia_tune.qat.shards import LatentRows
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -112,7 +112,7 @@ class TrainedLayer:
             the linear derives.
     """
 
-    def __init__(self, layer: QuantizedLinear, compiled: bool):
+    def __init__(self, layer: QuantizedLayer, compiled: bool):
         self.layer, method = layer, layer.method
         self._rows = LatentRows(layer, compiled=compiled)
         self.weight = layer.weight.detach().requires_grad_()

@@ -37,7 +37,7 @@ from hestia_tune.models.checkpoints import (
 )
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.qat import shards
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import model_fingerprint
 from hestia_tune.training import checkpoint
@@ -115,8 +115,8 @@ def read_pretrained(plan: Plan) -> State | None:
 
     def read() -> State:
         state = models.read_checkpoint(plan.checkpointer, plan.config, plan.shapes)
-        for name in plan.layers:
-            if not state[f"{name}.weight"].any():
+        for name, weight in weights_of(plan.layers, state).items():
+            if not weight.any():
                 raise InputError(
                     f"{name} has only zeros in the pretrained weights; get the weights again, or "
                     f"leave the linear out: quantizer.exclude=[{name}]"
@@ -130,8 +130,9 @@ def read_pretrained(plan: Plan) -> State | None:
 
 def _hard_layers(plan: Plan, state: State) -> dict[str, GroupSize]:
     """Return name -> group size of the quantized linears that are hard already."""
-    weights = ((name, state[f"{name}.weight"]) for name in plan.layers)
-    return find_hard(weights, plan.component.method)
+    weights = weights_of(plan.layers, state)
+    rows = ((name, weight.flatten(0, -2)) for name, weight in weights.items())
+    return find_hard(rows, plan.component.method)
 
 
 def _latents_of_hard(plan: Plan, state: State, names: list[str]) -> State:
@@ -139,16 +140,20 @@ def _latents_of_hard(plan: Plan, state: State, names: list[str]) -> State:
 
     At a pressure below 1, the first step sees the latent weights, so these are the hard weights.
     """
-    hard = {f"{name}.weight": state[f"{name}.weight"].to(torch.bfloat16) for name in names}
+    keys = weights_of(names, {key.removesuffix(".weight"): key for key in state}).values()
+    hard = {key: state[key].to(torch.bfloat16) for key in keys}
     if plan.config.schedule.rho > 0:
         return hard
     method: Any = plan.component.method  # with groups, as `find_hard` has found layers
-    return {name: latent_of_hard(method, weight) for name, weight in hard.items()}
+    return {
+        key: latent_of_hard(method, weight.flatten(0, -2)).view(weight.shape)
+        for key, weight in hard.items()
+    }
 
 
 def fingerprint(plan: Plan, state: Mapping[str, torch.Tensor]) -> str:
     """Return the fingerprint of the weights in a state dict that the plan quantizes."""
-    return model_fingerprint({name: state[f"{name}.weight"] for name in plan.layers})
+    return model_fingerprint(weights_of(plan.layers, state))
 
 
 def _initial_weights(plan: Plan) -> tuple[State, State, list[str]]:
@@ -190,7 +195,10 @@ def _make_schedule(plan: Plan, state: Mapping[str, torch.Tensor]) -> AnnealingSc
     if tau_init == "auto" and plan.resume is not None:
         tau_init = plan.resume.meta["identity"]["schedule.tau_init"]
     elif tau_init == "auto":
-        weights = (state[f"{n}.weight"].to(plan.device, torch.float32) for n in plan.layers)
+        weights = (
+            weight.flatten(0, -2).to(plan.device, torch.float32)
+            for weight in weights_of(plan.layers, state).values()
+        )
         tau_init = on_first_rank(plan.component.method.fit_temperature, weights)
         log.info(f"tau_init auto: {tau_init:.4f}")
     return AnnealingSchedule.of(plan.data.total_steps, section, tau_init=tau_init)
@@ -304,11 +312,12 @@ def _load(model: nn.Module, state: State, plan: Plan, dtype: torch.dtype) -> Non
     for name, layer in quantized_linears(model).items():
         layer.weight_fake_quantizer.reset_buffers(device)
         if latents:
-            initial = layer.method.initial_parameters(latents[f"{name}.weight"])
+            (weight,) = weights_of([name], latents).values()
+            initial = layer.method.initial_parameters(weight)
             for key, value in zip(layer.method.parameter_names, initial, strict=True):
                 latents.setdefault(f"{name}.{key}", value)  # a reconstruction has its own values
             for key in layer.derived_names:
-                latents[f"{name}.{key}"] = torch.zeros(layer.out_features)
+                latents[f"{name}.{key}"] = torch.zeros(len(layer.weight))
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
     )

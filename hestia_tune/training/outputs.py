@@ -32,7 +32,7 @@ from hestia_tune.methods.base import require_finite
 from hestia_tune.models import checkpoints
 from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, hub_name
 from hestia_tune.models.packed_layouts import dense_config
-from hestia_tune.qat.linear import full_tensor, quantized_linears
+from hestia_tune.qat.linear import full_tensor, quantized_linears, weights_of
 from hestia_tune.sensitivity import model_fingerprint
 
 RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
@@ -86,8 +86,7 @@ def reconstructed_weights(
     Raises:
         InputError: If the reconstruction was made from another model.
     """
-    weights = {name: pretrained[f"{name}.weight"] for name in results["layers"]}
-    if model_fingerprint(weights) != results["model_fingerprint"]:
+    if model_fingerprint(weights_of(results["layers"], pretrained)) != results["model_fingerprint"]:
         raise InputError(
             f"reconstruction: {folder} was made from another model than the checkpointer's; "
             "reconstruct this model"
@@ -129,7 +128,7 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             require_finite(name, latent, *parameters)
         if dist.get_rank() == 0:
             hard = latent if layer is None else layer.method.hard(latent, parameters)
-            state[name] = hard.to(torch.bfloat16).cpu()
+            state[name] = hard.to(torch.bfloat16).cpu().view(value.shape)
             if layer is not None and (bias := layer.hard_bias(latent)) is not None:
                 state[f"{name.removesuffix('weight')}bias"] = bias.to(torch.bfloat16).cpu()
     if layers:

@@ -25,7 +25,8 @@ from hestia_tune.data.tokens import INDEX
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
 from hestia_tune.errors import InputError, collecting, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
-from hestia_tune.export.gguf_model import check_architecture
+from hestia_tune.export.folder import check_experts
+from hestia_tune.export.gguf_families import check_architecture
 from hestia_tune.files import read_json
 from hestia_tune.models import build, checkpoints
 from hestia_tune.qat.linear import quantized_linears
@@ -196,6 +197,7 @@ def _plan_model(config: RunConfig, device: torch.device, tokenizer: Any) -> Plan
         with check():
             model = component.prepare(model)
             build.check_model_options(config, model)
+            check_experts(model, config.convert.formats or ())
         with check():
             build.check_tokenizer(tokenizer, model)
         with check():

@@ -56,7 +56,7 @@ def test_a_failed_overwrite_keeps_the_old_file(demo, tmp_path):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
         ({"num_hidden_layers": 3}, "layers.3.* is unknown"),
         ({"num_hidden_layers": 5}, "layers.4.* is missing"),
-        ({"tie_word_embeddings": False}, "lm_head is missing"),
+        ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
         ({"vocab_size": 1000}, "ids up to 1023"),
     ],
 )
