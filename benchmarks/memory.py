@@ -8,8 +8,8 @@ that transformers builds read a config.json, which this script writes from the p
 
 import argparse
 import json
-import warnings
 import tempfile
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 

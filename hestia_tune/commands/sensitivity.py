@@ -30,9 +30,9 @@ from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, estim
 from hestia_tune.sensitivity.artifact import estimation_identity
 from hestia_tune.sensitivity.estimation import Journal
 from hestia_tune.training import data
-from hestia_tune.training.build import read_pretrained
 from hestia_tune.training.generation import generate_missing
 from hestia_tune.training.plan import Plan, plan
+from hestia_tune.training.weights import read_pretrained
 
 log = logging.getLogger(__name__)
 

@@ -34,8 +34,9 @@ import torch
 
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import split_weights, write_safetensors
+from hestia_tune.models.class_logits import require_same_logits
 from hestia_tune.models.folder import ModelFolder, import_optional
-from hestia_tune.models.hugging_face_model import read_config, require_same_logits
+from hestia_tune.models.hugging_face_model import read_config
 
 _FORMAT = "pack-quantized"
 # Largest relative difference of logits in bfloat16. Both models multiply the same weights, but the

@@ -22,8 +22,8 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, read_json
 from hestia_tune.methods import Method
 from hestia_tune.models import hugging_face_files
+from hestia_tune.models.class_logits import check_logits
 from hestia_tune.models.folder import SafetensorsFolder, local_folder
-from hestia_tune.models.hugging_face_model import check_logits
 
 # The norms of transformers that multiply by 1 + weight.
 _NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")

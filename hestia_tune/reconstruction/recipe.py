@@ -51,10 +51,10 @@ from hestia_tune.reconstruction.window import WindowResult
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.sensitivity.curvature import IGNORE_INDEX, logits_of
 from hestia_tune.training import data, outputs
-from hestia_tune.training.build import fingerprint, read_pretrained
 from hestia_tune.training.loader import TrainingData
 from hestia_tune.training.outputs import LATENTS_FILE, RESULTS_FILE, validation_identity
 from hestia_tune.training.plan import plan
+from hestia_tune.training.weights import fingerprint, read_pretrained
 
 log = logging.getLogger(__name__)
 
