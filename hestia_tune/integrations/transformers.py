@@ -88,17 +88,15 @@ class HestiaCallback(TrainerCallback):
         needs_group = method.trained_parameters and (args.weight_decay or rate is not None)
         accelerator = AcceleratorState()
         kind = accelerator.distributed_type
-        parameters = model.parameters()
         for is_refused, message in (
             (
                 kind in _SHARDED_KINDS and not accelerator.is_fsdp2,
-                f"the model can be shared by FSDP2 (fsdp_version: 2) and DDP, not by {kind.value} "
-                "of another version or kind",
+                "several processes train by FSDP2 (fsdp_version: 2) or DDP, and by no other kind "
+                f"or version; got {kind.value}",
             ),
             (
-                any(isinstance(parameter, DTensor) for parameter in parameters),
-                "the model is sharded already; load all of it, and let accelerate shard it by "
-                "FSDP2 (fsdp_version: 2)",
+                any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+                "the model is sharded already; load it whole, and accelerate shards it by FSDP2",
             ),
             (
                 args.load_best_model_at_end,

@@ -5,6 +5,7 @@ gives FSDP to a group of gloo ranks. tests/gpu has the same training without thi
 """
 
 import functools
+import importlib.util
 import os
 from pathlib import Path
 
@@ -18,12 +19,14 @@ transformers = pytest.importorskip("transformers")
 from accelerate import PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from test_sharded import free_port  # noqa: E402
-from test_transformers import SCHEDULE, Watch, make_trainer  # noqa: E402
+from test_transformers import SCHEDULE, Watch, losses, make_trainer  # noqa: E402
+from tiny import make_model_dir  # noqa: E402
 
 from hestia_tune import HestiaConfig  # noqa: E402
 from hestia_tune.functional import hard_ternary  # noqa: E402
 from hestia_tune.integrations.transformers import HestiaCallback  # noqa: E402
 
+HAS_TRL = importlib.util.find_spec("trl") is not None
 LEARNED = HestiaConfig(group_size="channel", scale="learned", start="least_squares")
 OTHER_WAYS = {
     "state_dict_type": "SHARDED_STATE_DICT",
@@ -61,6 +64,27 @@ def train(folder, config=None, resume=None, **options):
     return found
 
 
+def train_by_trl(folder, **options):
+    """Fine-tune on prompts and completions by TRL, and return the losses."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    model = make_model_dir(folder / "model")
+    common = {"max_steps": 2, "learning_rate": 1e-3, "logging_steps": 1, "max_length": 32}
+    common |= {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
+    arguments = SFTConfig(str(folder), **common | options)
+    texts = [chr(97 + i) * (3 + i) for i in range(8)]
+    trainer = SFTTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": texts, "completion": texts[::-1]}),
+        processing_class=transformers.AutoTokenizer.from_pretrained(model),
+        callbacks=[HestiaCallback(HestiaConfig(group_size=32), SCHEDULE)],
+    )
+    trainer.train()
+    return losses(trainer)
+
+
 def as_rank(rank: int, port: str, folder: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     os.environ |= dict(zip(names, (str(rank), str(rank), "2", "2", "127.0.0.1", port), strict=True))
@@ -77,6 +101,9 @@ def as_rank(rank: int, port: str, folder: Path) -> None:
                 checkpoint = folder / name / "checkpoint-3"
                 resumed = train(folder / "resumed", config, checkpoint, **options)
                 results[name, "resumed"] = resumed
+        if HAS_TRL:
+            options = {"per_device_train_batch_size": 2, "fsdp": True, "fsdp_config": {}}
+            results["trl"] = train_by_trl(folder / f"trl{rank}", **options)
     torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -145,3 +172,15 @@ def test_the_hard_model_is_that_of_the_float32_latents(trained, name):
             assert torch.equal(hard[key], value.bfloat16())
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "hard_model")
     assert loaded.dtype == torch.bfloat16 and type(loaded).__name__ == "Qwen3ForCausalLM"
+
+
+@pytest.mark.skipif(not HAS_TRL, reason="needs trl")
+def test_trl_trains_on_two_ranks_as_in_one_process(trained, tmp_path):
+    expected = train_by_trl(tmp_path, per_device_train_batch_size=4)
+    for rank in (0, 1):
+        assert torch.load(trained[0] / f"{rank}.pt")["trl"] == pytest.approx(expected)
+    folders = [tmp_path / "hard_model", trained[0] / "trl0" / "hard_model"]
+    one, two = (load_file(folder / "model.safetensors") for folder in folders)
+    assert two.keys() == one.keys()
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=1e-2, atol=1e-4)
