@@ -40,6 +40,7 @@ from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 log = logging.getLogger(__name__)
 
 
+# Kinds of accelerate that move or round parameters. FSDP2 is a version of the first.
 _SHARDED_KINDS = [
     *(DistributedType.FSDP, DistributedType.DEEPSPEED),
     *(DistributedType.MEGATRON_LM, DistributedType.XLA),
@@ -125,7 +126,7 @@ class HestiaCallback(TrainerCallback):
         self.is_sharded, self.is_pulled_back = AcceleratorState().is_fsdp2, None
         if self.is_sharded:
             policy = AcceleratorState().fsdp_plugin.mixed_precision_policy
-            dtype = torch.float32 if policy is None else policy.param_dtype
+            dtype = getattr(policy, "param_dtype", None) or torch.float32
             shards.quantize_shards(model)
             for layer in self.layers.values():  # Offloaded rows are on the CPU.
                 layer.weight_fake_quantizer.reset_buffers(local_rows(layer.weight).device)
@@ -146,7 +147,7 @@ class HestiaCallback(TrainerCallback):
         if not GradientState().sync_gradients:
             return
         if self.is_pulled_back:
-            raise InputError("HestiaCallback: under FSDP2, only one backward pass per micro-batch")
+            raise InputError("HestiaCallback: under FSDP2, make one backward pass per micro-batch")
         if self.is_pulled_back is None:
             self.is_pulled_back = False
             torch.autograd.Variable._execution_engine.queue_callback(self._pull_back)
@@ -157,7 +158,10 @@ class HestiaCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.is_sharded and not self.is_pulled_back:
-            raise RuntimeError("gradients were not pulled back: no output of the model has any")
+            raise InputError(
+                "HestiaCallback: under FSDP2, the loss must come from an output of the whole "
+                "model; leave out options that compute it from parts, such as use_liger_kernel"
+            )
         self.is_pulled_back = None
 
     def on_step_end(self, args, state, control, **kwargs):  # An evaluation may follow.

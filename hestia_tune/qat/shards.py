@@ -91,7 +91,11 @@ def _problem(layer: QuantizedLinear) -> str:
         return "FSDP2 does not shard its weight; do not ignore the module"
     if layer.weight.device_mesh.ndim > 1:
         return "the mesh has more than one dimension; shard over all ranks, without replicas"
-    return "the method adds a bias; call quantize_shards first" if layer.derived_names else ""
+    return (
+        "the method adds a bias; call quantize_shards before fully_shard"
+        if layer.derived_names
+        else ""
+    )
 
 
 def _latent_parameter(weight: nn.Parameter) -> nn.Parameter:

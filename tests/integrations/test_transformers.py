@@ -221,6 +221,17 @@ def test_other_ways_to_share_a_model_are_refused(tmp_path, monkeypatch, kind):
         make_trainer(tmp_path)
 
 
+def test_backward_passes_that_cannot_be_pulled_back_are_refused():
+    callback = HestiaCallback()
+    callback.is_sharded = True
+    with pytest.raises(ValueError, match="the loss must come from an output of the whole model"):
+        callback.on_pre_optimizer_step(None, None, None)
+    callback.is_pulled_back, loss = True, torch.ones((), requires_grad=True)
+    callback._watch_outputs(None, (), {"loss": loss})
+    with pytest.raises(ValueError, match="make one backward pass per micro-batch"):
+        loss.backward()
+
+
 def python_of(page, heading):
     """Return the Python block under a heading of a page of the documentation."""
     text = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
