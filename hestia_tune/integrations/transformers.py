@@ -160,7 +160,7 @@ class HestiaCallback(TrainerCallback):
         if self.is_sharded and not self.is_pulled_back:
             raise InputError(
                 "HestiaCallback: under FSDP2, the loss must come from an output of the whole "
-                "model; leave out options that compute it from parts, such as use_liger_kernel"
+                "model; leave out options that compute it from the model's parts"
             )
         self.is_pulled_back = None
 

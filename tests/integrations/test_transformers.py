@@ -7,11 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 transformers = pytest.importorskip("transformers")
 from accelerate.utils import DistributedType  # noqa: E402
 
 from hestia_tune import HestiaConfig, HestiaQATQuantizer, Tequila  # noqa: E402
+from hestia_tune.distributed import ensure_process_group  # noqa: E402
 from hestia_tune.functional import hard_ternary  # noqa: E402
 from hestia_tune.integrations import transformers as integration  # noqa: E402
 from hestia_tune.integrations.transformers import HestiaCallback  # noqa: E402
@@ -219,6 +222,15 @@ def test_other_ways_to_share_a_model_are_refused(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(integration, "AcceleratorState", lambda: state)
     with pytest.raises(ValueError, match=rf"FSDP2 \(fsdp_version: 2\) or DDP.*got {kind}"):
         make_trainer(tmp_path)
+
+
+@pytest.mark.usefixtures("end_process_group")
+def test_a_model_that_is_sharded_already_is_refused():
+    ensure_process_group(torch.device("cpu"))
+    model = fully_shard(make_qwen3(), mesh=init_device_mesh("cpu", (1,)))
+    args = SimpleNamespace(load_best_model_at_end=False, weight_decay=0.0)
+    with pytest.raises(ValueError, match="sharded already; load it whole"):
+        HestiaCallback().on_init_end(args, None, None, model=model)
 
 
 def test_backward_passes_that_cannot_be_pulled_back_are_refused():
