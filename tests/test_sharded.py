@@ -20,6 +20,7 @@ from hestia_tune import (
     Tequila,
     quantized_linears,
 )
+from hestia_tune.distributed import ensure_process_group
 from hestia_tune.qat.latent_shard import LatentShard
 from hestia_tune.qat.linear import full_tensor
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
@@ -251,6 +252,26 @@ def test_tied_weights():
     HestiaQATQuantizer(group_size=4, include=["head"]).prepare(tied)
     with pytest.raises(ValueError, match="embedding.weight is the weight of a quantized linear"):
         quantize_shards(tied)
+
+
+@pytest.mark.usefixtures("end_process_group")
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("channel", None, "up cannot be quantized on its shard: FSDP2 does not shard its weight"),
+        ("channel", (1, 1), "the mesh has more than one dimension; shard over all ranks"),
+        ("tequila", (1,), "the method adds a bias; call quantize_shards before fully_shard"),
+    ],
+)
+def test_models_that_cannot_be_quantized_after_fully_shard_are_refused(name, shape, message):
+    ensure_process_group(torch.device("cpu"))
+    model, _ = prepared(name)
+    shape, is_ignored = shape or (1,), shape is None
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    ignored = set(model[1].up.parameters()) if is_ignored else set()
+    fully_shard(model, mesh=mesh, ignored_params=ignored)
+    with pytest.raises(ValueError, match=message):
+        quantize_shards(model)
 
 
 def test_rounded_latents_are_refused():

@@ -79,6 +79,10 @@ class LatentShard(torch.Tensor):
         self.latent = self.latent.to(self.device)
         return self.latent
 
+    def untyped_storage(self):
+        """Return the latents' storage. FSDP2 compares it with the one that it has sharded."""
+        return self.latent.untyped_storage()
+
     def __repr__(self) -> str:
         return f"LatentShard({self.latent})"
 

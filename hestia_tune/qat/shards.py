@@ -39,24 +39,36 @@ from torch.optim import Optimizer
 from hestia_tune.errors import InputError
 from hestia_tune.methods.base import SumOverRanks, fused
 from hestia_tune.qat.latent_shard import LatentShard
-from hestia_tune.qat.linear import QuantizedLayer, local_rows, quantized_linears, shard_like
+from hestia_tune.qat.linear import (
+    QuantizedLayer,
+    local_rows,
+    plain_shard,
+    quantized_linears,
+    shard_like,
+)
 
 
 def quantize_shards(model: nn.Module) -> None:
     """Turn the latent weights of a prepared model into `LatentShard`.
 
-    Call it before ``fully_shard``.
+    Call it before ``fully_shard``. A trainer that shards the model itself can call it afterwards,
+    before the first forward. State dicts hold plain tensors, which share memory with the shards.
 
     Raises:
         InputError: If a module that is not quantized shares a latent weight. FSDP2 gathers one
-            weight, which cannot be both the effective and the latent weight.
+            weight, which cannot be both the effective and the latent weight. The same error is
+            raised if the model is sharded already in a way that is not supported.
     """
-    layers = quantized_linears(model).values()
+    layers = quantized_linears(model)
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    for name, layer in layers.items():
+        if is_sharded and (problem := _problem(layer)):
+            raise InputError(f"{name} cannot be quantized on its shard: {problem}")
     shards = {
-        id(weight): nn.Parameter(LatentShard(weight.detach(), key), weight.requires_grad)
-        for weight, key in {layer.weight: layer.place[1] for layer in layers}.items()
+        id(weight): _latent_parameter(weight, key)
+        for weight, key in {layer.weight: layer.place[1] for layer in layers.values()}.items()
     }
-    places = {(id(module), key) for module, key in (layer.place for layer in layers)}
+    places = {(id(module), key) for module, key in (layer.place for layer in layers.values())}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) in shards and (id(module), key) not in places:
@@ -64,14 +76,44 @@ def quantize_shards(model: nn.Module) -> None:
                     f"{name}.{key} is the weight of a quantized linear too; leave that linear out "
                     "by quantizer.exclude, or untie the two"
                 )
-    for layer in layers:
+    for layer in layers.values():
         module, key = layer.place
         setattr(module, key, shards[id(layer.weight)])
         module.effective_rows = {}
+        module.register_state_dict_post_hook(functools.partial(_save_plain, key=key))
         layer.weight_is_effective = True
         for name in layer.derived_names:  # FSDP2 treats it like any other parameter.
             rows = torch.empty(len(layer.weight), device=layer.weight.device)
             layer.register_parameter(name, nn.Parameter(rows))
+
+
+def _problem(layer: QuantizedLayer) -> str:
+    """Return why the shard of a layer cannot be quantized, or an empty string."""
+    if not isinstance(layer.weight, DTensor):
+        return "FSDP2 does not shard its weight; do not ignore the module"
+    if layer.weight.device_mesh.ndim > 1:
+        return "the mesh has more than one dimension; shard over all ranks, without replicas"
+    return (
+        "the method adds a bias; call quantize_shards before fully_shard"
+        if layer.derived_names
+        else ""
+    )
+
+
+def _latent_parameter(weight: nn.Parameter, key: str) -> nn.Parameter:
+    """Return a parameter with the same rows as `LatentShard`. A sharded one keeps its identity."""
+    shard = LatentShard(local_rows(weight).detach(), key)
+    if not isinstance(weight, DTensor):
+        return nn.Parameter(shard, weight.requires_grad)
+    weight._local_tensor = shard  # FSDP2 reads it again before the first forward.
+    return weight
+
+
+def _save_plain(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *, key: str
+) -> None:
+    """Replace the shard in a state dict by a plain one, which any program can save and read."""
+    state[f"{prefix}{key}"] = plain_shard(state[f"{prefix}{key}"])
 
 
 class LatentRows:

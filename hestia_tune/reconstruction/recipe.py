@@ -44,6 +44,7 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import locked, read_state, remove, require_writable_dir, write_json
 from hestia_tune.models import build
 from hestia_tune.plots import plot_errors
+from hestia_tune.qat.hard_state import hard_state_dict
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.reconstruction.engine import Reconstruction
 from hestia_tune.reconstruction.folder import Windows, prepare_folder
@@ -158,7 +159,7 @@ class ReconstructionRecipe:
             identity: Everything that the reconstruction depends on.
             batches: The calibration samples.
         """
-        state = outputs.hard_state_dict(model)
+        state = hard_state_dict(model)
         tokens = sum(batch.tokens.numel() for batch in batches)
         description = {
             **identity,
