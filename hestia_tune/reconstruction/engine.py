@@ -14,8 +14,8 @@ Legend: W latent weights, E effective weights, h hidden states (batch, seq_len, 
 target. A step computes E of every linear from W (one fused kernel) and uses E in plain linears.
 Then it pulls the gradient of E back to W, as `hestia_tune.qat.shards` does.
 
-Cost: a window needs as many forwards and backwards as it has steps. In memory are one window with
-its optimizer and two hidden states per token, or three with ``kl_blocks``
+Cost: a window needs as many forwards and backwards as it has steps. In memory are one block or one
+window with its optimizer, and two hidden states per token, or three with ``kl_blocks``
 (`hestia_tune.reconstruction.streams`). Ranks share the samples and sum their gradients. So the
 result is the same as the result of one process.
 """
@@ -36,7 +36,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
+from hestia_tune.blocks import (
+    BlockCall,
+    BlockChain,
+    copied,
+    find_blocks,
+    move,
+    share_equal,
+    tensors_of,
+)
 from hestia_tune.config import ReconstructionConfig
 from hestia_tune.distributed import gathered, of_all_ranks
 from hestia_tune.errors import NotFiniteError
@@ -88,8 +96,10 @@ class Reconstruction:
     """The windows of one model.
 
     Args:
-        model: The prepared model, in float32, on the CPU. Its latent weights and the parameters of
-            its method are trained in place.
+        model: The prepared model, on the CPU. Its latent weights and the parameters of its method
+            are trained. Its tensors may be mapped from files, in any floating-point dtype: a block
+            is copied in float32 while it is used, and a window until `run` goes on after its
+            result. Whoever writes a window may then map it from the file.
         head: Function from hidden states (n, dim) after the last block to logits in float32. It is
             used with ``kl_blocks``.
         settings: The options of the reconstruction.
@@ -161,8 +171,14 @@ class Reconstruction:
         # All blocks that are alike share one compiled graph, of a copy without tensors of its own.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
         kinds = [next(o for o in self.blocks if alike(o, block)) for block in self.blocks]
-        copies = {kind: copy.deepcopy(kind).to("meta") for kind in set(kinds)}
+        copies = {kind: self._template(kind) for kind in set(kinds)}
         self._templates = [copies[kind] for kind in kinds]
+
+    @staticmethod
+    def _template(block: nn.Module) -> nn.Module:
+        """Return a copy of a block without tensors of its own."""
+        with copied(tensors_of(block), "cpu", torch.float32, copy=True):  # not of a whole file
+            return copy.deepcopy(block).to("meta")
 
     def run(
         self, done: int = 0, state: Mapping[str, Any] | None = None
@@ -204,11 +220,12 @@ class Reconstruction:
     def _advance(self, stream: Stream, end: int, *, hard: bool) -> None:
         """Move a stream up to a block, through the pretrained or the hard weights."""
         for index in range(stream.block, end):
-            block = self.blocks[index].to(self.device)
-            layers = self._hard_layers(block) if hard else []
-            for batch, (states,) in prefetched(range(self.num_batches), stream):
-                stream.write(batch, self._forward([index], layers, states, batch))
-            block.to("cpu")
+            block = self.blocks[index]
+            with copied(tensors_of(block), self.device, torch.float32, copy=True):
+                layers = self._hard_layers(block) if hard else []
+                for batch, (states,) in prefetched(range(self.num_batches), stream):
+                    stream.write(batch, self._forward([index], layers, states, batch))
+                del layers  # They hold the weights of the block.
             stream.block = index + 1
 
     def _hard_layers(self, module: nn.Module) -> list[TrainedLayer]:
@@ -305,7 +322,7 @@ class Reconstruction:
             name, measure = "error", partial(self._difference, self._norms())
         self._advance(source, begin, hard=True)
         blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
-        window.to(self.device)
+        move(tensors_of(window), self.device, torch.float32, copy=True)
         layers, steps = trained_layers(window, self._compiled), self.steps[index]
         schedule = AnnealingSchedule(
             steps, rho=0.0, tau_init=settings.tau_init, hard_fraction=HARD_FRACTION
@@ -343,6 +360,6 @@ class Reconstruction:
                     f"blocks {begin} to {end - 1}: the {name} is not finite after training; lower "
                     f"reconstruct.{key}, now {getattr(self.settings, key)}"
                 )
-        window.to("cpu")
         seconds = time.perf_counter() - self._started
         yield WindowResult(index, begin, end, naive, error, seconds, name)
+        move(tensors_of(window), "cpu")
