@@ -203,7 +203,9 @@ def results_table(losses: Mapping[str, float]) -> str:
 
 
 def save_blocks(model: nn.Module, blocks: Iterable[str], path: Path) -> None:
-    """Write the parameters and buffers of some blocks to a safetensors file.
+    """Write the parameters and buffers of some blocks to a safetensors file, in float32.
+
+    safetensors 0.8 and newer hold no second copy of tensors in memory or mapped from a file.
 
     Args:
         model: The model.
@@ -211,5 +213,7 @@ def save_blocks(model: nn.Module, blocks: Iterable[str], path: Path) -> None:
         path: The file to write.
     """
     kept = tuple(f"{name}." for name in blocks)
+    state = {k: v for k, v in model.state_dict().items() if k.startswith(kept)}
+    state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
     with staged(path) as temporary:
-        save_file({k: v for k, v in model.state_dict().items() if k.startswith(kept)}, temporary)
+        save_file(state, temporary)
