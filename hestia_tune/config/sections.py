@@ -212,17 +212,20 @@ class EstimationConfig(Section):
             )
 
 
+# The formats that hestia_convert writes.
+FILE_FORMATS = ("torchao", "intx", "huggingface", "compressed_tensors", "gguf", "onnx", "mlx")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig(Section):
     """The ``convert`` section: which model files to write, and from which model."""
 
     section: ClassVar[str] = "convert"
-    formats: list[str] | None = option(
-        None, choices=("torchao", "intx", "huggingface", "compressed_tensors", "gguf", "onnx")
-    )
+    formats: list[str] | None = option(None, choices=(*FILE_FORMATS, "all"))
     """Formats to write. "intx" is torchao's own int2 tensor: it loads without this package and
-    takes a byte per weight. null: write the first format of the method, which is torchao for every
-    method with codes."""
+    takes a byte per weight. "all": write every format that can hold the model, and print why the
+    others cannot. null: write the first format of the method, which is torchao for every method
+    with codes."""
     source: str = "trained"
     """Model to convert. "trained": the hard model in output_dir. "pretrained": the pretrained
     model, quantized without training (naive). A Hugging Face folder: the hard model in it if

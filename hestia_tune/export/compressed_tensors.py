@@ -35,6 +35,7 @@ import torch
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import split_weights, write_safetensors
 from hestia_tune.models.folder import ModelFolder, import_optional
+from hestia_tune.models.hugging_face_files import load_hard
 from hestia_tune.models.hugging_face_model import require_same_logits
 
 _FORMAT = "pack-quantized"
@@ -95,20 +96,18 @@ def _check_logits(source: ModelFolder, folder: Path) -> None:
     """
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(source.folder, local_files_only=True)
-    tokens = torch.arange(8)[None] % config.vocab_size  # (1, 8)
+    tokens = torch.arange(8)[None] % source.config["vocab_size"]  # (1, 8)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         packed = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False
         )
-        logits, kind = packed(tokens).logits, type(packed)
+        logits = packed(tokens).logits
         del packed  # before the hard model is loaded
-        weights = {name: source.read_hard(name) for name in source.shapes}
-        dense = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16)
-        return logits, dense(tokens).logits
+        return logits, load_hard(source, torch.bfloat16)(tokens).logits
 
-    rule = f"transformers must load a packed {config.model_type} with the hard model's logits"
+    kind = source.config["model_type"]
+    rule = f"transformers must load a packed {kind} with the hard model's logits"
     require_same_logits(run, _LOGITS_TOLERANCE, rule, "export to another format")
 
 

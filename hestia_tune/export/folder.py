@@ -29,7 +29,12 @@ from hestia_tune.files import read_state, staged, write_atomically
 from hestia_tune.models.folder import DESCRIPTION_FILE, HUB_NAME, ModelFolder, copy_side_files
 from hestia_tune.tensors.packed_tensor import as_dense
 
-_TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
+_TYPES = {
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint32: "U32",
+}
 
 
 def write_huggingface(

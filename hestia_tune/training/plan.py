@@ -24,7 +24,7 @@ from hestia_tune.data.tokens import INDEX
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
 from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
-from hestia_tune.export.gguf_model import check_architecture
+from hestia_tune.export.formats import check_format
 from hestia_tune.files import read_json, require_writable_dir
 from hestia_tune.models import build, checkpoints
 from hestia_tune.qat.linear import quantized_linears
@@ -152,15 +152,16 @@ def plan(config: RunConfig, *, trains: bool = True) -> Plan:
 def _plan_model(config: RunConfig, device: torch.device) -> Plan:
     """Return a plan without training, after the checks that all commands share."""
     component = build.make_component(config.quantizer)
-    check_formats(config, component)
     build.check_model_section(config)
     checkpoints.check_can_hold(component.method, config.model_type)
     model = build.plain_on_meta(config.model)
     shapes = build.shapes_of(model)
     model = component.prepare(model)
     build.check_model_options(config, model)
+    layers = list(quantized_linears(model))
     if config.needs_pretrained and (in_files := checkpoints.shapes_in_files(config)) is not None:
         checkpoints.check_shapes(shapes, in_files, config.checkpointer["checkpoint_dir"])
+    check_formats(config, component, layers)
     return Plan(
         config=config,
         device=device,
@@ -168,7 +169,7 @@ def _plan_model(config: RunConfig, device: torch.device) -> Plan:
         component=component,
         model=model,
         shapes=shapes,
-        layers=list(quantized_linears(model)),
+        layers=layers,
         tokenizer=build.make_tokenizer(config.tokenizer, model),
         checkpointer=build.instantiate(config.checkpointer, "checkpointer"),
     )
@@ -254,17 +255,25 @@ def read_starts(
     return artifact, start
 
 
-def check_formats(config: RunConfig, component: QATQuantizerBase) -> None:
-    """Check that hestia_convert can write the model in the formats of its section.
+def check_formats(config: RunConfig, component: QATQuantizerBase, layers: list[str]) -> None:
+    """Check that hestia_convert can write the model in the formats that the config names.
+
+    The names, the shapes and the config.json of the pretrained model show it. Without a folder of
+    safetensors, only the method is checked.
 
     Raises:
-        InputError: If the method does not have a format, or llama.cpp cannot run the model.
+        InputError: If a format cannot hold the method, the architecture or a layer, or if its
+            package is missing.
     """
-    formats = config.convert.formats or ()
+    folder = checkpoints.pretrained_folder(config)
+    formats = [name for name in config.convert.formats or () if name != "all"]
     component.method.check_file_formats(formats)
-    file = checkpoints.pretrained_folder(config) / "config.json"
-    if "gguf" in formats and file.is_file():
-        check_architecture(read_json(file))
+    if formats and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        source = checkpoints.open_source(
+            config.model_type, folder, layers, component.method, quantize=True
+        )
+        for name in formats:
+            check_format(name, source, component.method, config.convert)
 
 
 def choose_checkpoint(config: RunConfig) -> Path | None:
