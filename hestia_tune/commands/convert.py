@@ -22,6 +22,7 @@ from hestia_tune.export import (
     write_huggingface,
     write_mlx,
     write_onnx,
+    write_openvino,
 )
 from hestia_tune.export.folder import write_card
 from hestia_tune.export.formats import check_format
@@ -193,6 +194,8 @@ class ConvertRecipe:
             return write_compressed_tensors(source, target, **options)
         if name == "mlx":
             return write_mlx(source, target, **options)
+        if name == "openvino":
+            return write_openvino(source, target, **options)
         if name == "onnx":
             return write_onnx(source, target, head=self.settings.onnx_head, **options)
         if name == "gguf":

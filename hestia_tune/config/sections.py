@@ -213,7 +213,16 @@ class EstimationConfig(Section):
 
 
 # The formats that hestia_convert writes.
-FILE_FORMATS = ("torchao", "intx", "huggingface", "compressed_tensors", "gguf", "onnx", "mlx")
+FILE_FORMATS = (
+    "torchao",
+    "intx",
+    "huggingface",
+    "compressed_tensors",
+    "gguf",
+    "onnx",
+    "mlx",
+    "openvino",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

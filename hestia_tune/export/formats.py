@@ -10,10 +10,16 @@ from hestia_tune.export.gguf import block_types
 from hestia_tune.export.gguf_model import check_architecture
 from hestia_tune.export.mlx import mlx_blocks
 from hestia_tune.export.onnx import block_of
+from hestia_tune.export.openvino import check_openvino
 from hestia_tune.methods import Method
 from hestia_tune.models.folder import ModelFolder
 
-_CHECKS = {"compressed_tensors": layout_of, "mlx": mlx_blocks, "onnx": block_of}
+_CHECKS = {
+    "compressed_tensors": layout_of,
+    "mlx": mlx_blocks,
+    "onnx": block_of,
+    "openvino": check_openvino,
+}
 
 
 def check_format(name: str, source: ModelFolder, method: Method, settings: ConvertConfig) -> None:

@@ -46,7 +46,7 @@ _LEAST_SCALE = SCALE_EPS * (1 + 2**-6)
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
 _PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",)}
 _FILE_FORMATS = {2: ("onnx",), 3: ("onnx", "intx"), 4: ()}  # besides the formats of all levels
-_ALL_LEVELS = "torchao", "huggingface", "compressed_tensors", "gguf", "mlx"
+_ALL_LEVELS = "torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino"
 
 
 def round_to_bfloat16(x: Tensor, spare_bits: int = 0) -> Tensor:
