@@ -241,7 +241,7 @@ class ConvertConfig(Section):
     hestia_qat wrote the folder, or else its model quantized without training."""
     output: str | None = None
     """Folder to write into. null: use the folder converted in output_dir."""
-    block_type: str | list[str] = option("Q4_0", choices=("Q4_0", "Q2_0", "TQ2_0", "TQ1_0"))
+    block_type: str | list[str] = option("Q4_0", choices=("Q4_0", "Q2_0", "TQ2_0", "TQ1_0", "Q2_K"))
     """Block type of the quantized weights in a GGUF file. With a list, each weight gets the first
     type in the list that can hold its groups. docs/convert.md says which type to choose."""
     onnx_head: str = option("float32", choices=("float32", "int8"))

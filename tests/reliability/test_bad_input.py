@@ -137,7 +137,7 @@ CASES = {
     "convert convert.source=/nope": "there is no model in /nope (no config.json); train first",
     "convert convert.source=trained": "train first, or convert.source=pretrained",
     "convert convert.block_type=Q9": "convert.block_type must be one of Q4_0, Q2_0, TQ2_0, TQ1_0",
-    "convert convert.block_type=[Q4_0,auto]": "Q4_0, Q2_0, TQ2_0, TQ1_0; got auto",
+    "convert convert.block_type=[Q4_0,auto]": "Q2_0, TQ2_0, TQ1_0, Q2_K; got auto",
     "convert convert.block_type=[]": "convert.block_type must name at least one",
     f"convert {PRETRAINED} convert.formats=[gguf] convert.block_type=TQ2_0": "no block of TQ2_0",
     f"convert {PRETRAINED} convert.output=/proc/x": "output_dir /proc/x cannot be written",
