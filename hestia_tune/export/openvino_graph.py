@@ -1,22 +1,23 @@
 """Turns a hard model into an OpenVINO graph with 2-bit constants and a cache of its own.
 
 OpenVINO's frontend traces transformers' model, so the graph is the model's own code. Before that,
-each quantized linear is replaced by a module with its codes. Its weight in the graph is
-(field - (levels - 1) / 2) * scale, reshaped to (out_features, in_features):
+each quantized linear is replaced by a module with its codes. An extension of the frontend builds
+the product with this weight, which is reshaped to (out_features, in_features):
 
-    codes   u2 (out_features, groups, group): the index of the code, counted from the lowest. torch
-            has no 2-bit tensors that the frontend knows, so it is uint8 until the graph is made.
+    (codes - (levels - 1) / 2) * scale
+    codes   u2 (out_features, groups, group): the index of the code, counted from the lowest
     scale   float16 (out_features, groups, 1): the distance between neighbouring levels. bfloat16
             if float16 would round a scale.
 
 The number that is subtracted is a float (0.5, 1 or 1.5). OpenVINO 2026.4 fails on an integer zero
-point of 2-bit codes when it rounds activations to 8 bits, which it does by default.
+point of 2-bit codes when it rounds activations to 8 bits, which it does by default. The trace
+computes no weight: a trace keeps every tensor that it sees, which is 12 bytes for each weight.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hestia_tune.models.folder import ModelFolder, is_exact
@@ -24,6 +25,7 @@ from hestia_tune.tensors.bitpack import unpack_codes
 from hestia_tune.tensors.group_tensor import GroupTensor
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "beam_idx")
+_NODE = "hestia_tune::product"
 
 
 class _CodedLinear(nn.Module):
@@ -34,23 +36,39 @@ class _CodedLinear(nn.Module):
         bias: The bias of the linear that it replaces.
     """
 
-    codes: Tensor
-    scale: Tensor
-
     def __init__(self, hard: GroupTensor, bias: Tensor | None):
         super().__init__()
         _, distance = hard.grid()
         scale = (distance * hard.scale).expand(len(hard), -1).unsqueeze(-1)
-        fields = unpack_codes(hard.qdata, hard.shape[1], hard.bits)
         scale = scale.half() if is_exact(scale, torch.float16) else scale.contiguous()
+        fields = unpack_codes(hard.qdata, hard.shape[1], hard.bits)
         self.register_buffer("codes", fields.unflatten(1, (scale.shape[1], -1)))
         self.register_buffer("scale", scale)
-        self.offset, self.bias = (hard.levels - 1) / 2, bias
+        self.register_buffer("offset", torch.tensor((hard.levels - 1) / 2))
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x (..., in_features) times the weight, (..., out_features)."""
-        weight = (self.codes.float() - self.offset) * self.scale.float()
-        return F.linear(x, weight.flatten(1), self.bias)
+        """Return zeros of the shape of the product, for the trace."""
+        return x.new_zeros(*x.shape[:-1], self.codes.shape[0])
+
+    def convert(self, node: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Return ``node``, the one that `_product` builds, in place of `forward`."""
+        product = node(x, self.codes, self.scale, self.offset)
+        return product if self.bias is None else product + self.bias
+
+
+def _product(node: Any) -> list:
+    """Return the outputs of a product of x and a weight, for a node of the traced model."""
+    from openvino import Type, opset13
+
+    x, codes, scale, offset = (node.get_input(index) for index in range(4))
+    fields = opset13.constant(codes.get_node().data, dtype=Type.u2)
+    fields.set_friendly_name(codes.get_node().friendly_name)
+    scaled = opset13.multiply(
+        opset13.subtract(opset13.convert(fields, "f32"), offset), opset13.convert(scale, "f32")
+    )
+    weight = opset13.reshape(scaled, [0, -1], True)  # (out_features, in_features)
+    return opset13.matmul(x, weight, False, True).outputs()
 
 
 class _WithCache(nn.Module):
@@ -102,6 +120,7 @@ def make_graph(model: Any, source: ModelFolder, tokens: Tensor, past: list) -> A
         past: Keys and values (batch, heads, length, head_dim) of every layer for these tokens.
     """
     import openvino
+    from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
 
     for name in source.quantized:
         module = name.removesuffix(".weight")
@@ -111,31 +130,32 @@ def make_graph(model: Any, source: ModelFolder, tokens: Tensor, past: list) -> A
     mask = torch.ones(batch, 2 * length, dtype=torch.int64)
     beams = torch.arange(batch, dtype=torch.int32)
     example = (tokens, mask, mask.cumsum(1)[:, length:] - 1, beams, past)
-    graph = openvino.convert_model(_WithCache(model), example_input=example)
+    replace = ModuleExtension(
+        _CodedLinear, _NODE, lambda module, x, *_: module(x), _CodedLinear.convert
+    )
+    extensions = [replace, ConversionExtension(_NODE, _product)]
+    graph = openvino.convert_model(_WithCache(model), example_input=example, extension=extensions)
     _use_small_constants(graph)
     _keep_cache(graph, [part.shape for layer in past for part in layer])
     return graph
 
 
 def _use_small_constants(graph: Any) -> None:
-    """Store codes as u2, and float32 constants that bfloat16 holds as bfloat16.
+    """Store float32 constants that bfloat16 holds as bfloat16.
 
     Args:
         graph: The model. It is changed.
     """
-    from openvino import Type, opset13
+    from openvino import Tensor, Type, op, opset13
 
-    for old in (op for op in graph.get_ops() if op.get_type_name() == "Constant"):
-        kind, output = old.get_element_type(), old.output(0)
-        if kind == Type.u8 and old.friendly_name.endswith(".codes"):
-            new = result = opset13.constant(old.data, dtype=Type.u2)
-        elif kind == Type.f32 and is_exact(torch.tensor(old.data), torch.bfloat16):
-            new = opset13.constant(old.data, dtype=Type.bf16)
-            result = opset13.convert(new, "f32")
-        else:
-            continue
-        output.replace(result.output(0))
-        new.set_friendly_name(old.friendly_name)
+    for old in (node for node in graph.get_ops() if node.get_type_name() == "Constant"):
+        if old.get_element_type() == Type.f32 and is_exact(torch.tensor(old.data), torch.bfloat16):
+            rounded = torch.tensor(old.data).bfloat16().view(torch.float16)  # numpy's way to see it
+            memory = Tensor(Type.bf16, old.output(0).shape)
+            memory.data[...] = rounded.numpy()
+            new = op.Constant(memory)
+            new.set_friendly_name(old.friendly_name)
+            old.output(0).replace(opset13.convert(new, "f32").output(0))
 
 
 def _keep_cache(graph: Any, shapes: list[torch.Size]) -> None:
