@@ -173,15 +173,14 @@ class ConvertRecipe:
             log.info(f"writing {target}")
             with self._unless_asked(name):
                 summaries[name] = self._write(name, target)
-        for name, summary in summaries.items():
-            write_card(
-                self.output if name == "gguf" else self.target(name),
-                {"hestia_tune": hestia_tune.__version__} | self.description,
-                form=name,
-                sizes=summary,
-                evaluation=Path(self.config.eval.output),
-                origin=self.source.folder,
-            )
+                write_card(
+                    self.output if name == "gguf" else target,
+                    {"hestia_tune": hestia_tune.__version__} | self.description,
+                    form=name,
+                    sizes=summaries[name],
+                    evaluation=Path(self.config.eval.output),
+                    origin=self.source.folder,
+                )
         write_json(self.output / "sizes.json", summaries)
         return summaries
 

@@ -26,9 +26,8 @@ def plain_linears(source: ModelFolder) -> list[str]:
     tied = getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ()
     if renamed := model.state_dict().keys() - source.shapes.keys() - set(tied):
         raise InputError(
-            f"transformers converts the weights of this {config.model_type} when it loads them and "
-            f"then does not unpack them; {min(renamed)} is not in the files; export to another "
-            "format"
+            f"transformers converts the weights of this {config.model_type} when it loads them, so "
+            f"they cannot be packed; {min(renamed)} is not in the files; export to another format"
         )
     linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     head = model.get_output_embeddings()
@@ -40,7 +39,7 @@ def plain_linears(source: ModelFolder) -> list[str]:
             )
         if type(linears[module]).forward is not torch.nn.Linear.forward:
             raise InputError(
-                f"transformers unpacks only plain linear layers; {module} is a "
+                f"only plain linear layers can be packed; {module} is a "
                 f"{type(linears[module]).__name__} with its own forward; export to another format"
             )
     if not source.quantized:
