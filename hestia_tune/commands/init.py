@@ -31,10 +31,11 @@ import torch
 
 from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.blocks import find_blocks, record_blocks
-from hestia_tune.commands.convert import check_format_of
 from hestia_tune.commands.inspect import run_validate
+from hestia_tune.config import ConvertConfig
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.errors import InputError, one_line
+from hestia_tune.export.formats import check_format
 from hestia_tune.files import staged
 from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes
@@ -174,7 +175,7 @@ def _look_at_model(path: str, device: str) -> dict[str, Any]:
     absent = {"intx": "it takes a byte per weight, and torchao holds the same codes in 2 bits"}
     for form in method.file_formats:
         try:
-            check_format_of(source, form)
+            check_format(form, source, method, ConvertConfig())
         except InputError as error:
             absent.setdefault(form, one_line(error))
     values = {"is_chain": is_chain, "group_size": group_size, "widths": widths, "absent": absent}

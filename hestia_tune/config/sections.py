@@ -215,17 +215,29 @@ class EstimationConfig(Section):
             )
 
 
+# The formats that hestia_convert writes.
+FILE_FORMATS = (
+    "torchao",
+    "intx",
+    "huggingface",
+    "compressed_tensors",
+    "gguf",
+    "onnx",
+    "mlx",
+    "openvino",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig(Section):
     """The ``convert`` section: which model files to write, and from which model."""
 
     section: ClassVar[str] = "convert"
-    formats: list[str] | None = option(
-        None, choices=("torchao", "intx", "huggingface", "compressed_tensors", "gguf", "onnx")
-    )
+    formats: list[str] | None = option(None, choices=(*FILE_FORMATS, "all"))
     """Formats to write. "intx" is torchao's own int2 tensor: it loads without this package and
-    takes a byte per weight. null: write the first format of the method, which is torchao for every
-    method with codes."""
+    takes a byte per weight. "all": write every format that can hold the model, and print why the
+    others cannot. null: write the first format of the method, which is torchao for every method
+    with codes."""
     source: str = "trained"
     """Model to convert. "trained": the hard model in output_dir. "pretrained": the pretrained
     model, quantized without training (naive). A Hugging Face folder: the hard model in it if
@@ -233,7 +245,7 @@ class ConvertConfig(Section):
     ternary already (or hold the method's other codes) are written as they are."""
     output: str | None = None
     """Folder to write into. null: use the folder converted in output_dir."""
-    block_type: str | list[str] = option("Q4_0", choices=("Q4_0", "Q2_0", "TQ2_0", "TQ1_0"))
+    block_type: str | list[str] = option("Q4_0", choices=("Q4_0", "Q2_0", "TQ2_0", "TQ1_0", "Q2_K"))
     """Block type of the quantized weights in a GGUF file. With a list, each weight gets the first
     type in the list that can hold its groups. docs/convert.md says which type to choose."""
     onnx_head: str = option("float32", choices=("float32", "int8"))

@@ -32,7 +32,12 @@ from hestia_tune.qat.experts import QuantizedExperts
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.tensors.packed_tensor import as_dense
 
-_TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
+_TYPES = {
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint32: "U32",
+}
 
 
 def write_huggingface(
@@ -266,7 +271,13 @@ CARD_FILE = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md")
 _KEPT = ("license", "license_name", "license_link", "language")
 # Format -> the library that loads it. For formats that are not here: transformers.
-_LIBRARIES = {"gguf": "gguf", "torchao": "hestia_tune", "onnx": "onnxruntime-genai"}
+_LIBRARIES = {
+    "gguf": "gguf",
+    "mlx": "mlx",
+    "onnx": "onnxruntime-genai",
+    "openvino": "openvino",
+    "torchao": "hestia_tune",
+}
 
 
 def write_card(
@@ -284,7 +295,7 @@ def write_card(
         folder: The folder of the model.
         description: Content of hestia.json. The card shows hestia_tune, quantizer, layers,
             base_model (a `hub_name`), step, data, tokens and validation_loss.
-        form: "huggingface", "compressed_tensors", "torchao", "gguf" or "onnx".
+        form: Name of the format.
         sizes: What the export returned.
         evaluation: Path of an evaluation.json. It is left out unless it measured ``origin``.
         origin: The folder of the same weights that has a README.md with the licence. None:

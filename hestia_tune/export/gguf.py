@@ -16,6 +16,10 @@ fp16 scale, which is the trained scale:
     TQ2_0     256     66           2.0625  multiples of 256, or whole rows
     Q2_0       64     18           2.25    multiples of 64, or whole rows
     Q4_0       32     18           4.5     multiples of 32, or whole rows; also codes of four levels
+    Q2_K      256     84           2.625   codes only; multiples of 16, or whole rows; four levels
+
+Q2_K is the one type that rounds: its codes are exact, its scales are not (`gguf_q2_k`). Its rows
+must be multiples of 256. Every weight read back must be within the type's tolerance.
 
 "Whole rows" are the granularities "channel" and "tensor". Their scale is repeated in every block,
 so only the length of the row has to be a multiple of the block. fp16 has 11 significant bits and
@@ -47,6 +51,7 @@ import yaml
 import hestia_tune
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError
+from hestia_tune.export import gguf_q2_k
 from hestia_tune.export.folder import sizes
 from hestia_tune.export.gguf_model import LlamaModel, add_vocabulary
 from hestia_tune.files import staged
@@ -64,6 +69,8 @@ class TensorType:
         file_type: Value of ``general.file_type`` for a model that consists mostly of this type.
         block: Number of weights in a block; 1 for floats.
         num_bytes: Bytes of a block.
+        run: Number of weights with a scale of their own. None: ``block``.
+        tolerance: The largest relative error of a weight. 0: the type is exact.
     """
 
     name: str
@@ -71,25 +78,31 @@ class TensorType:
     file_type: int
     block: int
     num_bytes: int
+    run: int | None = None
+    tolerance: float = 0.0
 
     def fits(self, in_features: int, group_size: GroupSize, levels: int = 3) -> bool:
-        """Return whether the type holds a weight exactly.
+        """Return whether the type holds the codes of a weight exactly.
 
-        Blocks must tile the rows, no block may contain parts of two groups, and the integers of the
-        type must hold the codes. Q4_0 has the integers -8 to 7, the other types -1 to 1.
+        Blocks must tile the rows, no run may contain parts of two groups, and the integers of the
+        type must hold the codes. Q4_0 has the integers -8 to 7, Q2_K has 0 to 3, and the other
+        types have -1 to 1.
         """
-        if levels == 4 and self.name != "Q4_0":
+        if levels == 4 and self.name not in ("Q4_0", "Q2_K"):
             return False
         group = in_features if isinstance(group_size, str) else group_size
-        return in_features % self.block == 0 and group % self.block == 0
+        return in_features % self.block == 0 and group % (self.run or self.block) == 0
 
-    def pack(self, codes: torch.Tensor, scales: torch.Tensor, name: str) -> np.ndarray:
+    def pack(
+        self, codes: torch.Tensor, scales: torch.Tensor, name: str, levels: int = 3
+    ) -> np.ndarray:
         """Return the blocks as bytes, uint8 (out_features, in_features / block, num_bytes).
 
         Args:
             codes: int8 (out_features, in_features) that the type holds.
-            scales: bfloat16 (out_features or 1, groups). Every group consists of whole blocks.
+            scales: bfloat16 (out_features or 1, groups). Every group consists of whole runs.
             name: Name of the weight, for the error.
+            levels: Number of different codes.
 
         Raises:
             InputError: If a scale is neither 0 nor in fp16's normal range.
@@ -105,6 +118,8 @@ class TensorType:
                 "convert.formats, or name the layer in quantizer.exclude and train again"
             )
         array = codes.numpy()
+        if self.name == "Q2_K":
+            return gguf_q2_k.pack(array, single.expand(len(codes), -1).numpy(), levels)
         fp16 = scales.half().expand(len(codes), -1).numpy().astype("<f2")
         fp16 = fp16.repeat(codes.shape[1] // self.block // fp16.shape[1], axis=1)
         shape = (*fp16.shape, self.num_bytes)  # (out_features, blocks of a row, bytes)
@@ -124,6 +139,12 @@ class TensorType:
         packed = np.bitwise_or.reduce(fields.astype(np.uint8) << shifts, axis=-1)
         return np.concatenate([fp16, packed], axis=-1)
 
+    def holds(self, data: np.ndarray, weight: torch.Tensor) -> bool:
+        """Return whether bytes, uint8 (bytes,), are a weight within the type's tolerance."""
+        expected = weight.float()
+        found = torch.from_numpy(self.unpack(data)).view(weight.shape)
+        return bool(((found - expected).abs() <= self.tolerance * expected.abs()).all())
+
     def unpack(self, data: np.ndarray) -> np.ndarray:
         """Return the weights, float32 (weights,), of the bytes of their blocks, uint8 (bytes,)."""
         if self.name != "Q2_0":
@@ -142,6 +163,7 @@ BLOCK_TYPES = {
     "TQ1_0": TensorType("TQ1_0", 34, 36, 256, 54),
     "TQ2_0": TensorType("TQ2_0", 35, 37, 256, 66),
     "Q2_0": TensorType("Q2_0", 42, 41, 64, 18),
+    "Q2_K": TensorType("Q2_K", 10, 10, 256, 84, gguf_q2_k.RUN, gguf_q2_k.TOLERANCE),
     "Q4_0": TensorType("Q4_0", 2, 2, 32, 18),
 }
 # The first type that holds every value is taken.
@@ -191,7 +213,12 @@ def write_gguf(
     for name, weight in progress_bar(model.tensors(), desc="packing for GGUF", unit="tensor"):
         if name in source.quantized:
             hard = source.pack(name, weight)
-            data = types[name].pack(hard.codes(), hard.scale, name)
+            data = types[name].pack(hard.codes(), hard.scale, name, hard.levels)
+            if types[name].tolerance and not types[name].holds(data.reshape(-1), weight):
+                raise InputError(
+                    f"the scales of a block of {name} differ by more than Q2_K can hold; use "
+                    "block_type Q4_0"
+                )
         else:
             types[name], data = _pack_dense(weight, name)
         num_bytes[name] = data.nbytes
@@ -323,8 +350,7 @@ def _read_back(
     position = path.stat().st_size - sum(padded.values())
     for name, weight in progress_bar(model.tensors(), desc="reading it back", unit="tensor"):
         data = np.fromfile(path, np.uint8, num_bytes[name], offset=position)
-        unpacked = torch.from_numpy(types[name].unpack(data)).view(weight.shape)
-        if not torch.equal(unpacked, weight.float()):
+        if not types[name].holds(data, weight):
             raise RuntimeError(
                 f"{name} ({types[name].name}) read back differs from its source; check the disk"
             )

@@ -20,10 +20,10 @@ from hestia_tune.cache import digest
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, read_json
-from hestia_tune.methods import Method
+from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.models import hugging_face_files
 from hestia_tune.models.class_logits import check_logits
-from hestia_tune.models.folder import SafetensorsFolder, local_folder
+from hestia_tune.models.folder import ModelFolder, SafetensorsFolder, local_folder
 
 # The norms of transformers that multiply by 1 + weight.
 _NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")
@@ -128,6 +128,39 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
         for theirs, shape in shapes.items()
         for ours in to_torchtune({theirs: torch.empty(shape, device="meta")})
     }
+
+
+def open_source(
+    model_type: str,
+    folder: Path,
+    layers: Iterable[str],
+    method: Method,
+    *,
+    quantize: bool,
+) -> ModelFolder:
+    """Open a Hugging Face folder of a config's model for export.
+
+    Args:
+        model_type: The model type in the checkpointer section.
+        folder: The folder.
+        layers: The model's names of the quantized linears.
+        method: The method of these linears.
+        quantize: Whether the folder holds a model that is not hard yet.
+
+    Raises:
+        InputError: If the folder lacks a layer, or if `ModelFolder` raises it.
+    """
+    names = names_in_files(model_type, folder)
+    layers = list(layers)
+    if missing := [n for n in layers if n not in names and f"{n}.weight" not in names]:
+        raise InputError(
+            f"{folder} holds another model than the config's: it lacks {missing[0]}; use the "
+            "config of its model"
+        )
+    if not isinstance(method, GroupMethod):
+        return ModelFolder(folder, {})
+    quantized = dict.fromkeys(sum(weights_of(layers, names).values(), []), method.group_size)
+    return ModelFolder(folder, quantized, quantize=quantize, method=method)
 
 
 def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:

@@ -18,6 +18,7 @@ from torchtune.training import MODEL_KEY
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
 from hestia_tune.errors import InputError
 from hestia_tune.models.folder import (
+    ModelFolder,
     SafetensorsFolder,
     copy_side_files,
     import_optional,
@@ -78,6 +79,20 @@ def names_in_files(folder: Path, names: Collection[str]) -> dict[str, list[str]]
         for name, value in model.state_dict().items()
     }
     return {name: parts for name, parts in found.items() if all(part in names for part in parts)}
+
+
+def load_hard(source: ModelFolder, dtype: torch.dtype) -> Any:
+    """Load a hard model as transformers' own model.
+
+    Args:
+        source: The model. The installed transformers must have its architecture.
+        dtype: The dtype of its weights. float32 and bfloat16 change no weight.
+    """
+    transformers = import_optional("transformers")
+    config = read_config(str(source.folder))
+    kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    weights = {name: source.read_hard(name) for name in source.shapes}
+    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
 
 
 class HuggingFaceCheckpointer:

@@ -16,7 +16,7 @@ from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 from hestia_tune.training.outputs import provenance
 
 BASE_CARD = "---\nlicense: apache-2.0\nlanguage: [en]\nbase_model: other/base\n---\n# Its own\n"
-FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf", "onnx")
+FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "onnx", "openvino")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,7 @@ def test_card_of_every_format(trained, form):
     assert rows["a_task"] == ["acc", "0.2500"] and rows["b_task"][0] == "acc"
     assert "trained, hard" in rows
     loads = {"gguf": "llama-cli", "torchao": "load_quantized", "onnx": "og.Model("}
+    loads |= {"mlx": "mlx_lm.generate", "openvino": "LLMPipeline("}
     loads = loads.get(form, "pipeline(")
     assert loads in card.text and ("vllm serve" in card.text) == (loads == "pipeline(")
 
