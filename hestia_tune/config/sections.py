@@ -314,8 +314,6 @@ class EvalConfig(Section):
             )
         if not self.models:
             raise InputError("eval.models must name at least one model")
-        if not self.tasks and not self.perplexity:
-            raise InputError("eval needs tasks or perplexity; both are empty")
 
 
 # Section -> options that set a temperature.
