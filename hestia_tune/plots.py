@@ -48,6 +48,33 @@ def plot_training_curves(
         _draw_fan(fan, "training step", temperatures)
 
 
+def plot_runs(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> None:
+    """Draw the losses and the mean temperature of several runs on shared axes.
+
+    Args:
+        histories: Name of a run -> its logged rows; see `plot_training_curves`. ``tau_mean`` is
+            the mean temperature of the layers.
+        path: The PNG file to write.
+    """
+    with _picture(path, 8, 9) as figure:
+        axes = figure.subplots(3, 1, sharex=True)
+        for axis, key, label, style in zip(
+            axes,
+            ("val_loss_hard", "loss", "tau_mean"),
+            ("validation loss\n(hard weights, nats)", "training loss (nats)", "mean temperature"),
+            ({"marker": "s", "markersize": 4}, {"linewidth": 1}, {}),
+            strict=True,
+        ):
+            axis.set_ylabel(label)
+            for number, (name, rows) in enumerate(histories.items()):
+                points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+                if points:
+                    axis.plot(*zip(*points, strict=True), f"C{number}", label=name, **style)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend()
+        axes[-1].set_xlabel("training step")
+
+
 def plot_temperatures(
     schedule: AnnealingSchedule, scores: Mapping[str, float], path: str | Path
 ) -> None:
@@ -64,7 +91,7 @@ def plot_temperatures(
 
 
 def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: str) -> None:
-    """Draw a heatmap of the traces: one row per block, one column per projection.
+    """Draw a heatmap of the traces of the layers.
 
     The colors follow a logarithmic scale.
 
@@ -74,20 +101,37 @@ def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: s
         path: The PNG file to write.
         curvature: Name of the matrix that was measured ("hessian" or "fisher"), for the label.
     """
-    cells: dict[tuple[str, str], float] = {}  # (block, projection) -> trace
-    for name, trace in traces.items():
+    norm = "log" if any(trace > 0 for trace in traces.values()) else None
+    _draw_layers(traces, path, f"trace of the {curvature} block", norm=norm)
+
+
+def plot_zeros(zeros: Mapping[str, float], path: str | Path) -> None:
+    """Draw a heatmap of the share of zeros in every layer.
+
+    Args:
+        zeros: Fully qualified name of a layer -> share of its weights that are 0.
+        path: The PNG file to write.
+    """
+    _draw_layers({name: 100 * share for name, share in zeros.items()}, path, "zeros (percent)")
+
+
+def _draw_layers(
+    values: Mapping[str, float], path: str | Path, label: str, norm: str | None = None
+) -> None:
+    """Draw a heatmap of one value per layer: one row per block, one column per projection."""
+    cells: dict[tuple[str, str], float] = {}  # (block, projection) -> value
+    for name, value in values.items():
         _, block, projection = re.fullmatch(r"(.*?\b(\d+)\.)?(.*)", name).groups()
-        cells[block or "-", projection] = trace
+        cells[block or "-", projection] = value
     rows, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
     table = [[cells.get((row, column), float("nan")) for column in columns] for row in rows]
-    norm = "log" if any(trace > 0 for trace in traces.values()) else None
     with _picture(path, 2 + 0.9 * len(columns), 2 + 0.25 * len(rows)) as figure:
         axis = figure.subplots()
         image = axis.imshow(table, norm=norm, aspect="auto", cmap="viridis")
         axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right")
         axis.set_yticks(range(len(rows)), rows)
         axis.set_ylabel("block")
-        figure.colorbar(image, label=f"trace of the {curvature} block")
+        figure.colorbar(image, label=label)
 
 
 def plot_errors(windows: Sequence[Any], path: str | Path) -> None:
