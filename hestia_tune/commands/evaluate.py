@@ -155,7 +155,7 @@ def _validation_documents(config: RunConfig, tokenizer: Any) -> dict[str, list[s
         log.warning(f"no text is measured: {error}")
         return {}
     texts = [tokenizer.decode(batch.tokens[0].tolist()) for batch in batches]
-    return {"dataset_val": [text for text in texts if text]}
+    return {"dataset_val": texts} if any(texts) else {}
 
 
 def _identity(

@@ -110,7 +110,7 @@ def distances_legend(tables: Mapping[str, Any], reference: str) -> str:
     return (
         f" KL divergence: the mean of KL({reference} || model) in nats per token. Top1 agreement: "
         f"the share of tokens for which the model and {reference} find the same next token most "
-        f"likely. Perplexity ratio: the token perplexity divided by that of {reference}."
+        f"likely. Perplexity ratio: the token perplexity of the model divided by {reference}'s."
     )
 
 

@@ -72,19 +72,15 @@ class Evaluator:
         self._lm = import_optional("hestia_tune.evaluation.lm", "eval").DecoderLM
         self.settings, self.tokenizer = settings, tokenizer
         self.window = max_seq_len
-        window = min(self.window, _PERPLEXITY_WINDOW)
-        self._tasks, self._texts = (
-            None,
-            {
-                name: (texts, window, window, _MORE_TOKENS)
-                for name, texts in (documents or {}).items()
-            },
-        )
+        longest = min(self.window, _PERPLEXITY_WINDOW)
+        self._texts, self._tasks = {}, None
+        for name, texts in (documents or {}).items():
+            self._texts[name] = (texts, longest, longest, _MORE_TOKENS)
         if not settings.tasks and not settings.perplexity and not self._texts:
             raise InputError("eval needs tasks or perplexity; both are empty")
         try:
             for name, text in settings.perplexity.items():
-                window = text.window or min(self.window, _PERPLEXITY_WINDOW)
+                window = text.window or longest
                 require_number(f"eval.perplexity.{name}.window", window, 1, self.window)
                 stride = text.stride or window
                 require_number(f"eval.perplexity.{name}.stride", stride, 1, window)

@@ -135,7 +135,7 @@ def divergence(
     stride: int | None = None,
     max_tokens: int | None = None,
 ) -> dict[str, float]:
-    """Compare a model's predictions with the predictions of a reference. Collective like above.
+    """Compare a model's predictions with a reference's. Collective if there is a process group.
 
     Args:
         lm: A `DecoderLM` of the model.

@@ -321,10 +321,12 @@ def test_two_ranks_equal_one_rank(model_dir, trained, tasks, text, tmp_path):
     path = write_config(two, tmp_path / "two.yaml")
     done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"), recipe="hestia_eval")
     assert done.returncode == 0, done.stderr
-    first, second = (
-        json.loads((tmp_path / f"{name}.json").read_text())["models"] for name in ("one", "two")
-    )
+    found = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")]
+    first, second = (results["models"] for results in found)
+    one, two = (results["tables"]["kl_divergence"]["trained"]["t"]["value"] for results in found)
+    assert one == pytest.approx(two, rel=1e-5)
     for name in ("pretrained", "trained"):
         assert first[name]["tasks"]["samples"] == second[name]["tasks"]["samples"]
-        losses = [found[name]["perplexity"]["t"]["nll"] for found in (first, second)]
+        assert first[name]["continuations"] == second[name]["continuations"]
+        losses = [results[name]["perplexity"]["t"]["nll"] for results in (first, second)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
