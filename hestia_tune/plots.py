@@ -56,22 +56,21 @@ def plot_runs(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: str | 
             the mean temperature of the layers.
         path: The PNG file to write.
     """
+    labels = {
+        "val_loss_hard": "validation loss\n(hard weights, nats)",
+        "loss": "training loss (nats)",
+        "tau_mean": "mean temperature",
+    }
     with _picture(path, 8, 9) as figure:
         axes = figure.subplots(3, 1, sharex=True)
-        for axis, key, label, style in zip(
-            axes,
-            ("val_loss_hard", "loss", "tau_mean"),
-            ("validation loss\n(hard weights, nats)", "training loss (nats)", "mean temperature"),
-            ({"marker": "s", "markersize": 4}, {"linewidth": 1}, {}),
-            strict=True,
-        ):
-            axis.set_ylabel(label)
-            for number, (name, rows) in enumerate(histories.items()):
+        for axis, key in zip(axes, labels, strict=True):
+            for name, rows in histories.items():
                 points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-                if points:
-                    axis.plot(*zip(*points, strict=True), f"C{number}", label=name, **style)
-            if axis.get_legend_handles_labels()[0]:
-                axis.legend()
+                style = "s-" if key == "val_loss_hard" else "-"
+                # A run without points keeps its color in the other axes.
+                axis.plot([x for x, _ in points], [y for _, y in points], style, label=name)
+            axis.set_ylabel(labels[key])
+        axes[0].legend()
         axes[-1].set_xlabel("training step")
 
 

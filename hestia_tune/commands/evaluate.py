@@ -26,7 +26,8 @@ from hestia_tune import cache
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError
-from hestia_tune.evaluation import Comparison, Evaluator, ModelResult, compare, versions
+from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
+from hestia_tune.evaluation.compare import Comparison
 from hestia_tune.evaluation.texts import PROMPTS
 from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.models import build

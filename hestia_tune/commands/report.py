@@ -25,7 +25,7 @@ import hestia_tune
 from hestia_tune.commands.convert import sizes_table
 from hestia_tune.commands.inspect import compare_runs
 from hestia_tune.errors import InputError
-from hestia_tune.evaluation import Comparison
+from hestia_tune.evaluation.compare import Comparison
 from hestia_tune.files import read_json, write_atomically
 from hestia_tune.models.contents import read_matrices
 from hestia_tune.plots import plot_runs, plot_zeros

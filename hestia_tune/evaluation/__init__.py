@@ -5,15 +5,7 @@ table = compare([evaluator.evaluate(name, model, {}, device) for name, model in 
 print(table.markdown())
 """
 
-from hestia_tune.evaluation.compare import Comparison, ModelResult, compare
+from hestia_tune.evaluation.compare import ModelResult, compare
 from hestia_tune.evaluation.evaluator import Evaluator, metrics_of, plain_outputs, versions
 
-__all__ = [
-    "Comparison",
-    "Evaluator",
-    "ModelResult",
-    "compare",
-    "metrics_of",
-    "plain_outputs",
-    "versions",
-]
+__all__ = ["Evaluator", "ModelResult", "compare", "metrics_of", "plain_outputs", "versions"]

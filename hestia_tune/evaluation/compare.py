@@ -134,8 +134,8 @@ def compare(
 
     Args:
         results: The results of the models.
-        distances: Name of a model -> name of a text -> what `divergence` returned for the model
-            and the first model. None: the predictions were not compared.
+        distances: Name of a model -> name of a text -> what `DecoderLM.divergence` returned for
+            the model and the first model. None: the predictions were not compared.
     """
     tables: dict[str, dict[str, dict[str, Estimate]]] = {}
     for result in results:

@@ -31,13 +31,7 @@ from hestia_tune.config import EvalConfig, nearest, require_number
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.evaluation.compare import ModelResult, compare
-from hestia_tune.evaluation.texts import (
-    NEW_TOKENS,
-    PROMPTS,
-    divergence,
-    perplexity,
-    read_documents,
-)
+from hestia_tune.evaluation.texts import PROMPTS, perplexity, read_documents, tokenize
 from hestia_tune.models.folder import import_optional
 
 _SEED = 1234  # seed for few-shot examples and for anything else that a task draws at random
@@ -115,16 +109,14 @@ class Evaluator:
         Returns:
             The result, which is the same on every rank.
         """
-        limit, texts = self.settings.limit, {}
+        limit = self.settings.limit
         with plain_outputs(model):
             lm = self._make_lm(model, device)
             tasks = self._tasks and evaluate_tasks(lm, self._tasks, limit=limit)
             measured = {label: perplexity(lm, *text) for label, text in self._texts.items()}
-            if continues:
-                texts = dict(zip(PROMPTS, lm.continuations(PROMPTS, NEW_TOKENS), strict=True))
-        return ModelResult(
-            name=name, tasks=tasks, perplexity=measured, continuations=texts, settings=description
-        )
+            texts = lm.continuations(PROMPTS) if continues else {}
+        options = {"perplexity": measured, "continuations": texts, "settings": description}
+        return ModelResult(name=name, tasks=tasks, **options)
 
     @torch.no_grad()
     def divergence(
@@ -141,13 +133,16 @@ class Evaluator:
             device: The device.
 
         Returns:
-            Name of a text -> what `hestia_tune.evaluation.texts.divergence` returned.
+            Name of a text -> what `DecoderLM.divergence` returned.
         """
         is_there = next(reference.parameters()).device.type == device.type
         moved = contextlib.nullcontext() if is_there else on_device(reference, device, whole=False)
         with plain_outputs(model), plain_outputs(reference), moved:
-            pair = self._make_lm(model, device), self._make_lm(reference, device)
-            return {label: divergence(*pair, *text) for label, text in self._texts.items()}
+            lm, other = self._make_lm(model, device), self._make_lm(reference, device)
+            return {
+                label: lm.divergence(other, tokenize(lm, documents, limit)[1], window, stride)
+                for label, (documents, window, stride, limit) in self._texts.items()
+            }
 
     def _make_lm(self, model: nn.Module, device: torch.device) -> Any:
         """Return a model as lm-eval takes it."""

@@ -114,21 +114,21 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
         shared = window - stride + 1  # tokens of a window that the window before also has
         return [*get_rolling_token_windows(ids, self.prefix_token_id, window, shared)]
 
-    def compare(
+    def divergence(
         self, reference: "DecoderLM", documents: list[list[int]], window: int, stride: int
-    ) -> list[tuple[float, int, int]]:
+    ) -> dict[str, float]:
         """Compare the predictions with the predictions of a reference, in the same windows.
 
         Args:
-            reference: The reference, on the same device.
+            reference: The reference, with the same tokenizer and on the same device.
             documents: The token ids of each document.
             window: The number of inputs per forward.
             stride: The step from one window to the next.
 
         Returns:
-            For each window: the sum over its new tokens of KL(reference || self) in nats, the
-            number of new tokens for which both models find the same token most likely, and the
-            number of new tokens.
+            On every rank: ``kl_divergence``, the mean over the tokens of KL(reference || self) in
+            nats; ``top1_agreement``, the share of tokens for which both models find the same token
+            most likely; and ``tokens``, their number.
         """
         windows = [pair for ids in documents for pair in self._windows(ids, window, stride)]
         size = max(_TOKENS // window, 1)
@@ -147,13 +147,15 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
                     answers.append((float(total), int(same), len(targets)))
             return answers
 
-        return self._shared(windows, answer, disable_tqdm=False)
+        parts = self._shared(windows, answer, disable_tqdm=False)
+        total, same, tokens = map(sum, zip(*parts, strict=True))
+        return {"kl_divergence": total / tokens, "top1_agreement": same / tokens, "tokens": tokens}
 
     def _padded(self, rows: list[list[int]]) -> torch.Tensor:
         """Return tokens (batch, longest) on the device. A causal model ignores the padding."""
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self.device)
 
-    def continuations(self, prompts: Sequence[str], max_new: int) -> list[str]:
+    def continuations(self, prompts: Sequence[str], max_new: int = 48) -> dict[str, str]:
         """Continue all prompts greedily, in one batch that grows by a token per forward.
 
         Every rank computes all continuations.
@@ -162,17 +164,20 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
             prompts: The prompts. A prompt without room for ``max_new`` tokens loses its beginning.
             max_new: The most tokens of a continuation, and at most half of the model's longest
                 input. EOS ends a continuation early.
+
+        Returns:
+            Prompt -> its continuation.
         """
         max_new = min(max_new, self.max_length // 2)
         rows = [self.tok_encode(prompt)[max_new - self.max_length :] for prompt in prompts]
         starts = [len(row) for row in rows]
         for _ in range(max_new):
-            for row, start, logits in zip(
-                rows, starts, self._model_call(self._padded(rows)), strict=True
-            ):
+            logits = self._model_call(self._padded(rows))  # (prompts, longest, vocabulary)
+            for row, start, scores in zip(rows, starts, logits, strict=True):
                 if len(row) == start or row[-1] != self.eot_token_id:
-                    row.append(int(logits[len(row) - 1].argmax()))
-        return [self.tok_decode(row[start:]) for row, start in zip(rows, starts, strict=True)]
+                    row.append(int(scores[len(row) - 1].argmax()))
+        texts = (self.tok_decode(row[start:]) for row, start in zip(rows, starts, strict=True))
+        return dict(zip(prompts, texts, strict=True))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         return self._shared(requests, self._generate, disable_tqdm)

@@ -8,9 +8,9 @@ lm-eval uses it. A smaller stride costs ``window / stride`` times as much. Publi
 depend on these choices. Perplexities per word and per byte can be compared across tokenizers.
 
 **Distance from a reference.** A quantized model can have the perplexity of its pretrained model and
-still make other predictions. `divergence` compares the predictions at every token that the
-perplexity scores. It costs one more forward of both models. The logits of one batch of windows are
-in memory, and their probabilities exist for 128 tokens at a time. No prediction is stored.
+still make other predictions. `DecoderLM.divergence` compares the predictions at every token that
+the perplexity scores. It costs one more forward of both models. The logits of one batch of windows
+are in memory, and their probabilities exist for 128 tokens at a time. No prediction is stored.
 
 **Prompts.** `PROMPTS` are the beginnings of texts of ten kinds. Greedy continuations of them show a
 reader what a number does not.
@@ -41,7 +41,6 @@ PROMPTS = (
     "Photosynthesis is the process by which",
     "English: Good morning, my friend.\nSpanish:",
 )
-NEW_TOKENS = 48  # the most tokens that continue a prompt
 
 _FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
@@ -79,7 +78,7 @@ def perplexity(
     """
     require_number("window", window, 1, lm.max_length)
     stride = stride or window
-    texts, tokenized = _tokenize(lm, documents, max_tokens)
+    texts, tokenized = tokenize(lm, documents, max_tokens)
     nll = -math.fsum(lm.rolling(tokenized, window, stride))
     tokens = sum(map(len, tokenized))
     words = sum(len(re.split(r"\s+", text)) for text in texts)
@@ -102,7 +101,7 @@ def perplexity(
     }
 
 
-def _tokenize(
+def tokenize(
     lm: Any, documents: Sequence[str], max_tokens: int | None
 ) -> tuple[list[str], list[list[int]]]:
     """Return the documents that have a token, as texts and as tokens.
@@ -125,39 +124,6 @@ def _tokenize(
         if not left:
             break
     return texts, tokenized
-
-
-def divergence(
-    lm: Any,
-    reference: Any,
-    documents: Sequence[str],
-    window: int,
-    stride: int | None = None,
-    max_tokens: int | None = None,
-) -> dict[str, float]:
-    """Compare a model's predictions with a reference's. Collective if there is a process group.
-
-    Args:
-        lm: A `DecoderLM` of the model.
-        reference: A `DecoderLM` of the reference, with the same tokenizer.
-        documents: The texts; see `perplexity`, also for the other arguments.
-        window: The number of inputs per forward.
-        stride: The step from one window to the next.
-        max_tokens: Compare only the first ``max_tokens`` tokens.
-
-    Returns:
-        On every rank: ``kl_divergence``, the mean over tokens of KL(reference || model) in nats;
-        ``top1_agreement``, the share of tokens for which both models find the same token most
-        likely; and ``tokens``, their number.
-    """
-    tokenized = _tokenize(lm, documents, max_tokens)[1]
-    parts = lm.compare(reference, tokenized, window, stride or window)
-    kl_divergence, agreements, tokens = map(math.fsum, zip(*parts, strict=True))
-    return {
-        "kl_divergence": kl_divergence / tokens,
-        "top1_agreement": agreements / tokens,
-        "tokens": int(tokens),
-    }
 
 
 def read_documents(text: TextConfig) -> list[str]:

@@ -17,13 +17,17 @@ from eval_tiny import (  # noqa: E402
 from hestia_tune.config import EvalConfig, TextConfig  # noqa: E402
 from hestia_tune.evaluation import Evaluator, compare  # noqa: E402
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
-from hestia_tune.evaluation.texts import NEW_TOKENS, PROMPTS, divergence  # noqa: E402
+from hestia_tune.evaluation.texts import PROMPTS, tokenize  # noqa: E402
 
 BOS = ByteTokenizer.bos_id
 
 
 def make_lm(model):
     return DecoderLM(model, ByteTokenizer(), window=WINDOW, batch_size=4)
+
+
+def divergence(lm, reference, texts, window, stride=None, max_tokens=None):
+    return lm.divergence(reference, tokenize(lm, texts, max_tokens)[1], window, stride or window)
 
 
 @torch.no_grad()
@@ -97,8 +101,8 @@ def test_continuations_equal_one_prompt_at_a_time():
     lm, prompts = make_lm(model), ["ab", "a longer prompt", "z" * 90]
     encoded = [lm.tok_encode(prompt)[-(WINDOW - 12) :] for prompt in prompts]
     expected = [lm.tok_decode(reference_generate(model, ids, 12)) for ids in encoded]
-    assert lm.continuations(prompts, 12) == expected
-    assert len(set(PROMPTS)) == 10 and NEW_TOKENS == 48
+    assert lm.continuations(prompts, 12) == dict(zip(prompts, expected, strict=True))
+    assert len(set(PROMPTS)) == 10
 
 
 def test_a_continuation_ends_at_eos():
@@ -110,4 +114,4 @@ def test_a_continuation_ends_at_eos():
             return torch.nn.functional.one_hot(following, 258).float()
 
     lm = DecoderLM(Ending(), ByteTokenizer(), window=WINDOW, device="cpu")
-    assert lm.continuations(["az", "za"], 4) == ["", "aaaa"]
+    assert lm.continuations(["az", "za"], 4) == {"az": "", "za": "aaaa"}
