@@ -308,7 +308,8 @@ class EvalConfig(Section):
     batch_size: int | str = option("auto", low=1, choices=("auto",))
     """Sequences per forward pass. "auto" takes as many sequences as fit into 2048 tokens."""
     perplexity: dict[str, TextConfig] = option({})
-    """Texts to measure the perplexity of, each under a name of your choice."""
+    """Texts to measure the perplexity of, each under a name of your choice. Without a text,
+    hestia_eval measures samples of dataset_val."""
     output: str | None = None
     """Path of the JSON file with the table. null: use evaluation.json in output_dir. The results of
     each model go into a folder beside the file with the same name without .json."""
@@ -326,8 +327,6 @@ class EvalConfig(Section):
             )
         if not self.models:
             raise InputError("eval.models must name at least one model")
-        if not self.tasks and not self.perplexity:
-            raise InputError("eval needs tasks or perplexity; both are empty")
 
 
 # Section -> options that set a temperature.

@@ -319,6 +319,7 @@ def write_card(
     )
     names, rows = _evaluation(evaluation, origin)
     values = {"title": title, "model": model, "sizes": sizes, "names": names, "rows": rows}
+    values["has_distances"] = any(row[1] == "kl_divergence" for row in rows)
     card = ModelCard.from_template(metadata, str(_TEMPLATE), form=form, **values)
     write_atomically(folder / CARD_FILE, str(card))
 

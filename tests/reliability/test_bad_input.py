@@ -147,7 +147,9 @@ CASES = {
     "eval eval.models=[nope]": "model 'nope': no config.json in nope; make it first with",
     "eval eval.models=[packed]": "model 'packed': no config.json in ",
     "eval eval.models=[checkpoint]": "no complete checkpoint in",
-    "eval eval.tasks=[]": "eval needs tasks or perplexity; both are empty",
+    "eval eval.models=[pretrained] eval.tasks=[] dataset_val=null": (
+        "eval needs tasks or perplexity; both are empty"
+    ),
     "eval eval.tasks=[] eval.perplexity.t.window=5": "eval.perplexity.t.source must be given",
     f"eval {TEXT} eval.perplexity.t.source=/nope.txt": "/nope.txt",
     f"eval {TEXT} eval.perplexity.t.stride=9 eval.perplexity.t.window=5": "stride 9 must not be ab",
