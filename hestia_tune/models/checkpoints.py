@@ -24,6 +24,7 @@ from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.models import hugging_face_files
 from hestia_tune.models.class_logits import check_logits
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder, local_folder
+from hestia_tune.qat.linear import weights_of
 
 # The norms of transformers that multiply by 1 + weight.
 _NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")

@@ -71,7 +71,6 @@ KL_TAU_INIT = 0.05
 _NORM_CAP = 4.0
 # Largest number of batches on which the error of a window is measured.
 _ERROR_BATCHES = 8
-
 # Function of h, h* and the number of the batch.
 _Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 

@@ -87,11 +87,10 @@ class Plan:
 
         Chunks of them are then computed twice (`hestia_tune.training.loss`).
         """
-        if type(self.loss).__name__ != "CEWithChunkedOutputLoss":
-            return False
-        rows = self.config.batch_size * self.data.seq_len
+        gives_chunks = type(self.loss).__name__ == "CEWithChunkedOutputLoss"
         vocabulary: Any = self.model.tok_embeddings.num_embeddings
-        return rows * vocabulary * self.dtype.itemsize > _LARGE_LOGITS
+        count = self.config.batch_size * self.data.seq_len * vocabulary
+        return gives_chunks and count * self.dtype.itemsize > _LARGE_LOGITS
 
     def starting_from(self, **changes: Any) -> "Plan":
         """Return the plan with a sensitivity or a reconstruction that has just been computed.
@@ -313,8 +312,7 @@ def read_starts(
 def check_formats(config: RunConfig, component: QATQuantizerBase, model: nn.Module) -> None:
     """Check that hestia_convert can write the model in the formats that the config names.
 
-    The names, the shapes and the config.json of the pretrained model show it. Without a folder of
-    safetensors, only the method is checked.
+    Without a folder of safetensors, only the method is checked.
 
     Raises:
         InputError: If a format cannot hold the method, the architecture or a layer, or if its

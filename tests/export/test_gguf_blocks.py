@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hestia_tune.config import ConvertConfig
-from hestia_tune.export.gguf import BLOCK_TYPES, choose_block_type
+from hestia_tune.export.gguf_types import BLOCK_TYPES, choose_block_type
 from hestia_tune.functional import hard_ternary
 from hestia_tune.tensors import TernaryTensor
 

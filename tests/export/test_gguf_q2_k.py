@@ -8,7 +8,8 @@ from gguf_models import assert_same, expected_tensors, random_qwen2, read_stock
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
-from hestia_tune.export.gguf import BLOCK_TYPES, write_gguf
+from hestia_tune.export.gguf import write_gguf
+from hestia_tune.export.gguf_types import BLOCK_TYPES
 from hestia_tune.methods import Method
 from hestia_tune.models.folder import ModelFolder
 from hestia_tune.tensors import read_hard
