@@ -14,7 +14,9 @@ point of 2-bit codes when it rounds activations to 8 bits, which it does by defa
 computes no weight: a trace keeps every tensor that it sees, which is 12 bytes for each weight.
 """
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -134,10 +136,26 @@ def make_graph(model: Any, source: ModelFolder, tokens: Tensor, past: list) -> A
         _CodedLinear, _NODE, lambda module, x, *_: module(x), _CodedLinear.convert
     )
     extensions = [replace, ConversionExtension(_NODE, _product)]
-    graph = openvino.convert_model(_WithCache(model), example_input=example, extension=extensions)
+    with _no_telemetry():
+        graph = openvino.convert_model(
+            _WithCache(model), example_input=example, extension=extensions
+        )
     _use_small_constants(graph)
     _keep_cache(graph, [part.shape for layer in past for part in layer])
     return graph
+
+
+@contextlib.contextmanager
+def _no_telemetry() -> Iterator[None]:
+    """Keep OpenVINO from sending statistics of the conversion. Its switch is the variable CI."""
+    before = os.environ.get("CI")
+    os.environ["CI"] = "true"
+    try:
+        yield
+    finally:
+        os.environ.pop("CI")
+        if before is not None:
+            os.environ["CI"] = before
 
 
 def _use_small_constants(graph: Any) -> None:
