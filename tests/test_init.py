@@ -85,7 +85,7 @@ def test_the_written_config_is_valid_and_its_commands_are_printed(
     config = RunConfig.parse(load_config("my model.yaml"))
     assert config.dataset["source"] == {"jsonl": "json", "txt": "text"}.get(ending, ending)
     assert config.dataset["seq_len"] == 64  # the model's longest sequence
-    assert config.quantizer["group_size"] == (64 if family in ("Falcon", "Qwen3-MoE") else 32)
+    assert config.quantizer["group_size"] == (64 if family == "Falcon" else 32)
     assert config.output_dir == "./runs/my model"
     # transformers' own tokenizer of Qwen2 adds a token.
     assert config.tokenizer["eos_token"] == ("<|endoftext|>" if family == "Qwen2" else "<eos>")
