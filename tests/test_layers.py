@@ -9,7 +9,6 @@ ROOT = Path(__file__).parents[1] / "hestia_tune"
 ROOMS = [
     "errors",
     "files",
-    "cache",
     "config",
     "distributed",
     "methods",

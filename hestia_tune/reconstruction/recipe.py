@@ -33,7 +33,6 @@ from hestia_tune.blocks import (
     outside_blocks,
     record_blocks,
 )
-from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import (
     StopRequest,
@@ -43,7 +42,7 @@ from hestia_tune.distributed import (
     sum_over_ranks,
 )
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import locked, remove, require_writable_dir, write_json
+from hestia_tune.files import digest, locked, remove, require_writable_dir, write_json
 from hestia_tune.models import build
 from hestia_tune.plots import plot_errors
 from hestia_tune.qat.hard_state import hard_state_dict

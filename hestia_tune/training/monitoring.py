@@ -140,8 +140,13 @@ def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
 
 
 @of_all_ranks()
-def check_loss(
-    loss_sum: float, num_tokens: float, model: nn.Module, device: torch.device, step: int
+def check_step(
+    loss_sum: float,
+    num_tokens: float,
+    norm: float | None,
+    model: nn.Module,
+    device: torch.device,
+    step: int,
 ) -> None:
     """Raise an error before a bad gradient can reach the weights.
 
@@ -150,13 +155,15 @@ def check_loss(
     Args:
         loss_sum: Sum of the loss over the predicted tokens on every rank.
         num_tokens: Number of these tokens.
+        norm: Norm of the gradient, if it is known.
         model: The model. If the loss is not finite, its parameters are checked too.
         device: Device of the collectives.
         step: Number of finished steps.
 
     Raises:
         DataStreamError: If the batches have no token to predict.
-        NotFiniteError: If the loss is not finite. The message names parameters that are not finite.
+        NotFiniteError: If the loss or the norm is not finite. For a loss, the message names
+            parameters that are not finite.
     """
     if num_tokens == 0:
         raise DataStreamError(
@@ -168,11 +175,6 @@ def check_loss(
             f"the loss of step {step + 1} is {loss_sum} though all weights are finite; look at "
             "the data, or start again with a lower learning rate"
         )
-
-
-@of_all_ranks()
-def check_gradient(norm: float | None, step: int) -> None:
-    """Raise NotFiniteError if the norm of the gradient is known and not finite."""
     if norm is not None and not math.isfinite(norm):
         raise NotFiniteError(
             f"the gradient of step {step + 1} is not finite though the loss is finite; start again "
@@ -180,14 +182,9 @@ def check_gradient(norm: float | None, step: int) -> None:
         )
 
 
-def memory_metrics(device: torch.device, peak_of_device: bool) -> dict[str, float]:
-    """Return peak memory: torchtune's statistics of the device, or the resident set of the process.
-
-    Args:
-        device: Device of the run.
-        peak_of_device: Whether to return the statistics of the device.
-    """
-    if peak_of_device:
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Return peak memory: torchtune's statistics of a GPU, or the resident set of the process."""
+    if device.type == "cuda":
         return training.get_memory_stats(device=device)
     return {"peak_memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
