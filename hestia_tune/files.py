@@ -158,6 +158,18 @@ def read_json(path: Path) -> JSONFile:
         raise InputError(f"{path} is damaged ({error}); get it again") from None
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """Return the values in a file with one JSON value per line, without damaged lines.
+
+    A kill may have cut off a line.
+    """
+    values = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            values.append(json.loads(line))
+    return values
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """Return the content of a safetensors or torch.save file without running code from it.
 

@@ -39,7 +39,7 @@ from hestia_tune.distributed import (
     of_all_ranks,
     on_first_rank,
     progress_bar,
-    sum_over_ranks,
+    totals_over_ranks,
 )
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import digest, locked, remove, require_writable_dir, write_json
@@ -294,7 +294,7 @@ class ReconstructionRecipe:
                 progress.update(work.sizes[len(results)])
                 due = time.monotonic() - saved > _SECONDS_BETWEEN_SAVES
                 flags = [float(stop.requested), float(due)]
-                stops, dues = sum_over_ranks(flags, self.device)
+                stops, dues = totals_over_ranks(flags, self.device).tolist()
                 if stops or dues:
                     self._save_state(windows, work, must_succeed=bool(stops))
                     saved = time.monotonic()

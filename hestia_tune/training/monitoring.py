@@ -1,6 +1,5 @@
 """Monitor a run: its log, its codes, its memory, and whether its numbers are finite."""
 
-import contextlib
 import json
 import math
 import resource
@@ -16,7 +15,7 @@ from torchtune import training
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import of_all_ranks
 from hestia_tune.errors import NotFiniteError
-from hestia_tune.files import write_atomically
+from hestia_tune.files import read_json_lines, write_atomically
 from hestia_tune.qat.linear import QuantizedLayer, clean_fqn, local_rows
 
 
@@ -46,15 +45,11 @@ class History:
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        self.path = path
-        self.rows: list[dict[str, Any]] = []
+        self.path, self.rows = path, []
         if resume_step and path.is_file():
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                # A kill may have cut off a line. Such a line, or a damaged one, is skipped.
-                with contextlib.suppress(ValueError, TypeError, KeyError):
-                    row = json.loads(line)
-                    if row["step"] <= resume_step:
-                        self.rows.append(row)
+            rows = [row for row in read_json_lines(path) if isinstance(row, dict)]
+            steps = range(resume_step + 1)
+            self.rows = [row for row in rows if row.get("step") in steps]
         write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in self.rows))
 
     def append(self, row: Mapping[str, Any]) -> None:
