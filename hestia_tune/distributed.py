@@ -180,20 +180,8 @@ def totals_over_ranks(values: Sequence[torch.Tensor | float], device: torch.devi
             device are not copied.
         device: Device of the collective.
     """
-    of_device = {"dtype": torch.float64, "device": device}
-    totals = torch.stack(
-        [
-            value.to(**of_device)
-            if isinstance(value, torch.Tensor)
-            # A fill. A copy of a number to a GPU would wait for it.
-            else torch.full((), value, **of_device)
-            for value in values
-        ]
-    )
+    totals = torch.zeros(len(values), dtype=torch.float64, device=device)
+    for total, value in zip(totals, values, strict=True):
+        total.fill_(value)  # An assignment would copy a number to a GPU, and wait for it.
     dist.all_reduce(totals)
     return totals
-
-
-def sum_over_ranks(values: Sequence[torch.Tensor | float], device: torch.device) -> list[float]:
-    """Return the sums of `totals_over_ranks` as numbers. Collective. The host waits once."""
-    return totals_over_ranks(values, device).tolist()

@@ -1,4 +1,12 @@
-"""Write files and folders whole or not at all: under a temporary name, followed by a rename."""
+"""Write files and folders whole or not at all, and recognise the results of earlier runs.
+
+`staged` writes under a temporary name, followed by a rename. So a result that exists is complete.
+
+Each result that is kept between runs has a JSON file with an *identity*: everything that the result
+depends on. `kept_result` compares this identity with the identity of the present run. If both are
+equal, the run uses the result again. If not, the run computes the result again or stops with an
+error. The sensitivity, the reconstruction, token files, generated text and the evaluation use it.
+"""
 
 import contextlib
 import fcntl
@@ -9,7 +17,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +158,18 @@ def read_json(path: Path) -> JSONFile:
         raise InputError(f"{path} is damaged ({error}); get it again") from None
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """Return the values in a file with one JSON value per line, without damaged lines.
+
+    A kill may have cut off a line.
+    """
+    values = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            values.append(json.loads(line))
+    return values
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """Return the content of a safetensors or torch.save file without running code from it.
 
@@ -183,3 +203,54 @@ def require_writable_dir(path: str | Path) -> Path:
             f"output_dir {path} cannot be written ({error.strerror}); choose another folder"
         ) from None
     return path
+
+
+def digest(value: Any) -> str:
+    """Return a short digest of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(identity: Mapping[str, Any], saved: Any, prefix: str = "") -> list[str]:
+    """Return the keys of ``identity`` whose values differ from the values in ``saved``.
+
+    Args:
+        identity: The identity of the present run.
+        saved: The identity in a file. Keys that only this identity has do not count.
+        prefix: The start of every returned key. Nested keys are joined by dots.
+    """
+    odd = []
+    for key, value in identity.items():
+        other = saved.get(key, ...) if isinstance(saved, Mapping) else ...
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            odd += differences(value, other, f"{prefix}{key}.")
+        elif value != other:
+            odd.append(f"{prefix}{key}")
+    return odd
+
+
+def kept_result(
+    file: Path, identity: Mapping[str, Any], *, overwrite: bool = False, remedy: str = ""
+) -> dict[str, Any] | None:
+    """Return the content of a JSON file if it has this identity, or None to compute the result.
+
+    Args:
+        file: The file. It need not exist.
+        identity: Everything that the result depends on, as plain values.
+        overwrite: Whether the caller may replace another result or a damaged file.
+        remedy: The end of the error message, for a file that may not be replaced.
+
+    Raises:
+        InputError: If the file holds another result or is damaged, and may not be replaced.
+    """
+    if not file.is_file():
+        return None
+    try:
+        saved = read_json(file)
+        if not (odd := differences(identity, saved)):
+            return saved
+        fault = f"{file}: it was made with another {odd[0]}"
+    except InputError as error:
+        fault = str(error)
+    if overwrite:
+        return None
+    raise InputError(f"{fault}; {remedy}")

@@ -23,16 +23,6 @@ from hestia_tune.methods.fairy2i import Fairy2iMethod, Granularity
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.methods.ternary import TernaryMethod
 
-__all__ = [
-    "fairy2i_codes",
-    "hard_fairy2i",
-    "hard_ternary",
-    "optimal_temperature",
-    "relaxed_fairy2i",
-    "relaxed_ternary",
-    "ternary_codes",
-]
-
 
 def relaxed_ternary(
     weight: Tensor, tau: Scalar, pressure: Scalar = 1.0, *, group_size: GroupSize = 128

@@ -2,7 +2,7 @@
 
 The result of each model goes to its own file as soon as the model is done. A later failure or stop
 therefore loses no result. The next run reads a result from its file if everything that the result
-depends on is unchanged (`hestia_tune.cache`). Otherwise it evaluates the model again. The files are
+depends on is unchanged (`hestia_tune.files`). Otherwise it evaluates the model again. The files are
 in a folder beside ``eval.output``: ``evaluation/trained.json`` beside ``evaluation.json``.
 
 The predictions of each model are compared with the predictions of the first model. This result
@@ -22,14 +22,13 @@ import torch
 import torch.distributed as dist
 from torchtune import training
 
-from hestia_tune import cache
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
 from hestia_tune.evaluation.compare import Comparison
 from hestia_tune.evaluation.texts import PROMPTS
-from hestia_tune.files import require_writable_dir, write_json
+from hestia_tune.files import digest, kept_result, require_writable_dir, write_json
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
 from hestia_tune.training.data import calibration_batches
@@ -131,7 +130,7 @@ def _measure(
 
 def _kept(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the result in a file, or None if it is missing or depends on other things."""
-    saved = on_first_rank(partial(cache.kept, file, identity, overwrite=True))
+    saved = on_first_rank(partial(kept_result, file, identity, overwrite=True))
     if saved is not None:
         log.info(f"read the result from {file}")
     return saved
@@ -183,12 +182,12 @@ def _identity(
         "eval": {key: value for key, value in settings.items() if key not in _NOT_MEASURED},
         "device": str(device),
         "versions": versions(),
-        "texts": cache.digest([documents, PROMPTS]),
-        "files": cache.digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]),
+        "texts": digest([documents, PROMPTS]),
+        "files": digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]),
     }
 
 
 def _file_name(model: str) -> str:
     """Return a file name for the result of a model. The model's name may be a path."""
     safe = re.sub(r"[^\w.-]", "_", model, flags=re.ASCII)[-60:]
-    return f"{safe}.json" if safe == model else f"{safe}-{cache.digest(model)}.json"
+    return f"{safe}.json" if safe == model else f"{safe}-{digest(model)}.json"

@@ -11,7 +11,6 @@ which command makes these files.
 
 import base64
 import contextlib
-import json
 import re
 import statistics
 import tempfile
@@ -26,7 +25,7 @@ from hestia_tune.commands.convert import sizes_table
 from hestia_tune.commands.inspect import compare_runs
 from hestia_tune.errors import InputError
 from hestia_tune.evaluation.compare import Comparison
-from hestia_tune.files import read_json, write_atomically
+from hestia_tune.files import read_json, read_json_lines, write_atomically
 from hestia_tune.models.contents import read_matrices
 from hestia_tune.plots import plot_runs, plot_zeros
 
@@ -134,11 +133,7 @@ def _read(path: Path, **default: Any) -> dict[str, Any]:
 
 def _history(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics. A line that a kill has cut off is skipped."""
-    rows = []
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+    return read_json_lines(folder / "metrics.jsonl")
 
 
 def _losses(*runs: str) -> Table:

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hestia_tune import cache
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import remove, require_writable_dir
+from hestia_tune.files import digest, kept_result, remove, require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.plots import plot_sensitivity, plot_temperatures
 from hestia_tune.qat.linear import weights_of
@@ -70,13 +69,13 @@ def estimate(config: RunConfig | Mapping[str, Any]) -> SensitivityArtifact:
         estimator = {k: v for k, v in identity["estimator"].items() if k != "kappa"}
         remedy = "set sensitivity_estimation.overwrite=True, or .output to another path"
         options = {"overwrite": settings.overwrite, "remedy": remedy}
-        if cache.kept(path, identity | {"estimator": estimator}, **options) is None:
+        if kept_result(path, identity | {"estimator": estimator}, **options) is None:
             return identity, None
         saved = SensitivityArtifact.load(path)
         return identity, dataclasses.replace(saved, scores={}, estimator=identity["estimator"])
 
     identity, artifact = on_first_rank(find)
-    folder = path.with_name(f"{path.name}.{cache.digest(identity)}")  # the journal's folder
+    folder = path.with_name(f"{path.name}.{digest(identity)}")  # the journal's folder
     if artifact is None:
         artifact = _measure(planned, state, batches, Journal(folder, dist.get_rank()))
 

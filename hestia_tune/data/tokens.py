@@ -21,13 +21,12 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from hestia_tune import cache
 from hestia_tune.config import GeneratedConfig, StreamConfig
 from hestia_tune.data.sequences import training_sample
 from hestia_tune.data.stream import StreamingTextDataset
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError
-from hestia_tune.files import checksum, read_json, staged
+from hestia_tune.files import checksum, kept_result, read_json, staged
 
 FORMAT = "hestia_tune.data.tokens/2"
 INDEX, TOKENS = "index.json", "tokens.bin"
@@ -207,7 +206,7 @@ def write_set(
     }
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
         _read_index(folder)
-        written = cache.kept(folder / INDEX, index, remedy="choose another folder, or empty it")
+        written = kept_result(folder / INDEX, index, remedy="choose another folder, or empty it")
         assert written is not None  # The file exists.
         return written
 

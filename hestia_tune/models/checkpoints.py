@@ -16,10 +16,9 @@ from torch import nn
 from torchtune.models import convert_weights
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
-from hestia_tune.cache import digest
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import checksum, read_json
+from hestia_tune.files import checksum, digest, read_json
 from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.models import hugging_face_files
 from hestia_tune.models.class_logits import check_logits

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
-from hestia_tune.files import read_json
+from hestia_tune.files import digest, read_json
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.class_logits import check_logits
 from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from hestia_tune import cache
+from hestia_tune import files
 from hestia_tune.blocks import find_blocks, move, outside_blocks
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.files import read_json, read_state, remove, staged, write_json
@@ -54,9 +54,9 @@ def prepare_folder(
         write_json(pending, identity)
     remedy = "set reconstruct.overwrite=True to replace it, or reconstruct.output to another folder"
     options = {"overwrite": overwrite, "remedy": remedy}
-    if (finished := cache.kept(output / RESULTS_FILE, identity, **options)) is not None:
+    if (finished := files.kept_result(output / RESULTS_FILE, identity, **options)) is not None:
         return finished
-    if cache.kept(pending, identity, **options) is None:
+    if files.kept_result(pending, identity, **options) is None:
         for name in ("windows", RESULTS_FILE, LATENTS_FILE, "hard_model", "errors.png"):
             remove(output / name)
         write_json(pending, identity)
@@ -68,7 +68,7 @@ def _windows_may_stay(folder: Path, identity: Mapping[str, Any]) -> bool:
 
     The ``kl_`` settings belong to a stage after all windows.
     """
-    different = cache.differences(identity, read_json(folder / RESULTS_FILE))
+    different = files.differences(identity, read_json(folder / RESULTS_FILE))
     results = map(read_json, folder.glob("window_*.json"))
     return (
         bool(different)

@@ -33,17 +33,16 @@ from hestia_tune.blocks import (
     outside_blocks,
     record_blocks,
 )
-from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import (
     StopRequest,
     of_all_ranks,
     on_first_rank,
     progress_bar,
-    sum_over_ranks,
+    totals_over_ranks,
 )
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import locked, remove, require_writable_dir, write_json
+from hestia_tune.files import digest, locked, remove, require_writable_dir, write_json
 from hestia_tune.models import build
 from hestia_tune.plots import plot_errors
 from hestia_tune.qat.hard_state import hard_state_dict
@@ -295,7 +294,7 @@ class ReconstructionRecipe:
                 progress.update(work.sizes[len(results)])
                 due = time.monotonic() - saved > _SECONDS_BETWEEN_SAVES
                 flags = [float(stop.requested), float(due)]
-                stops, dues = sum_over_ranks(flags, self.device)
+                stops, dues = totals_over_ranks(flags, self.device).tolist()
                 if stops or dues:
                     self._save_state(windows, work, must_succeed=bool(stops))
                     saved = time.monotonic()

@@ -13,7 +13,6 @@ probe. So ranks can share the batches, and a killed estimation can continue. The
 as the result of one process.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -32,6 +31,7 @@ from torch import nn
 from hestia_tune.config import EstimationConfig
 from hestia_tune.distributed import gathered, progress_bar
 from hestia_tune.errors import InputError, InputTypeError, NotFiniteError
+from hestia_tune.files import read_json_lines
 from hestia_tune.sensitivity import curvature
 from hestia_tune.sensitivity.artifact import (
     ByLayer,
@@ -66,10 +66,8 @@ class Journal:
         self.values: dict[Key, list[float]] = {}
         self._path = folder and folder / f"rank{rank}.jsonl"
         for path in sorted(folder.glob("rank*.jsonl")) if folder else ():
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError):  # The line that a kill cut off.
-                    layer, batch, probe, values = json.loads(line)
-                    self.values[layer, batch, probe] = values
+            for *key, values in read_json_lines(path):
+                self.values[tuple(key)] = values
 
     def add(self, measured: dict[Key, list[float]]) -> None:
         """Record measurements in memory and, if there is a folder, on disk."""

@@ -13,7 +13,6 @@ from hestia_tune.errors import InputError
 from hestia_tune.methods import Method
 from hestia_tune.methods.base import require_finite
 from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
 from hestia_tune.tensors.group_tensor import (
     BinaryTensor,
@@ -23,7 +22,6 @@ from hestia_tune.tensors.group_tensor import (
     to_intx,
 )
 from hestia_tune.tensors.kernel_choice import KernelUse, use_kernel
-from hestia_tune.tensors.packed_tensor import packed_linear
 
 __all__ = [
     "BinaryTensor",
@@ -33,11 +31,8 @@ __all__ = [
     "TernaryTensor",
     "check_format",
     "pack",
-    "pack2",
-    "packed_linear",
     "read_hard",
     "to_intx",
-    "unpack2",
     "use_kernel",
 ]
 

@@ -9,7 +9,6 @@ A complex weight is multiplied as a ternary weight, so that every kernel can tak
 (`ComplexStack`).
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
@@ -165,12 +165,7 @@ def make(weight: PackedTensor, kind: type[Kernel]) -> Kernel:
 
 
 def _seconds(function: Callable, *args: Any) -> float:
-    """Return the seconds of the fastest of some calls, after a first call that does not count."""
-    times = []
-    while len(times) < 2 or sum(times) < _MIN_SECONDS:
-        started = time.perf_counter()
-        out = function(*args)
-        if out.is_cuda:
-            torch.cuda.synchronize(out.device)
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
+    """Return the median seconds of a call, after calls that warm up."""
+    call = {"function": function, "args": args}
+    timer = Timer("function(*args)", globals=call, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=_MIN_SECONDS).median

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torchtune import training
 
 from hestia_tune.blocks import find_blocks
-from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
+from hestia_tune.files import digest
 from hestia_tune.models import build as models
 from hestia_tune.models.build import build_buffers
 from hestia_tune.models.checkpoints import (

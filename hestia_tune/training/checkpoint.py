@@ -34,11 +34,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import gathered, of_all_ranks, on_first_rank, together
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import checksum, remove, require_writable_dir, staged
+from hestia_tune.files import checksum, digest, remove, require_writable_dir, staged
 from hestia_tune.models import checkpoints
 from hestia_tune.qat.linear import plain_shard
 from hestia_tune.qat.prepare import QATQuantizerBase

@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torchtune.generation import generate, generate_next_token
 
-from hestia_tune.cache import digest
 from hestia_tune.config import GeneratedConfig
 from hestia_tune.config.run import SELF_GENERATED, RunConfig
 from hestia_tune.data.tokens import write_set
 from hestia_tune.distributed import on_first_rank, progress_bar, together
 from hestia_tune.errors import InputError
-from hestia_tune.files import checksum, remove, staged
+from hestia_tune.files import checksum, digest, remove, staged
 from hestia_tune.models.load import load_model
 from hestia_tune.training.plan import Plan, plan
 

@@ -28,7 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hestia_tune.config.run import RunConfig
 from hestia_tune.data import DataStreamError, PositionSampler, StreamingTextDataset, TokenizedSet
-from hestia_tune.distributed import STOP_SIGNALS, raise_together, sum_over_ranks
+from hestia_tune.distributed import STOP_SIGNALS, raise_together, totals_over_ranks
 from hestia_tune.errors import InputError
 from hestia_tune.training.data import build_dataset
 
@@ -268,7 +268,7 @@ class TrainingData:
             seen += len(labels)
             loss, tokens = loss_sum(taken[0])
             total, count = total + loss.double(), count + tokens
-        total, count = sum_over_ranks([total, count], device)
+        total, count = totals_over_ranks([total, count], device).tolist()
         if not count:
             raise InputError("dataset_val has no token to predict; give it other or more data")
         return total / count

@@ -1,6 +1,5 @@
 """Monitor a run: its log, its codes, its memory, and whether its numbers are finite."""
 
-import contextlib
 import json
 import math
 import resource
@@ -16,7 +15,7 @@ from torchtune import training
 from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import of_all_ranks
 from hestia_tune.errors import NotFiniteError
-from hestia_tune.files import write_atomically
+from hestia_tune.files import read_json_lines, write_atomically
 from hestia_tune.qat.linear import QuantizedLayer, clean_fqn, local_rows
 
 
@@ -46,15 +45,11 @@ class History:
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        self.path = path
-        self.rows: list[dict[str, Any]] = []
+        self.path, self.rows = path, []
         if resume_step and path.is_file():
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                # A kill may have cut off a line. Such a line, or a damaged one, is skipped.
-                with contextlib.suppress(ValueError, TypeError, KeyError):
-                    row = json.loads(line)
-                    if row["step"] <= resume_step:
-                        self.rows.append(row)
+            rows = [row for row in read_json_lines(path) if isinstance(row, dict)]
+            steps = range(resume_step + 1)
+            self.rows = [row for row in rows if row.get("step") in steps]
         write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in self.rows))
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -140,8 +135,13 @@ def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
 
 
 @of_all_ranks()
-def check_loss(
-    loss_sum: float, num_tokens: float, model: nn.Module, device: torch.device, step: int
+def check_step(
+    loss_sum: float,
+    num_tokens: float,
+    norm: float | None,
+    model: nn.Module,
+    device: torch.device,
+    step: int,
 ) -> None:
     """Raise an error before a bad gradient can reach the weights.
 
@@ -150,13 +150,15 @@ def check_loss(
     Args:
         loss_sum: Sum of the loss over the predicted tokens on every rank.
         num_tokens: Number of these tokens.
+        norm: Norm of the gradient, if it is known.
         model: The model. If the loss is not finite, its parameters are checked too.
         device: Device of the collectives.
         step: Number of finished steps.
 
     Raises:
         DataStreamError: If the batches have no token to predict.
-        NotFiniteError: If the loss is not finite. The message names parameters that are not finite.
+        NotFiniteError: If the loss or the norm is not finite. For a loss, the message names
+            parameters that are not finite.
     """
     if num_tokens == 0:
         raise DataStreamError(
@@ -168,11 +170,6 @@ def check_loss(
             f"the loss of step {step + 1} is {loss_sum} though all weights are finite; look at "
             "the data, or start again with a lower learning rate"
         )
-
-
-@of_all_ranks()
-def check_gradient(norm: float | None, step: int) -> None:
-    """Raise NotFiniteError if the norm of the gradient is known and not finite."""
     if norm is not None and not math.isfinite(norm):
         raise NotFiniteError(
             f"the gradient of step {step + 1} is not finite though the loss is finite; start again "
@@ -180,14 +177,9 @@ def check_gradient(norm: float | None, step: int) -> None:
         )
 
 
-def memory_metrics(device: torch.device, peak_of_device: bool) -> dict[str, float]:
-    """Return peak memory: torchtune's statistics of the device, or the resident set of the process.
-
-    Args:
-        device: Device of the run.
-        peak_of_device: Whether to return the statistics of the device.
-    """
-    if peak_of_device:
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Return peak memory: torchtune's statistics of a GPU, or the resident set of the process."""
+    if device.type == "cuda":
         return training.get_memory_stats(device=device)
     return {"peak_memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 

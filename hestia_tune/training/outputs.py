@@ -21,11 +21,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
-from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import write_card
-from hestia_tune.files import read_json, read_state, staged, write_json
+from hestia_tune.files import digest, read_json, read_state, staged, write_json
 from hestia_tune.models import checkpoints
 from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, hub_name
 from hestia_tune.models.packed_layouts import dense_config

@@ -32,13 +32,13 @@ from hestia_tune.qat import shards
 from hestia_tune.qat.hard_state import hard_state_dict
 from hestia_tune.qat.linear import full_tensor
 from hestia_tune.training import checkpoint, monitoring, outputs
-from hestia_tune.training.measuring import MeasuringRecipe
+from hestia_tune.training.base import RecipeBase
 from hestia_tune.training.monitoring import StepResult
 
 log = logging.getLogger(__name__)
 
 
-class HestiaQATRecipe(MeasuringRecipe):
+class HestiaQATRecipe(RecipeBase):
     """A recipe that trains latent weights through relaxed quantization and writes the hard model.
 
     Attributes:
@@ -102,18 +102,17 @@ class HestiaQATRecipe(MeasuringRecipe):
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         # With offloading the gradients are on the CPU, and the host waits here, not further down.
-        totals = totals_over_ranks(sums, self._device).to(self._parameter_device)
+        totals = totals_over_ranks(sums, self._device).to(next(self._model.parameters()).device)
         # FSDP averages gradients over ranks. The loss is a mean over the tokens on every rank.
         scale = totals.new_full((), self.world_size) / totals[1]
         training.scale_grads(self._model, scale.float())
-        shards.pull_back(self.driver.layers.values(), compiled=self._compile)
+        shards.pull_back(self.driver.layers.values(), compiled=self.config.compile)
         norm = self.clip_gradients()
         # One copy to the host, and so one wait for the GPU, before bad gradients reach the weights.
         found = [*totals] if norm is None else [*totals, norm.double()]
         loss_sum, num_tokens, stop_requests, *norms = torch.stack(found).tolist()
         grad_norm = norms[0] if norms else None
-        monitoring.check_loss(loss_sum, num_tokens, self._model, self._device, step)
-        monitoring.check_gradient(grad_norm, step)
+        monitoring.check_step(loss_sum, num_tokens, grad_norm, self._model, self._device, step)
         self._learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
         strength = shards.cage_strength(self.config.cage_strength, (step + 1) / self.total_steps)
@@ -151,18 +150,13 @@ class HestiaQATRecipe(MeasuringRecipe):
         if result.grad_norm is not None:
             metrics["grad_norm"] = result.grad_norm
         metrics |= self._statistics.update()
-        self._log(metrics | monitoring.memory_metrics(self._device, self._log_peak_memory_stats))
+        self._log(metrics | monitoring.memory_metrics(self._device))
 
     def _restore_random_state(self) -> None:
         """Restore the random-number state of the checkpoint, at the first call only."""
         if self._restored_random_state is not None:
             checkpoint.set_random_state(self._restored_random_state, self._device)
             self._restored_random_state = None
-
-    @property
-    def _parameter_device(self) -> torch.device:
-        """The device of parameters and gradients: the CPU with offloading."""
-        return next(self._model.parameters()).device
 
     def clip_gradients(self) -> torch.Tensor | None:
         """Clip the gradient. Return its norm before clipping, or None without. Collective."""

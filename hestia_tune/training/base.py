@@ -1,0 +1,303 @@
+"""Everything in the recipe except training: set-up, losses, validation, logging, checkpoints.
+
+The set-up gives the parts of a plan to torchtune's recipe. torchtune ships its recipes as files,
+not as importable modules. Its package ``recipes`` raises an error on import. This file therefore
+loads the FSDP2 full fine-tune by its path. No other file does.
+"""
+
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchtune
+from omegaconf import DictConfig, OmegaConf
+from torchtune import training, utils
+
+from hestia_tune.config.run import RunConfig
+from hestia_tune.data import DataStreamError
+from hestia_tune.distributed import StopRequest, on_first_rank
+from hestia_tune.errors import InputError, NotFiniteError, one_line
+from hestia_tune.evaluation import metrics_of
+from hestia_tune.files import remove
+from hestia_tune.models import build as models
+from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.training import checkpoint, monitoring, outputs
+from hestia_tune.training.build import build
+from hestia_tune.training.checkpoint import Resume
+from hestia_tune.training.data import shifted_labels
+from hestia_tune.training.loss import training_loss
+from hestia_tune.training.monitoring import CodeStatistics, History
+from hestia_tune.training.plan import Plan, join_ranks, plan
+
+_path = Path(torchtune.__file__).parent.parent / "recipes" / "full_finetune_distributed.py"
+_spec: Any = importlib.util.spec_from_file_location("torchtune_full_finetune_distributed", _path)
+_module: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)
+# A recipe uses the existing process group. Ending a gloo group and forming another one sometimes
+# hangs under torchrun. This changes a private copy of the module.
+_module.init_process_group = lambda backend: None
+FullFinetuneRecipeDistributed = _module.FullFinetuneRecipeDistributed
+
+log = logging.getLogger(__name__)
+
+
+def _move_to_device(batch: dict[str, Any], device: torch.device) -> None:
+    """Move a batch to the device in place. The host does not wait for the copies to a GPU."""
+    if device.type == "cuda":
+        for key, value in batch.items():
+            if isinstance(value, torch.Tensor) and not value.is_cuda:
+                batch[key] = value.pin_memory().to(device, non_blocking=True)
+    utils.batch_to_device(batch, device)  # everything else
+
+
+class RecipeBase(FullFinetuneRecipeDistributed):
+    """A recipe on torchtune's FSDP2 full fine-tune, with our model, losses, data and resuming.
+
+    Args:
+        cfg: The YAML as a mapping, or the parsed `RunConfig`.
+    """
+
+    # torchtune's recipe sets these to None until `setup`.
+    _model: Any
+    _optimizer: Any
+    _loss_fn: Any
+    history: History
+
+    def __init__(self, cfg: DictConfig | Mapping[str, Any] | RunConfig):
+        self.config = RunConfig.parse(cfg)
+        join_ranks(self.config.device, self.config.dtype)
+        # torchtune would look for its own recipe state. `_resume` restores ours.
+        options = dataclasses.asdict(self.config) | {"resume_from_checkpoint": False}
+        super().__init__(OmegaConf.create(options))
+        self.output_dir = Path(self.config.output_dir)
+        self.checkpoint_folder = self.output_dir / "checkpoints"
+        self.tokens_seen = 0
+        self.finished = False
+        self.stop_request = StopRequest()
+        self._restored_random_state: dict[str, Any] | None = None
+
+    def setup(self, cfg: DictConfig | Mapping[str, Any] | RunConfig) -> None:
+        """Plan the run and build everything up to the first step. Collective."""
+        if RunConfig.parse(cfg) != self.config:
+            raise InputError("setup needs the config that the recipe was made of; got another one")
+        self.build(plan(self.config))
+
+    def build(self, planned: Plan) -> None:
+        """Build everything up to the first step, from a plan of this run. Collective."""
+        self.plan, self.config, config = planned, planned.config, planned.config
+        self.data, self.seed = planned.data, config.seed
+        self.total_steps = planned.data.total_steps
+        built = build(planned)
+        self._model, self._teacher = built.model, built.teacher
+        self.schedule, self.driver = built.schedule, built.driver
+        self._identity, self.validation_losses = built.identity, built.losses
+        self._hard_start = built.hard_start
+        if self._is_rank_zero:
+            self._metric_logger = models.instantiate(config.metric_logger, "metric_logger")
+            self._metric_logger.log_config(OmegaConf.create(dataclasses.asdict(config)))
+        self._loss_fn = planned.loss
+        if config.compile:
+            log.info("compile=True: the first steps compile, which takes a minute or more")
+            training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
+        if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
+            self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
+        if self._teacher is not None:
+            self._teacher.num_output_chunks = self._model.num_output_chunks
+            if planned.recomputes_logits:  # its head runs again in the model's backward pass
+                self._teacher.set_reshard_after_forward(False, recurse=False)
+        self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
+            self._model, config.enable_activation_offloading
+        )
+        self._statistics = CodeStatistics(quantized_linears(self._model))
+        self._optimizer = self._make_optimizer()
+        scheduler = config.lr_scheduler and OmegaConf.create(config.lr_scheduler)
+        self._lr_scheduler = self._setup_lr_scheduler(scheduler, self.total_steps, -1)
+        profiler = config.profiler and OmegaConf.create(config.profiler)
+        self._profiler = self._setup_profiler(profiler)
+        if planned.resume is not None:
+            self._resume(planned.resume)
+        if self._is_rank_zero:
+            if planned.resume is None:  # delete an earlier run's files now that all checks passed
+                for name in ("checkpoints", "hard_model", "results.json", "curves.png"):
+                    remove(self.output_dir / name)
+            self.history = History(self.output_dir / "metrics.jsonl", self.global_step)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        """Return the configured optimizer with its parameter groups.
+
+        Norms, biases and the method's own parameters have no weight decay. The method's own
+        parameters may have a learning rate of their own.
+        """
+        optimizer = self._setup_optimizer(OmegaConf.create(self.config.optimizer))
+        layers = quantized_linears(self._model).values()
+        own = {id(p) for layer in layers for p in layer.method_parameters()}
+        (group,) = optimizer.param_groups
+        derived = {id(getattr(layer, name)) for layer in layers for name in layer.derived_names}
+        trained = [p for p in group["params"] if p.requires_grad and id(p) not in derived]
+        group["params"] = [p for p in trained if p.dim() >= 2 and id(p) not in own]
+        if vectors := [p for p in trained if p.dim() < 2 and id(p) not in own]:
+            optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
+        if methods := [p for p in trained if id(p) in own]:
+            lr = self.plan.component.parameter_lr
+            rate = {} if lr is None else {"lr": lr}
+            optimizer.add_param_group({"params": methods, "weight_decay": 0.0, **rate})
+        return optimizer
+
+    def _resume(self, resume: Resume) -> None:
+        """Restore weights, optimizer, scheduler and random numbers from a checkpoint."""
+        checkpoint.load_checkpoint(resume.path, model=self._model, optimizer=self._optimizer)
+        self.global_step, self.epochs_run = resume.meta["step"], resume.rank_state["epoch"]
+        self.tokens_seen = resume.meta.get("tokens_seen", 0)
+        self.validation_losses = dict(resume.meta["validation_losses"])
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.load_state_dict(resume.rank_state["lr_scheduler"])
+        if resume.meta["world_size"] == self.world_size:
+            self._restored_random_state = resume.rank_state["random"]
+        log.info(f"resumed from {resume.path} at step {self.global_step}")
+
+    def loss_sum(
+        self, batch: dict[str, Any], teacher: torch.nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the loss over the predicted tokens of a batch, and their number.
+
+        Args:
+            batch: The batch. Its labels are removed.
+            teacher: The model to distil from. The loss is then the config's loss mixed with the
+                distillation loss. None takes the config's loss alone.
+        """
+        _move_to_device(batch, self._device)
+        ignore = self._loss_fn.ignore_index
+        labels = shifted_labels(batch.pop("labels"), ignore)
+        count = (labels != ignore).sum()
+        total = training_loss(
+            self._model,
+            teacher,
+            batch,
+            labels,
+            self._loss_fn,
+            self.config,
+            compiled=self.config.compile,
+            recompute=self.plan.recomputes_logits,
+            context=self.activations_handling_ctx,
+        )
+        return total, count
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return the mean loss over the validation tokens on every rank. Collective."""
+        self._model.eval()
+        loss = self.data.validation_loss(self.loss_sum, self.config.max_val_batches, self._device)
+        self._model.train()
+        return loss
+
+    def _evaluate_baselines(self) -> None:
+        """Measure the validation losses of the models before training."""
+        hard = f"naive {self.plan.component.method.name}"  # quantized without training
+        if self.config.reconstruction is None:
+            with self.driver.latent(self._hard_start):
+                self.validation_losses[self.config.init] = self.evaluate()
+        else:  # the reconstruction has measured the pretrained and the naive model
+            hard = outputs.RECONSTRUCTED
+        with self.driver.hard():
+            self.validation_losses[hard] = self.evaluate()
+        for label, loss in self.validation_losses.items():
+            log.info(f"validation loss, {label}: {loss:.4f}")
+
+    def _validate(self) -> None:
+        """Measure and log the validation losses of the relaxed and of the hard model."""
+        self.driver.set_step(self.global_step)
+        relaxed = self.evaluate()
+        with self.driver.hard():
+            hard = self.evaluate()
+        self._log({"val_loss_relaxed": relaxed, "val_loss_hard": hard})
+        self.validation_losses[outputs.HARD] = hard
+
+    def _evaluate_tasks(self) -> None:
+        """Evaluate the hard model on the ``eval`` section's tasks and texts, and log the results.
+
+        An evaluation may fail for reasons outside of training, so `train` saves a checkpoint first.
+        """
+        with self.driver.hard():
+            result = self.plan.evaluator.evaluate("hard", self._model, {}, self._device)
+        self._log(metrics_of(result))
+
+    def _is_due(self, every: int | None) -> bool:
+        """Return whether something is due now that happens every so many steps (None: never)."""
+        return bool(every) and self.global_step % every == 0
+
+    def _measure(self) -> None:
+        """Validate and evaluate tasks if they are due after this step and not logged yet."""
+        at_end, options = self.global_step == self.total_steps, self.config
+        losses_due = at_end or self._is_due(options.run_val_every_n_steps)
+        tasks_due = not at_end and self._is_due(options.eval.every_n_steps)
+        if not (losses_due or tasks_due):
+            return
+        logged = on_first_rank(lambda: self.history.at(self.global_step)) or {}
+        if losses_due and "val_loss_hard" in logged:
+            self.validation_losses[outputs.HARD] = logged["val_loss_hard"]
+        elif losses_due and self.data.val_loader is not None:
+            with self._saving_first():
+                self._validate()
+        if tasks_due and not any(name.startswith("eval/") for name in logged):
+            self._evaluate_tasks()
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        """Append metrics of the present step to the history and to the metric logger."""
+        if not self._is_rank_zero:
+            return
+        try:
+            self.history.append({"step": self.global_step} | metrics)
+            self._metric_logger.log_dict(metrics, step=self.global_step)
+        except Exception as error:  # a failing service or a full disk must not end the run
+            log.warning(f"step {self.global_step} could not be logged: {one_line(error)}")
+
+    @contextmanager
+    def _saving_first(self, position: Any = None) -> Iterator[None]:
+        """Save a checkpoint if the body raises an error of the data or of the numbers.
+
+        Args:
+            position: Position of the data to save. None takes the present position.
+        """
+        try:
+            yield
+        except (DataStreamError, NotFiniteError):  # all ranks raise these together
+            path = self.checkpoint_folder / f"step_{self.global_step}"
+            if self.global_step and not path.exists():
+                self._save(position)
+            raise
+
+    def _save(self, position: Any = None) -> None:
+        """Write a checkpoint. Collective.
+
+        Args:
+            position: Position of the data to save. None takes the present position.
+        """
+        monitoring.check_finite(self._model, self._device, self.global_step)
+        epoch_done = self.global_step == (self.epochs_run + 1) * self.data.steps_per_epoch
+        scheduler = self._lr_scheduler
+        checkpoint.save_checkpoint(
+            self.checkpoint_folder,
+            self.global_step,
+            model=self._model,
+            optimizer=self._optimizer,
+            rank_state={
+                "epoch": self.epochs_run + epoch_done,
+                "dataloader": None if epoch_done else position or self.data.position(),
+                "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+                "random": checkpoint.random_state(self._device),
+            },
+            meta={
+                "identity": self._identity,
+                # Without the loss of the hard model, which `_measure` reads from the history.
+                "validation_losses": {
+                    k: v for k, v in self.validation_losses.items() if k != outputs.HARD
+                },
+                "tokens_seen": self.tokens_seen,
+            },
+            keep_last=self.config.keep_last_checkpoints,
+        )
