@@ -67,6 +67,8 @@ log = logging.getLogger(__name__)
 HARD_FRACTION = 0.1
 # Largest initial temperature of the stage towards predictions.
 KL_TAU_INIT = 0.05
+# Limit, per rank, for hidden states in memory. If they need more, they go to a file.
+MEMORY_GIB = 8.0
 # Cap on the norms of tokens, in units of their median.
 _NORM_CAP = 4.0
 # Largest number of batches on which the error of a window is measured.
@@ -102,8 +104,8 @@ class Reconstruction:
         dtype: Dtype of the matrix products.
         compiled: Whether to run the formulas of the method as fused kernels.
         checkpointing: Whether to recompute the activations of every block in the backward pass.
-        folder: Folder for the hidden states if they need more than ``settings.memory``. None: they
-            stay in memory.
+        folder: Folder for the hidden states if they need more than `MEMORY_GIB`. None: they stay in
+            memory.
 
     Attributes:
         windows: (begin, end) of every window, in order.
@@ -147,7 +149,7 @@ class Reconstruction:
             if batch == 0:
                 num_streams = 2 if self._towards_predictions is None else 3
                 need = num_streams * 2 * self.num_batches * chain.hidden.numel() / 2**30
-                folder = folder if need > settings.memory else None
+                folder = folder if need > MEMORY_GIB else None
                 log.info(f"hidden states: {need:.2f} GiB, in {'files' if folder else 'memory'}")
                 shape = (self.num_batches, *chain.hidden.shape)
                 self._streams = [Stream(shape, self.device, folder) for _ in range(num_streams)]

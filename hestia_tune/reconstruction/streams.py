@@ -48,7 +48,7 @@ class Stream:
             except OSError as error:
                 raise InputError(
                     f"{folder} cannot hold {size / 2**30:.2f} GiB of hidden states: "
-                    f"{error.strerror}; make room, or raise reconstruct.memory"
+                    f"{error.strerror}; make room, or lower reconstruct.num_samples"
                 ) from error
             mapped = torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype)
         self._states = mapped.view(shape)
