@@ -22,8 +22,8 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, read_json
 from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.models import hugging_face_files
-from hestia_tune.models.class_logits import check_logits
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder, local_folder
+from hestia_tune.models.hugging_face_files import check_logits
 from hestia_tune.qat.linear import weights_of
 
 # The norms of transformers that multiply by 1 + weight.

@@ -14,8 +14,8 @@ from hestia_tune.errors import InputError
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.methods.hard_weights import latent_of_hard
 from hestia_tune.models import build as models
-from hestia_tune.models.already_hard import describe, find_hard
 from hestia_tune.models.checkpoints import pretrained_folder, random_state
+from hestia_tune.models.contents import describe, find_hard
 from hestia_tune.qat.linear import weights_of
 from hestia_tune.sensitivity import model_fingerprint
 from hestia_tune.training.outputs import reconstructed_weights

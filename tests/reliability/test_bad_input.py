@@ -14,8 +14,7 @@ from tiny import make_config, make_model_dir, write_config
 from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.evaluate import run_evaluation
 from hestia_tune.commands.launch import main
-from hestia_tune.commands.qat import run_qat
-from hestia_tune.commands.reconstruct import run_reconstruct
+from hestia_tune.commands.qat import run_qat, run_reconstruct
 from hestia_tune.commands.sensitivity import run_sensitivity
 from hestia_tune.commands.tokenize import run_tokenize
 

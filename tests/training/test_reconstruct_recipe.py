@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_run, write_config
 
 from hestia_tune.commands.convert import run_convert
-from hestia_tune.commands.qat import run_qat
-from hestia_tune.commands.reconstruct import run_reconstruct
+from hestia_tune.commands.qat import run_qat, run_reconstruct
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import checkpoints
 from hestia_tune.models.checkpoints import check_can_hold
