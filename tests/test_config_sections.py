@@ -70,7 +70,6 @@ WRONG = {
         *in_range("at least 1", ("num_samples", "batch_size", "epochs", "window"), (0, -1)),
         *of_type(("lr", "parameter_lr", "norm_lr", "kl_rate"), ("much", None, True)),
         *in_range(r"in \[0, 1\]", ("lr", "parameter_lr", "norm_lr"), (-0.1, 1.1, math.nan)),
-        *in_range(r"in \[0, 1e\+06\]", ("memory",), (-0.1, math.inf)),
         *of_type(("kl_blocks", "kl_epochs"), COUNTS),
         *in_range("at least 0", ("kl_blocks",), (-1,)),
         *in_range("at least 1", ("kl_epochs",), (0,)),
@@ -235,7 +234,7 @@ BOUNDARIES = [
     (TextConfig, {"window": 8, "stride": 8, "max_tokens": 1, "join": "\n"}),
     (EvalConfig, {"limit": 0.5, "batch_size": 1, "models": ["a", "b"]}),
     (EvalConfig, {"limit": 1, "batch_size": "auto", "tasks": ["piqa"]}),
-    (ReconstructionConfig, {"num_samples": 1, "batch_size": 1, "tau_init": 0, "memory": 0}),
+    (ReconstructionConfig, {"num_samples": 1, "batch_size": 1, "tau_init": 0}),
     (GeneratedConfig, {"temperature": 0.01, "seed": 2**63 - 1, "epochs": None}),
 ]
 

@@ -49,7 +49,7 @@ from hestia_tune.errors import NotFiniteError
 from hestia_tune.losses import divergence
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
-from hestia_tune.reconstruction.streams import Stream, prefetched
+from hestia_tune.reconstruction.streams import MEMORY_GIB, Stream, prefetched
 from hestia_tune.reconstruction.window import (
     TrainedLayer,
     WindowOptimizer,
@@ -67,8 +67,6 @@ log = logging.getLogger(__name__)
 HARD_FRACTION = 0.1
 # Largest initial temperature of the stage towards predictions.
 KL_TAU_INIT = 0.05
-# Limit, per rank, for hidden states in memory. If they need more, they go to a file.
-MEMORY_GIB = 8.0
 # Cap on the norms of tokens, in units of their median.
 _NORM_CAP = 4.0
 # Largest number of batches on which the error of a window is measured.

@@ -17,6 +17,9 @@ import torch
 
 from hestia_tune.errors import InputError
 
+# Limit, in GiB per rank, for hidden states in memory. If they need more, they go to a file.
+MEMORY_GIB = 8.0
+
 
 class Stream:
     """Hidden states of this rank, by batches of fixed sequences.
