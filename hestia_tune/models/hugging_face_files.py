@@ -10,7 +10,6 @@ weights are loaded, `check_logits` shows that this gives the right logits.
 
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -32,7 +31,6 @@ from hestia_tune.models.folder import (
     side_files,
 )
 from hestia_tune.models.hugging_face_model import Decoder, hugging_face, read_config
-from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
 # Largest relative difference of logits. A product of half of the rows may round differently.
 _LOGITS_TOLERANCE = 1e-4
@@ -212,37 +210,3 @@ class HuggingFaceCheckpointer:
             written.unlink()
         shutil.copyfile(self.folder / "config.json", folder / "config.json")
         copy_side_files(self.folder, folder)
-
-
-class AutoTokenizer(HuggingFaceTokenizer):
-    """The tokenizer of a model, as transformers' AutoTokenizer loads it.
-
-    Args:
-        path: A Hugging Face folder, or the name of a repository.
-        eos_token: The token that ends a document; see `HuggingFaceTokenizer`.
-        max_seq_len: The longest sequence of a document; see `HuggingFaceTokenizer`.
-
-    Raises:
-        InputError: If transformers has no tokenizer for the folder, or none in Rust; or if
-            `HuggingFaceTokenizer` raises it.
-    """
-
-    def __init__(self, path: str, eos_token: str | None = None, max_seq_len: int | None = None):
-        transformers, folder = import_optional("transformers"), local_folder(path)
-        try:
-            loaded = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise InputError(f"no tokenizer in {folder} can be loaded: {error}") from error
-        if not loaded.is_fast:
-            raise InputError(
-                f"the tokenizer must be of the tokenizers library (Rust); {folder} has a "
-                f"{type(loaded).__name__}; convert it to tokenizer.json"
-            )
-        with tempfile.TemporaryDirectory() as copy:
-            loaded.save_pretrained(copy)
-            try:
-                super().__init__(copy, eos_token, max_seq_len)
-            except ValueError as error:
-                raise InputError(str(error).replace(copy, str(folder))) from error
