@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from hestia_tune.qat.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, Tequila
+from hestia_tune.qat.baselines import DLT, INT2, INT4, LSQ, SEQ, TWN, AbsMean, Tequila
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import (
     Fairy2iConfig,
@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DLT",
     "INT2",
+    "INT4",
     "LSQ",
     "SEQ",
     "TWN",

@@ -173,8 +173,8 @@ class HestiaCallback(TrainerCallback):
         if state.global_step < state.max_steps:
             log.warning(f"training stopped at step {state.global_step}; no hard model is written")
             return
-        description = {"hestia_tune": hestia_tune.__version__, "layers": [*self.layers]}
-        description |= {"quantizer": self.component.method.key(), "step": state.global_step}
+        description = {"hestia_tune": hestia_tune.__version__, "step": state.global_step}
+        description |= self.component.describe(model)
         weights = self._harden(model)
         if state.is_world_process_zero:
             with staged(Path(args.output_dir) / "hard_model") as folder:

@@ -99,7 +99,7 @@ def load_model(
         model = load_quantized(folder, device=device, dtype=dtype, kernel="dequantize")
         return model, description
     component = build.make_component(config.quantizer)
-    key = component.method.key()
+    key = component.key()
     if kind in ("folder", "naive"):
         model = build.plain_on_meta(config.model)
         state = checkpoints.read_checked(config.model_type, folder, model)

@@ -10,7 +10,7 @@ the meta device), and convert replaces it by the hard weight.
 import abc
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -20,12 +20,13 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 
 from hestia_tune.config import nearest, require_number
 from hestia_tune.errors import InputError, InputTypeError
+from hestia_tune.files import digest
 from hestia_tune.methods import EvenMethod, Fairy2iMethod, Method, TernaryMethod
 from hestia_tune.methods.fairy2i import Granularity
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.qat.experts import ExpertsWeight, QuantizedExperts, quantized_experts
-from hestia_tune.qat.linear import QuantizedLayer, QuantizedLinear, clean_fqn
-from hestia_tune.qat.select import check_layer, select_layers
+from hestia_tune.qat.linear import QuantizedLayer, QuantizedLinear, clean_fqn, methods_of
+from hestia_tune.qat.select import check_layer, matching, select_layers
 from hestia_tune.qat.tequila_linear import TequilaLinear  # noqa: F401  (registers itself)
 from hestia_tune.tensors import pack
 
@@ -191,14 +192,19 @@ class QATQuantizerBase:
         exclude: Shell patterns of linears to leave out.
         skip_incompatible: Whether to leave out linears of a shape that the method cannot quantize,
             instead of raising an error.
-        scale_lr: Learning rate of the method's own parameters. None takes the optimizer's rate.
+        scale_lr: Learning rate of the methods' own parameters. None takes the optimizer's rate.
+        layers: Shell pattern -> the component that quantizes the linears of this name instead, or
+            None for linears that stay dense. A later pattern wins over an earlier one. Only the
+            method of such a component is used.
 
     Attributes:
+        method: The method of all linears that ``layers`` does not name.
         skipped: Names of the linears that `prepare` left out for their shape.
 
     Raises:
-        InputTypeError: If the patterns are not lists.
-        InputError: If ``scale_lr`` is out of range, or the method has no parameters.
+        InputTypeError: If the patterns are not lists, or ``layers`` is not such a mapping.
+        InputError: If ``scale_lr`` is out of range, or no method has parameters; or if a method in
+            ``layers`` has a temperature and the component has none.
     """
 
     # Whether the method reads a temperature, and so a schedule of the temperature.
@@ -211,11 +217,14 @@ class QATQuantizerBase:
         exclude: Sequence[str] | None = None,
         skip_incompatible: bool = False,
         scale_lr: float | None = None,
+        layers: Mapping[str, "QATQuantizerBase | None"] | None = None,
     ):
         self.config, self.method = config, config.method()
+        self.layers = self._checked(layers)
         if scale_lr is not None:
             require_number("the method's learning rate", scale_lr, 0, 1)
-            if not self.method.trained_parameters:
+            others = [other.method for other in self.layers.values() if other]
+            if not any(method.trained_parameters for method in (self.method, *others)):
                 raise InputError(
                     "scale_lr is read by methods that learn a scale, threshold or offset; "
                     f"{self.method.key()} learns none; leave it out"
@@ -231,6 +240,58 @@ class QATQuantizerBase:
         self._skip_incompatible = skip_incompatible
         self.skipped: list[str] = []
 
+    def _checked(
+        self, layers: Mapping[str, "QATQuantizerBase | None"] | None
+    ) -> dict[str, "QATQuantizerBase | None"]:
+        """Return the components of ``layers``, or raise the errors that concern them."""
+        if not isinstance(layers, Mapping | None):
+            raise InputTypeError(
+                f"layers must map patterns to components; got {type(layers).__name__}"
+            )
+        for pattern, other in (layers or {}).items():
+            if not isinstance(other, QATQuantizerBase | None):
+                raise InputTypeError(
+                    f"layers: {pattern} must be a component of hestia_tune such as INT4, or null "
+                    f"for dense linears; got {other!r}"
+                )
+            if other and other.has_temperature > self.has_temperature:
+                raise InputError(
+                    f"layers: {pattern} has a temperature, but {type(self).__name__} has none, so "
+                    "no schedule would set it; make the component with a temperature the main one"
+                )
+        return dict(layers or {})
+
+    @property
+    def name(self) -> str:
+        """The name of the method of all linears, or "mixed"."""
+        return "mixed" if self.layers else self.method.name
+
+    def key(self) -> str:
+        """Return a text that identifies the methods of all linears.
+
+        It is `Method.key` for one method. For several, it begins with "mixed", and a digest of
+        ``layers`` follows.
+        """
+        if not self.layers:
+            return self.method.key()
+        others = {name: other and other.method.key() for name, other in self.layers.items()}
+        texts = dict.fromkeys((self.method.key(), *(key or "dense" for key in others.values())))
+        return f"mixed, layers={digest(others)[:8]}: {'; '.join(texts)}"
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """Return the entries of hestia.json about the quantized layers of a prepared model.
+
+        These are ``quantizer`` (`key`), ``layers`` (names) and, for several methods, ``methods``:
+        name -> `Method.key` of every layer with another method than the component's.
+        """
+        methods = methods_of(model)
+        others = {name: m.key() for name, m in methods.items() if m != self.method}
+        return {
+            "quantizer": self.key(),
+            "layers": [*methods],
+            **({"methods": others} if others else {}),
+        }
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Swap the selected linears for quantized linears, in place, and return ``model``.
 
@@ -239,10 +300,14 @@ class QATQuantizerBase:
                 names the layer, and the model does not change.
         """
         chosen = select_layers(model, self._include, self._exclude)
+        components = dict.fromkeys(chosen, self)
+        for pattern, other in self.layers.items():
+            components |= dict.fromkeys(matching(pattern, chosen, "layers"), other)
+        chosen = {fqn: layer for fqn, layer in chosen.items() if components[fqn]}
         self.skipped = []
         for fqn, layer in list(chosen.items()):
             try:
-                check_layer(self.method, layer, fqn)
+                check_layer(components[fqn].method, layer, fqn)
             except ValueError as error:
                 if not self._skip_incompatible:
                     raise
@@ -250,10 +315,13 @@ class QATQuantizerBase:
                 self.skipped.append(fqn)
                 del chosen[fqn]
         if not chosen:
-            key = self.method.key()
-            raise InputError(f"{key} can quantize none of the {len(self.skipped)} selected linears")
-        config = dataclasses.replace(self.config, step="prepare")
-        layers = {id(layer): transform(layer, config) for layer in chosen.values()}
+            raise InputError(
+                f"{self.key()} can quantize none of the {len(components)} selected linears"
+            )
+        layers = {
+            id(layer): transform(layer, dataclasses.replace(components[fqn].config, step="prepare"))
+            for fqn, layer in chosen.items()
+        }
         for fqn, module in list(model.named_modules(remove_duplicate=False)):
             if id(module) in layers and clean_fqn(fqn) in chosen:
                 model.set_submodule(fqn, layers[id(module)])
@@ -294,6 +362,8 @@ class Component(QATQuantizerBase):
         include: Shell patterns of the linears to quantize.
         exclude: Shell patterns of linears to leave out.
         skip_incompatible: Whether to leave out linears that the method cannot quantize.
+        layers: See `QATQuantizerBase`. A component may also be given as a config gives it: a
+            mapping with ``_component_`` and the options of its method.
         **options: Fields of ``options_type``, such as ``group_size``.
 
     Raises:
@@ -310,6 +380,7 @@ class Component(QATQuantizerBase):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         skip_incompatible: bool = False,
+        layers: Mapping[str, Any] | None = None,
         **options: Any,
     ):
         shared = {field.name for field in dataclasses.fields(QATConfigBase)}
@@ -321,7 +392,31 @@ class Component(QATQuantizerBase):
             )
         config = self.options_type(**options)
         config = config if isinstance(config, QATConfigBase) else MethodConfig(of=config)
-        super().__init__(config, include, exclude, skip_incompatible, scale_lr)
+        if isinstance(layers, Mapping):
+            layers = {name: _component(name, other) for name, other in layers.items()}
+        super().__init__(config, include, exclude, skip_incompatible, scale_lr, layers)
+
+
+def _component(pattern: str, given: Any) -> Any:
+    """Return the component that an entry of ``layers`` describes, or anything else unchanged."""
+    if not isinstance(given, Mapping) or "_component_" not in given:
+        return given
+    import hestia_tune
+
+    options = dict(given)
+    name = str(options.pop("_component_"))
+    kind = getattr(hestia_tune, name.removeprefix("hestia_tune."), None)
+    if not (isinstance(kind, type) and issubclass(kind, Component)):
+        raise InputError(
+            f"layers: {pattern} names {name}, which is no quantizer component of hestia_tune; use "
+            "one such as hestia_tune.INT4, or null for dense linears"
+        )
+    if shared := options.keys() & {"include", "exclude", "skip_incompatible", "scale_lr", "layers"}:
+        raise InputError(
+            f"layers: {pattern} can only have options of its method; got {min(shared)}; set it for "
+            "the whole quantizer"
+        )
+    return kind(**options)
 
 
 class HestiaQATQuantizer(Component):

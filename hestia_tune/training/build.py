@@ -105,7 +105,8 @@ def _make_schedule(plan: Plan, state: Mapping[str, torch.Tensor]) -> AnnealingSc
     elif tau_init == "auto":
         weights = (
             weight.flatten(0, -2).to(plan.device, torch.float32)
-            for weight in weights_of(plan.layers, state).values()
+            for name, weight in weights_of(plan.layers, state).items()
+            if plan.methods[name] == plan.component.method
         )
         tau_init = on_first_rank(plan.component.method.fit_temperature, weights)
         log.info(f"tau_init auto: {tau_init:.4f}")

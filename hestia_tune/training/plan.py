@@ -26,10 +26,11 @@ from hestia_tune.distributed import ensure_process_group, on_first_rank, togethe
 from hestia_tune.errors import InputError, collecting, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.folder import check_experts
-from hestia_tune.export.formats import check_format
+from hestia_tune.export.formats import check_format, check_methods
 from hestia_tune.files import read_json
+from hestia_tune.methods import Method
 from hestia_tune.models import build, checkpoints
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.linear import methods_of, quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
 from hestia_tune.sensitivity import SensitivityArtifact
 from hestia_tune.training import checkpoint
@@ -80,6 +81,11 @@ class Plan:
     artifact: SensitivityArtifact | None = None
     start: dict[str, Any] | None = None
     resume: Resume | None = None
+
+    @cached_property
+    def methods(self) -> dict[str, Method]:
+        """The method of every quantized linear, by name."""
+        return methods_of(self.model)
 
     @cached_property
     def recomputes_logits(self) -> bool:
@@ -187,9 +193,9 @@ def _plan_model(config: RunConfig, device: torch.device, tokenizer: Any) -> Plan
     shapes = build.shapes_of(model)
     with collecting() as check:
         with check():
-            checkpoints.check_can_hold(component.method, config.model_type)
-        with check():
             model = component.prepare(model)
+            for method in set(methods_of(model).values()):
+                checkpoints.check_can_hold(method, config.model_type)
             build.check_model_options(config, model)
             layers = list(quantized_linears(model))
         with check():
@@ -197,7 +203,7 @@ def _plan_model(config: RunConfig, device: torch.device, tokenizer: Any) -> Plan
             if in_files is not None:
                 checkpoints.check_shapes(shapes, in_files, config.checkpointer["checkpoint_dir"])
             if layers:
-                check_formats(config, component, model)
+                check_formats(config, model)
         with check():
             build.check_tokenizer(tokenizer, model)
         with check():
@@ -305,11 +311,11 @@ def read_starts(
         artifact = SensitivityArtifact.load(config.sensitivity)
         artifact.check_model(layers)
     if config.reconstruction not in (None, "auto"):
-        start = read_results(config.reconstruction, component.method.key(), layers)
+        start = read_results(config.reconstruction, component.key(), layers)
     return artifact, start
 
 
-def check_formats(config: RunConfig, component: QATQuantizerBase, model: nn.Module) -> None:
+def check_formats(config: RunConfig, model: nn.Module) -> None:
     """Check that hestia_convert can write the model in the formats that the config names.
 
     Without a folder of safetensors, only the method is checked.
@@ -320,14 +326,13 @@ def check_formats(config: RunConfig, component: QATQuantizerBase, model: nn.Modu
     """
     folder = checkpoints.pretrained_folder(config)
     formats = [name for name in config.convert.formats or () if name != "all"]
-    component.method.check_file_formats(formats)
+    methods = methods_of(model)
+    check_methods(methods, formats)
     check_experts(model, formats)
     if formats and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        source = checkpoints.open_source(
-            config.model_type, folder, quantized_linears(model), component.method, quantize=True
-        )
+        source = checkpoints.open_source(config.model_type, folder, methods, quantize=True)
         for name in formats:
-            check_format(name, source, component.method, config.convert)
+            check_format(name, source, methods, config.convert)
 
 
 def require_teacher(folder: str) -> None:
