@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from pathlib import Path
 
-from hestia_tune.commands.inspect import compare_runs, contents_text, listing, options_page
+from hestia_tune.commands.inspect import compare_runs, listing, options_page
 from hestia_tune.config.files import text_of
 from hestia_tune.errors import InputError
 
@@ -51,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         return guarded(lambda: run_init(**options), "init")
     try:
         if arguments.command == "inspect":
-            print(contents_text(arguments.folder))
+            from hestia_tune.models.contents import contents_table  # a slow import: torchtune
+
+            print(contents_table(Path(arguments.folder)))
         elif arguments.command == "compare":
             print(compare_runs(arguments.runs))
         elif arguments.command == "report":

@@ -5,7 +5,7 @@ import sys
 if __name__ == "__main__":
     try:
         from hestia_tune.commands.launch import main
-        from hestia_tune.commands.reconstruct import run_reconstruct
+        from hestia_tune.commands.qat import run_reconstruct
     except KeyboardInterrupt:  # the imports take seconds
         sys.exit(130)
     sys.exit(main(run_reconstruct, "hestia_reconstruct"))

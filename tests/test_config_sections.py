@@ -50,10 +50,9 @@ WRONG = {
         *in_range(r"in \[-4, 4\]", ("alpha",), (-4.5, 4.5, math.nan)),
     ],
     DistillationConfig: [
-        *of_type(("weight", "temperature"), ("much", None, True)),
+        *of_type(("weight",), ("much", None, True)),
         *of_type(("loss", "teacher"), STRINGS),
         *in_range(r"in \[0, 1\]", ("weight",), (-0.1, 1.1, math.nan)),
-        *in_range(r"in \[0.01, 100\]", ("temperature",), (0, 101, math.inf)),
         *in_range("one of kl, kl_reverse, mixed", ("loss",), ("jsd", "KL")),
     ],
     GeneratedConfig: [
@@ -69,9 +68,8 @@ WRONG = {
     ReconstructionConfig: [
         *of_type(("num_samples", "batch_size", "epochs", "window"), COUNTS),
         *in_range("at least 1", ("num_samples", "batch_size", "epochs", "window"), (0, -1)),
-        *of_type(("lr", "parameter_lr", "norm_lr", "kl_rate", "memory"), ("much", None, True)),
+        *of_type(("lr", "parameter_lr", "norm_lr", "kl_rate"), ("much", None, True)),
         *in_range(r"in \[0, 1\]", ("lr", "parameter_lr", "norm_lr"), (-0.1, 1.1, math.nan)),
-        *in_range(r"in \[0, 1e\+06\]", ("memory",), (-0.1, math.inf)),
         *of_type(("kl_blocks", "kl_epochs"), COUNTS),
         *in_range("at least 0", ("kl_blocks",), (-1,)),
         *in_range("at least 1", ("kl_epochs",), (0,)),
@@ -123,7 +121,6 @@ WRONG = {
         *of_type(("batch_size",), (None, 1.5)),
         *in_range("a number or one of auto", ("batch_size",), ("fast",)),
         *of_type(("perplexity",), (3, "text.txt", None)),
-        *of_type(("at_end",), ("maybe", None)),
     ],
 }
 TABLE = [(section, *row) for section, rows in WRONG.items() for row in rows]
@@ -237,7 +234,7 @@ BOUNDARIES = [
     (TextConfig, {"window": 8, "stride": 8, "max_tokens": 1, "join": "\n"}),
     (EvalConfig, {"limit": 0.5, "batch_size": 1, "models": ["a", "b"]}),
     (EvalConfig, {"limit": 1, "batch_size": "auto", "tasks": ["piqa"]}),
-    (ReconstructionConfig, {"num_samples": 1, "batch_size": 1, "tau_init": 0, "memory": 0}),
+    (ReconstructionConfig, {"num_samples": 1, "batch_size": 1, "tau_init": 0}),
     (GeneratedConfig, {"temperature": 0.01, "seed": 2**63 - 1, "epochs": None}),
 ]
 

@@ -95,7 +95,6 @@ def test_every_row_has_a_config_of_its_own_and_the_same_steps(methods, tmp_path)
         generated = "self_generated" in cfg.dataset["_component_"]
         assert generated == ("LLM-QAT" in row.name) == (options.distillation.weight == 1)
         assert cfg.dataset.get("seed", 0) == generated  # the run's, which is 1
-        assert (options.cage_strength > 0) == ("CAGE" in row.name)
         assert (options.init == "random") == ("scratch" in row.name)
         if generated:  # nothing is left of the dataset that it replaces
             inspect.signature(GeneratedConfig).bind(
@@ -270,10 +269,10 @@ def test_the_study_of_methods_goes_on_where_it_stopped(tmp_path):
     records = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("record.json")}
     assert len(records) == 2 + 1 + 2  # learning rates, the other seed, and twice the steps
     assert "| Hestia, tau_init 0 | 0.00" in first and "\n4 steps, the best 1" in first
-    again = run("methods.py", *options, "--rows", "tau_init 0", "uniform + cage")
+    again = run("methods.py", *options, "--rows", "tau_init 0", "1 bit")
     assert all(path.stat().st_mtime_ns == time for path, time in records.items())
     assert len([*tmp_path.rglob("record.json")]) in (8, 10)  # whichever is the best
-    assert "| Hestia, uniform + CAGE | 0.00" in again
+    assert "| Hestia, 1 bit | 0.00" in again
     for path in records:
         record = json.loads(path.read_text())
         if record["steps"] == 2 and record["settings"]["seed"] == 0:

@@ -94,11 +94,9 @@ def rows_of(out: Path, steps: int) -> list[Row]:
         *from_both("SEQ, 2 bits", "SEQ", bits=2),
         *from_both("DLT", "DLT"),
         row("Tequila", "Tequila"),
-        row("AbsMean + CAGE", "AbsMean", {"cage_strength": 10.0}),
         row("LLM-QAT (AbsMean, per row)", "AbsMean", llm_qat, group_size="channel"),
         Row(HESTIA),
         Row(Method("Hestia, uniform", hestia, uniform)),
-        Row(Method("Hestia, uniform + CAGE", hestia, uniform), {"cage_strength": 10.0}),
         Row(Method("Hestia, 1 bit", hestia | {"codebook": "binary"}, uniform)),
         Row(Method("Hestia, 2 bits", hestia | {"codebook": "int2"}, uniform)),
     ]

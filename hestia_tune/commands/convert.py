@@ -30,7 +30,7 @@ from hestia_tune.export.formats import check_format
 from hestia_tune.export.packed import packed_entries, write_packed
 from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.models import build, checkpoints
-from hestia_tune.models.already_hard import describe, find_hard
+from hestia_tune.models.contents import describe, find_hard
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, SafetensorsFolder, hub_name
 from hestia_tune.qat.linear import quantized_linears
 

@@ -37,7 +37,7 @@ from hestia_tune.training.plan import join_ranks
 log = logging.getLogger(__name__)
 
 # Keys of the eval section that do not change the numbers of a model.
-_NOT_MEASURED = ("models", "output", "every_n_steps", "at_end")
+_NOT_MEASURED = ("models", "output", "every_n_steps")
 _SAMPLES = 256  # samples of dataset_val that are measured if no text is named
 
 

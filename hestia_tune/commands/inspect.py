@@ -117,13 +117,6 @@ def compare_runs(runs: Sequence[str]) -> str:
     return results_table(rows | hard)
 
 
-def contents_text(folder: str) -> str:
-    """Return what the weights of a model folder are, as `contents_table` describes it."""
-    from hestia_tune.models.contents import contents_table  # a slow import: torchtune
-
-    return contents_table(Path(folder))
-
-
 def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
     """Check a config, print a summary of its run, and return the exit code."""
     import torch
@@ -131,8 +124,6 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
 
     from hestia_tune.models import checkpoints
     from hestia_tune.models.build import plain_on_meta
-    from hestia_tune.models.class_logits import check_logits
-    from hestia_tune.models.folder import SafetensorsFolder
     from hestia_tune.training.estimate import describe_costs
     from hestia_tune.training.plan import plan
 
@@ -150,9 +141,8 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
     planned = plan(config)
     if config.is_transformers_model and config.needs_pretrained:
-        weights = SafetensorsFolder(checkpoints.pretrained_folder(config))
-        state = dict(checkpoints.read_weights(config.model_type, weights))
-        check_logits(plain_on_meta(config.model), state)
+        folder, plain = checkpoints.pretrained_folder(config), plain_on_meta(config.model)
+        checkpoints.read_checked(config.model_type, folder, plain)
     print(describe_costs(planned, has_device))
     dist.destroy_process_group()
     print(

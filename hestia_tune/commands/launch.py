@@ -35,11 +35,12 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
     """
 
     def run() -> int:
-        parsed = parse_command_line(name)
-        if isinstance(parsed, int):
-            return parsed
-        _set_log_level(parsed.log_level)
-        return command(parsed)
+        try:
+            config = parse_command_line(name)
+        except SystemExit as stop:  # --help, or a wrong argument
+            return int(stop.code or 0)
+        _set_log_level(config.log_level)
+        return command(config)
 
     return guarded(run, name)
 
@@ -82,14 +83,15 @@ def _set_log_level(level: str) -> None:
         handler.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
 
 
-def parse_command_line(name: str) -> RunConfig | int:
-    """Return the config of ``sys.argv``, or the exit code after --help or a wrong argument.
+def parse_command_line(name: str) -> RunConfig:
+    """Return the config of ``sys.argv``.
 
     Args:
         name: Name of the command.
 
     Raises:
         InputError: If the config or an override cannot be read, or a value is not allowed.
+        SystemExit: After --help or a wrong argument.
     """
     parser = argparse.ArgumentParser(
         prog=f"tune run {name}",
@@ -100,10 +102,7 @@ def parse_command_line(name: str) -> RunConfig | int:
     parser.add_argument("--config", required=True, help=rule)
     rule = "options to change, such as optimizer.lr=1e-3, or to delete, such as ~lr_scheduler"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=rule)
-    try:
-        arguments = parser.parse_intermixed_args()
-    except SystemExit as stop:
-        return int(stop.code or 0)
+    arguments = parser.parse_intermixed_args()
     return RunConfig.parse(overridden(load_config(arguments.config), arguments.overrides))
 
 

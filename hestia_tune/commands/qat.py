@@ -1,4 +1,7 @@
-"""``hestia_qat``: compute sensitivity and reconstruction if needed, and then train."""
+"""``hestia_qat``: compute sensitivity and reconstruction if needed, and then train.
+
+``hestia_reconstruct`` makes the reconstruction alone.
+"""
 
 import contextlib
 from collections.abc import Mapping
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from hestia_tune.commands.launch import INTERRUPTED
 from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
+from hestia_tune.distributed import end_process_group
 from hestia_tune.files import locked
 from hestia_tune.models.checkpoints import complete_checkpoints
 from hestia_tune.reconstruction.recipe import reconstruct
@@ -50,6 +54,17 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
                 print(recipe.summary())
         recipe.cleanup()
         return 0 if recipe.finished else INTERRUPTED
+
+
+def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
+    """Reconstruct the model of a config, print a summary, and return the exit code."""
+    config = RunConfig.parse(config)
+    generate_missing(config)
+    recipe = reconstruct(config)
+    if dist.get_rank() == 0:
+        print(recipe.summary())
+    end_process_group()
+    return 0 if recipe.finished else INTERRUPTED
 
 
 def _resume_if_possible(config: RunConfig) -> RunConfig:

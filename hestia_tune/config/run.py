@@ -141,9 +141,6 @@ class RunConfig(Section):
     """Weights that hestia_qat starts from: the pretrained weights, or random weights drawn with the
     seed. With random weights, only config and tokenizer come from the checkpointer's folder."""
     distillation: DistillationConfig = DistillationConfig()
-    cage_strength: float = option(0.0, low=0, high=1e6)
-    """Strength lambda of CAGE (arXiv 2510.18784) at the last step. The strength is 0 in the first
-    80% of the steps and then rises linearly. The authors of CAGE use 10. 0 switches CAGE off."""
     frozen_modules: list[str] | None = None
     """Names of modules that hestia_qat does not train, with everything in them. A frozen embedding
     also freezes an output head that shares its weight. null: train all modules. For

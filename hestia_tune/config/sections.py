@@ -48,8 +48,6 @@ class DistillationConfig(Section):
     weight: float = option(0.0, low=0, high=1)
     """Share of the distillation loss in the loss, from 0 to 1. The rest is cross-entropy.
     0 switches distillation off."""
-    temperature: float = option(1.0, low=1e-2, high=100)
-    """Divisor of the logits of both models. The distillation loss is multiplied by its square."""
     loss: str = option("kl", choices=("kl", "kl_reverse", "mixed"))
     """The distillation loss. "kl" is the Kullback-Leibler divergence of the model from the teacher;
     the log shows it as a cross-entropy, so the number includes the teacher's entropy. "kl_reverse"
@@ -91,9 +89,6 @@ class ReconstructionConfig(Section):
     tau_init: float = option(0.3, low=0, high=100)
     """Temperature at the start of every window. 0 is straight-through training. The final stage
     (see kl_blocks) starts at 0.05, or at tau_init if tau_init is lower."""
-    memory: float = option(8.0, low=0, high=1e6)
-    """Limit, in GiB per rank, for hidden states in memory. If they need more, they go to a file in
-    the output folder."""
     output: str | None = None
     """Folder to write the reconstruction to. null: use the folder reconstruction in output_dir."""
     overwrite: bool = False
@@ -311,10 +306,8 @@ class EvalConfig(Section):
     """Path of the JSON file with the table. null: use evaluation.json in output_dir. The results of
     each model go into a folder beside the file with the same name without .json."""
     every_n_steps: int | None = option(None, low=1)
-    """Number of training steps between two evaluations of the hard model. null: do not evaluate
-    during training."""
-    at_end: bool = False
-    """Whether to evaluate the hard model when training ends."""
+    """Number of training steps between two evaluations of the hard model. The last step is
+    evaluated too if it is a multiple of this number. null: do not evaluate during training."""
 
     def check(self) -> None:
         if self.limit is not None and self.limit > 1 and self.limit % 1:

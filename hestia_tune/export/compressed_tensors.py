@@ -34,9 +34,8 @@ import torch
 
 from hestia_tune.export.folder import split_weights, write_safetensors
 from hestia_tune.export.linears import plain_linears
-from hestia_tune.models.class_logits import require_same_logits
 from hestia_tune.models.folder import ModelFolder, import_optional
-from hestia_tune.models.hugging_face_files import load_hard
+from hestia_tune.models.hugging_face_files import load_hard, require_same_logits
 
 _FORMAT = "pack-quantized"
 # Largest relative difference of logits in bfloat16. Both models multiply the same weights, but the

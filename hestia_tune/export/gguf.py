@@ -84,11 +84,10 @@ def write_gguf(
         What `sizes` returns, and ``types``: name of a type -> number of tensors in the file.
 
     Raises:
-        InputError: If the gguf package is missing; or if the target is a folder, or exists and
-            ``overwrite`` is False.
-        InputError: If llama.cpp does not have the architecture, the tokenizer or the rotary
-            scaling, if no block type holds the groups of a weight, or if a scale is outside
-            float16's normal range.
+        InputError: If the gguf package is missing; if the target is a folder, or exists and
+            ``overwrite`` is False; if llama.cpp does not have the architecture, the tokenizer or
+            the rotary scaling; if no block type holds the groups of a weight; or if a scale is
+            outside float16's normal range.
         OSError: If the disk is full.
         RuntimeError: If the file that is read back differs from the model.
     """

@@ -33,9 +33,8 @@ import torch
 
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import split_weights, write_safetensors
-from hestia_tune.models.class_logits import require_same_logits
 from hestia_tune.models.folder import ModelFolder, import_optional
-from hestia_tune.models.hugging_face_files import load_hard
+from hestia_tune.models.hugging_face_files import load_hard, require_same_logits
 from hestia_tune.tensors.group_tensor import GroupTensor
 from hestia_tune.tensors.kernels import BLOCKS
 

@@ -22,14 +22,13 @@ from hestia_tune.export.folder import check_target, sizes, write_texts
 from hestia_tune.export.linears import plain_linears
 from hestia_tune.export.openvino_graph import INPUTS, make_graph
 from hestia_tune.files import staged
-from hestia_tune.models.class_logits import require_same_logits
 from hestia_tune.models.folder import (
     DESCRIPTION_FILE,
     ModelFolder,
     copy_side_files,
     import_optional,
 )
-from hestia_tune.models.hugging_face_files import load_hard
+from hestia_tune.models.hugging_face_files import load_hard, require_same_logits
 from hestia_tune.tensors.bitpack import unpack2
 
 _MODEL_FILE = "openvino_model.xml"

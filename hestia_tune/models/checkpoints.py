@@ -1,4 +1,4 @@
-"""Reads the weights of a model from a training checkpoint or a Hugging Face folder, or draws them.
+"""Reads the weights of a model from a training checkpoint or a Hugging Face folder.
 
 Weights of a Hugging Face folder get torchtune's names. `hestia_tune.training.checkpoint` writes
 training checkpoints and describes the folder of a checkpoint.
@@ -21,12 +21,10 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, digest, read_json
 from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.models import hugging_face_files
-from hestia_tune.models.class_logits import check_logits
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder, local_folder
+from hestia_tune.models.hugging_face_files import check_logits
 from hestia_tune.qat.linear import weights_of
 
-# The norms of transformers that multiply by 1 + weight.
-_NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"
 MODEL_PREFIX = "model."  # the names of latent weights in a checkpoint start with it
@@ -101,10 +99,26 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
         InputError: If the names of this model type cannot be converted.
     """
     if model_type == TRANSFORMERS_MODEL_TYPE:
-        return hugging_face_files.read_weights(source)
-    to_torchtune = _converter(model_type, source.folder)
-    parts = (to_torchtune({name: source.read(name)}) for name in source.shapes)
-    return (entry for part in parts for entry in part.items())
+        yield from hugging_face_files.read_weights(source)
+        return
+    for _, ours, value in _converted(model_type, source, source.read):
+        yield ours, value
+
+
+def read_checked(model_type: str, folder: Path, plain: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict in a Hugging Face folder, after `check_logits`.
+
+    Args:
+        model_type: The model type in the checkpointer section.
+        folder: The folder.
+        plain: The model, not prepared, on the meta device.
+
+    Raises:
+        InputError: If `read_weights` or `check_logits` raises it.
+    """
+    state = dict(read_weights(model_type, SafetensorsFolder(folder)))
+    check_logits(plain, state)
+    return state
 
 
 def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
@@ -119,15 +133,10 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
     Raises:
         InputError: If the names of this model type cannot be converted.
     """
-    shapes = SafetensorsFolder(folder).shapes
+    source = SafetensorsFolder(folder)
     if model_type == TRANSFORMERS_MODEL_TYPE:
-        return hugging_face_files.names_in_files(folder, shapes)
-    to_torchtune = _converter(model_type, folder)
-    return {
-        ours: [theirs]
-        for theirs, shape in shapes.items()
-        for ours in to_torchtune({theirs: torch.empty(shape, device="meta")})
-    }
+        return hugging_face_files.names_in_files(folder, source.shapes)
+    return {ours: [theirs] for theirs, ours, _ in _converted(model_type, source)}
 
 
 def open_source(
@@ -175,11 +184,8 @@ def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:
         return None
     if not all(name.endswith(".safetensors") and (folder / name).is_file() for name in names):
         return None
-    to_torchtune, shapes = _converter(config.model_type, folder), {}
-    for name, shape in SafetensorsFolder(folder, names).shapes.items():
-        converted = to_torchtune({name: torch.empty(shape, device="meta")})
-        shapes |= {ours: value.shape for ours, value in converted.items()}
-    return shapes
+    source = SafetensorsFolder(folder, names)
+    return {ours: value.shape for _, ours, value in _converted(config.model_type, source)}
 
 
 def packed_weights(config: RunConfig) -> dict[str, torch.Tensor]:
@@ -292,6 +298,26 @@ def _llama_to_torchtune(state: dict[str, torch.Tensor], **sizes: Any) -> dict[st
     return {f"{name[:-6]}bias": column.squeeze(1) for name, column in converted.items()}
 
 
+def _converted(
+    model_type: str,
+    source: SafetensorsFolder,
+    read: Callable[[str], torch.Tensor] | None = None,
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (name in the files, torchtune's name, tensor in torchtune's form) of every tensor.
+
+    Args:
+        model_type: The model type in the checkpointer section.
+        source: The folder.
+        read: Function from a name in the files to its tensor. None: the tensors are empty, on the
+            meta device.
+    """
+    to_torchtune = _converter(model_type, source.folder)
+    for theirs, shape in source.shapes.items():
+        tensor = read(theirs) if read else torch.empty(shape, device="meta")
+        for ours, value in to_torchtune({theirs: tensor}).items():
+            yield theirs, ours, value
+
+
 def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
     """Return the function that gives tensors of a Hugging Face state dict torchtune's form."""
     if model_type not in MODEL_TYPES:
@@ -311,29 +337,3 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     sizes = {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads", heads)}
     return sizes | {"dim": dim, "head_dim": config.get("head_dim") or dim // heads}
-
-
-def random_state(plain: nn.Module, folder: str | Path, seed: int) -> dict[str, torch.Tensor]:
-    """Draw a state dict to train from scratch, in float32 on the CPU.
-
-    Matrices and embeddings are normal, as in Hugging Face's own Llamas. Their standard deviation is
-    ``initializer_range`` of the folder's config.json, or 0.02 if config.json does not have it.
-    Biases are 0. Norms are 1, or 0 if the norm adds 1 to its weight.
-
-    Args:
-        plain: The model, not prepared, on the meta device. It gives names and shapes.
-        folder: The folder with config.json.
-        seed: The seed of the weights. Equal seeds give equal weights.
-    """
-    modules = plain.named_modules()
-    zero = {f"{name}.weight" for name, m in modules if type(m).__name__ in _NORMS_AROUND_ZERO}
-    std = read_json(Path(folder) / "config.json").get("initializer_range", 0.02)
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, value in plain.state_dict().items():
-        is_zero = name.endswith("bias") or name in zero
-        state[name] = torch.full(value.shape, 0.0 if is_zero else 1.0)
-        if value.dim() >= 2:
-            state[name].normal_(std=std, generator=generator)
-    check_logits(plain, state)
-    return state

@@ -3,20 +3,25 @@
 In most folders the files have the model's names. A mixture of experts is different. Its files have
 a tensor for each expert, and the model has one tensor for all experts. transformers converts these
 tensors in both directions.
+
+`hestia_tune.models.hugging_face_model` runs the parts of a class in its own way. Every time that
+weights are loaded, `check_logits` shows that this gives the right logits.
 """
 
 import re
 import shutil
-import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torchtune.training import MODEL_KEY
 
+from hestia_tune.blocks import as_one, on_device
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, one_line
 from hestia_tune.models.folder import (
     ModelFolder,
     SafetensorsFolder,
@@ -25,8 +30,10 @@ from hestia_tune.models.folder import (
     local_folder,
     side_files,
 )
-from hestia_tune.models.hugging_face_model import hugging_face, read_config
-from hestia_tune.models.tokenizers import HuggingFaceTokenizer
+from hestia_tune.models.hugging_face_model import Decoder, hugging_face, read_config
+
+# Largest relative difference of logits. A product of half of the rows may round differently.
+_LOGITS_TOLERANCE = 1e-4
 
 
 def model_on_meta(folder: str | Path) -> Any:
@@ -95,6 +102,60 @@ def load_hard(source: ModelFolder, dtype: torch.dtype) -> Any:
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
 
 
+@torch.no_grad()
+def check_logits(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise InputError unless a `Decoder` gives the logits of its transformers class.
+
+    Both forwards run once on 8 tokens, in float32 on the CPU, with the same weights. Only a part of
+    ``state`` is copied to float32 at any time: the block that runs, and the tensors outside the
+    blocks. A model that torchtune builds is not checked.
+
+    Args:
+        model: A plain model on the meta device. It is not changed.
+        state: The state dict of the model, on the CPU, in any floating-point dtypes.
+    """
+    if not isinstance(model, Decoder):
+        return
+    model = deepcopy(model).eval()
+    model.load_state_dict(state, assign=True)
+    model.set_num_output_chunks(2)
+    with torch.device("cpu"):
+        model.rope_init()
+    embedding: Any = model.tok_embeddings
+    tokens = torch.arange(8)[None] % embedding.num_embeddings  # (1, 8)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        with on_device(model, "cpu", whole=False, dtype=torch.float32):
+            expected = model.class_logits(tokens)
+            return as_one(model(tokens)), expected
+
+    rule = f"{type(model).__name__} must give the same logits here as in transformers"
+    require_same_logits(run, _LOGITS_TOLERANCE, rule, "train a model of another class")
+
+
+def require_same_logits(
+    run: Callable[[], tuple[torch.Tensor, torch.Tensor]], tolerance: float, rule: str, remedy: str
+) -> None:
+    """Raise InputError unless two models run and give the same logits.
+
+    Args:
+        run: A function that returns the logits and the expected logits, of equal shapes.
+        tolerance: The largest norm of their difference, as a fraction of the expected logits' norm.
+        rule: The first clause of the error.
+        remedy: The last clause of the error.
+    """
+    try:
+        logits, expected = run()
+    except Exception as error:  # code of other libraries may raise anything
+        raise InputError(f"{rule}; it raises: {one_line(error)}; {remedy}") from error
+    difference = (logits - expected).norm() / expected.norm().clamp_min(1e-9)
+    if not difference <= tolerance:
+        raise InputError(
+            f"{rule}; their relative difference is {difference:.2g} instead of at most "
+            f"{tolerance:g}; {remedy}"
+        )
+
+
 class HuggingFaceCheckpointer:
     """torchtune's checkpointer component for `hestia_tune.models.hugging_face`.
 
@@ -149,37 +210,3 @@ class HuggingFaceCheckpointer:
             written.unlink()
         shutil.copyfile(self.folder / "config.json", folder / "config.json")
         copy_side_files(self.folder, folder)
-
-
-class AutoTokenizer(HuggingFaceTokenizer):
-    """The tokenizer of a model, as transformers' AutoTokenizer loads it.
-
-    Args:
-        path: A Hugging Face folder, or the name of a repository.
-        eos_token: The token that ends a document; see `HuggingFaceTokenizer`.
-        max_seq_len: The longest sequence of a document; see `HuggingFaceTokenizer`.
-
-    Raises:
-        InputError: If transformers has no tokenizer for the folder, or none in Rust; or if
-            `HuggingFaceTokenizer` raises it.
-    """
-
-    def __init__(self, path: str, eos_token: str | None = None, max_seq_len: int | None = None):
-        transformers, folder = import_optional("transformers"), local_folder(path)
-        try:
-            loaded = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise InputError(f"no tokenizer in {folder} can be loaded: {error}") from error
-        if not loaded.is_fast:
-            raise InputError(
-                f"the tokenizer must be of the tokenizers library (Rust); {folder} has a "
-                f"{type(loaded).__name__}; convert it to tokenizer.json"
-            )
-        with tempfile.TemporaryDirectory() as copy:
-            loaded.save_pretrained(copy)
-            try:
-                super().__init__(copy, eos_token, max_seq_len)
-            except ValueError as error:
-                raise InputError(str(error).replace(copy, str(folder))) from error

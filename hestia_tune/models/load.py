@@ -21,11 +21,10 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import digest, read_json
 from hestia_tune.models import build, checkpoints
-from hestia_tune.models.class_logits import check_logits
-from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder
+from hestia_tune.models.folder import DESCRIPTION_FILE
 from hestia_tune.models.packed import load_quantized
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.qat.schedule import SCHEDULE_OPTIONS, AnnealingSchedule, ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact
 
 NAMES = ("pretrained", "naive", "trained", "packed", "checkpoint", "checkpoint_hard")
@@ -103,8 +102,7 @@ def load_model(
     key = component.method.key()
     if kind in ("folder", "naive"):
         model = build.plain_on_meta(config.model)
-        state = dict(checkpoints.read_weights(config.model_type, SafetensorsFolder(folder)))
-        check_logits(model, state)
+        state = checkpoints.read_checked(config.model_type, folder, model)
         checkpoints.load_weights(model, state, str(folder))
         if kind == "naive":
             description["quantizer"] = key
@@ -133,8 +131,7 @@ def load_model(
             f"the checkpoint was trained with other sensitivity scores than {sensitivity}; set "
             "sensitivity to the file that it was trained with (null if it was trained without)"
         )
-    names = ("rho", "tau_init", "alpha", "hard_fraction")
-    options = {name: identity[f"schedule.{name}"] for name in names}
+    options = {name: identity[f"schedule.{name}"] for name in SCHEDULE_OPTIONS}
     schedule = AnnealingSchedule(identity["total_steps"], **options)
     driver = ScheduleDriver(schedule, layers, scores)
     driver.set_step(step)

@@ -1,5 +1,6 @@
-"""A tokenizer component for models that come with a ``tokenizer.json``."""
+"""Tokenizer components: for a ``tokenizer.json``, and for any tokenizer of transformers in Rust."""
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import read_json
+from hestia_tune.models.folder import import_optional, local_folder
 
 
 class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
@@ -102,3 +104,37 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
     def vocab_size(self) -> int:
         """The number of token ids, special tokens included."""
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+class AutoTokenizer(HuggingFaceTokenizer):
+    """The tokenizer of a model, as transformers' AutoTokenizer loads it.
+
+    Args:
+        path: A Hugging Face folder, or the name of a repository.
+        eos_token: The token that ends a document; see `HuggingFaceTokenizer`.
+        max_seq_len: The longest sequence of a document; see `HuggingFaceTokenizer`.
+
+    Raises:
+        InputError: If transformers has no tokenizer for the folder, or none in Rust; or if
+            `HuggingFaceTokenizer` raises it.
+    """
+
+    def __init__(self, path: str, eos_token: str | None = None, max_seq_len: int | None = None):
+        transformers, folder = import_optional("transformers"), local_folder(path)
+        try:
+            loaded = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise InputError(f"no tokenizer in {folder} can be loaded: {error}") from error
+        if not loaded.is_fast:
+            raise InputError(
+                f"the tokenizer must be of the tokenizers library (Rust); {folder} has a "
+                f"{type(loaded).__name__}; convert it to tokenizer.json"
+            )
+        with tempfile.TemporaryDirectory() as copy:
+            loaded.save_pretrained(copy)
+            try:
+                super().__init__(copy, eos_token, max_seq_len)
+            except ValueError as error:
+                raise InputError(str(error).replace(copy, str(folder))) from error

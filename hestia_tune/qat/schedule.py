@@ -26,6 +26,8 @@ from hestia_tune.errors import InputError, InputTypeError
 if TYPE_CHECKING:
     from hestia_tune.qat.linear import QuantizedLayer
 
+SCHEDULE_OPTIONS = tuple(field.name for field in dataclasses.fields(ScheduleConfig))
+
 
 @dataclass(frozen=True)
 class AnnealingSchedule(ScheduleConfig):
@@ -69,8 +71,8 @@ class AnnealingSchedule(ScheduleConfig):
             section: A section with the options of `ScheduleConfig`, under the same names.
             **changes: Options that replace the section's options.
         """
-        names = [field.name for field in dataclasses.fields(ScheduleConfig)]
-        return cls(total_steps, **{name: getattr(section, name) for name in names} | changes)
+        options = {name: getattr(section, name) for name in SCHEDULE_OPTIONS}
+        return cls(total_steps, **options | changes)
 
     def pressure(self, step: int) -> float:
         """Return p_t = min(1, t / (rho·T)), or 1 if rho is 0 (Eq. 8)."""

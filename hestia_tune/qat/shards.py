@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from hestia_tune.errors import InputError
 from hestia_tune.methods.base import SumOverRanks, fused
@@ -262,35 +261,6 @@ def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> 
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def cage_strength(last: float, share: float) -> float:
-    """Return CAGE's lambda at a share of the run: 0 up to 80%, then linear up to ``last``."""
-    return last * max(0.0, share - 0.8) / (1 - 0.8)
-
-
-@torch.no_grad()
-def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLayer], strength: float) -> None:
-    """Pull weights to their codes in place, by CAGE (arXiv 2510.18784). Collective.
-
-    The rule is w <- w - lr·lambda·(w - Q(w)). Call it after an optimizer step. Q is the method's
-    own hard weight, so every method works. Like AdamW's decay, the pull does not change gradients
-    and moments. It costs a hard quantization of the rows that this rank holds.
-
-    Args:
-        optimizer: The optimizer. Its parameter groups give lr. Weights outside all groups stay.
-        layers: The quantized linears, sharded or not.
-        strength: lambda. A product lr·lambda above 1 counts as 1, which ends at the codes. 0 does
-            nothing.
-    """
-    groups = optimizer.param_groups if strength else []
-    rates = {id(p): min(1.0, group["lr"] * strength) for group in groups for p in group["params"]}
-    for layer in layers:
-        rate = rates.pop(id(layer.weight), None)  # only once, if linears share the weight
-        if rate is not None:
-            own = local_rows(layer.weight)
-            hard = LatentRows(layer).quantize(own.dtype, is_hard=True)["weight"]
-            own.lerp_(hard, float(rate))
 
 
 @torch.no_grad()

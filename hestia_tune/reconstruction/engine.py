@@ -49,7 +49,7 @@ from hestia_tune.errors import NotFiniteError
 from hestia_tune.losses import divergence
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
-from hestia_tune.reconstruction.streams import Stream, prefetched
+from hestia_tune.reconstruction.streams import MEMORY_GIB, Stream, prefetched
 from hestia_tune.reconstruction.window import (
     TrainedLayer,
     WindowOptimizer,
@@ -102,8 +102,8 @@ class Reconstruction:
         dtype: Dtype of the matrix products.
         compiled: Whether to run the formulas of the method as fused kernels.
         checkpointing: Whether to recompute the activations of every block in the backward pass.
-        folder: Folder for the hidden states if they need more than ``settings.memory``. None: they
-            stay in memory.
+        folder: Folder for the hidden states if they need more than `MEMORY_GIB`. None: they stay in
+            memory.
 
     Attributes:
         windows: (begin, end) of every window, in order.
@@ -147,7 +147,7 @@ class Reconstruction:
             if batch == 0:
                 num_streams = 2 if self._towards_predictions is None else 3
                 need = num_streams * 2 * self.num_batches * chain.hidden.numel() / 2**30
-                folder = folder if need > settings.memory else None
+                folder = folder if need > MEMORY_GIB else None
                 log.info(f"hidden states: {need:.2f} GiB, in {'files' if folder else 'memory'}")
                 shape = (self.num_batches, *chain.hidden.shape)
                 self._streams = [Stream(shape, self.device, folder) for _ in range(num_streams)]

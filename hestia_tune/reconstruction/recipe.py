@@ -191,7 +191,7 @@ class ReconstructionRecipe:
     ) -> dict[str, Any]:
         """Return everything that the reconstruction depends on, as plain values."""
         settings = dataclasses.asdict(self.settings)
-        for key in ("output", "overwrite", "memory"):
+        for key in ("output", "overwrite"):
             del settings[key]
         return {
             "model_fingerprint": fingerprint(self.plan, state),

@@ -17,6 +17,9 @@ import torch
 
 from hestia_tune.errors import InputError
 
+# Limit, in GiB per rank, for hidden states in memory. If they need more, they go to a file.
+MEMORY_GIB = 8.0
+
 
 class Stream:
     """Hidden states of this rank, by batches of fixed sequences.
@@ -48,7 +51,7 @@ class Stream:
             except OSError as error:
                 raise InputError(
                     f"{folder} cannot hold {size / 2**30:.2f} GiB of hidden states: "
-                    f"{error.strerror}; make room, or raise reconstruct.memory"
+                    f"{error.strerror}; make room, or lower reconstruct.num_samples"
                 ) from error
             mapped = torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype)
         self._states = mapped.view(shape)

@@ -33,7 +33,7 @@ from hestia_tune.models.checkpoints import (
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import quantized_linears, weights_of
-from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.qat.schedule import SCHEDULE_OPTIONS, AnnealingSchedule, ScheduleDriver
 from hestia_tune.training import checkpoint
 from hestia_tune.training.outputs import validation_identity
 from hestia_tune.training.plan import Plan
@@ -123,11 +123,10 @@ def _identify(
     Raises:
         InputError: If one of them differs from the checkpoint to resume from.
     """
-    shape = ("rho", "tau_init", "alpha", "hard_fraction")
     identity = {
         **checkpoint.config_identity(plan.config, plan.component),
         "model_fingerprint": fingerprint(plan, state),
-        **{f"schedule.{key}": getattr(schedule, key) for key in shape},
+        **{f"schedule.{key}": getattr(schedule, key) for key in SCHEDULE_OPTIONS},
         "sensitivity": digest(scores),
         **plan.data.identity(),
     }

@@ -48,7 +48,7 @@ _OPTIMIZER_PREFIX = "optimizer."
 _BYTES_PER_FILE = 2**30
 _SAME_TO_RESUME = (
     *("seed", "init", "optimizer", "lr_scheduler", "clip_grad_norm"),
-    *("shuffle", "dtype", "distillation", "cage_strength", "frozen_modules"),
+    *("shuffle", "dtype", "distillation", "frozen_modules"),
 )
 
 

@@ -50,13 +50,13 @@ def distillation_loss_sum(
     compiled: bool = False,
     at_once: bool = True,
 ) -> torch.Tensor:
-    """Return T² · (sum of the divergence over the predicted tokens), in nats.
+    """Return the sum of the divergence over the predicted tokens, in nats.
 
     Args:
         logits: The model's logits (batch, seq_len, vocabulary), or chunks of them along seq_len.
         teacher_logits: The teacher's logits, in the same form.
         labels: Shifted labels (batch, seq_len).
-        settings: The kind of divergence and the temperature T.
+        settings: The kind of divergence.
         ignore_index: Label of positions that predict nothing.
         compiled: Whether to compute with fused kernels, which make fewer float32 copies of the
             logits.
@@ -65,23 +65,21 @@ def distillation_loss_sum(
     """
     total = torch.zeros((), device=labels.device)
     chunks = as_chunks(logits)
-    divergence = _divergence(settings.loss, settings.temperature, ignore_index, compiled)
+    divergence = _divergence(settings.loss, ignore_index, compiled)
     parts = labels.split([chunk.shape[1] for chunk in chunks], dim=1)
     for chunk in zip(chunks, as_chunks(teacher_logits), parts, strict=True):
         result = GradientAtOnce.apply(divergence, *chunk) if at_once else divergence(*chunk)
         total = total + result
-    return total * settings.temperature**2
+    return total
 
 
 @cache
-def _divergence(
-    kind: str, temperature: float, ignore_index: int, compiled: bool
-) -> Callable[..., torch.Tensor]:
+def _divergence(kind: str, ignore_index: int, compiled: bool) -> Callable[..., torch.Tensor]:
     """Return a function of (logits, teacher's logits, labels) of one chunk: the divergence."""
-    divergence, scale = _LOSSES[kind](ignore_index=ignore_index), 1.0 / temperature
+    divergence = _LOSSES[kind](ignore_index=ignore_index)
 
     def of_chunk(own: torch.Tensor, other: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        flat = own.flatten(0, 1) * scale, other.flatten(0, 1) * scale  # (tokens, vocabulary)
+        flat = own.flatten(0, 1), other.flatten(0, 1)  # (tokens, vocabulary)
         return divergence(*flat, part.flatten(), normalize=False)
 
     return torch.compile(of_chunk, dynamic=True) if compiled else of_chunk

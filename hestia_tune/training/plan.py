@@ -255,7 +255,7 @@ def _plan_training(decided: Plan, loss: Any, data: TrainingData | None, path: Pa
     evaluator = artifact = start = resume = None
     with collecting() as check:
         with check():
-            if config.eval.every_n_steps or config.eval.at_end:
+            if config.eval.every_n_steps:
                 longest = decided.model.max_seq_len
                 evaluator = Evaluator(config.eval, decided.tokenizer, longest)
         with check():

@@ -83,7 +83,7 @@ class HestiaQATRecipe(RecipeBase):
                 self.epochs_run += 1
         self._profiler.stop()
         self._finish()
-        if self.config.eval.at_end:
+        if self._is_due(self.config.eval.every_n_steps):
             self._evaluate_tasks()
         self.finished = True
 
@@ -115,8 +115,6 @@ class HestiaQATRecipe(RecipeBase):
         monitoring.check_step(loss_sum, num_tokens, grad_norm, self._model, self._device, step)
         self._learning_rate = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
-        strength = shards.cage_strength(self.config.cage_strength, (step + 1) / self.total_steps)
-        shards.pull_to_codes(self._optimizer, self.driver.layers.values(), strength)
         self._optimizer.zero_grad(set_to_none=True)
         if self._lr_scheduler is not None:
             self._lr_scheduler.step()

@@ -5,23 +5,29 @@ Only the first rank reads weights. Its errors are raised on every rank.
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
+from hestia_tune.files import read_json
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.methods.hard_weights import latent_of_hard
 from hestia_tune.models import build as models
-from hestia_tune.models.already_hard import describe, find_hard
-from hestia_tune.models.checkpoints import pretrained_folder, random_state
+from hestia_tune.models.checkpoints import pretrained_folder
+from hestia_tune.models.contents import describe, find_hard
+from hestia_tune.models.hugging_face_files import check_logits
 from hestia_tune.qat.linear import weights_of
 from hestia_tune.sensitivity import model_fingerprint
 from hestia_tune.training.outputs import reconstructed_weights
 from hestia_tune.training.plan import Plan
 
 log = logging.getLogger(__name__)
+
+# The norms of transformers that multiply by 1 + weight.
+_NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")
 
 State = dict[str, torch.Tensor]
 
@@ -95,7 +101,7 @@ def initial_weights(plan: Plan) -> tuple[State, State, list[str]]:
             return reconstructed_weights(pretrained, str(config.reconstruction), plan.start)
         if config.init == "random":
             plain, folder = models.plain_on_meta(config.model), pretrained_folder(config)
-            return random_state(plain, folder, config.seed or 0)
+            return draw_weights(plain, folder, config.seed or 0)
         return pretrained | _latents_of_hard(plan, pretrained, hard_start)
 
     def find_hard_start() -> list[str]:
@@ -109,3 +115,29 @@ def initial_weights(plan: Plan) -> tuple[State, State, list[str]]:
 
     hard_start = on_first_rank(find_hard_start) or []
     return pretrained, on_first_rank(make_state, share=False) or {}, hard_start
+
+
+def draw_weights(plain: torch.nn.Module, folder: Path, seed: int) -> State:
+    """Draw a state dict to train from scratch, in float32 on the CPU.
+
+    Matrices and embeddings are normal, as in Hugging Face's own Llamas. Their standard deviation is
+    ``initializer_range`` of the folder's config.json, or 0.02 if config.json does not have it.
+    Biases are 0. Norms are 1, or 0 if the norm adds 1 to its weight.
+
+    Args:
+        plain: The model, not prepared, on the meta device. It gives names and shapes.
+        folder: The folder with config.json.
+        seed: The seed of the weights. Equal seeds give equal weights.
+    """
+    modules = plain.named_modules()
+    zero = {f"{name}.weight" for name, m in modules if type(m).__name__ in _NORMS_AROUND_ZERO}
+    std = read_json(folder / "config.json").get("initializer_range", 0.02)
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, value in plain.state_dict().items():
+        is_zero = name.endswith("bias") or name in zero
+        state[name] = torch.full(value.shape, 0.0 if is_zero else 1.0)
+        if value.dim() >= 2:
+            state[name].normal_(std=std, generator=generator)
+    check_logits(plain, state)
+    return state

@@ -48,7 +48,7 @@ def waits(rows):
         (),
         ("compile=True", "dtype=bf16", "optimizer.fused=True"),
         ("enable_activation_checkpointing=True", "enable_activation_offloading=True"),
-        ("distillation.weight=0.5", "cage_strength=1"),
+        ("distillation.weight=0.5",),
         ("clip_grad_norm=null",),
     ],
     ids=lambda options: " ".join(options).replace("=True", ""),

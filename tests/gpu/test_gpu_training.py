@@ -84,7 +84,7 @@ def test_options_do_not_change_the_result(model_dir, plain, tmp_path, options):
 @pytest.mark.parametrize("name", ["hestia, learned", "tequila", "fairy2i", "hestia, tensor"])
 def test_methods_with_parameters_of_their_own_train_offloaded(model_dir, tmp_path, name):
     for folder, options in {"plain": (), "offloaded": ("fsdp_cpu_offload=True",)}.items():
-        more = ("device=cuda", "dtype=bf16", "cage_strength=1", "distillation.weight=0.5")
+        more = ("device=cuda", "dtype=bf16", "distillation.weight=0.5")
         run(config(model_dir, tmp_path / folder, *more, *options, quantizer=name))
     assert_same_losses(tmp_path / "offloaded", tmp_path / "plain", rel=1e-2)
 

@@ -9,12 +9,11 @@ from families import family_config, make_family
 from tiny import random_dataset, run
 from torch import nn
 
-from hestia_tune.commands.reconstruct import run_reconstruct
+from hestia_tune.commands.qat import run_reconstruct
 from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
-from hestia_tune.models.class_logits import check_logits
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
+from hestia_tune.models.hugging_face_files import check_logits, model_on_meta, read_weights
 from hestia_tune.models.load import load_model
 
 transformers = pytest.importorskip("transformers")

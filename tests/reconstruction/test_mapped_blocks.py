@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_config, make_model_dir
 
 from hestia_tune.blocks import find_blocks, outside_blocks
-from hestia_tune.commands.reconstruct import run_reconstruct
+from hestia_tune.commands.qat import run_reconstruct
 from hestia_tune.reconstruction.folder import Windows
 
 NUM_BLOCKS, WINDOW = 4, 2

@@ -166,7 +166,6 @@ def test_paths_that_differ_in_one_character_have_different_files(
             "x.stride must be in .1, 64.; got 65",
         ),
         ("eval.batch_size=0", "eval.batch_size must be at least 1; got 0"),
-        ("eval.at_end=perhaps", "eval.at_end: Value 'perhaps' is not a valid bool"),
     ],
 )
 def test_errors_come_before_any_model_is_loaded(
@@ -202,7 +201,7 @@ def test_another_quantizer_or_artifact_than_the_checkpoints(model_dir, trained, 
 
 
 def test_tasks_during_training_go_to_the_metric_logger(model_dir, tmp_path, tasks, text):
-    options = ("eval.every_n_steps=2", "eval.at_end=True", f"eval.perplexity.t.source={text}")
+    options = ("eval.every_n_steps=2", f"eval.perplexity.t.source={text}")
     recipe = run(config(model_dir, tmp_path, tasks, *options))
     assert recipe.finished
     measured = logged(tmp_path, "eval/t/loss")
@@ -299,14 +298,14 @@ def test_the_preset_runs_on_models_and_at_the_end_of_training(
     assert all(f"| {name} " in told for name in [*FIVE, "average"])
     tables = json.loads((tmp_path / "five.json").read_text())["tables"]
     assert list(tables["acc"]["trained"]) == [*FIVE, "average"]
-    run(config(model_dir, tmp_path / "run", tasks, "eval.at_end=True", *preset))
+    run(config(model_dir, tmp_path / "run", tasks, "eval.every_n_steps=6", *preset))
     for name in [*FIVE, "average"]:
         logged_values = logged(tmp_path / "run", f"eval/{name}/acc")
         assert list(logged_values) == [6]
     # An unknown task raises an error before the first step.
     with pytest.raises(ValueError, match="did you mean hestia_zeroshot"):
         cfg = config(
-            model_dir, tmp_path / "no", tasks, "eval.at_end=True", "eval.tasks=[hestia_zero]"
+            model_dir, tmp_path / "no", tasks, "eval.every_n_steps=6", "eval.tasks=[hestia_zero]"
         )
         run(cfg)
     assert not (tmp_path / "no" / "hard_model").exists()

@@ -18,10 +18,11 @@ from tiny import (
 )
 
 from hestia_tune.models import build
-from hestia_tune.models.checkpoints import random_state, read_weights
+from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_model import hugging_face
 from hestia_tune.qat.linear import full_tensor
+from hestia_tune.training.weights import draw_weights
 
 RANDOM = ("init=random",)
 
@@ -42,7 +43,7 @@ def test_norms_that_add_one_to_their_scale_start_at_zero(tmp_path):
     import transformers
 
     plain = hugging_face(str(make_family(tmp_path, "Gemma 3")))
-    state = random_state(plain, tmp_path, seed=0)
+    state = draw_weights(plain, tmp_path, seed=0)
     fresh = transformers.AutoModelForCausalLM.from_config(plain.config).state_dict()
     norms = [name for name, value in state.items() if value.dim() == 1]
     assert norms and all(torch.equal(state[name], fresh[name]) for name in norms)
@@ -61,7 +62,7 @@ def test_the_drawn_weights(tmp_path):
     biased = torch.nn.ModuleDict(
         {"model": plain, "qkv": torch.nn.Linear(8, 8, device="meta")}  # as Qwen2's
     )
-    state = random_state(biased, folder, seed=4)
+    state = draw_weights(biased, folder, seed=4)
     assert state.keys() == biased.state_dict().keys()
     for name, value in state.items():
         assert value.dtype == torch.float32 and value.shape == biased.state_dict()[name].shape
@@ -70,16 +71,16 @@ def test_the_drawn_weights(tmp_path):
         elif value.numel() > 1000:
             bound = 4 * 0.02 / math.sqrt(value.numel())
             assert value.mean().abs() < bound and abs(value.std() - 0.02) < bound, name
-    again, other = (random_state(biased, folder, seed=seed) for seed in (4, 5))
+    again, other = (draw_weights(biased, folder, seed=seed) for seed in (4, 5))
     key = "model.layers.0.mlp.w1.weight"
     assert torch.equal(state[key], again[key]) and not torch.equal(state[key], other[key])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
-    torch.testing.assert_close(random_state(biased, folder, 4)[key], 25 * state[key])
+    torch.testing.assert_close(draw_weights(biased, folder, 4)[key], 25 * state[key])
 
 
 def test_a_run_from_scratch_needs_no_weights(bare_dir, tmp_path):
-    expected = random_state(
+    expected = draw_weights(
         build.plain_on_meta(make_config(bare_dir, tmp_path).model), bare_dir, seed=3
     )
     recipe = run(bare_config(bare_dir, tmp_path, "epochs=3"))
@@ -106,7 +107,7 @@ def test_the_start_depends_on_the_seed_and_not_on_the_folder(tmp_path):
 
     still = ("optimizer.lr=0", "max_steps_per_epoch=1", "dataset_val=null")
     run(make_config(folder, tmp_path / "a", *RANDOM, *still), keep)
-    expected = random_state(
+    expected = draw_weights(
         build.plain_on_meta(make_config(folder, tmp_path).model), folder, seed=3
     )
     for name, value in expected.items():

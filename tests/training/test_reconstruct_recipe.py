@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_run, write_config
 
 from hestia_tune.commands.convert import run_convert
-from hestia_tune.commands.qat import run_qat
-from hestia_tune.commands.reconstruct import run_reconstruct
+from hestia_tune.commands.qat import run_qat, run_reconstruct
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import checkpoints
 from hestia_tune.models.checkpoints import check_can_hold
 from hestia_tune.qat.linear import full_tensor, quantized_linears
+from hestia_tune.reconstruction import engine
 from hestia_tune.reconstruction import recipe as reconstruct
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 
@@ -219,7 +219,7 @@ def test_other_settings_of_the_last_stage_keep_the_windows(
         (["loss._component_=nope.Nope"], "loss: "),
         (["metric_logger._component_=nope.Nope"], "nope"),
         (["distillation.weight=1", "distillation.teacher=/nope"], "/nope has no config.json"),
-        (["eval.at_end=True", "eval.tasks=[nope]"], "nope"),
+        (["eval.every_n_steps=1", "eval.tasks=[nope]"], "nope"),
     ],
 )
 def test_training_errors_come_before_the_reconstruction(model_dir, tmp_path, overrides, message):
@@ -298,10 +298,11 @@ def test_training_starts_from_it(model_dir, finished, tmp_path):
     assert losses["trained, hard"] == pytest.approx(losses["reconstructed, hard"], rel=1e-6)
 
 
-def test_hidden_states_in_files_change_nothing(model_dir, finished, tmp_path, caplog):
+def test_hidden_states_in_files_change_nothing(model_dir, finished, tmp_path, caplog, monkeypatch):
     folder, _ = finished
+    monkeypatch.setattr(engine, "MEMORY_GIB", 0)
     with caplog.at_level("INFO", "hestia_tune"):
-        assert run_reconstruct(config(model_dir, tmp_path, "reconstruct.memory=0")) == 0
+        assert run_reconstruct(config(model_dir, tmp_path)) == 0
     assert "GiB, in files" in caplog.text
     own = load_file(tmp_path / "reconstruction" / "latents.safetensors")
     assert all(torch.equal(own[k], v) for k, v in load_file(folder / "latents.safetensors").items())
