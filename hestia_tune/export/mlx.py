@@ -1,12 +1,12 @@
-"""Writes a hard model as a folder for mlx-lm, in the affine layout of MLX with 1, 2 or 4 bits.
+"""Writes a hard model as a folder for mlx-lm, in the affine layout of MLX with 1 or 2 bits.
 
 A weight in MLX is scales * field + biases, with one scale and one bias per block of 128, 64 or 32
 columns. A block is the largest of these that divides the group. A scale that covers more columns is
 repeated. The files hold these tensors for each quantized linear; the codes are -1, 0, 1 (ternary),
--1, 1 (binary), -3, -1, 1, 3 (four levels) or -7 to 7, and c is the largest code:
+-1, 1 (binary) or -3, -1, 1, 3 (four levels), and c is the largest code:
 
     NAME.weight   uint32 (out_features, in_features * bits / 32): fields of (code + c) / d, the
-                  first weight in the lowest bits. d is 2 for binary codes and four levels, else 1.
+                  first weight in the lowest bits. d is 1 for ternary codes, 2 for the others.
     NAME.scales   bfloat16 (out_features, blocks): d * scale
     NAME.biases   bfloat16 (out_features, blocks): -c * scale
 
@@ -38,7 +38,7 @@ from hestia_tune.models.hugging_face_files import load_hard, require_same_logits
 from hestia_tune.tensors.group_tensor import GroupTensor
 from hestia_tune.tensors.kernels import BLOCKS
 
-_BITS = {2: 1, 3: 2, 4: 2, 15: 4}  # number of codes -> bits per code
+_BITS = {2: 1, 3: 2, 4: 2}  # number of codes -> bits per code
 _RENAMED = {"mistral": "llama"}  # model types that mlx-lm reads with the code of another type
 # Largest relative difference of logits in float32. The two libraries multiply in other orders.
 _LOGITS_TOLERANCE = 1e-3

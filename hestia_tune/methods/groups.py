@@ -48,13 +48,9 @@ _LEAST_SCALE = SCALE_EPS * (1 + 2**-6)
 _SPARE_BITS = {2: 0, 3: 0, 4: 2, 15: 3}
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
 _PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",), 15: ("int4",)}
-_FILE_FORMATS = {
-    2: ("onnx",),
-    3: ("onnx", "intx"),
-    4: (),
-    15: (),
-}  # besides the formats of all levels
-_ALL_LEVELS = "torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino"
+# The formats besides the formats of all levels.
+_FILE_FORMATS = {2: ("mlx", "onnx"), 3: ("mlx", "onnx", "intx"), 4: ("mlx",), 15: ()}
+_ALL_LEVELS = "torchao", "huggingface", "compressed_tensors", "gguf", "openvino"
 
 
 def round_to_bfloat16(x: Tensor, spare_bits: int = 0) -> Tensor:

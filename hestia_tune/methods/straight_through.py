@@ -135,7 +135,8 @@ class INT4Method(StraightThroughMethod):
 
     The scale is rounded to 5 significant bits, so that every product is a bfloat16 number. The code
     of the largest weight stays ±7, so a second quantization does not change a hard weight. Codes
-    and scales are those of Q4_0 in GGUF, whose lowest code -8 is not used.
+    and scales are those of Q4_0 in GGUF, whose lowest code -8 is not used. MLX would compute some
+    of its products in bfloat16 with a rounding, so this format does not hold them.
 
     Args:
         group_size: See `GroupMethod`; not "tensor".

@@ -91,8 +91,8 @@ class CodeStatistics:
 
         Returns:
             ``flip_rate``, the share of codes that changed since the last call. The first call does
-            not return it. ``zero_fraction``, the share of zeros in the layers whose codes have a zero, if there
-            are any.
+            not return it. ``zero_fraction``, the share of zeros in the layers whose codes have a
+            zero, if there are any.
             ``quantization_error``, which is ||W - Q(W)||² / ||W||² over all layers.
         """
         weights = [layer.weight for layer in self._layers.values()]

@@ -103,9 +103,9 @@ def test_entries_equal_the_dense_weight(method):
         name: (method.hard(w) if name != "norm" else w).to(torch.bfloat16)
         for name, w in latents.items()
     }
-    quantized = {"a", "b"}
+    quantized = dict.fromkeys("ab", method)
     arguments = {} if method.codes_follow_from_hard else {"latents": latents}
-    for name, stored in packed_entries(iter(hard.items()), quantized, method, **arguments):
+    for name, stored in packed_entries(iter(hard.items()), quantized, **arguments):
         assert (type(stored) is torch.Tensor) == (name == "norm")
         plain = stored if name == "norm" else stored.dequantize()
         assert stored.dtype == torch.bfloat16 and torch.equal(plain, hard[name])
@@ -114,7 +114,7 @@ def test_entries_equal_the_dense_weight(method):
 def test_codes_of_other_latents_are_refused():
     method, weight = Fairy2iMethod(granularity=2), torch.randn(4, 8)
     entries = packed_entries(
-        [("a", method.hard(weight))], {"a"}, method, latents={"a": torch.randn(4, 8)}
+        [("a", method.hard(weight))], {"a": method}, latents={"a": torch.randn(4, 8)}
     )
     with pytest.raises(RuntimeError, match="a packed differs from the hard model"):
         list(entries)
