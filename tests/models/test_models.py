@@ -13,6 +13,7 @@ from hestia_tune.export.packed import packed_entries
 from hestia_tune.methods import Fairy2iMethod, TernaryMethod
 from hestia_tune.models import PackedWeights
 from hestia_tune.models.build import instantiate
+from hestia_tune.tensors import INT4Tensor
 from hestia_tune.training.outputs import write_hard_model
 
 
@@ -93,6 +94,11 @@ def test_packed_weights_of_every_method():
         "layers"
     ]
     assert type(first.weight.data) is torch.Tensor and type(second.weight.data) is TernaryTensor
+    others = {"layers.1": "int4, group_size=3"}
+    first, second = PackedWeights("ternary, group_size=4", ["*"], layers=others).quantize(make())[
+        "layers"
+    ]
+    assert type(first.weight.data) is TernaryTensor and type(second.weight.data) is INT4Tensor
 
 
 @pytest.mark.parametrize("method", [TernaryMethod(group_size=8), Fairy2iMethod(granularity=2)])
