@@ -65,7 +65,11 @@ def require_matrix(weight: Tensor) -> None:
 
 
 def block_view(weight: Tensor, group_size: GroupSize, groups: int = -1) -> Tensor:
-    """View (out_features, in_features) as (rows, groups, group); see the module docstring."""
+    """View (out_features, in_features) as (rows, groups, group); see the module docstring.
+
+    A caller may pass the number of groups in a row, if a tensor has this size. A compiler then
+    knows that in_features is a multiple of it.
+    """
     require_matrix(weight)
     if group_size == "tensor":
         return weight.reshape(1, 1, -1)

@@ -215,14 +215,17 @@ class GroupMethod(Method):
         check_divides(self.group_size, in_features, name)
 
     def blocks(self, weight: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
-        """Return a weight or its gradient as (rows, groups, group) in the dtype of formulas."""
+        """Return a weight or its gradient as (rows, groups, group) in the dtype of formulas.
+
+        With the method's ``parameters``, (rows, groups) each, a compiled formula is one kernel.
+        """
         groups = parameters[0].shape[1] if parameters else -1
         return block_view(weight, self.group_size, groups).to(compute_dtype(weight))
 
     def unblock(self, blocks: Tensor, weight: Tensor) -> Tensor:
-        """Return `blocks` in the shape and dtype of ``weight``."""
+        """Return `blocks` in the shape and dtype of ``weight``, from which they were made."""
         blocks = blocks.to(weight.dtype)
-        # A compiler fuses the blocks' own sizes; it does not know that they fill the rows.
+        # A compiler does not know that groups fill rows. It would make `view_as` a second kernel.
         return blocks.view_as(weight) if self.scales_span_rows else blocks.flatten(1)
 
     def require_rows(self, what: str) -> None:

@@ -83,6 +83,7 @@ class TWNMethod(StraightThroughMethod):
                 sums = total(torch.stack(sums)).unbind()
             return sums[0] / sums[1].clamp(min=1.0)
 
+        # All weights, NaN too. A compiler would count a tensor of ones by a kernel of its own.
         threshold = (self.delta * mean(~(w.abs() < 0.0))).to(w.dtype)
         # "Not below" instead of "at least", so that a NaN stays in the mean.
         kept = ~(w.abs() < threshold)
