@@ -27,7 +27,7 @@ from torchtune.models.convert_weights import tune_to_hf
 
 from hestia_tune.config.files import load_config
 
-FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf")
+FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino")
 
 _CHILD = r"""
 import json, re, sys, time

@@ -66,11 +66,11 @@ def write(name: str, work: Path, rows: list[str]) -> dict[str, int]:
     from hestia_tune.export.gguf import write_gguf
     from hestia_tune.export.onnx import write_onnx
     from hestia_tune.models.folder import ModelFolder
-    from hestia_tune.qat.linear import select_linears
+    from hestia_tune.qat.select import select_layers
     from hestia_tune.tensors import TernaryTensor
 
     model, generator = build(name), torch.Generator().manual_seed(0)
-    quantized = {f"{layer}.weight" for layer in select_linears(model, None, ())}
+    quantized = {f"{layer}.weight" for layer in select_layers(model, None, ())}
     attention, hidden = model.layers[0].attn, model.tok_embeddings.weight.shape[1]
     sizes = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
     sizes |= {"dim": hidden, "head_dim": attention.head_dim}

@@ -32,9 +32,9 @@ from hestia_tune.sensitivity.curvature import (
     logits_of,
     mean_loss,
 )
-from hestia_tune.training.build import read_pretrained
 from hestia_tune.training.data import calibration_batches
 from hestia_tune.training.plan import plan
+from hestia_tune.training.weights import read_pretrained
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
 

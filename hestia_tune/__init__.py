@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from hestia_tune.qat.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, Tequila
-from hestia_tune.qat.linear import is_transformer_linear, quantized_linears
+from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import (
     Fairy2iConfig,
     Fairy2iQATQuantizer,
@@ -12,6 +12,7 @@ from hestia_tune.qat.prepare import (
     MethodConfig,
 )
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver, get_wsd_schedule
+from hestia_tune.qat.select import is_transformer_linear
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.tensors import Fairy2iTensor, TernaryTensor, use_kernel
 

@@ -30,6 +30,10 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("options", help="print the reference of all options as Markdown")
     compare = commands.add_parser("compare", help="print the validation losses of several runs")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
+    report = commands.add_parser("report", help="write one HTML page about one run or several")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
+    where = "default: report.html in the run's folder, or in this folder for several runs"
+    report.add_argument("--output", metavar="FILE", help=where)
     inspect = commands.add_parser("inspect", help="say what the weights of a model folder are")
     inspect.add_argument("folder", help="a folder with safetensors, or one of hestia_convert")
     arguments = parser.parse_args(argv)
@@ -50,6 +54,10 @@ def main(argv: list[str] | None = None) -> int:
             print(contents_text(arguments.folder))
         elif arguments.command == "compare":
             print(compare_runs(arguments.runs))
+        elif arguments.command == "report":
+            from hestia_tune.commands.report import write_report  # a slow import: torchtune
+
+            print(write_report(arguments.runs, arguments.output))
         elif arguments.command == "options":
             print(options_page(), end="")
         elif arguments.name is None:

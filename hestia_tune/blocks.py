@@ -8,7 +8,7 @@ Either run costs as much as the parts of the model outside its blocks.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,6 +57,44 @@ def outside_blocks(model: nn.Module) -> list[torch.Tensor]:
     return [value for value in tensors_of(model) if id(value) not in in_blocks]
 
 
+def move(
+    values: Iterable[torch.Tensor],
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    *,
+    copy: bool = False,
+) -> None:
+    """Replace the data of tensors by the same data on a device. The tensors keep their identity.
+
+    Args:
+        values: The tensors.
+        device: The device of the new data.
+        dtype: Dtype of the new data of floating-point tensors. None keeps their dtype.
+        copy: Whether to copy data that are on the device in this dtype already.
+    """
+    for value in values:
+        kept = dtype if value.is_floating_point() else None
+        value.data = value.data.to(device, kept, copy=copy)
+
+
+@contextlib.contextmanager
+def copied(
+    values: Sequence[torch.Tensor],
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    *,
+    copy: bool = False,
+) -> Iterator[None]:
+    """Give tensors other data, as `move` does. At the end they have their own data again."""
+    originals = [value.data for value in values]
+    try:
+        move(values, device, dtype, copy=copy)
+        yield
+    finally:
+        for value, original in zip(values, originals, strict=True):
+            value.data = original
+
+
 @contextlib.contextmanager
 def on_device(
     model: nn.Module,
@@ -73,28 +111,24 @@ def on_device(
         model: The model.
         device: The device that the model runs on.
         whole: Whether to copy the whole model at once. False copies the tensors outside the blocks,
-            and each block only while it runs.
+            and each block only while it runs. Tensors outside the blocks that are on the device
+            already, in this dtype, are not copied.
         dtype: Dtype of the copies of floating-point tensors. None keeps their dtype.
     """
 
-    @contextlib.contextmanager
-    def copied(values: list[torch.Tensor]) -> Iterator[None]:
-        originals = [value.data for value in values]
-        for value in values:
-            value.data = value.data.to(device, dtype if value.is_floating_point() else None)
-        yield
-        for value, original in zip(values, originals, strict=True):
-            value.data = original
-
     def make(block: nn.Module) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with copied(tensors_of(block)):
-                return type(block).forward(block, *args, **kwargs)
+        forward = block.forward
 
-        return forward
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Data of a mapped file are copied, because results may depend on their alignment.
+            with copied(tensors_of(block), device, dtype, copy=True):
+                return forward(*args, **kwargs)
+
+        return run
 
     blocks = [] if whole else [*find_blocks(model).values()]
-    with _replaced(blocks, make), copied(tensors_of(model) if whole else outside_blocks(model)):
+    values = tensors_of(model) if whole else outside_blocks(model)
+    with _replaced(blocks, make), copied(values, device, dtype):
         yield
 
 
@@ -199,14 +233,20 @@ class _AllSeen(Exception):
 def _replaced(
     blocks: Sequence[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replace the forward of each block by ``make(block)``, until the end of the context."""
-    for block in blocks:
+    """Replace the forward of each block by ``make(block)``, until the end of the context.
+
+    The forward may be replaced already. It then is so again at the end.
+    """
+    before = {block: vars(block).get("forward") for block in blocks}  # A block may be listed twice.
+    for block in before:
         block.forward = make(block)
     try:
         yield
     finally:
-        for block in blocks:
-            vars(block).pop("forward", None)  # A block may be listed twice.
+        for block, forward in before.items():
+            del block.forward
+            if forward is not None:
+                block.forward = forward
 
 
 def record_blocks(
@@ -235,10 +275,12 @@ def record_blocks(
     kinds = [] if gives_tuple is None else [gives_tuple]
 
     def make(block: nn.Module) -> Callable[..., Any]:
+        own = block.forward
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not kinds:
                 with torch.no_grad():
-                    kinds.append(isinstance(type(block).forward(block, *args, **kwargs), tuple))
+                    kinds.append(isinstance(own(*args, **kwargs), tuple))
             seen.append((block, args, kwargs))
             if len(seen) == len(blocks):
                 raise _AllSeen

@@ -50,6 +50,13 @@ def gathered(value: T) -> list[T]:
     return everyone
 
 
+def summed(value: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over the ranks, in place, and return it. Collective."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
 @contextmanager
 def of_all_ranks() -> Iterator[None]:
     """Mark an error of the body as an error of every rank. The launcher then prints it once."""

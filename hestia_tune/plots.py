@@ -48,6 +48,32 @@ def plot_training_curves(
         _draw_fan(fan, "training step", temperatures)
 
 
+def plot_runs(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> None:
+    """Draw the losses and the mean temperature of several runs on shared axes.
+
+    Args:
+        histories: Name of a run -> its logged rows; see `plot_training_curves`. ``tau_mean`` is
+            the mean temperature of the layers.
+        path: The PNG file to write.
+    """
+    labels = {
+        "val_loss_hard": "validation loss\n(hard weights, nats)",
+        "loss": "training loss (nats)",
+        "tau_mean": "mean temperature",
+    }
+    with _picture(path, 8, 9) as figure:
+        axes = figure.subplots(3, 1, sharex=True)
+        for axis, key in zip(axes, labels, strict=True):
+            for name, rows in histories.items():
+                points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+                style = "s-" if key == "val_loss_hard" else "-"
+                # A run without points keeps its color in the other axes.
+                axis.plot([x for x, _ in points], [y for _, y in points], style, label=name)
+            axis.set_ylabel(labels[key])
+        axes[0].legend()
+        axes[-1].set_xlabel("training step")
+
+
 def plot_temperatures(
     schedule: AnnealingSchedule, scores: Mapping[str, float], path: str | Path
 ) -> None:
@@ -64,7 +90,7 @@ def plot_temperatures(
 
 
 def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: str) -> None:
-    """Draw a heatmap of the traces: one row per block, one column per projection.
+    """Draw a heatmap of the traces of the layers.
 
     The colors follow a logarithmic scale.
 
@@ -74,20 +100,37 @@ def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: s
         path: The PNG file to write.
         curvature: Name of the matrix that was measured ("hessian" or "fisher"), for the label.
     """
-    cells: dict[tuple[str, str], float] = {}  # (block, projection) -> trace
-    for name, trace in traces.items():
+    norm = "log" if any(trace > 0 for trace in traces.values()) else None
+    _draw_layers(traces, path, f"trace of the {curvature} block", norm=norm)
+
+
+def plot_zeros(zeros: Mapping[str, float], path: str | Path) -> None:
+    """Draw a heatmap of the share of zeros in every layer.
+
+    Args:
+        zeros: Fully qualified name of a layer -> share of its weights that are 0.
+        path: The PNG file to write.
+    """
+    _draw_layers({name: 100 * share for name, share in zeros.items()}, path, "zeros (percent)")
+
+
+def _draw_layers(
+    values: Mapping[str, float], path: str | Path, label: str, norm: str | None = None
+) -> None:
+    """Draw a heatmap of one value per layer: one row per block, one column per projection."""
+    cells: dict[tuple[str, str], float] = {}  # (block, projection) -> value
+    for name, value in values.items():
         _, block, projection = re.fullmatch(r"(.*?\b(\d+)\.)?(.*)", name).groups()
-        cells[block or "-", projection] = trace
+        cells[block or "-", projection] = value
     rows, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
     table = [[cells.get((row, column), float("nan")) for column in columns] for row in rows]
-    norm = "log" if any(trace > 0 for trace in traces.values()) else None
     with _picture(path, 2 + 0.9 * len(columns), 2 + 0.25 * len(rows)) as figure:
         axis = figure.subplots()
         image = axis.imshow(table, norm=norm, aspect="auto", cmap="viridis")
         axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right")
         axis.set_yticks(range(len(rows)), rows)
         axis.set_ylabel("block")
-        figure.colorbar(image, label=f"trace of the {curvature} block")
+        figure.colorbar(image, label=label)
 
 
 def plot_errors(windows: Sequence[Any], path: str | Path) -> None:

@@ -5,6 +5,7 @@ whole process (tests/simulated_cuda), but not for tests that are marked ``gpu(re
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -66,3 +67,34 @@ def end_process_group():
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless browser that keeps what pages log.
+
+    It is Debian's chromium, driven by Debian's chromium-driver (`apt-get install chromium
+    chromium-driver`). Selenium is given both paths, so it downloads nothing.
+    """
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs pip install selenium")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("needs chromium and chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for argument in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--no-first-run",
+        "--window-size=1300,900",
+    ):
+        options.add_argument(argument)
+    service = webdriver.ChromeService(executable_path=driver)
+    window = webdriver.Chrome(options=options, service=service)
+    window.set_page_load_timeout(60)
+    yield window
+    window.quit()

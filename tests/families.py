@@ -42,7 +42,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("MistralConfig", {"sliding_window": None}),
     "Gemma 2": ("Gemma2Config", GEMMA),
     "Gemma 3": ("Gemma3TextConfig", GEMMA),
+    "Phi": ("PhiConfig", {}),
     "Phi-3": ("Phi3Config", {}),
+    "OLMo2": ("Olmo2Config", {}),
+    "Granite": ("GraniteConfig", {"residual_multiplier": 0.5, "logits_scaling": 2.0}),
+    "GPT-NeoX": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
     "SmolLM3": ("SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "Qwen3-MoE": ("Qwen3MoeConfig", {"head_dim": 16} | EXPERTS),
 }
@@ -53,6 +57,18 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     # The class of the linears has its own forward.
     "Falcon": ("FalconConfig", {}),
 }
+# Models of blocks without attention.
+STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mamba": ("MambaConfig", {"state_size": 16}),
+    "Mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1}),
+}
+# Mixtures of experts besides those in FAMILIES.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    # The files have the experts of a block in one tensor, with another name than the model.
+    "Granite-MoE": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # The files have other names of blocks than the model.
+    "Mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
 
 
 def make_family(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
@@ -60,7 +76,7 @@ def make_family(folder: Path, family: str, seed: int = 0, **changes: Any) -> Pat
     import transformers
 
     make_model_dir(folder)  # this writes the tokenizer
-    name, differences = (FAMILIES | OTHERS)[family]
+    name, differences = (FAMILIES | OTHERS | STATE_SPACES | MIXTURES)[family]
     config = getattr(transformers, name)(**SHAPE | differences | changes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -172,7 +172,6 @@ def test_every_option_has_a_wrong_value():
         (ConvertConfig, {"formats": []}, "convert.formats must name at least one"),
         (ConvertConfig, {"block_type": []}, "convert.block_type must name at least one"),
         (EvalConfig, {"models": []}, "eval.models must name at least one model"),
-        (EvalConfig, {"tasks": []}, "eval needs tasks or perplexity; both are empty"),
         (ConvertConfig, {"format": ["gguf"]}, "unknown key convert.format; did you mean formats"),
         (ReconstructionConfig, {"num_samples": 4}, "num_samples 4 must be at least batch_size 8"),
         (ScheduleConfig, {"rho": 0.6, "hard_fraction": 0.5}, "rho . hard_fraction must be at most"),

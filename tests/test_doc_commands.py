@@ -127,7 +127,7 @@ def trained(tmp_path_factory):
     """A folder with runs/demo, trained for a moment and packed."""
     folder = tmp_path_factory.mktemp("trained")
     run("tune run hestia_qat --config demo", folder)
-    formats = "torchao,huggingface,compressed_tensors,gguf,onnx"
+    formats = "torchao,huggingface,compressed_tensors,gguf,onnx,mlx,openvino"
     run(f"tune run hestia_convert --config demo convert.formats=[{formats}]", folder)
     shutil.copytree(folder / "runs" / "demo", folder / "runs" / "demo_straight_through")
     return folder

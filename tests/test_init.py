@@ -85,7 +85,7 @@ def test_the_written_config_is_valid_and_its_commands_are_printed(
     config = RunConfig.parse(load_config("my model.yaml"))
     assert config.dataset["source"] == {"jsonl": "json", "txt": "text"}.get(ending, ending)
     assert config.dataset["seq_len"] == 64  # the model's longest sequence
-    assert config.quantizer["group_size"] == (64 if family in ("Falcon", "Qwen3-MoE") else 32)
+    assert config.quantizer["group_size"] == (64 if family == "Falcon" else 32)
     assert config.output_dir == "./runs/my model"
     # transformers' own tokenizer of Qwen2 adds a token.
     assert config.tokenizer["eos_token"] == ("<|endoftext|>" if family == "Qwen2" else "<eos>")
@@ -96,7 +96,8 @@ def test_the_written_config_is_valid_and_its_commands_are_printed(
         written = form in config.convert.formats
         assert written != (f"# {form} is left out: " in text)
     assert {"torchao", "huggingface"} <= {*config.convert.formats}
-    assert ("gguf" in config.convert.formats) == (family in ("Llama", "Qwen2"))
+    assert ("gguf" in config.convert.formats) == (family in ("Llama", "Qwen2", "Phi-3"))
+    assert ("scale" in config.quantizer) == (family != "Qwen3-MoE")  # experts learn no scales
     no_packed = family in ("Falcon", "Qwen3-MoE")
     assert ("compressed_tensors" in config.convert.formats) != no_packed
 
@@ -107,7 +108,7 @@ def test_a_written_config_trains_and_converts(tmp_path, capsys, data):
     small = "reconstruct: {num_samples: 4, epochs: 1, kl_epochs: 1}\nmax_steps: 2\ncompile: False"
     config = OmegaConf.merge(load_config("model.yaml"), OmegaConf.create(small))
     assert run_qat(config) == 0
-    formats = ["torchao", "huggingface", "compressed_tensors", "gguf", "onnx"]
+    formats = ["torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino", "onnx"]
     assert config.convert.formats == formats
     config.convert.formats = ["torchao", "gguf"]  # the others take seconds
     assert run_convert(config) == 0

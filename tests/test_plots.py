@@ -44,6 +44,25 @@ def test_a_single_logged_point_is_visible(tmp_path, saved_figures):
     assert [line.get_marker() for line in lines] == ["o", "o"]
 
 
+def test_several_runs_share_their_axes(tmp_path, saved_figures):
+    rows = [{"step": 5, "loss": 2.0, "tau_mean": 0.3}, {"step": 5, "val_loss_hard": 2.5}]
+    plots.plot_runs({"one": rows, "other": [*rows, {"step": 9, "loss": 1.0}]}, tmp_path / "a.png")
+    (figure,) = saved_figures
+    lines = [[line.get_label() for line in axis.get_lines()] for axis in figure.axes]
+    assert lines == [["one", "other"]] * 3 and [*figure.axes[1].get_lines()[1].get_xdata()] == [
+        5,
+        9,
+    ]
+    assert len({axis.get_xlim() for axis in figure.axes}) == 1
+
+
+def test_zeros_are_drawn_in_percent_by_block_and_projection(tmp_path, saved_figures):
+    zeros = {"model.layers.0.q_proj": 0.25, "model.layers.1.q_proj": 0.5, "model.layers.1.v": 0.1}
+    plots.plot_zeros(zeros, tmp_path / "zeros.png")
+    table = saved_figures[0].axes[0].images[0].get_array()
+    assert table.filled(-1).tolist() == [[25.0, -1], [50.0, 10.0]]
+
+
 def test_the_training_curves_have_a_title_and_labels_in_words(tmp_path, saved_figures):
     plots.plot_training_curves([], {"a": [0.3, 0.0]}, {}, tmp_path / "curves.png")
     (figure,) = saved_figures

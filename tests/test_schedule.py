@@ -138,7 +138,7 @@ def test_zero_initial_temperature_and_rho_are_straight_through_from_the_start():
         (10, {"tau_init": "hot"}, ValueError, "schedule.tau_init must be a number or one of auto"),
         (10, {"tau_init": "auto"}, TypeError, 'resolve "auto" by optimal_temperature'),
         (10, {"alpha": 5}, ValueError, r"schedule.alpha must be in \[-4, 4\]; got 5"),
-        (10, {"alpha": None}, TypeError, "schedule.alpha: Incompatible value 'None'"),
+        (10, {"alpha": None}, TypeError, "schedule.alpha: null is not allowed"),
     ],
 )
 def test_wrong_options(total_steps, options, error, message):

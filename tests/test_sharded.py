@@ -20,6 +20,7 @@ from hestia_tune import (
     Tequila,
     quantized_linears,
 )
+from hestia_tune.distributed import ensure_process_group
 from hestia_tune.qat.latent_shard import LatentShard
 from hestia_tune.qat.linear import full_tensor
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
@@ -34,6 +35,7 @@ COMPONENTS = {
     "twn": lambda: TWN(group_size="tensor"),
     "seq": lambda: SEQ(group_size="channel", bits=2, scale_lr=0.02),
     "tequila": lambda: Tequila(group_size="tensor", epsilon=0.1),
+    "experts": lambda: HestiaQATQuantizer(group_size="channel"),
     "fairy2i": lambda: Fairy2iQATQuantizer(),
     "fairy2i, rows": lambda: Fairy2iQATQuantizer(num_stages=1, granularity=1),
 }
@@ -53,9 +55,26 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.middle(torch.tanh(self.up(self.norm(x))))))
 
 
-def make_model() -> nn.Sequential:
+class Mixture(Block):
+    """A block with three experts, a number that two ranks do not divide."""
+
+    is_transposed = False  # as modules of transformers state the layout (experts, out, in)
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 6, 8) / 3)
+        self.down_proj = nn.Parameter(torch.randn(3, 8, 6) / 3)
+
+    def forward(self, x):
+        x = super().forward(x)
+        for up, down in zip(self.gate_up_proj, self.down_proj, strict=True):
+            x = x + torch.tanh(x @ up.t()) @ down.t()
+        return x
+
+
+def make_model(name: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.ModuleDict({"0": Block(), "1": Block()})["0"], Block())
+    return nn.Sequential(Mixture() if name == "experts" else Block(), Block())
 
 
 def prepared(name: str) -> tuple[nn.Module, nn.Module]:
@@ -63,7 +82,9 @@ def prepared(name: str) -> tuple[nn.Module, nn.Module]:
     component = COMPONENTS[name]()
     if name in ("group", "learned"):  # Groups of 4 divide only 8, so 10 and 6 are left out.
         component._skip_incompatible = True
-    return component.prepare(make_model()), component
+    model = component.prepare(make_model(name))
+    assert ("0.gate_up_proj" in quantized_linears(model)) == (name == "experts")
+    return model, component
 
 
 def batches(step: int) -> list[torch.Tensor]:
@@ -129,7 +150,7 @@ def train(name: str, dtype: torch.dtype, sharded: bool, **options):
     with torch.no_grad():
         if dtype != torch.float32:
             for layer in converted.modules():
-                if isinstance(layer, nn.Linear | nn.LayerNorm):
+                if isinstance(layer, nn.Linear | nn.LayerNorm | Mixture):
                     layer.to(dtype)
         plain = converted(batches(99)[0].to(dtype)).float()
     return losses, norms, state, hard, plain
@@ -231,6 +252,26 @@ def test_tied_weights():
     HestiaQATQuantizer(group_size=4, include=["head"]).prepare(tied)
     with pytest.raises(ValueError, match="embedding.weight is the weight of a quantized linear"):
         quantize_shards(tied)
+
+
+@pytest.mark.usefixtures("end_process_group")
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("channel", None, "up cannot be quantized on its shard: FSDP2 does not shard its weight"),
+        ("channel", (1, 1), "the mesh has more than one dimension; shard over all ranks"),
+        ("tequila", (1,), "the method adds a bias; call quantize_shards before fully_shard"),
+    ],
+)
+def test_models_that_cannot_be_quantized_after_fully_shard_are_refused(name, shape, message):
+    ensure_process_group(torch.device("cpu"))
+    model, _ = prepared(name)
+    shape, is_ignored = shape or (1,), shape is None
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    ignored = set(model[1].up.parameters()) if is_ignored else set()
+    fully_shard(model, mesh=mesh, ignored_params=ignored)
+    with pytest.raises(ValueError, match=message):
+        quantize_shards(model)
 
 
 def test_rounded_latents_are_refused():

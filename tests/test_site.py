@@ -1,14 +1,12 @@
 """The documentation as a site: it builds without warnings, and a browser shows it offline.
 
-The browser is Debian's chromium, driven by Debian's chromium-driver (`apt-get install chromium
-chromium-driver`). Selenium is given both paths, so it downloads nothing.
+The browser is a fixture of conftest.py.
 """
 
 import functools
 import http.server
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,7 +15,6 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 HAS_MKDOCS = all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings")))
 
 pytestmark = [
@@ -52,32 +49,6 @@ def address(site):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """A headless browser that keeps what pages log."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="needs pip install selenium")
-    if not BROWSER or not DRIVER:
-        pytest.skip("needs chromium and chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for argument in (
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--disable-background-networking",
-        "--no-first-run",
-        "--window-size=1300,900",
-    ):
-        options.add_argument(argument)
-    service = webdriver.ChromeService(executable_path=DRIVER)
-    driver = webdriver.Chrome(options=options, service=service)
-    driver.set_page_load_timeout(60)
-    yield driver
-    driver.quit()
 
 
 def errors(browser) -> list[str]:

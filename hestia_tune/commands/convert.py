@@ -6,32 +6,33 @@ have codes that do not follow from hard weights. For these methods the latent we
 last checkpoint give the codes. All checks run before anything is written.
 """
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hestia_tune
 from hestia_tune.config.run import RunConfig
+from hestia_tune.config.sections import FILE_FORMATS
 from hestia_tune.errors import InputError
 from hestia_tune.export import (
     write_compressed_tensors,
     write_gguf,
     write_huggingface,
+    write_mlx,
     write_onnx,
+    write_openvino,
 )
-from hestia_tune.export.compressed_tensors import layout_of
-from hestia_tune.export.folder import write_card
-from hestia_tune.export.gguf import check_gguf
-from hestia_tune.export.onnx import block_of
+from hestia_tune.export.folder import check_experts, write_card
+from hestia_tune.export.formats import check_format
 from hestia_tune.export.packed import packed_entries, write_packed
 from hestia_tune.files import require_writable_dir, write_json
-from hestia_tune.methods import GroupMethod
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.already_hard import describe, find_hard
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, SafetensorsFolder, hub_name
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.tensors import check_format
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class ConvertRecipe:
 
     Attributes:
         output: The folder that receives all formats.
+        formats: The formats that are written.
+        missing: Name -> the reason, for every format that "all" leaves out.
 
     Raises:
         InputError: If the model cannot be converted as the config says. Nothing is written then.
@@ -56,12 +59,13 @@ class ConvertRecipe:
         build.check_model_section(self.config)
         component = build.make_component(self.config.quantizer)
         self.method = component.method
-        self.formats = self.settings.formats or self.method.file_formats[:1]
+        self.asked = self.settings.formats or self.method.file_formats[:1]
+        self.missing: dict[str, str] = {}
         self.model = build.build_on_meta(self.config.model, component)
         self.layers = list(quantized_linears(self.model))
         self.source = self._open_source()
         self.description = self._describe()
-        self._check_formats()
+        self.formats = self._choose_formats()
         self.checkpoint = self._find_checkpoint()
 
     def _open_source(self) -> ModelFolder:
@@ -80,38 +84,52 @@ class ConvertRecipe:
                 f"there is no model in {folder} (no config.json); train first, or "
                 "convert.source=pretrained for the naive model"
             )
-        names = checkpoints.names_in_files(config.model_type, folder)
-        if missing := [layer for layer in self.layers if f"{layer}.weight" not in names]:
-            raise InputError(
-                f"{folder} holds another model than the config's: it lacks {missing[0]}; use the "
-                "config of its model"
-            )
         self.is_hard, self.found = (folder / DESCRIPTION_FILE).is_file(), {}
         if method.needs_training and not self.is_hard:
             raise InputError(
                 f"a model of method {method.name} needs trained biases, and {folder} has none; "
                 "train first, or use AbsMean for the naive model, which has the same codes"
             )
-        if not isinstance(method, GroupMethod):
-            return ModelFolder(folder, {})
-        quantized = {names[f"{layer}.weight"]: method.group_size for layer in self.layers}
-        source = ModelFolder(folder, quantized, quantize=not self.is_hard, method=method)
+        source = checkpoints.open_source(
+            config.model_type, folder, self.layers, method, quantize=not self.is_hard
+        )
         if not self.is_hard:
-            weights = ((name, SafetensorsFolder.read(source, name)) for name in quantized)
-            self.found = find_hard(weights, method)
+            read, names = partial(SafetensorsFolder.read, source), source.quantized
+            self.found = find_hard(((n, read(n).flatten(0, -2)) for n in names), method)
         return source
 
-    def _check_formats(self) -> None:
-        """Raise InputError if a format cannot hold the model, or its output exists already."""
-        self.method.check_file_formats(self.formats)
-        for name in self.formats:
-            if name in _PACKED_FORMATS:
-                check_format(self.method, _PACKED_FORMATS[name])
-            check_format_of(self.source, name, self.settings.block_type)
+    def _choose_formats(self) -> list[str]:
+        """Return the formats to write, and note why the others cannot be written.
+
+        Raises:
+            InputError: If a format that the config names cannot hold the model, or if the output of
+                a format exists already.
+        """
+        chosen = []
+        for name in FILE_FORMATS if "all" in self.asked else self.asked:
+            with self._unless_asked(name):
+                check_experts(self.model, [name])
+                check_format(name, self.source, self.method, self.settings)
+                chosen.append(name)
+        for name in chosen:
             if self.target(name).exists() and not self.settings.overwrite:
                 raise InputError(
                     f"{self.target(name)} exists; set convert.overwrite=True to replace it"
                 )
+        return chosen
+
+    @contextlib.contextmanager
+    def _unless_asked(self, name: str) -> Iterator[None]:
+        """Note the reason of an InputError as the reason why a format is missing.
+
+        The error is raised if the config names the format, instead of "all".
+        """
+        try:
+            yield
+        except InputError as error:
+            if name in self.asked:
+                raise
+            self.missing[name] = str(error)
 
     def _find_checkpoint(self) -> Path | None:
         """Return the checkpoint with the latent weights, or None if the codes do not need them."""
@@ -164,15 +182,16 @@ class ConvertRecipe:
         for name in self.formats:
             target = self.target(name)
             log.info(f"writing {target}")
-            summaries[name] = self._write(name, target)
-            write_card(
-                self.output if name == "gguf" else target,
-                {"hestia_tune": hestia_tune.__version__} | self.description,
-                form=name,
-                sizes=summaries[name],
-                evaluation=Path(self.config.eval.output),
-                origin=self.source.folder,
-            )
+            with self._unless_asked(name):
+                summaries[name] = self._write(name, target)
+                write_card(
+                    self.output if name == "gguf" else target,
+                    {"hestia_tune": hestia_tune.__version__} | self.description,
+                    form=name,
+                    sizes=summaries[name],
+                    evaluation=Path(self.config.eval.output),
+                    origin=self.source.folder,
+                )
         write_json(self.output / "sizes.json", summaries)
         return summaries
 
@@ -183,6 +202,10 @@ class ConvertRecipe:
             return write_huggingface(source, target, description=self.description, **options)
         if name == "compressed_tensors":
             return write_compressed_tensors(source, target, **options)
+        if name == "mlx":
+            return write_mlx(source, target, **options)
+        if name == "openvino":
+            return write_openvino(source, target, **options)
         if name == "onnx":
             return write_onnx(source, target, head=self.settings.onnx_head, **options)
         if name == "gguf":
@@ -203,25 +226,6 @@ class ConvertRecipe:
             description=self.description | {"hestia_tune": hestia_tune.__version__},
             **options,
         )
-
-
-def check_format_of(source: ModelFolder, name: str, block_type: str | list[str] = "Q4_0") -> None:
-    """Check whether the file of a format can hold a model, and whether its packages are installed.
-
-    Args:
-        source: The model.
-        name: Name of the format.
-        block_type: The types of the weights in a GGUF file, the best first.
-
-    Raises:
-        InputError: If the format cannot hold the model, its groups or its tokenizer.
-    """
-    if name == "gguf":
-        check_gguf(source, block_type)
-    elif name == "onnx":
-        block_of(source)
-    elif name == "compressed_tensors":
-        layout_of(source)
 
 
 def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
@@ -247,4 +251,6 @@ def run_convert(config: RunConfig | Mapping[str, Any]) -> int:
     """Convert the model of a config, print the sizes, and return the exit code."""
     recipe = ConvertRecipe(config)
     print(f"\n{sizes_table(recipe.run())}\n\n{recipe.output}")
+    for name, reason in recipe.missing.items():
+        print(f"not written: {name}: {reason}")
     return 0

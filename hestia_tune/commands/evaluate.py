@@ -4,12 +4,16 @@ The result of each model goes to its own file as soon as the model is done. A la
 therefore loses no result. The next run reads a result from its file if everything that the result
 depends on is unchanged (`hestia_tune.cache`). Otherwise it evaluates the model again. The files are
 in a folder beside ``eval.output``: ``evaluation/trained.json`` beside ``evaluation.json``.
+
+The predictions of each model are compared with the predictions of the first model. This result
+depends on two models, so it has a file of its own: ``evaluation/against_pretrained/trained.json``.
+On a GPU the first model waits on the CPU, and its blocks are copied to the GPU one at a time.
 """
 
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +27,19 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
-from hestia_tune.files import require_writable_dir
+from hestia_tune.evaluation.compare import Comparison
+from hestia_tune.evaluation.texts import PROMPTS
+from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
+from hestia_tune.training.data import calibration_batches
 from hestia_tune.training.plan import join_ranks
 
 log = logging.getLogger(__name__)
 
 # Keys of the eval section that do not change the numbers of a model.
 _NOT_MEASURED = ("models", "output", "every_n_steps", "at_end")
+_SAMPLES = 256  # samples of dataset_val that are measured if no text is named
 
 
 def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
@@ -57,26 +65,11 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     on_meta = build.plain_on_meta(config.model)
     tokenizer = build.instantiate(config.tokenizer, "tokenizer")
     build.check_tokenizer(tokenizer, on_meta)
-    evaluator = Evaluator(settings, tokenizer, on_meta.max_seq_len)
-
-    results = []
-    for name, folder in folders.items():
-        file = results_folder / _file_name(name)
-        identity: Any = on_first_rank(_identity, config, device, folder, sensitivity)
-        expected = {"settings": {"identity": identity}}
-        saved = on_first_rank(partial(cache.kept, file, expected, overwrite=True))
-        if saved is not None:
-            log.info(f"{name}: read the result from {file}")
-            results.append(ModelResult(**saved))
-            continue
-        log.info(f"{name}: evaluating the model")
-        options = {"device": device, "dtype": dtype, "sensitivity": sensitivity}
-        model, description = load_model(name, config, **options)
-        description |= {"world_size": dist.get_world_size(), "identity": identity}
-        results.append(evaluator.evaluate(name, model, description, device))
-        del model
-        on_first_rank(results[-1].save, file, share=False)
-    comparison = compare(results)
+    documents = _validation_documents(config, tokenizer)
+    evaluator = Evaluator(settings, tokenizer, on_meta.max_seq_len, documents)
+    identify = partial(_identity, config, device, documents, sensitivity)
+    load = partial(load_model, config=config, dtype=dtype, sensitivity=sensitivity)
+    comparison = _measure(evaluator, folders, results_folder, device, identify, load)
     on_first_rank(comparison.save, path, share=False)
     if dist.get_rank() == 0:
         print(f"\n{comparison.markdown()}\n\n{path}")
@@ -84,13 +77,101 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     return 0
 
 
-def _identity(config: RunConfig, device: torch.device, *paths: str | Path | None) -> dict[str, Any]:
-    """Return everything that the result of one model depends on, as plain values for JSON.
+def _measure(
+    evaluator: Evaluator,
+    folders: Mapping[str, Path],
+    output: Path,
+    device: torch.device,
+    identify: Callable[..., Any],
+    load: Callable[..., Any],
+) -> Comparison:
+    """Return the results of all models, read from their files or measured. Collective.
+
+    A model is loaded once, and only if one of its files is missing or old.
+
+    Args:
+        evaluator: The tasks and texts.
+        folders: Name -> folder of every model. The first model is the reference.
+        output: The folder of the files.
+        device: The device that the models run on.
+        identify: Function from folders to everything that a result of these models depends on.
+        load: Function from a name and a ``device`` to a model and its description.
+    """
+    results, distances, reference = [], {}, None
+    first = next(iter(folders))
+    for name, folder in folders.items():
+        file = output / _file_name(name)
+        pair_file = output / f"against_{_file_name(first)}".removesuffix(".json") / file.name
+        identity = on_first_rank(identify, folder)
+        pair = on_first_rank(identify, folder, folders[first])
+        result = _kept(file, {"settings": {"identity": identity}})
+        distance = {"texts": {}} if name == first else _kept(pair_file, {"identity": pair})
+        if result is None or distance is None:
+            model, description = load(name, device=device)
+            if result is None:
+                log.info(f"{name}: evaluating the model")
+                description |= {"world_size": dist.get_world_size(), "identity": identity}
+                measured = evaluator.evaluate(name, model, description, device, continues=True)
+                on_first_rank(measured.save, file, share=False)
+                result = dataclasses.asdict(measured)
+            if distance is None:
+                log.info(f"{name}: comparing its predictions with {first}")
+                if reference is None:
+                    reference, about = load(first, device=torch.device("cpu"))
+                    if about["kind"] == "packed":  # packed tensors cannot move block by block
+                        reference.to(device)
+                texts = evaluator.divergence(model, reference, device)
+                distance = {"identity": pair, "texts": texts}
+                on_first_rank(write_json, pair_file, distance, share=False)
+            del model
+        results.append(ModelResult(**result))
+        distances[name] = distance["texts"]
+    return compare(results, distances)
+
+
+def _kept(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the result in a file, or None if it is missing or depends on other things."""
+    saved = on_first_rank(partial(cache.kept, file, identity, overwrite=True))
+    if saved is not None:
+        log.info(f"read the result from {file}")
+    return saved
+
+
+def _validation_documents(config: RunConfig, tokenizer: Any) -> dict[str, list[str]]:
+    """Return samples of ``dataset_val`` as a text, if ``eval.perplexity`` names no text.
+
+    Args:
+        config: The run's config.
+        tokenizer: The run's tokenizer.
+
+    Returns:
+        The name "dataset_val" -> documents. Empty if there is no such dataset, or if it cannot be
+        read. A warning says why.
+    """
+    if config.eval.perplexity or config.dataset_val is None:
+        return {}
+    try:
+        batches = calibration_batches(config, tokenizer, _SAMPLES, 1, key="dataset_val")
+    except InputError as error:
+        log.warning(f"no text is measured: {error}")
+        return {}
+    texts = [tokenizer.decode(batch.tokens[0].tolist()) for batch in batches]
+    return {"dataset_val": texts} if any(texts) else {}
+
+
+def _identity(
+    config: RunConfig,
+    device: torch.device,
+    documents: Mapping[str, Sequence[str]],
+    *paths: str | Path | None,
+) -> dict[str, Any]:
+    """Return everything that a result depends on, as plain values for JSON.
 
     Args:
         config: The run's config.
         device: The device that the model runs on.
-        paths: The files and folders of the model. None is skipped.
+        documents: The text of ``dataset_val``, if it is measured.
+        paths: The files and folders of the models. None is skipped.
     """
     settings = dataclasses.asdict(config.eval)
     texts = [text["source"] for text in settings["perplexity"].values()]
@@ -102,6 +183,7 @@ def _identity(config: RunConfig, device: torch.device, *paths: str | Path | None
         "eval": {key: value for key, value in settings.items() if key not in _NOT_MEASURED},
         "device": str(device),
         "versions": versions(),
+        "texts": cache.digest([documents, PROMPTS]),
         "files": cache.digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]),
     }
 

@@ -31,14 +31,17 @@ import torch
 
 from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.blocks import find_blocks, record_blocks
-from hestia_tune.commands.convert import check_format_of
 from hestia_tune.commands.inspect import run_validate
+from hestia_tune.config import ConvertConfig
 from hestia_tune.config.files import load_config, packaged_configs
+from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
 from hestia_tune.errors import InputError, one_line
+from hestia_tune.export.folder import check_experts
+from hestia_tune.export.formats import check_format
 from hestia_tune.files import staged
 from hestia_tune.models import AutoTokenizer
-from hestia_tune.models.checkpoints import check_shapes
-from hestia_tune.models.folder import ModelFolder, SafetensorsFolder, hub_name, local_folder
+from hestia_tune.models.checkpoints import check_shapes, open_source
+from hestia_tune.models.folder import SafetensorsFolder, hub_name, local_folder
 from hestia_tune.models.hugging_face_files import model_on_meta
 from hestia_tune.training.plan import is_slow_in_bf16
 
@@ -159,25 +162,30 @@ def _look_at_model(path: str, device: str) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # code of other libraries may raise anything
             is_chain = bool(record_blocks(model, tokens, None, gives_tuple))
     layers = quantized_linears(HestiaQATQuantizer(group_size="channel").prepare(model))
-    shapes = {f"{name}.weight": layer.weight.shape for name, layer in layers.items()}
-    widths = sorted({shape[1] for shape in shapes.values()})
+    weights = {f"{name}.weight": layer.weight for name, layer in layers.items()}
+    widths = sorted({weight.shape[-1] for weight in weights.values()})
+    # Files may hold each expert by itself; `open_source` finds them.
+    shapes = {name: weight.shape for name, weight in weights.items() if weight.dim() == 2}
     # The sizes of blocks in files and kernels, up to the paper's size.
     fitting = (size for size in (128, 64, 32) if not any(width % size for width in widths))
     group_size = next(fitting, "channel")
     method = HestiaQATQuantizer(group_size=group_size).method
     in_files = SafetensorsFolder(folder).shapes
     check_shapes(shapes, {n: in_files[n] for n in shapes if n in in_files}, str(folder))
-    source = ModelFolder(folder, dict.fromkeys(shapes, group_size), quantize=True, method=method)
+    source = open_source(TRANSFORMERS_MODEL_TYPE, folder, layers, method, quantize=True)
     tokenizer = AutoTokenizer(path)
     own_end = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
     ids = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     absent = {"intx": "it takes a byte per weight, and torchao holds the same codes in 2 bits"}
     for form in method.file_formats:
         try:
-            check_format_of(source, form)
+            check_experts(model, [form])
+            check_format(form, source, method, ConvertConfig())
         except InputError as error:
             absent.setdefault(form, one_line(error))
-    values = {"is_chain": is_chain, "group_size": group_size, "widths": widths, "absent": absent}
+    has_experts = len(shapes) < len(weights)
+    values = {"has_experts": has_experts}
+    values |= {"is_chain": is_chain, "group_size": group_size, "widths": widths, "absent": absent}
     values["formats"] = [form for form in method.file_formats if form not in absent]
     values["eos_token"] = next((end for end in _DOCUMENT_ENDS if end in ids), own_end)
     values["own_end"], values["decoder"] = own_end, model

@@ -131,8 +131,8 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
 
     from hestia_tune.models import checkpoints
     from hestia_tune.models.build import plain_on_meta
+    from hestia_tune.models.class_logits import check_logits
     from hestia_tune.models.folder import SafetensorsFolder
-    from hestia_tune.models.hugging_face_model import check_logits
     from hestia_tune.training.estimate import describe_costs
     from hestia_tune.training.plan import plan
 

@@ -24,14 +24,15 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import remove, require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.plots import plot_sensitivity, plot_temperatures
+from hestia_tune.qat.linear import weights_of
 from hestia_tune.qat.schedule import AnnealingSchedule
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.sensitivity.artifact import estimation_identity
 from hestia_tune.sensitivity.estimation import Journal
 from hestia_tune.training import data
-from hestia_tune.training.build import read_pretrained
 from hestia_tune.training.generation import generate_missing
 from hestia_tune.training.plan import Plan, plan
+from hestia_tune.training.weights import read_pretrained
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def estimate(config: RunConfig | Mapping[str, Any]) -> SensitivityArtifact:
     state = read_pretrained(planned)
 
     def find() -> tuple[dict[str, Any], SensitivityArtifact | None]:
-        weights = {name: state[f"{name}.weight"] for name in planned.layers}
+        weights = weights_of(planned.layers, state)
         identity = estimation_identity(weights, batches, settings, seed)
         # With another kappa, the same traces give the new scores.
         estimator = {k: v for k, v in identity["estimator"].items() if k != "kappa"}
@@ -98,7 +99,7 @@ def _measure(
     config = planned.config
     log.info(f"measuring the sensitivity of {len(planned.layers)} layers")
     model = build.load_on_all_ranks(config.model, state, planned.device)
-    weights = {name: model.get_submodule(name).weight for name in planned.layers}
+    weights = weights_of(planned.layers, dict(model.named_parameters()))
     options = {"seed": config.seed or 0, "journal": journal}
     try:
         artifact = estimate_sensitivity(
@@ -124,7 +125,7 @@ def _draw(
     plot_sensitivity(artifact.traces, path.with_suffix(".png"), curvature)
     tau_init = planned.config.schedule.tau_init
     if tau_init == "auto":  # training resolves it the same way
-        weights = (state[f"{name}.weight"].float() for name in artifact.traces)
+        weights = (w.float().flatten(0, -2) for w in weights_of(artifact.traces, state).values())
         tau_init = planned.component.method.fit_temperature(weights)
     schedule = AnnealingSchedule.of(100, planned.config.schedule, tau_init=tau_init)
     fan = f"{path.stem}_temperatures.png".removeprefix("sensitivity_")

@@ -23,8 +23,8 @@ from hestia_tune.config.sections import (
     EvalConfig,
     ReconstructionConfig,
     ScheduleConfig,
-    drop_temperatures,
 )
+from hestia_tune.config.temperatures import drop_temperatures
 from hestia_tune.errors import InputError, InputTypeError, collecting
 from hestia_tune.files import inside
 

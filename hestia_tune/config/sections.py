@@ -3,11 +3,8 @@
 `hestia_tune.config.run` describes the whole file.
 """
 
-import pydoc
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from omegaconf import DictConfig, OmegaConf
 
 from hestia_tune.config.section import Section, option
 from hestia_tune.errors import InputError
@@ -215,17 +212,29 @@ class EstimationConfig(Section):
             )
 
 
+# The formats that hestia_convert writes.
+FILE_FORMATS = (
+    "torchao",
+    "intx",
+    "huggingface",
+    "compressed_tensors",
+    "gguf",
+    "onnx",
+    "mlx",
+    "openvino",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig(Section):
     """The ``convert`` section: which model files to write, and from which model."""
 
     section: ClassVar[str] = "convert"
-    formats: list[str] | None = option(
-        None, choices=("torchao", "intx", "huggingface", "compressed_tensors", "gguf", "onnx")
-    )
+    formats: list[str] | None = option(None, choices=(*FILE_FORMATS, "all"))
     """Formats to write. "intx" is torchao's own int2 tensor: it loads without this package and
-    takes a byte per weight. null: write the first format of the method, which is torchao for every
-    method with codes."""
+    takes a byte per weight. "all": write every format that can hold the model, and print why the
+    others cannot. null: write the first format of the method, which is torchao for every method
+    with codes."""
     source: str = "trained"
     """Model to convert. "trained": the hard model in output_dir. "pretrained": the pretrained
     model, quantized without training (naive). A Hugging Face folder: the hard model in it if
@@ -233,7 +242,7 @@ class ConvertConfig(Section):
     ternary already (or hold the method's other codes) are written as they are."""
     output: str | None = None
     """Folder to write into. null: use the folder converted in output_dir."""
-    block_type: str | list[str] = option("Q4_0", choices=("Q4_0", "Q2_0", "TQ2_0", "TQ1_0"))
+    block_type: str | list[str] = option("Q4_0", choices=("Q4_0", "Q2_0", "TQ2_0", "TQ1_0", "Q2_K"))
     """Block type of the quantized weights in a GGUF file. With a list, each weight gets the first
     type in the list that can hold its groups. docs/convert.md says which type to choose."""
     onnx_head: str = option("float32", choices=("float32", "int8"))
@@ -296,7 +305,8 @@ class EvalConfig(Section):
     batch_size: int | str = option("auto", low=1, choices=("auto",))
     """Sequences per forward pass. "auto" takes as many sequences as fit into 2048 tokens."""
     perplexity: dict[str, TextConfig] = option({})
-    """Texts to measure the perplexity of, each under a name of your choice."""
+    """Texts to measure the perplexity of, each under a name of your choice. Without a text,
+    hestia_eval measures samples of dataset_val."""
     output: str | None = None
     """Path of the JSON file with the table. null: use evaluation.json in output_dir. The results of
     each model go into a folder beside the file with the same name without .json."""
@@ -314,36 +324,3 @@ class EvalConfig(Section):
             )
         if not self.models:
             raise InputError("eval.models must name at least one model")
-        if not self.tasks and not self.perplexity:
-            raise InputError("eval needs tasks or perplexity; both are empty")
-
-
-# Section -> options that set a temperature.
-_TEMPERATURES = {"schedule": ("tau_init", "alpha", "hard_fraction"), "reconstruct": ("tau_init",)}
-
-
-def drop_temperatures(given: DictConfig) -> None:
-    """Set the temperatures of a config to 0 if its method has no temperature.
-
-    Raises:
-        InputError: If the config sets a temperature that nothing would read.
-    """
-    name = OmegaConf.select(given, "quantizer._component_", default=None)
-    # If the component does not exist, building it raises a better error than this function could.
-    component = pydoc.locate(name) if isinstance(name, str) else None
-    if getattr(component, "has_temperature", True):
-        return
-    read_by_none = f"is read by methods with a temperature, and {name} has none"
-    for key, options in _TEMPERATURES.items():
-        if not OmegaConf.is_dict(section := given.get(key) or OmegaConf.create()):
-            return  # parsing refuses such a section
-        for unread in options:
-            if (value := section.get(unread, 0)) != 0:
-                raise InputError(
-                    f"{key}.{unread}={value} {read_by_none}; delete the section by ~{key}, or "
-                    f"leave {unread} out"
-                )
-        pressure = {"rho": 0.0} if key == "schedule" else {}
-        given[key] = OmegaConf.merge(dict.fromkeys(options, 0.0) | pressure, section)
-    if given.get("sensitivity") not in (None, "auto"):
-        raise InputError(f"sensitivity={given.sensitivity} {read_by_none}; set sensitivity=null")

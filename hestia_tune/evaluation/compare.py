@@ -29,6 +29,7 @@ AVERAGE = "average"
 # Metrics that are fractions. Each has a table of the tasks that report it.
 PERCENT = ("acc", "acc_norm")
 _MEASURES = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+_DISTANCES = ("kl_divergence", "top1_agreement")
 _LEVELS = (0.05, 0.01, 0.001)  # a p-value gets one star for each level that it is below
 
 # ``value`` and its standard error ``stderr`` (None if unknown). A cell of a table also has
@@ -45,12 +46,14 @@ class ModelResult:
         name: Name of the model's column. No two models of a table have the same name.
         tasks: What `evaluate_tasks` returned. None if no tasks were run.
         perplexity: Name of a text -> what `perplexity` returned.
+        continuations: Prompt -> the model's greedy continuation.
         settings: What the model is (path, dtype, tau, pressure, ...), for the record.
     """
 
     name: str
     tasks: Mapping[str, Any] | None = None
     perplexity: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    continuations: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
@@ -76,6 +79,7 @@ class Comparison:
         rows = [["task or text", "measure", *names]]
         for metric, table in self.tables.items():
             unit = f"{metric}, %" if metric in PERCENT else metric.replace("_", " ")
+            unit += ", %" * (metric in _DISTANCES[1:])
             for task in dict.fromkeys(task for row in table.values() for task in row):
                 cells = [table.get(name, {}).get(task) for name in names]
                 rows.append([task, unit, *(_shown(cell, metric) if cell else "" for cell in cells)])
@@ -86,12 +90,28 @@ class Comparison:
         padded = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows]
         return "\n".join(f"| {' | '.join(row)} |" for row in padded) + (
             f"\n\n± standard error; in parentheses the difference from {names[0]}: * p < 0.05, "
-            "** p < 0.01, *** p < 0.001, ? unknown."
+            "** p < 0.01, *** p < 0.001, ? unknown." + distances_legend(self.tables, names[0])
         )
 
     def save(self, path: str | Path) -> None:
         """Write the tables and the results of the models as one JSON file."""
         _write(path, {"schema_version": 3} | asdict(self))
+
+
+def distances_legend(tables: Mapping[str, Any], reference: str) -> str:
+    """Return sentences about the measures that compare a model with a reference, if there are any.
+
+    Args:
+        tables: The tables of a comparison.
+        reference: Name of the first model.
+    """
+    if _DISTANCES[0] not in tables:
+        return ""
+    return (
+        f" KL divergence: the mean of KL({reference} || model) in nats per token. Top1 agreement: "
+        f"the share of tokens for which the model and {reference} find the same next token most "
+        f"likely. Perplexity ratio: the token perplexity of the model divided by {reference}'s."
+    )
 
 
 def _write(path: str | Path, values: Mapping[str, Any]) -> None:
@@ -103,11 +123,19 @@ def _write(path: str | Path, values: Mapping[str, Any]) -> None:
     write_atomically(path, text + "\n")
 
 
-def compare(results: Sequence[ModelResult]) -> Comparison:
+def compare(
+    results: Sequence[ModelResult],
+    distances: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
+) -> Comparison:
     """Return the results side by side, each compared with the first.
 
     A group of tasks that has a value of its own replaces its tasks. A task that reports neither
     accuracy is shown by its first metric, without an average.
+
+    Args:
+        results: The results of the models.
+        distances: Name of a model -> name of a text -> what `DecoderLM.divergence` returned for
+            the model and the first model. None: the predictions were not compared.
     """
     tables: dict[str, dict[str, dict[str, Estimate]]] = {}
     for result in results:
@@ -120,9 +148,13 @@ def compare(results: Sequence[ModelResult]) -> Comparison:
             if len(rows.get(metric, ())) > 1:
                 rows[metric][AVERAGE] = _average(list(rows[metric].values()))
         for text, measured in result.perplexity.items():
-            for measure in _MEASURES:
-                # JSON has null for infinity.
-                value = math.inf if measured[measure] is None else measured[measure]
+            # JSON has null for infinity.
+            values = {m: math.inf if measured[m] is None else measured[m] for m in _MEASURES}
+            if found := (distances or {}).get(result.name, {}).get(text):
+                losses = [m.perplexity[text]["nll"] for m in (result, results[0])]
+                ratio = math.exp(min((losses[0] - losses[1]) / measured["tokens"], 700))
+                values |= {m: found[m] for m in _DISTANCES} | {"perplexity_ratio": ratio}
+            for measure, value in values.items():
                 rows.setdefault(measure, {})[text] = {"value": value, "stderr": None}
         for metric, row in rows.items():
             tables.setdefault(metric, {})[result.name] = row
@@ -224,8 +256,10 @@ def _average(cells: Sequence[Estimate]) -> Estimate:
 
 def _shown(cell: Estimate, metric: str) -> str:
     """Return a cell as text, such as "12.3 ± 1.0 (-4.5**)". Fractions become percent."""
-    factor, digits = (100.0, 1) if metric in PERCENT else (1.0, 4)
-    text = f"{factor * cell['value']:.{digits}f}"
+    factor, digits = (100.0, 1) if metric in (*PERCENT, *_DISTANCES[1:]) else (1.0, 4)
+    # JSON has null for infinity.
+    value = math.inf if cell["value"] is None else cell["value"]
+    text = f"{factor * value:.{digits}f}"
     if cell["stderr"] is not None:
         text += f" ± {factor * cell['stderr']:.{digits}f}"
     if difference := cell.get("difference"):

@@ -7,21 +7,14 @@ The rows of a task come from the Hugging Face hub unless its YAML names local fi
 network is therefore noticed when tasks are loaded. lm-eval sets random seeds, and they are restored
 afterwards. So an evaluation in the middle of a training run does not change the run.
 
-**Perplexity** is measured with sliding windows. The tokens of a document follow one prefix token
-and are cut into windows of at most ``window`` inputs. The first window scores all of its tokens.
-Each later window moves by ``stride``, and the last window moves by the rest. It scores the new
-tokens, each after at least ``window - stride + 1`` others. ``stride = window`` is cheapest, and
-lm-eval uses it. A smaller stride costs ``window / stride`` times as much. Published perplexities
-depend on these choices. Perplexities per word and per byte can be compared across tokenizers.
+**Texts** are measured by `hestia_tune.evaluation.texts`.
 """
 
 import contextlib
 import hashlib
 import logging
-import math
 import platform
 import random
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -33,129 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hestia_tune.config import EvalConfig, TextConfig, nearest, require_number
+from hestia_tune.blocks import on_device
+from hestia_tune.config import EvalConfig, nearest, require_number
 from hestia_tune.distributed import on_first_rank
-from hestia_tune.errors import InputError, one_line
+from hestia_tune.errors import InputError
 from hestia_tune.evaluation.compare import ModelResult, compare
+from hestia_tune.evaluation.texts import PROMPTS, perplexity, read_documents, tokenize
 from hestia_tune.models.folder import import_optional
-
-_FILES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-
-
-def perplexity(
-    lm: Any,
-    documents: Sequence[str],
-    window: int,
-    stride: int | None = None,
-    max_tokens: int | None = None,
-) -> dict[str, float]:
-    """Measure the perplexity of documents. This is collective if there is a process group.
-
-    Each document is scored by itself.
-
-    Args:
-        lm: A `DecoderLM`. The prefix token is its BOS, or EOS if there is no BOS. No other special
-            token is added.
-        documents: The texts.
-        window: The number of inputs per forward, at most the longest input of ``lm``.
-        stride: The step from one window to the next, at most ``window``. None: ``window``.
-        max_tokens: Score only the first ``max_tokens`` tokens. Words and bytes are then counted in
-            the text that these tokens decode to. None: score all tokens.
-
-    Returns:
-        On every rank, plain values for JSON: ``nll``, the summed negative log-likelihood in nats of
-        ``tokens`` (without the prefixes); their ``words`` (pieces between runs of whitespace, as
-        lm-eval counts them) and ``bytes`` (in UTF-8); ``documents`` (with at least one token);
-        ``window`` and ``stride``, in tokens; ``token_perplexity``, ``word_perplexity``,
-        ``byte_perplexity`` and ``bits_per_byte``.
-
-    Raises:
-        InputError: If the window is longer than the model's input.
-        NotFiniteError: If the logits of a text have NaN. The message quotes the text.
-    """
-    require_number("window", window, 1, lm.max_length)
-    stride = stride or window
-    texts, tokenized, left = [], [], math.inf if max_tokens is None else max_tokens
-    for text in documents:
-        ids = lm.tok_encode(text, add_special_tokens=False)
-        if len(ids) > left:
-            ids = ids[: int(left)]
-            text = lm.tok_decode(ids)
-        if ids:
-            texts.append(text)
-            tokenized.append(ids)
-            left -= len(ids)
-        if not left:
-            break
-    nll = -math.fsum(lm.rolling(tokenized, window, stride))
-    tokens = sum(map(len, tokenized))
-    words = sum(len(re.split(r"\s+", text)) for text in texts)
-    num_bytes = sum(len(text.encode("utf-8")) for text in texts)
-    # Tensors, because math.exp raises an error where a tensor becomes infinite.
-    means = torch.tensor([nll / tokens, nll / words, nll / num_bytes], dtype=torch.float64)
-    per_token, per_word, per_byte = means.exp().tolist()
-    return {
-        "nll": nll,
-        "tokens": tokens,
-        "words": words,
-        "bytes": num_bytes,
-        "documents": len(texts),
-        "window": window,
-        "stride": stride,
-        "token_perplexity": per_token,
-        "word_perplexity": per_word,
-        "byte_perplexity": per_byte,
-        "bits_per_byte": nll / num_bytes / math.log(2),
-    }
-
-
-def read_documents(text: TextConfig) -> list[str]:
-    """Read the documents of a text file, a file with rows, or a dataset.
-
-    A text file is one document. Each row of a parquet, JSON or CSV file or of a dataset is one.
-
-    Args:
-        text: A text of the ``eval`` section. Its ``join`` makes one document of all rows.
-
-    Raises:
-        InputError: If the file or dataset cannot be read, or has no such split or column of text.
-    """
-    import datasets
-
-    path, column = Path(text.source), text.column
-    is_file = path.is_absolute() or path.suffix in (".txt", ".md", *_FILES)
-    if is_file and not path.exists():
-        raise InputError(f"{path} does not exist; check the path")
-    if path.is_file() and path.suffix not in _FILES:
-        try:
-            documents = [path.read_bytes().decode("utf-8")]
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path} is not UTF-8 ({error}); convert it") from None
-    else:
-        options: Any = {"path": text.source, "name": text.name, "split": text.split}
-        if path.is_file():
-            kind = _FILES[path.suffix]
-            options = {"path": kind, "data_files": text.source, "split": "train"}
-        try:
-            rows = datasets.load_dataset(**options)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            why = one_line(error.__cause__ or error)
-            raise InputError(f"{path} could not be read: {why}; check it") from error
-        if column not in rows.column_names:
-            raise InputError(f"{path} has no column {column!r}; it has {rows.column_names}")
-        documents = rows[column][:]
-    if not any(documents) or not all(isinstance(document, str) for document in documents):
-        raise InputError(
-            f"{path} (column {column!r}) must hold text; it is empty or holds other values"
-        )
-    return documents if text.join is None else [text.join.join(documents)]
-
 
 _SEED = 1234  # seed for few-shot examples and for anything else that a task draws at random
 _PACKAGES = ("hestia-tune", "torch", "torchao", "torchtune", "lm_eval", "datasets", "tokenizers")
 _KEPT = ("results", "group_subtasks", "versions", "n-shot", "n-samples")
 # Longer windows change a perplexity little and cost much.
 _PERPLEXITY_WINDOW = 2048
+_MORE_TOKENS = 65536  # the most tokens of a text that no option names
 
 
 class Evaluator:
@@ -165,20 +49,32 @@ class Evaluator:
         settings: The ``eval`` section.
         tokenizer: The config's tokenizer, in torchtune's form.
         max_seq_len: The model's longest input in tokens.
+        documents: Name of a further text -> its documents. Their first 65536 tokens are scored.
 
     Raises:
-        InputError: If a task or a text does not exist; or if a package is missing. The message then
-            names the command that installs it.
+        InputError: If there is nothing to measure; if a task or a text does not exist; or if a
+            package is missing. The message then names the command that installs it.
     """
 
-    def __init__(self, settings: EvalConfig, tokenizer: Any, max_seq_len: int):
+    def __init__(
+        self,
+        settings: EvalConfig,
+        tokenizer: Any,
+        max_seq_len: int,
+        documents: Mapping[str, Sequence[str]] | None = None,
+    ):
         self._lm = import_optional("hestia_tune.evaluation.lm", "eval").DecoderLM
         self.settings, self.tokenizer = settings, tokenizer
         self.window = max_seq_len
+        longest = min(self.window, _PERPLEXITY_WINDOW)
         self._texts, self._tasks = {}, None
+        for name, texts in (documents or {}).items():
+            self._texts[name] = (texts, longest, longest, _MORE_TOKENS)
+        if not settings.tasks and not settings.perplexity and not self._texts:
+            raise InputError("eval needs tasks or perplexity; both are empty")
         try:
             for name, text in settings.perplexity.items():
-                window = text.window or min(self.window, _PERPLEXITY_WINDOW)
+                window = text.window or longest
                 require_number(f"eval.perplexity.{name}.window", window, 1, self.window)
                 stride = text.stride or window
                 require_number(f"eval.perplexity.{name}.stride", stride, 1, window)
@@ -193,7 +89,12 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(
-        self, name: str, model: nn.Module, description: Mapping[str, Any], device: torch.device
+        self,
+        name: str,
+        model: nn.Module,
+        description: Mapping[str, Any],
+        device: torch.device,
+        continues: bool = False,
     ) -> ModelResult:
         """Run the tasks and measure the texts on one model. This is collective.
 
@@ -202,17 +103,51 @@ class Evaluator:
             model: A decoder as `DecoderLM` takes it.
             description: A description of the model. The result keeps it as its ``settings``.
             device: The device of the model.
+            continues: Whether to continue `hestia_tune.evaluation.texts.PROMPTS` too. The model
+                must not be sharded then.
 
         Returns:
             The result, which is the same on every rank.
         """
-        settings = self.settings
-        options = {"window": self.window, "batch_size": settings.batch_size, "device": device}
+        limit = self.settings.limit
         with plain_outputs(model):
-            lm = self._lm(model, self.tokenizer, **options)
-            tasks = self._tasks and evaluate_tasks(lm, self._tasks, limit=settings.limit)
-            texts = {label: perplexity(lm, *text) for label, text in self._texts.items()}
-        return ModelResult(name=name, tasks=tasks, perplexity=texts, settings=description)
+            lm = self._make_lm(model, device)
+            tasks = self._tasks and evaluate_tasks(lm, self._tasks, limit=limit)
+            measured = {label: perplexity(lm, *text) for label, text in self._texts.items()}
+            texts = lm.continuations(PROMPTS) if continues else {}
+        options = {"perplexity": measured, "continuations": texts, "settings": description}
+        return ModelResult(name=name, tasks=tasks, **options)
+
+    @torch.no_grad()
+    def divergence(
+        self, model: nn.Module, reference: nn.Module, device: torch.device
+    ) -> dict[str, dict[str, float]]:
+        """Compare a model's predictions with a reference on every text. This is collective.
+
+        Both models run one after the other on the same batch. A reference that waits on the CPU
+        comes to the device block by block, so the device needs no room for two models.
+
+        Args:
+            model: A decoder as `DecoderLM` takes it, on the device.
+            reference: Such a decoder, on the device or on the CPU.
+            device: The device.
+
+        Returns:
+            Name of a text -> what `DecoderLM.divergence` returned.
+        """
+        is_there = next(reference.parameters()).device.type == device.type
+        moved = contextlib.nullcontext() if is_there else on_device(reference, device, whole=False)
+        with plain_outputs(model), plain_outputs(reference), moved:
+            lm, other = self._make_lm(model, device), self._make_lm(reference, device)
+            return {
+                label: lm.divergence(other, tokenize(lm, documents, limit)[1], window, stride)
+                for label, (documents, window, stride, limit) in self._texts.items()
+            }
+
+    def _make_lm(self, model: nn.Module, device: torch.device) -> Any:
+        """Return a model as lm-eval takes it."""
+        options = {"window": self.window, "batch_size": self.settings.batch_size}
+        return self._lm(model, self.tokenizer, device=device, **options)
 
 
 def find_tasks(include_path: str | None = None) -> Any:

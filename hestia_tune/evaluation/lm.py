@@ -28,10 +28,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from hestia_tune.distributed import gathered, progress_bar, raise_together
 from hestia_tune.errors import InputError, NotFiniteError
+from hestia_tune.losses import divergence
 
 # Tokens per forward. With a vocabulary of 128k, their logits are 1 GB and exist three times.
 _TOKENS = 2048
@@ -100,14 +102,82 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
             window: The number of inputs per forward.
             stride: The step from one window to the next.
         """
-        shared = window - stride + 1  # tokens of a window that the window before also has
-        windows = [
-            [(None, *make_disjoint_window(pair)) for pair in pairs]
-            for ids in documents
-            for pairs in [get_rolling_token_windows(ids, self.prefix_token_id, window, shared)]
-        ]
-        scores = iter(self._loglikelihood_tokens([pair for group in windows for pair in group]))
+        windows = [self._windows(ids, window, stride) for ids in documents]
+        pairs = [(None, *make_disjoint_window(pair)) for group in windows for pair in group]
+        scores = iter(self._loglikelihood_tokens(pairs))
         return [sum(next(scores)[0] for _ in group) for group in windows]
+
+    def _windows(
+        self, ids: list[int], window: int, stride: int
+    ) -> list[tuple[list[int], list[int]]]:
+        """Return the inputs of every window, and the tokens that their last positions predict."""
+        shared = window - stride + 1  # tokens of a window that the window before also has
+        return [*get_rolling_token_windows(ids, self.prefix_token_id, window, shared)]
+
+    def divergence(
+        self, reference: "DecoderLM", documents: list[list[int]], window: int, stride: int
+    ) -> dict[str, float]:
+        """Compare the predictions with the predictions of a reference, in the same windows.
+
+        Args:
+            reference: The reference, with the same tokenizer and on the same device.
+            documents: The token ids of each document.
+            window: The number of inputs per forward.
+            stride: The step from one window to the next.
+
+        Returns:
+            On every rank: ``kl_divergence``, the mean over the tokens of KL(reference || self) in
+            nats; ``top1_agreement``, the share of tokens for which both models find the same token
+            most likely; and ``tokens``, their number.
+        """
+        windows = [pair for ids in documents for pair in self._windows(ids, window, stride)]
+        size = max(_TOKENS // window, 1)
+
+        def answer(windows: list, disable_tqdm: bool) -> list[tuple[float, int, int]]:
+            answers = []
+            for begin in progress_bar(range(0, len(windows), size), disable=disable_tqdm):
+                batch = windows[begin : begin + size]
+                tokens = self._padded([inputs for inputs, _ in batch])
+                both = zip(self._model_call(tokens), reference._model_call(tokens), strict=True)
+                for (inputs, targets), logits in zip(batch, both, strict=True):
+                    new = slice(len(inputs) - len(targets), len(inputs))
+                    own, other = (of_model[new] for of_model in logits)  # (new, vocabulary)
+                    same = (own.argmax(-1) == other.argmax(-1)).sum()
+                    total = divergence(own, other, lambda scores: scores)
+                    answers.append((float(total), int(same), len(targets)))
+            return answers
+
+        parts = self._shared(windows, answer, disable_tqdm=False)
+        total, same, tokens = map(sum, zip(*parts, strict=True))
+        return {"kl_divergence": total / tokens, "top1_agreement": same / tokens, "tokens": tokens}
+
+    def _padded(self, rows: list[list[int]]) -> torch.Tensor:
+        """Return tokens (batch, longest) on the device. A causal model ignores the padding."""
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self.device)
+
+    def continuations(self, prompts: Sequence[str], max_new: int = 48) -> dict[str, str]:
+        """Continue all prompts greedily, in one batch that grows by a token per forward.
+
+        Every rank computes all continuations.
+
+        Args:
+            prompts: The prompts. A prompt without room for ``max_new`` tokens loses its beginning.
+            max_new: The most tokens of a continuation, and at most half of the model's longest
+                input. EOS ends a continuation early.
+
+        Returns:
+            Prompt -> its continuation.
+        """
+        max_new = min(max_new, self.max_length // 2)
+        rows = [self.tok_encode(prompt)[max_new - self.max_length :] for prompt in prompts]
+        starts = [len(row) for row in rows]
+        for _ in range(max_new):
+            logits = self._model_call(self._padded(rows))  # (prompts, longest, vocabulary)
+            for row, start, scores in zip(rows, starts, logits, strict=True):
+                if len(row) == start or row[-1] != self.eot_token_id:
+                    row.append(int(scores[len(row) - 1].argmax()))
+        texts = (self.tok_decode(row[start:]) for row, start in zip(rows, starts, strict=True))
+        return dict(zip(prompts, texts, strict=True))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         return self._shared(requests, self._generate, disable_tqdm)

@@ -32,10 +32,11 @@ from typing import Any
 
 import torch
 
-from hestia_tune.errors import InputError
 from hestia_tune.export.folder import split_weights, write_safetensors
+from hestia_tune.export.linears import plain_linears
+from hestia_tune.models.class_logits import require_same_logits
 from hestia_tune.models.folder import ModelFolder, import_optional
-from hestia_tune.models.hugging_face_model import read_config, require_same_logits
+from hestia_tune.models.hugging_face_files import load_hard
 
 _FORMAT = "pack-quantized"
 # Largest relative difference of logits in bfloat16. Both models multiply the same weights, but the
@@ -95,20 +96,18 @@ def _check_logits(source: ModelFolder, folder: Path) -> None:
     """
     import transformers
 
-    config = read_config(str(source.folder))
-    tokens = torch.arange(8)[None] % config.vocab_size  # (1, 8)
+    tokens = torch.arange(8)[None] % source.config["vocab_size"]  # (1, 8)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         packed = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False
         )
-        logits, kind = packed(tokens).logits, type(packed)
+        logits = packed(tokens).logits
         del packed  # before the hard model is loaded
-        weights = {name: source.read_hard(name) for name in source.shapes}
-        dense = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.bfloat16)
-        return logits, dense(tokens).logits
+        return logits, load_hard(source, torch.bfloat16)(tokens).logits
 
-    rule = f"transformers must load a packed {config.model_type} with the hard model's logits"
+    kind = source.config["model_type"]
+    rule = f"transformers must load a packed {kind} with the hard model's logits"
     require_same_logits(run, _LOGITS_TOLERANCE, rule, "export to another format")
 
 
@@ -127,40 +126,16 @@ def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
         ``quantization_config`` in config.json.
 
     Raises:
-        InputError: If compressed-tensors is missing; if no layer is quantized; if a quantized layer
-            is the output head or not a linear; or if the class of a linear has its own forward.
+        InputError: If compressed-tensors is missing, or if `plain_linears` raises it.
     """
     import_optional("compressed_tensors")
     import compressed_tensors
-    import transformers
     from compressed_tensors import quantization
 
-    with torch.device("meta"):
-        config = read_config(str(source.folder))
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    tied = getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ()
-    if renamed := model.state_dict().keys() - source.shapes.keys() - set(tied):
-        raise InputError(
-            f"transformers converts the weights of this {config.model_type} when it loads them and "
-            f"then does not unpack them; {min(renamed)} is not in the files; export to another "
-            "format"
-        )
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    targets, head = {}, model.get_output_embeddings()
+    linears, targets = plain_linears(source), {}
     for name, size in source.quantized.items():
-        module = name.removesuffix(".weight")
-        if linears.get(module, head) is head:
-            raise InputError(
-                f"only linear layers other than the output head can be packed; leave out {name}"
-            )
-        if type(linears[module]).forward is not torch.nn.Linear.forward:
-            raise InputError(
-                f"transformers unpacks only plain linear layers; {module} is a "
-                f"{type(linears[module]).__name__} with its own forward; export to another format"
-            )
-        targets.setdefault("channel" if size == "tensor" else size, []).append(module)
-    if not targets:
-        raise InputError("quantized must name at least one linear layer; got none")
+        size = "channel" if size == "tensor" else size
+        targets.setdefault(size, []).append(name.removesuffix(".weight"))
     schemes = {}
     for size in sorted(targets, key=lambda size: (isinstance(size, str), size)):
         how = {"strategy": "channel"} if size == "channel" else {"group_size": size}

@@ -22,14 +22,22 @@ import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_state_dict
 from safetensors import SafetensorError
+from torch import nn
 
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import read_state, staged, write_atomically
 from hestia_tune.models.folder import DESCRIPTION_FILE, HUB_NAME, ModelFolder, copy_side_files
+from hestia_tune.qat.experts import QuantizedExperts
+from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.tensors.packed_tensor import as_dense
 
-_TYPES = {torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64"}
+_TYPES = {
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint32: "U32",
+}
 
 
 def write_huggingface(
@@ -239,11 +247,37 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         )
 
 
+def check_experts(model: nn.Module, formats: Iterable[str]) -> None:
+    """Raise InputError if a format cannot hold the quantized weights of experts.
+
+    Args:
+        model: The prepared model.
+        formats: Names of the formats that hestia_convert shall write. "huggingface" holds these
+            weights in bfloat16. "torchao" and "intx" do so too, because no product of experts takes
+            a packed weight.
+    """
+    layers = quantized_linears(model).items()
+    experts = [name for name, layer in layers if isinstance(layer, QuantizedExperts)]
+    for name in formats if experts else ():
+        if name not in ("huggingface", "torchao", "intx"):
+            raise InputError(
+                f"{name} files cannot hold the weights of experts, such as {experts[0]}; set "
+                "convert.formats to huggingface or torchao, or leave the experts out by "
+                "quantizer.exclude=['*.experts.*']"
+            )
+
+
 CARD_FILE = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md")
 _KEPT = ("license", "license_name", "license_link", "language")
 # Format -> the library that loads it. For formats that are not here: transformers.
-_LIBRARIES = {"gguf": "gguf", "torchao": "hestia_tune", "onnx": "onnxruntime-genai"}
+_LIBRARIES = {
+    "gguf": "gguf",
+    "mlx": "mlx",
+    "onnx": "onnxruntime-genai",
+    "openvino": "openvino",
+    "torchao": "hestia_tune",
+}
 
 
 def write_card(
@@ -261,7 +295,7 @@ def write_card(
         folder: The folder of the model.
         description: Content of hestia.json. The card shows hestia_tune, quantizer, layers,
             base_model (a `hub_name`), step, data, tokens and validation_loss.
-        form: "huggingface", "compressed_tensors", "torchao", "gguf" or "onnx".
+        form: Name of the format.
         sizes: What the export returned.
         evaluation: Path of an evaluation.json. It is left out unless it measured ``origin``.
         origin: The folder of the same weights that has a README.md with the licence. None:
@@ -285,6 +319,7 @@ def write_card(
     )
     names, rows = _evaluation(evaluation, origin)
     values = {"title": title, "model": model, "sizes": sizes, "names": names, "rows": rows}
+    values["has_distances"] = any(row[1] == "kl_divergence" for row in rows)
     card = ModelCard.from_template(metadata, str(_TEMPLATE), form=form, **values)
     write_atomically(folder / CARD_FILE, str(card))
 

@@ -16,6 +16,10 @@ fp16 scale, which is the trained scale:
     TQ2_0     256     66           2.0625  multiples of 256, or whole rows
     Q2_0       64     18           2.25    multiples of 64, or whole rows
     Q4_0       32     18           4.5     multiples of 32, or whole rows; also codes of four levels
+    Q2_K      256     84           2.625   codes only; multiples of 16, or whole rows; four levels
+
+Q2_K is the one type that rounds: its codes are exact, its scales are not (`gguf_q2_k`). Its rows
+must be multiples of 256. Every weight read back must be within the type's tolerance.
 
 "Whole rows" are the granularities "channel" and "tensor". Their scale is repeated in every block,
 so only the length of the row has to be a multiple of the block. fp16 has 11 significant bits and
@@ -36,7 +40,6 @@ the default because it runs everywhere, holds all codes, and rounds activations 
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,101 +52,10 @@ from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import sizes
 from hestia_tune.export.gguf_model import LlamaModel, add_vocabulary
+from hestia_tune.export.gguf_types import TensorType, block_types
 from hestia_tune.files import staged
-from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.models.folder import ModelFolder, import_optional, is_exact
 
-
-@dataclass(frozen=True)
-class TensorType:
-    """A tensor type of ggml.
-
-    Attributes:
-        name: ggml's name of the type.
-        ggml_id: ggml's number of the type.
-        file_type: Value of ``general.file_type`` for a model that consists mostly of this type.
-        block: Number of weights in a block; 1 for floats.
-        num_bytes: Bytes of a block.
-    """
-
-    name: str
-    ggml_id: int
-    file_type: int
-    block: int
-    num_bytes: int
-
-    def fits(self, in_features: int, group_size: GroupSize, levels: int = 3) -> bool:
-        """Return whether the type holds a weight exactly.
-
-        Blocks must tile the rows, no block may contain parts of two groups, and the integers of the
-        type must hold the codes. Q4_0 has the integers -8 to 7, the other types -1 to 1.
-        """
-        if levels == 4 and self.name != "Q4_0":
-            return False
-        group = in_features if isinstance(group_size, str) else group_size
-        return in_features % self.block == 0 and group % self.block == 0
-
-    def pack(self, codes: torch.Tensor, scales: torch.Tensor, name: str) -> np.ndarray:
-        """Return the blocks as bytes, uint8 (out_features, in_features / block, num_bytes).
-
-        Args:
-            codes: int8 (out_features, in_features) that the type holds.
-            scales: bfloat16 (out_features or 1, groups). Every group consists of whole blocks.
-            name: Name of the weight, for the error.
-
-        Raises:
-            InputError: If a scale is neither 0 nor in fp16's normal range.
-        """
-        # Compare in float32, because bfloat16 rounds half.max up.
-        half, single = torch.finfo(torch.float16), scales.float()
-        bad = (single != 0) & ((single < half.smallest_normal) | (single > half.max))
-        if bad.any():
-            row, group = bad.nonzero()[0].tolist()
-            raise InputError(
-                f"a GGUF scale is 0 or a float16 of the normal range; group {group} of row {row} "
-                f"of {name} has the scale {scales[row, group].item():.9g}; leave gguf out of "
-                "convert.formats, or name the layer in quantizer.exclude and train again"
-            )
-        array = codes.numpy()
-        fp16 = scales.half().expand(len(codes), -1).numpy().astype("<f2")
-        fp16 = fp16.repeat(codes.shape[1] // self.block // fp16.shape[1], axis=1)
-        shape = (*fp16.shape, self.num_bytes)  # (out_features, blocks of a row, bytes)
-        fp16 = fp16[..., None].view(np.uint8)
-        if self.name.startswith("TQ"):
-            import gguf
-
-            kind = gguf.GGMLQuantizationType(self.ggml_id)
-            blocks = gguf.quants.quantize(array.astype(np.float32), kind).reshape(shape)
-            blocks[..., -2:] = fp16
-            return blocks
-        if self.name == "Q2_0":  # byte i holds code + 1 of the weights 4i to 4i + 3
-            fields, width = (array + 1).reshape(*shape[:2], 16, 4), 2
-        else:  # Q4_0: byte i holds code + 8 of the weights i and i + 16
-            fields, width = (array + 8).reshape(*shape[:2], 2, 16).swapaxes(-1, -2), 4
-        shifts = np.arange(0, 8, width, dtype=np.uint8)
-        packed = np.bitwise_or.reduce(fields.astype(np.uint8) << shifts, axis=-1)
-        return np.concatenate([fp16, packed], axis=-1)
-
-    def unpack(self, data: np.ndarray) -> np.ndarray:
-        """Return the weights, float32 (weights,), of the bytes of their blocks, uint8 (bytes,)."""
-        if self.name != "Q2_0":
-            import gguf
-
-            return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(self.ggml_id))
-        blocks = data.reshape(-1, self.num_bytes)
-        scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
-        fields = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & np.uint8(3)
-        codes = fields.reshape(len(blocks), self.block).astype(np.int8) - 1
-        return (codes * scales).reshape(-1)
-
-
-# The smallest type is first.
-BLOCK_TYPES = {
-    "TQ1_0": TensorType("TQ1_0", 34, 36, 256, 54),
-    "TQ2_0": TensorType("TQ2_0", 35, 37, 256, 66),
-    "Q2_0": TensorType("Q2_0", 42, 41, 64, 18),
-    "Q4_0": TensorType("Q4_0", 2, 2, 32, 18),
-}
 # The first type that holds every value is taken.
 _DENSE_TYPES = {
     torch.float16: TensorType("F16", 1, 1, 1, 2),
@@ -159,7 +71,7 @@ def write_gguf(
     block_type: str | Sequence[str] = "Q4_0",
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write a Hugging Face Llama, Mistral, Qwen2, Qwen3 or SmolLM3 as one GGUF file.
+    """Write a Hugging Face model of a family in `gguf_families` as one GGUF file.
 
     Args:
         source: The model.
@@ -191,7 +103,12 @@ def write_gguf(
     for name, weight in progress_bar(model.tensors(), desc="packing for GGUF", unit="tensor"):
         if name in source.quantized:
             hard = source.pack(name, weight)
-            data = types[name].pack(hard.codes(), hard.scale, name)
+            data = types[name].pack(hard.codes(), hard.scale, name, hard.levels)
+            if types[name].tolerance and not types[name].holds(data.reshape(-1), weight):
+                raise InputError(
+                    f"the scales of a block of {name} differ by more than Q2_K can hold; use "
+                    "block_type Q4_0"
+                )
         else:
             types[name], data = _pack_dense(weight, name)
         num_bytes[name] = data.nbytes
@@ -225,53 +142,6 @@ def check_gguf(source: ModelFolder, block_type: str | Sequence[str] = "Q4_0") ->
     """
     block_types(source, block_type)
     _new_writer(source, LlamaModel(source))
-
-
-def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, TensorType]:
-    """Return the block type of every quantized weight, by the weight's name.
-
-    Args:
-        source: The model.
-        names: One of `BLOCK_TYPES`, or several, of which the first that fits is taken.
-
-    Raises:
-        InputError: If a type is unknown, or if no type holds the groups of a weight.
-    """
-    names = [names] if isinstance(names, str) else names
-    if not names or set(names) - set(BLOCK_TYPES):
-        raise InputError(
-            f"block_type must be one or several of {', '.join(BLOCK_TYPES)}; got {names!r}"
-        )
-    levels = source.method.levels
-    return {
-        name: choose_block_type(names, source.shapes[name][1], group_size, name, levels)
-        for name, group_size in source.quantized.items()
-    }
-
-
-def choose_block_type(
-    names: Sequence[str], in_features: int, group_size: GroupSize, weight: str, levels: int = 3
-) -> TensorType:
-    """Return the first block type of ``names`` that holds such groups exactly.
-
-    Args:
-        names: Names of block types.
-        in_features: Length of the weight's rows.
-        group_size: The weight's group size.
-        weight: Name of the weight, for the error.
-        levels: Number of different codes.
-
-    Raises:
-        InputError: If no type of ``names`` holds the groups.
-    """
-    for name in names:
-        if BLOCK_TYPES[name].fits(in_features, group_size, levels):
-            return BLOCK_TYPES[name]
-    raise InputError(
-        f"no block of {' or '.join(names)} holds {weight} exactly (in_features {in_features}, "
-        f"group_size {group_size}, {levels} levels); use block_type Q4_0 with blocks of 32, or "
-        "leave the weight out of quantized, to be stored densely"
-    )
 
 
 def _new_writer(source: ModelFolder, model: LlamaModel) -> Any:
@@ -323,8 +193,7 @@ def _read_back(
     position = path.stat().st_size - sum(padded.values())
     for name, weight in progress_bar(model.tensors(), desc="reading it back", unit="tensor"):
         data = np.fromfile(path, np.uint8, num_bytes[name], offset=position)
-        unpacked = torch.from_numpy(types[name].unpack(data)).view(weight.shape)
-        if not torch.equal(unpacked, weight.float()):
+        if not types[name].holds(data, weight):
             raise RuntimeError(
                 f"{name} ({types[name].name}) read back differs from its source; check the disk"
             )

@@ -2,9 +2,11 @@
 
 **Model.** The gguf package knows the names of tensors and hyperparameters. Two more things differ.
 First, the order of rows. Hugging Face rotates the two halves of a head. llama.cpp rotates
-neighbouring pairs for Llama, Mistral and SmolLM3, so the rows of their query and key projections
-change their order. For Qwen2 and Qwen3 it rotates halves. Second, the rotary factors for Llama 3's
-long context become a tensor. With tied embeddings, llama.cpp uses the embedding as output matrix.
+neighbouring pairs for Llama, Mistral, SmolLM3 and Granite, so the rows of their query and key
+projections change their order. For the other families it rotates halves. GPT-NeoX keeps query, key
+and value of one head together, and llama.cpp keeps the queries of all heads together. Second, the
+rotary factors for Llama 3's long context become a tensor. With tied embeddings, llama.cpp uses the
+embedding as output matrix. `hestia_tune.export.gguf_families` has the table of families.
 
 **Tokenizer.** llama.cpp does not run ``tokenizer.json``. It has its own tokenizers and selects one
 by name. Two families are known here. The structure of ``tokenizer.json`` shows the family. Any
@@ -12,7 +14,7 @@ other tokenizer is an error, because llama.cpp does not notice a wrong name and 
 ids.
 
     byte-level BPE ("gpt2")     the regular expression that splits the text has a name:
-                                llama-bpe, qwen2, smollm, gpt-2
+                                llama-bpe, dbrx, qwen2, smollm, gpt-2
     SentencePiece BPE ("llama") pieces have U+2581 for a space and <0x00> for a byte; merges become
                                 scores, and earlier merges have higher scores
 
@@ -31,65 +33,12 @@ import torch
 from tokenizers import Tokenizer
 
 from hestia_tune.errors import InputError
+from hestia_tune.export.gguf_families import check_architecture
 from hestia_tune.files import read_json
 from hestia_tune.models.folder import ModelFolder, import_optional
 
 log = logging.getLogger(__name__)
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "SmolLM3ForCausalLM": "smollm3",
-}
-# The architectures whose rotary embedding rotates neighbouring rows of a head.
-_PAIRED = ("llama", "smollm3")
-_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-LINEARS = (*_PROJECTIONS, *_MLP)  # the linears of a block
-_LAYER = ("input_layernorm", *_PROJECTIONS, "post_attention_layernorm", *_MLP)
-_HEAD_NORMS = {"qwen3": ("self_attn.q_norm", "self_attn.k_norm")}
 ROPE_FACTORS = "rope_freqs.weight"
-
-
-def check_architecture(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return llama.cpp's name of the architecture, and the rotary embedding, of a config.json.
-
-    The rotary embedding has the keys of transformers' ``rope_parameters``.
-
-    Args:
-        config: The content of config.json.
-
-    Raises:
-        InputError: If llama.cpp does not have the architecture, the activation, the window or the
-            rotary scaling, or if it is not translated here.
-    """
-    architecture = next(iter(config.get("architectures") or []), None)
-    # transformers 5 writes rope_parameters, older versions rope_scaling.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    is_sliding = config.get("use_sliding_window", config.get("sliding_window") is not None)
-    requirements = [
-        ("architecture", architecture, tuple(_ARCHITECTURES)),
-        ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
-        ("use_sliding_window", bool(is_sliding), (False,)),
-        ("rotary scaling", rope_type, ("default", "linear", "llama3")),
-    ]
-    if architecture == "SmolLM3ForCausalLM":
-        # llama.cpp leaves out the rotation in every fourth layer, even if the file says otherwise.
-        every, count = config.get("no_rope_layer_interval", 4), config["num_hidden_layers"]
-        rotated = [int((layer + 1) % every != 0) for layer in range(count)]
-        expected = [int((layer + 1) % 4 != 0) for layer in range(count)]
-        layers = config.get("no_rope_layers") or rotated
-        requirements.append(("no_rope_layers", layers, (expected,)))
-    for key, value, known in requirements:
-        if value not in known:
-            raise InputError(
-                f"GGUF export knows the {key} {' or '.join(map(str, known))}; got {value!r}; "
-                "export to another format"
-            )
-    base = {"rope_theta": config.get("rope_theta", 10000.0)}
-    return _ARCHITECTURES[str(architecture)], base | rope | {"rope_type": rope_type}
 
 
 class LlamaModel:
@@ -108,21 +57,29 @@ class LlamaModel:
 
     def __init__(self, source: ModelFolder):
         self._source, config = source, source.config
-        self.architecture, self._rope = check_architecture(config)
+        family, self._rope = check_architecture(config)
+        self.architecture, self._family = family.name, family
         query = config["num_attention_heads"]
         self._heads = {"q_proj": query, "k_proj": config.get("num_key_value_heads") or query}
         self._head_dim = config.get("head_dim") or config["hidden_size"] // query
+        self._rotary_dim = int(self._rope["partial_rotary_factor"] * self._head_dim)
         gguf, count = import_optional("gguf"), config["num_hidden_layers"]
         table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], count)
         names = {n: table.get_name(n, (".weight", ".bias")) or "" for n in source.shapes}
-        parts = (*_LAYER, *_HEAD_NORMS.get(self.architecture, ()))
-        needed = [f"model.layers.{layer}.{part}" for layer in range(count) for part in parts]
-        needed += ["model.embed_tokens", "model.norm"]
-        if config.get("tie_word_embeddings", self.architecture == "smollm3"):
-            names.pop("lm_head.weight", None)  # a copy of the embedding
+        parts = [f"{family.blocks}.{i}.{part}" for i in range(count) for part in family.block]
+        needed = [*parts, *family.outside]
+        if config.get("tie_word_embeddings", family.is_tied):
+            names.pop(f"{family.head}.weight", None)  # a copy of the embedding
         else:
-            needed.append("lm_head")
-        problems = [f"{name} is missing" for name in needed if f"{name}.weight" not in names]
+            needed.append(family.head)
+        kinds = ("weight", "bias") if family.has_biases else ("weight",)
+        parts = set(parts)
+        problems = [
+            f"{name}.{kind} is missing"
+            for name in needed
+            for kind in (kinds if name in parts else ("weight",))
+            if f"{name}.{kind}" not in names
+        ]
         problems += [f"{name} is unknown" for name, ours in names.items() if not ours]
         if problems:
             raise InputError(
@@ -140,7 +97,10 @@ class LlamaModel:
                 yield name, self.rope_factors()
                 continue
             tensor, part = self._source.read(name), name.split(".")[-2]
-            if self.architecture in _PAIRED and part in self._heads:
+            if part == "query_key_value":  # GPT-NeoX has query, key and value of each head together
+                each = tensor.unflatten(0, (self._heads["q_proj"], 3, self._head_dim))
+                tensor = each.transpose(0, 1).reshape(tensor.shape)
+            elif self._family.pairs_rows and part in self._heads:
                 # (heads, 2 halves, head_dim / 2, ...) -> (heads, head_dim / 2, pairs, ...)
                 halves = tensor.unflatten(0, (self._heads[part], 2, -1))
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
@@ -172,9 +132,16 @@ class LlamaModel:
         writer.add_head_count_kv(self._heads["k_proj"])
         writer.add_key_length(self._head_dim)
         writer.add_value_length(self._head_dim)
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        if self._family.has_biases:
+            writer.add_layer_norm_eps(config["layer_norm_eps"])
+        else:
+            writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        if "use_parallel_residual" in config:
+            writer.add_parallel_residual(config["use_parallel_residual"])
+        for key, method in self._family.multipliers:
+            getattr(writer, method)(config.get(key, 1.0))
         writer.add_vocab_size(config["vocab_size"])
-        writer.add_rope_dimension_count(self._head_dim)
+        writer.add_rope_dimension_count(self._rotary_dim)
         writer.add_rope_freq_base(self._rope["rope_theta"])
         if self._rope["rope_type"] == "linear":
             writer.add_rope_scaling_type(import_optional("gguf").RopeScalingType.LINEAR)
@@ -185,7 +152,7 @@ _SPLIT_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLIT_NAMES = {_SPLIT_WORDS % r"\p{N}{1,3}": "llama-bpe", _SPLIT_WORDS % r"\p{N}": "qwen2"}
+_SPLIT_NAMES = {_SPLIT_WORDS % r"\p{N}{1,3}": "dbrx", _SPLIT_WORDS % r"\p{N}": "qwen2"}
 
 
 def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
@@ -258,9 +225,11 @@ def _split_name(tokenizer: dict, file: Path) -> str:
         if kinds == ["BPE", "Split", "ByteLevel"] and not own_words:
             pattern = steps[0]["pattern"].get("Regex")
             if steps[0]["behavior"] == "Isolated" and pattern in _SPLIT_NAMES:
-                return _SPLIT_NAMES[pattern]
+                name = _SPLIT_NAMES[pattern]
+                # "llama-bpe" splits like "dbrx", but takes a word of the vocabulary without merges.
+                return "llama-bpe" if name == "dbrx" and model.get("ignore_merges") else name
     raise InputError(
-        f"GGUF export knows the tokenizers Llama 3, Qwen2, SmolLM, GPT-2 and SentencePiece BPE; "
+        "GGUF export knows the tokenizers Llama 3, Qwen2, SmolLM, GPT-2 and SentencePiece BPE; "
         f"{file} ({' + '.join(kinds)}) is none of them; export to another format"
     )
 

@@ -12,7 +12,9 @@ repeated. The temporary folder holds these tensors for each quantized linear:
     NAME.g_idx     int32 (in_features,): the block of each column
 
 Each linear becomes a `MatMulNBits` of 2 bits; query, key and value become one. Every code and every
-scale of the built model is read back and compared. The products round activations to 8 bits, like
+scale of the built model is read back and compared. The folder has the names that transformers.js
+expects (``onnx/model_q2.onnx``: 2-bit products, the rest in float32), so it loads the folder too.
+The products round activations to 8 bits, like
 the products of `hestia_tune.tensors.kernels`. Everything else is float32.
 """
 
@@ -35,8 +37,8 @@ from hestia_tune.export.folder import (
     write_folder,
     write_texts,
 )
-from hestia_tune.export.gguf_model import LINEARS
-from hestia_tune.files import staged
+from hestia_tune.export.gguf_families import LINEARS
+from hestia_tune.files import read_json, staged
 from hestia_tune.models.folder import (
     DESCRIPTION_FILE,
     ModelFolder,
@@ -47,8 +49,12 @@ from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.group_tensor import GroupTensor
 from hestia_tune.tensors.kernels import BLOCKS
 
-_MODEL_FILE = "model.onnx"
+_BUILT_FILE, _MODEL_FILE = "model.onnx", "onnx/model_q2.onnx"
+_SETTINGS_FILE = "genai_config.json"
+_HEAD_DIM = "kv_cache_dim"  # the builder's name of the last axis of the cache
 _FIELDS = 16  # fields of 2 bits in an int32
+# What transformers.js has to know: the suffix of the file's name, and that it has one data file.
+_FOR_JAVASCRIPT = {"dtype": "q2", "use_external_data_format": {Path(_MODEL_FILE).name: 1}}
 _ACCURACY_LEVELS = {8: 4, 32: 1}  # bits of activations -> accuracy_level of MatMulNBits
 _HEADS = ("float32", "int8")
 _EMBEDDING, _HEAD = "/model/embed_tokens/Gather", "/lm_head/MatMul"
@@ -108,8 +114,10 @@ def write_onnx(
         staging.mkdir()
         copy_side_files(source.folder, staging)  # licences; the builder writes the tokenizer again
         _build(Path(work), staging, head, _ACCURACY_LEVELS[activation_bits])
+        _arrange(staging)
         quantized_bytes = _check(source, staging)
-        write_texts(staging, {"config.json": source.config, DESCRIPTION_FILE: source.description})
+        config = source.config | {"transformers.js_config": _FOR_JAVASCRIPT}
+        write_texts(staging, {"config.json": config, DESCRIPTION_FILE: source.description})
         num_bytes = sum(file.stat().st_size for file in staging.glob(f"{_MODEL_FILE}*"))
     return sizes(source.shapes, source.quantized, num_bytes, quantized_bytes)
 
@@ -205,6 +213,35 @@ def _build(work: Path, target: Path, head: str, accuracy_level: int) -> None:
         )
 
 
+def _arrange(folder: Path) -> None:
+    """Give a folder the names of transformers.js, and tell onnxruntime-genai about them.
+
+    transformers.js reads the shape of an empty cache off the model, so no axis but the batch and
+    the length may have a name.
+
+    Args:
+        folder: The folder that was built.
+    """
+    import onnx
+
+    settings, file = read_json(folder / _SETTINGS_FILE), folder / _MODEL_FILE
+    decoder, data = settings["model"]["decoder"], f"{file.name}_data"
+    model = onnx.load(str(folder / _BUILT_FILE), load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = data if entry.key == "location" else entry.value
+    for value in (*model.graph.input, *model.graph.output):
+        for axis in value.type.tensor_type.shape.dim:
+            if axis.dim_param == _HEAD_DIM:
+                axis.dim_value = decoder["head_size"]
+    file.parent.mkdir()
+    onnx.save(model, str(file))
+    (folder / _BUILT_FILE).unlink()
+    (folder / f"{_BUILT_FILE}.data").rename(file.with_name(data))
+    decoder["filename"] = _MODEL_FILE
+    write_texts(folder, {_SETTINGS_FILE: settings})
+
+
 def _check(source: ModelFolder, folder: Path) -> int:
     """Compare codes times scales of every product with the hard model.
 
@@ -220,7 +257,8 @@ def _check(source: ModelFolder, folder: Path) -> int:
     """
     import onnx
 
-    model = onnx.load(str(folder / _MODEL_FILE), load_external_data=False)
+    file = folder / _MODEL_FILE
+    model = onnx.load(str(file), load_external_data=False)
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     num_bytes, seen = 0, set()
     for node in model.graph.node:
@@ -231,7 +269,7 @@ def _check(source: ModelFolder, folder: Path) -> int:
         names = [f"{prefix}.{p}_proj.weight" for p in ("qkv" if part == "qkv" else [part])]
         weight = torch.cat([source.read_hard(name) for name in names]).float()
         arrays = [
-            torch.from_numpy(onnx.numpy_helper.to_array(tensors[name], str(folder)).copy())
+            torch.from_numpy(onnx.numpy_helper.to_array(tensors[name], str(file.parent)).copy())
             for name in node.input[1:4]
         ]
         codes, scales, zeros = arrays

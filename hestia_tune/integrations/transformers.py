@@ -1,18 +1,28 @@
 """QAT in Hugging Face's Trainer: a callback that prepares, anneals and writes the hard model.
 
 Temperature and pressure depend only on the Trainer's global step. The Trainer's own checkpoints
-hold the latent weights. So they resume without any addition. `QuantizedLinear` pulls its gradient
-back itself. Under FSDP this is the work of `hestia_tune.qat.shards`, and the Trainer does not call
-it. So FSDP is refused.
+hold the latent weights. So they resume without any addition. In one process and under DDP,
+`QuantizedLinear` pulls its gradient back itself.
+
+Under FSDP2 this is the work of `hestia_tune.qat.shards`. Accelerate shards the prepared model like
+any other, and the Trainer loads a checkpoint into it. Then the callback turns the rows of each rank
+into `hestia_tune.qat.latent_shard.LatentShard`. The Trainer clips directly after the last backward
+of a step, and calls no callback between the two. So the gradients are pulled back within this
+backward: autograd's engine runs a function at the end of it, after FSDP2 has reduced them.
 """
 
+import functools
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, broadcast_object_list
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
 import hestia_tune
@@ -21,11 +31,20 @@ from hestia_tune.errors import InputError
 from hestia_tune.export.folder import write_card
 from hestia_tune.files import staged, write_json
 from hestia_tune.models.folder import DESCRIPTION_FILE, hub_name
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat import shards
+from hestia_tune.qat.hard_state import hard_state_dict
+from hestia_tune.qat.linear import local_rows, quantized_linears
 from hestia_tune.qat.prepare import HestiaConfig, QATConfigBase, QATQuantizerBase
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 
 log = logging.getLogger(__name__)
+
+
+# Kinds of accelerate that move or round parameters. FSDP2 is a version of the first.
+_SHARDED_KINDS = [
+    *(DistributedType.FSDP, DistributedType.DEEPSPEED),
+    *(DistributedType.MEGATRON_LM, DistributedType.XLA),
+]
 
 
 class HestiaCallback(TrainerCallback):
@@ -33,9 +52,13 @@ class HestiaCallback(TrainerCallback):
 
     Use it as ``Trainer(..., callbacks=[HestiaCallback(HestiaConfig(group_size=128))])``. It must be
     given when the Trainer is made. Until the last step, the Trainer evaluates the relaxed model.
-    After the last step the model is hard and its parameters are bfloat16. The folder
-    ``hard_model/`` in the Trainer's output_dir then contains it. A training that stops early writes
-    no hard model.
+    After the last step the model is hard. The folder ``hard_model/`` in the Trainer's output_dir
+    then contains it, in bfloat16. A training that stops early writes no hard model.
+
+    Several processes train under DDP or FSDP2 (accelerate's ``fsdp_version: 2``). Under FSDP2,
+    gradients are reduced in float32, and the model's outputs keep their dtype. At the end the
+    shards hold the hard weights in float32. In the other cases the model has plain linears then,
+    and its parameters are bfloat16.
 
     Args:
         quantizer: A config, which quantizes all linears of the blocks, or a component. None:
@@ -45,7 +68,8 @@ class HestiaCallback(TrainerCallback):
             (`hestia_tune.SensitivityArtifact.scores`). None: all linears have the same temperature.
 
     Raises:
-        InputError: When the Trainer is made, if it would train in a way that is not supported.
+        InputError: When the Trainer is made or when training begins, if it would train in a way
+            that is not supported.
     """
 
     def __init__(
@@ -58,13 +82,23 @@ class HestiaCallback(TrainerCallback):
         self.component = QATQuantizerBase(config) if isinstance(config, QATConfigBase) else config
         self.schedule, self.scores, self.layers = ScheduleConfig.parse(schedule), scores, {}
         self.tau_init = self.schedule.tau_init
+        self.is_pulled_back: bool | None = None  # None before the step's last backward
 
     def on_init_end(self, args, state, control, *, model, **kwargs):  # The optimizer comes later.
         method, rate = self.component.method, self.component.parameter_lr
         needs_group = method.trained_parameters and (args.weight_decay or rate is not None)
-        sharded = args.fsdp or args.deepspeed or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        accelerator = AcceleratorState()
+        kind = accelerator.distributed_type
         for is_refused, message in (
-            (sharded, "FSDP and DeepSpeed are not supported; train with hestia_qat"),
+            (
+                kind in _SHARDED_KINDS and not accelerator.is_fsdp2,
+                "several processes train by FSDP2 (fsdp_version: 2) or DDP, and by no other kind "
+                f"or version; got {kind.value}",
+            ),
+            (
+                any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+                "the model is sharded already; load it whole, and accelerate shards it by FSDP2",
+            ),
             (
                 args.load_best_model_at_end,
                 "only the last step is hard; no load_best_model_at_end",
@@ -74,34 +108,102 @@ class HestiaCallback(TrainerCallback):
         ):
             if is_refused:
                 raise InputError(f"HestiaCallback: {message}")
+        if accelerator.is_fsdp2 and (policy := accelerator.fsdp_plugin.mixed_precision_policy):
+            policy = MixedPrecisionPolicy(policy.param_dtype, reduce_dtype=torch.float32)
+            accelerator.fsdp_plugin.mixed_precision_policy = policy
         self.layers = quantized_linears(self.component.prepare(model))
         weights = {name: layer.weight.detach() for name, layer in self.layers.items()}
         if other := [f"{n} is {w.dtype}" for n, w in weights.items() if w.dtype != torch.float32]:
             remedy = "load the model with dtype=torch.float32"
             raise InputError(f"latents must be float32; {other[0]}; {remedy}")
         if self.tau_init == "auto":  # Resuming loads other weights later, so fit it now.
-            self.tau_init = method.fit_temperature(weights.values())
+            is_first = accelerator.is_main_process  # The others may have no weights yet.
+            found = [method.fit_temperature(weights.values()) if is_first else None]
+            (self.tau_init,) = broadcast_object_list(found)
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, *, model, **kwargs):
+        self.layers, requantize = quantized_linears(model), None
+        self.is_sharded, self.is_pulled_back = AcceleratorState().is_fsdp2, None
+        if self.is_sharded:
+            policy = AcceleratorState().fsdp_plugin.mixed_precision_policy
+            dtype = getattr(policy, "param_dtype", None) or torch.float32
+            shards.quantize_shards(model)
+            for layer in self.layers.values():  # Offloaded rows are on the CPU.
+                layer.weight_fake_quantizer.reset_buffers(local_rows(layer.weight).device)
+            requantize = functools.partial(shards.refresh, model, dtype)
+            self.hook = model.register_forward_hook(self._watch_outputs)
         schedule = AnnealingSchedule.of(state.max_steps, self.schedule, tau_init=self.tau_init)
-        self.driver = ScheduleDriver(schedule, self.layers, self.scores)
+        self.driver = ScheduleDriver(schedule, self.layers, self.scores, requantize)
+        self.driver.set_step(state.global_step)
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def _watch_outputs(self, model, inputs, outputs):
+        """Call `_on_backward` when a backward begins. FSDP2 has registered its own hooks before."""
+        for value in tree_leaves(outputs):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(self._on_backward)
+
+    def _on_backward(self, grad):
+        """Let autograd call `_pull_back` at the end of the last backward of a step."""
+        if not GradientState().sync_gradients:
+            return
+        if self.is_pulled_back:
+            raise InputError("HestiaCallback: under FSDP2, make one backward pass per micro-batch")
+        if self.is_pulled_back is None:
+            self.is_pulled_back = False
+            torch.autograd.Variable._execution_engine.queue_callback(self._pull_back)
+
+    def _pull_back(self):
+        shards.pull_back(self.layers.values())
+        self.is_pulled_back = True
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if self.is_sharded and not self.is_pulled_back:
+            raise InputError(
+                "HestiaCallback: under FSDP2, the loss must come from an output of the whole "
+                "model; leave out options that compute it from the model's parts"
+            )
+        self.is_pulled_back = None
+
+    def on_step_end(self, args, state, control, **kwargs):  # An evaluation may follow.
         self.driver.set_step(state.global_step)
 
     def on_train_end(self, args, state, control, *, model, processing_class=None, **kwargs):
+        if self.is_sharded:
+            self.hook.remove()
         if state.global_step < state.max_steps:
             log.warning(f"training stopped at step {state.global_step}; no hard model is written")
             return
-        self.component.convert(model)
-        for parameter in model.parameters():  # Buffers, such as rotary angles, stay float32.
-            parameter.data = parameter.data.to(torch.bfloat16)
         description = {"hestia_tune": hestia_tune.__version__, "layers": [*self.layers]}
         description |= {"quantizer": self.component.method.key(), "step": state.global_step}
+        weights = self._harden(model)
         if state.is_world_process_zero:
             with staged(Path(args.output_dir) / "hard_model") as folder:
                 description["base_model"] = hub_name(model.name_or_path)
-                for part in filter(None, (model, processing_class)):
-                    part.save_pretrained(folder)
+                model.save_pretrained(folder, state_dict=weights)
+                model.config.dtype = "bfloat16"  # The shards of the model are float32.
+                model.config.save_pretrained(folder)
+                if processing_class is not None:
+                    processing_class.save_pretrained(folder)
                 write_json(folder / DESCRIPTION_FILE, description)
                 write_card(folder, description)
+
+    @torch.no_grad()
+    def _harden(self, model):
+        """Make the model hard in place. Return its state dict if the model is sharded. Collective.
+
+        FSDP2 cannot exchange its modules. So the hard weights replace the latents, at pressure 0.
+        """
+        if not self.is_sharded:
+            self.component.convert(model)
+            for parameter in model.parameters():  # Buffers, such as rotary angles, stay float32.
+                parameter.data = parameter.data.to(torch.bfloat16)
+            return None
+        weights = hard_state_dict(model)
+        for name in model.all_tied_weights_keys:  # As without FSDP, the file has one copy.
+            weights.pop(name, None)
+        for layer in {id(layer.weight): layer for layer in self.layers.values()}.values():
+            latents = local_rows(layer.weight)
+            hard = shards.LatentRows(layer).quantize(latents.dtype, is_hard=True)
+            latents.copy_(hard["weight"])
+        self.driver.write(dict.fromkeys(self.layers, 0.0), 0.0)
+        return weights

@@ -46,6 +46,7 @@ _LEAST_SCALE = SCALE_EPS * (1 + 2**-6)
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
 _PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",)}
 _FILE_FORMATS = {2: ("onnx",), 3: ("onnx", "intx"), 4: ()}  # besides the formats of all levels
+_ALL_LEVELS = "torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino"
 
 
 def round_to_bfloat16(x: Tensor, spare_bits: int = 0) -> Tensor:
@@ -199,7 +200,7 @@ class GroupMethod(Method):
     @property
     def file_formats(self) -> tuple[str, ...]:
         """The formats that hestia_convert can write. The first is the default."""
-        return "torchao", "huggingface", "compressed_tensors", "gguf", *_FILE_FORMATS[self.levels]
+        return *_ALL_LEVELS, *_FILE_FORMATS[self.levels]
 
     @property
     def packed_formats(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError, InputTypeError, one_line
 from hestia_tune.files import read_json
 from hestia_tune.models.checkpoints import MODEL_TYPES, check_shapes, packed_weights
-from hestia_tune.models.hugging_face_model import check_logits
+from hestia_tune.models.class_logits import check_logits
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
 

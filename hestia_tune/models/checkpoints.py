@@ -20,10 +20,11 @@ from hestia_tune.cache import digest
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, read_json
-from hestia_tune.methods import Method
+from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.models import hugging_face_files
-from hestia_tune.models.folder import SafetensorsFolder, local_folder
-from hestia_tune.models.hugging_face_model import check_logits
+from hestia_tune.models.class_logits import check_logits
+from hestia_tune.models.folder import ModelFolder, SafetensorsFolder, local_folder
+from hestia_tune.qat.linear import weights_of
 
 # The norms of transformers that multiply by 1 + weight.
 _NORMS_AROUND_ZERO = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm")
@@ -107,8 +108,10 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
     return (entry for part in parts for entry in part.items())
 
 
-def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the model's name of each weight -> its name in the files.
+def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
+    """Return the model's name of each weight -> the names of its parts in the files.
+
+    Only the weights of experts have several parts: the matrices of the single experts.
 
     Args:
         model_type: The model type in the checkpointer section.
@@ -119,13 +122,46 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, str]:
     """
     shapes = SafetensorsFolder(folder).shapes
     if model_type == TRANSFORMERS_MODEL_TYPE:
-        return {name: name for name in shapes}
+        return hugging_face_files.names_in_files(folder, shapes)
     to_torchtune = _converter(model_type, folder)
     return {
-        ours: theirs
+        ours: [theirs]
         for theirs, shape in shapes.items()
         for ours in to_torchtune({theirs: torch.empty(shape, device="meta")})
     }
+
+
+def open_source(
+    model_type: str,
+    folder: Path,
+    layers: Iterable[str],
+    method: Method,
+    *,
+    quantize: bool,
+) -> ModelFolder:
+    """Open a Hugging Face folder of a config's model for export.
+
+    Args:
+        model_type: The model type in the checkpointer section.
+        folder: The folder.
+        layers: The model's names of the quantized linears.
+        method: The method of these linears.
+        quantize: Whether the folder holds a model that is not hard yet.
+
+    Raises:
+        InputError: If the folder lacks a layer, or if `ModelFolder` raises it.
+    """
+    names = names_in_files(model_type, folder)
+    layers = list(layers)
+    if missing := [n for n in layers if n not in names and f"{n}.weight" not in names]:
+        raise InputError(
+            f"{folder} holds another model than the config's: it lacks {missing[0]}; use the "
+            "config of its model"
+        )
+    if not isinstance(method, GroupMethod):
+        return ModelFolder(folder, {})
+    quantized = dict.fromkeys(sum(weights_of(layers, names).values(), []), method.group_size)
+    return ModelFolder(folder, quantized, quantize=quantize, method=method)
 
 
 def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:

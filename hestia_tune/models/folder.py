@@ -197,17 +197,18 @@ class ModelFolder(SafetensorsFolder):
         super().__init__(folder)
         for name, group_size in quantized.items():
             validate_group_size(group_size)
-            if len(self.shapes.get(name, ())) != 2:
+            if len(self.shapes.get(name, ())) not in (2, 3):  # 3: a matrix for each expert
                 raise InputError(f"only matrices can be quantized; {name} is none of {folder}")
-            check_divides(group_size, self.shapes[name][1], name)
+            check_divides(group_size, self.shapes[name][-1], name)
 
     def read(self, name: str) -> torch.Tensor:
         tensor = super().read(name)
         if self.quantize and name in self.quantized:
-            latent, size = tensor.float(), self.quantized[name]
+            latent, size = tensor.float().flatten(0, -2), self.quantized[name]
             method = dataclasses.replace(self.method, group_size=size)
             if not is_hard(latent, size, method.levels):
-                tensor = method.hard(latent, method.initial_parameters(latent))
+                hard = method.hard(latent, method.initial_parameters(latent))
+                tensor = hard.view(tensor.shape)
         return tensor.to(torch.bfloat16) if self.quantize else tensor
 
     def read_hard(self, name: str) -> torch.Tensor:
@@ -229,12 +230,13 @@ class ModelFolder(SafetensorsFolder):
 
         Args:
             name: Name of a weight in ``quantized``.
-            weight: The weight, (out_features, in_features).
+            weight: The weight, (out_features, in_features). In the weights of experts, the rows of
+                one expert are below the rows of another.
 
         Raises:
             InputError: If the weight is not hard.
         """
-        return read_hard(weight, self.quantized[name], self.method.levels, name)
+        return read_hard(weight.flatten(0, -2), self.quantized[name], self.method.levels, name)
 
 
 def is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

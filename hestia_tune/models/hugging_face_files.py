@@ -8,7 +8,7 @@ tensors in both directions.
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchtune.training import MODEL_KEY
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
 from hestia_tune.errors import InputError
 from hestia_tune.models.folder import (
+    ModelFolder,
     SafetensorsFolder,
     copy_side_files,
     import_optional,
@@ -51,14 +52,10 @@ def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]
             if name in names or not dropped:
                 yield name, source.read(name)
         return
-    transformers = import_optional("transformers")
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-        source.folder,
-        config=read_config(str(source.folder)),
-        dtype=torch.float32,
-        output_loading_info=True,
-        local_files_only=True,
-        trust_remote_code=False,
+    transformers, config = import_optional("transformers"), read_config(str(source.folder))
+    state = {name: source.read(name) for name in source.shapes}  # hard, if the source makes it so
+    loaded, report = transformers.AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
     )
     for kind in ("missing", "unexpected", "mismatched"):
         if wrong := sorted(map(str, report[f"{kind}_keys"])):
@@ -66,6 +63,36 @@ def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]
     for name, value in loaded.state_dict().items():
         if name in names:
             yield name, source.read(name) if name in source.shapes else value
+
+
+def names_in_files(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
+    """Return the model's name of each weight -> the names of its parts in the files.
+
+    Args:
+        folder: The folder of the model.
+        names: Names of all tensors in its files. Weights without such tensors are left out.
+    """
+    loading = import_optional("transformers.core_model_loading", "transformers")
+    model = model_on_meta(folder)
+    found = {
+        name: [name] if name in names else [*loading.revert_weight_conversion(model, {name: value})]
+        for name, value in model.state_dict().items()
+    }
+    return {name: parts for name, parts in found.items() if all(part in names for part in parts)}
+
+
+def load_hard(source: ModelFolder, dtype: torch.dtype) -> Any:
+    """Load a hard model as transformers' own model.
+
+    Args:
+        source: The model. The installed transformers must have its architecture.
+        dtype: The dtype of its weights. float32 and bfloat16 change no weight.
+    """
+    transformers = import_optional("transformers")
+    config = read_config(str(source.folder))
+    kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    weights = {name: source.read_hard(name) for name in source.shapes}
+    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
 
 
 class HuggingFaceCheckpointer:

@@ -23,24 +23,19 @@ logits with the class's own whenever weights are loaded.
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 from torchtune.modules import TiedLinear
 
-from hestia_tune.blocks import as_one, find_blocks, on_device
+from hestia_tune.blocks import find_blocks
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import read_json
 from hestia_tune.models.folder import import_optional, local_folder
 from hestia_tune.models.packed_layouts import dense_config
 
 log = logging.getLogger(__name__)
-
-# Largest relative difference of logits. A product of half of the rows may round differently.
-_LOGITS_TOLERANCE = 1e-4
 
 
 def read_config(path: str) -> Any:
@@ -237,7 +232,8 @@ def hugging_face(
         )
     backbone_name = _find_backbone(model)
     _tie(model)
-    model.__class__ = type(type(model).__name__, (Decoder, type(model)), {})
+    kind = type(model)  # Of other modules, transformers would not convert names of weights.
+    model.__class__ = type(kind.__name__, (Decoder, kind), {"__module__": kind.__module__})
     model.backbone_name = backbone_name
     lengths = (max_seq_len, *(getattr(config, name, None) for name in _LENGTHS), 2048)
     model.longest_sequence = next(length for length in lengths if length is not None)
@@ -245,60 +241,6 @@ def hugging_face(
     model.to_empty(device=device)
     model.rope_init()
     return model
-
-
-@torch.no_grad()
-def check_logits(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise InputError unless a `Decoder` gives the logits of its transformers class.
-
-    Both forwards run once on 8 tokens, in float32 on the CPU, with the same weights. Only a part of
-    ``state`` is copied to float32 at any time: the block that runs, and the tensors outside the
-    blocks. A model that torchtune builds is not checked.
-
-    Args:
-        model: A plain model on the meta device. It is not changed.
-        state: The state dict of the model, on the CPU, in any floating-point dtypes.
-    """
-    if not isinstance(model, Decoder):
-        return
-    model = deepcopy(model).eval()
-    model.load_state_dict(state, assign=True)
-    model.set_num_output_chunks(2)
-    with torch.device("cpu"):
-        model.rope_init()
-    embedding: Any = model.tok_embeddings
-    tokens = torch.arange(8)[None] % embedding.num_embeddings  # (1, 8)
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        with on_device(model, "cpu", whole=False, dtype=torch.float32):
-            expected = model.class_logits(tokens)
-            return as_one(model(tokens)), expected
-
-    rule = f"{type(model).__name__} must give the same logits here as in transformers"
-    require_same_logits(run, _LOGITS_TOLERANCE, rule, "train a model of another class")
-
-
-def require_same_logits(
-    run: Callable[[], tuple[torch.Tensor, torch.Tensor]], tolerance: float, rule: str, remedy: str
-) -> None:
-    """Raise InputError unless two models run and give the same logits.
-
-    Args:
-        run: A function that returns the logits and the expected logits, of equal shapes.
-        tolerance: The largest norm of their difference, as a fraction of the expected logits' norm.
-        rule: The first clause of the error.
-        remedy: The last clause of the error.
-    """
-    try:
-        logits, expected = run()
-    except Exception as error:  # code of other libraries may raise anything
-        raise InputError(f"{rule}; it raises: {one_line(error)}; {remedy}") from error
-    difference = (logits - expected).norm() / expected.norm().clamp_min(1e-9)
-    if not difference <= tolerance:
-        raise InputError(
-            f"{rule}; their relative difference is {difference:.2g} instead of at most "
-            f"{tolerance:g}; {remedy}"
-        )
 
 
 class _BackboneCalled(Exception):
@@ -331,8 +273,14 @@ def _find_backbone(model: nn.Module) -> str:
     raise InputError(f"{type(model).__name__} has no backbone with its blocks; train another model")
 
 
+class _TiedHead(TiedLinear):
+    """A tied head whose weight can be read. The forward of Mamba reads the dtype of its head."""
+
+    weight = property(lambda self: self.tied_module.weight)
+
+
 def _tie(model: Any) -> None:
-    """Replace a head that is tied to the embedding by a `TiedLinear`, which has no weight."""
+    """Replace a head that is tied to the embedding by a `TiedLinear`, which has no parameter."""
     if not (tied := model.all_tied_weights_keys):
         return
     names = {id(module): name for name, module in model.named_modules()}
@@ -346,5 +294,5 @@ def _tie(model: Any) -> None:
             f"{type(model).__name__} ties {', '.join(tied)}; train a model of another class"
         )
     delattr(model, name)
-    setattr(model, name, TiedLinear(embedding))
+    setattr(model, name, _TiedHead(embedding))
     model.tied = frozenset(tied)

@@ -22,8 +22,8 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
 from hestia_tune.models import build, checkpoints
+from hestia_tune.models.class_logits import check_logits
 from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder
-from hestia_tune.models.hugging_face_model import check_logits
 from hestia_tune.models.packed import load_quantized
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver

@@ -26,7 +26,7 @@ from hestia_tune.methods import Method
 from hestia_tune.models.build import find_component, plain_on_meta, ready_for_inference
 from hestia_tune.models.checkpoints import add_biases, load_weights
 from hestia_tune.models.folder import DESCRIPTION_FILE
-from hestia_tune.qat.linear import select_linears
+from hestia_tune.qat.select import select_layers
 from hestia_tune.tensors import pack, use_kernel
 
 log = utils.get_logger("DEBUG")
@@ -62,9 +62,12 @@ class PackedWeights:
     def quantize(self, model: nn.Module) -> nn.Module:
         """Replace dense weights by empty packed weights, and return the model to be loaded.
 
-        A linear stays dense if the method cannot quantize its shape, as in training.
+        A linear stays dense if the method cannot quantize its shape, as in training. The weights of
+        experts are dense in the file.
         """
-        for name, linear in select_linears(model, self.include, self.exclude or ()).items():
+        for name, linear in select_layers(model, self.include, self.exclude or ()).items():
+            if not isinstance(linear, nn.Linear):
+                continue
             try:
                 self._method.check_layer(linear.in_features, linear.out_features, name)
             except ValueError:

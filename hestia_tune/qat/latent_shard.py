@@ -8,7 +8,7 @@ call per operator on it, a few in every step.
 import torch
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 # Operators that FSDP2 and modules apply to a parameter before they gather it. All other operators
@@ -44,13 +44,19 @@ class LatentShard(torch.Tensor):
     For everything else it behaves like a plain tensor: operators see ``latent`` and return plain
     tensors. Only views, copies and empty tensors stay shards.
 
+    Args:
+        latent: The rows of the latent weight.
+        key: Name of the parameter in its module. The module's ``effective_rows`` has the effective
+            rows of every such parameter by this name.
+
     Tensor Attributes:
-        latent: The rows of the latent weight (rows, in_features), float32. After a non-blocking
-            move they stay on the old device until an operator reads them.
+        latent: The rows of the latent weight, (rows, in_features), or (experts, out_features,
+            in_features) for a part of the experts; float32. After a non-blocking move they stay on
+            the old device until an operator reads them.
     """
 
     @staticmethod
-    def __new__(cls, latent: torch.Tensor, device: torch.device | None = None):
+    def __new__(cls, latent: torch.Tensor, key: str = "weight", device: torch.device | None = None):
         return torch.Tensor._make_wrapper_subclass(
             cls,
             latent.size(),
@@ -63,44 +69,51 @@ class LatentShard(torch.Tensor):
             requires_grad=latent.requires_grad,
         )
 
-    def __init__(self, latent: torch.Tensor, device: torch.device | None = None):
-        self.latent = latent
+    def __init__(
+        self, latent: torch.Tensor, key: str = "weight", device: torch.device | None = None
+    ):
+        self.latent, self.key = latent, key
 
     def _read(self) -> torch.Tensor:
         """Return the latents on the shard's device."""
         self.latent = self.latent.to(self.device)
         return self.latent
 
+    def untyped_storage(self):
+        """Return the latents' storage. FSDP2 compares it with the one that it has sharded."""
+        return self.latent.untyped_storage()
+
     def __repr__(self) -> str:
         return f"LatentShard({self.latent})"
 
     def __tensor_flatten__(self):
-        return ["latent"], None
+        return ["latent"], self.key
 
     @staticmethod
     def __tensor_unflatten__(inner, metadata, outer_size, outer_stride):
-        return LatentShard(inner["latent"])
+        return LatentShard(inner["latent"], metadata)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         options = kwargs or {}
         if func is aten._to_copy.default and _is_late_move(args[0], **options):
-            return cls(args[0].latent, options["device"])
+            return cls(args[0].latent, args[0].key, options["device"])
         plain_args, plain_kwargs = tree_map_only(cls, cls._read, (args, options))
         out = func(*plain_args, **plain_kwargs)
         if func is aten.copy_.default:
             return args[0]
         if func not in _KEPT:
             return out
-        out = tree_map_only(torch.Tensor, cls, out)
+        (key,) = {leaf.key for leaf in tree_leaves((args, options)) if isinstance(leaf, cls)}
+        out = tree_map_only(torch.Tensor, lambda t: cls(t, key), out)
         return return_and_correct_aliasing(func, args, options, out)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """Return the rows to gather: the effective rows of `refresh`, padded as FSDP2 needs."""
-        effective = module.effective_rows.to(self.device, non_blocking=True)
+        effective = module.effective_rows[self.key].to(self.device, non_blocking=True)
         missing = -(-outer_size[0] // mesh.size()) - effective.shape[0]
         if missing > 0:
-            effective = nn.functional.pad(effective, (0, 0, 0, missing))
+            effective = nn.functional.pad(effective, (0, 0) * (effective.dim() - 1) + (0, missing))
         return (effective,), None
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):

@@ -1,105 +1,33 @@
-"""Define the quantized linear and its contents, and choose which linears are quantized."""
+"""Define the quantized layer and its contents, and the quantized linear."""
 
-import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchao.quantization.qat.linear import FakeQuantizedLinear
 
-from hestia_tune.config import nearest
 from hestia_tune.errors import InputError
 from hestia_tune.methods.base import Method, SumOverRanks, effective_weight, require_finite
 from hestia_tune.methods.linear import quantized_linear
 from hestia_tune.qat.latent_shard import LatentShard
 
-_IN_NUMBERED_BLOCK = re.compile(r"(^|\.)\d+\.")
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
-_WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
+T = TypeVar("T")
+_WRAPPERS = re.compile(
+    r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module|quantized_experts)(?=\.|$)"
+)
 
 
 def clean_fqn(fqn: str) -> str:
-    """Return a qualified name without the parts that wrappers add (compile, checkpointing)."""
+    """Return a qualified name without the parts that wrappers add.
+
+    Wrappers are those of compile and of checkpointing, and the dict of
+    `hestia_tune.qat.experts.QuantizedExperts`.
+    """
     return _WRAPPERS.sub("", fqn).removeprefix(".")
-
-
-def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
-    """Return whether a module is a linear in a numbered block, such as ``layers.3.attn.q_proj``.
-
-    This is the default filter. Embeddings and norms are not linears, and the output head is outside
-    the blocks. The filter leaves out the output projection of ``nn.MultiheadAttention``, because
-    that module reads its weight directly. By their names, it also leaves out the linears that
-    choose among experts. They are tiny, and their output decides which experts run.
-    """
-    if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
-        return False
-    return bool(_IN_NUMBERED_BLOCK.search(fqn)) and not _ROUTER.search(fqn)
-
-
-def select_linears(
-    model: nn.Module,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] = (),
-) -> dict[str, nn.Linear]:
-    """Return the linears to quantize, by fully qualified name.
-
-    Args:
-        model: The model.
-        include: Shell patterns over fully qualified names (``layers.*.mlp.*``), or None for
-            `is_transformer_linear`.
-        exclude: Shell patterns of linears to leave out again.
-
-    Raises:
-        InputError: If a pattern matches no linear, no linear is left, or the model is itself a
-            linear.
-    """
-    if isinstance(model, nn.Linear):
-        raise InputError("the model is itself a linear and cannot be swapped in place; wrap it")
-    linears = {
-        clean_fqn(fqn): module
-        for fqn, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.Linear)
-    }
-
-    def matching(patterns: Sequence[str], option: str) -> set[str]:
-        names = set()
-        for pattern in patterns:
-            hits = fnmatch.filter(linears, pattern)
-            if not hits:
-                examples = ", ".join(list(linears)[:3])
-                raise InputError(
-                    f"{option} pattern {pattern!r} matches no linear of the model"
-                    f"{nearest(pattern, linears)}; its linears are named like {examples}"
-                )
-            names.update(hits)
-        return names
-
-    if include is None:
-        chosen = {fqn for fqn, module in linears.items() if is_transformer_linear(module, fqn)}
-    else:
-        chosen = matching(include, "include")
-    chosen -= matching(exclude, "exclude")
-    named = model.named_modules()
-    blocks = {
-        m for fqn, m in named if _IN_NUMBERED_BLOCK.search(fqn) and not isinstance(m, nn.Linear)
-    }
-    kinds = {type(m).__name__ for m in blocks if any(p.dim() == 2 for p in m.parameters(False))}
-    if not chosen and include is None and kinds:
-        raise InputError(
-            f"the matrices in the model's blocks are not linears but {', '.join(sorted(kinds))}, "
-            "which cannot be quantized; use another model"
-        )
-    if not chosen:
-        raise InputError(
-            f"no linear of the model is selected (it has {len(linears)}); "
-            "name the linears to quantize by include, for example include=['*']"
-        )
-    return {fqn: module for fqn, module in linears.items() if fqn in chosen}
 
 
 def local_rows(value: Tensor) -> Tensor:
@@ -129,6 +57,13 @@ def full_tensor(value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         value = value.detach().full_tensor()
     return local_rows(value)
+
+
+def sharded_like(whole: Tensor, value: Tensor) -> Tensor:
+    """Return a whole tensor sharded like ``value``, which FSDP may have sharded."""
+    if not isinstance(value, DTensor):
+        return whole
+    return distribute_tensor(whole, value.device_mesh, value.placements)
 
 
 class FakeQuantizer(nn.Module):
@@ -187,50 +122,34 @@ class FakeQuantizer(nn.Module):
         return self.method.key()
 
 
-# Maps a method to its own kind of quantized linear, if there is one. Every kind registers itself.
-_KINDS: dict[type[Method], type["QuantizedLinear"]] = {}
+def dense_hard_weight(method: Method, latent: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return the hard weight of a latent weight."""
+    return method.hard(latent, parameters)
 
 
-class QuantizedLinear(FakeQuantizedLinear):
-    """A linear whose forward uses the effective weight; see `hestia_tune.methods.linear`.
+class QuantizedLayer(nn.Module):
+    """A layer whose forward uses the effective weight of a latent weight.
 
-    `from_linear` makes it. The parameter keeps its name ``weight`` and its identity, so state
-    dicts, optimizers and tied weights do not change. The layer also holds the method's parameters,
-    under the names that the method gives them.
+    The kinds are `QuantizedLinear` and `hestia_tune.qat.experts.QuantizedExperts`. The layer also
+    holds the method's parameters, under the names that the method gives them.
 
     Attributes:
+        weight: The latent weight.
         weight_is_effective: Whether ``weight`` is the effective weight already when the forward
-            runs (`hestia_tune.qat.shards`). The forward is then the one of a plain linear.
+            runs (`hestia_tune.qat.shards`). The forward is then the one of a plain layer.
     """
 
     # Names of the parameters that follow from the latent weight; see `derive`.
     derived_names: ClassVar[tuple[str, ...]] = ()
+    weight: Any
     weight_fake_quantizer: FakeQuantizer
     weight_is_effective = False
+    _latent_dtype: torch.dtype
 
-    def __init_subclass__(cls, *, method: type[Method], **kwargs):
-        super().__init_subclass__(**kwargs)
-        _KINDS[method] = cls
-
-    @classmethod
-    def from_linear(
-        cls, mod: nn.Linear, method: Method, *, tau: float = 0.3, pressure: float = 1.0
-    ) -> "QuantizedLinear":
-        """Return a quantized linear with the parameters of ``mod``, also on the meta device."""
-        cls = _KINDS.get(type(method), cls)
-        new = cls(mod.in_features, mod.out_features, mod.bias is not None, device="meta")
-        new.weight, new.bias = mod.weight, mod.bias
-        for name in cls.derived_names:
-            new.register_parameter(name, None)
-        new.weight_fake_quantizer = FakeQuantizer(
-            method, tau=tau, pressure=pressure, device=mod.weight.device
-        )
-        new._latent_dtype = mod.weight.dtype
-        initial = method.initial_parameters(mod.weight)
-        for name, value in zip(method.parameter_names, initial, strict=True):
-            trained = name in method.trained_parameters and mod.weight.requires_grad
-            new.register_parameter(name, nn.Parameter(value, requires_grad=trained))
-        return new.train(mod.training)
+    @property
+    def place(self) -> tuple[nn.Module, str]:
+        """The module that has the weight as a parameter, and the parameter's name in it."""
+        return self, "weight"
 
     @property
     def method(self) -> Method:
@@ -248,14 +167,11 @@ class QuantizedLinear(FakeQuantizedLinear):
     def whole_latents(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the latent weight and the method's parameters, whole and detached.
 
-        The call is collective if FSDP has sharded them.
+        The weight has the shape that methods take, (rows, in_features). The call is collective if
+        FSDP has sharded them.
         """
         weight, *parameters = (full_tensor(value) for value in self.latents())
-        return weight, tuple(parameters)
-
-    def forward_bias(self) -> Tensor | None:
-        """Return the bias that the forward adds to the outputs."""
-        return self.bias
+        return weight.flatten(0, -2), tuple(parameters)
 
     def hard_bias(self, latent: Tensor) -> Tensor | None:
         """Return the whole bias of the hard linear, detached, if it differs from ``self.bias``.
@@ -285,12 +201,76 @@ class QuantizedLinear(FakeQuantizedLinear):
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        self._latent_dtype = self.weight.dtype
+        self._latent_dtype = fn(torch.empty(0, dtype=self._latent_dtype)).dtype
         return self
+
+    def require_latent(self) -> None:
+        """Raise InputError if the weight does not have the latent weight's own dtype."""
+        if self.weight.dtype != self._latent_dtype:
+            raise InputError(
+                f"a latent weight must be quantized in its own dtype, {self._latent_dtype}; FSDP "
+                f"has rounded it to {self.weight.dtype}; call "
+                "hestia_tune.qat.shards.quantize_shards(model) before fully_shard"
+            )
+
+    def hard_weight(
+        self, name: str, pack: Callable[..., Tensor] = dense_hard_weight
+    ) -> nn.Parameter:
+        """Return the hard weight, in the dtype, the shape and the sharding of the latent weight.
+
+        `QuantizedLinear.to_hard_linear` describes the arguments and the error. The call is
+        collective if FSDP has sharded the weight.
+        """
+        whole, parameters = self.whole_latents()
+        require_finite(name, whole, *parameters)
+        hard = pack(self.method, whole, parameters)
+        if dense := type(hard) is Tensor:
+            hard = sharded_like(hard.view(self.weight.shape), self.weight)
+        return nn.Parameter(hard, requires_grad=dense and self.weight.requires_grad)
+
+
+# Maps a method to its own kind of quantized linear, if there is one. Every kind registers itself.
+_KINDS: dict[type[Method], type["QuantizedLinear"]] = {}
+
+
+class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
+    """A linear whose forward uses the effective weight; see `hestia_tune.methods.linear`.
+
+    `from_linear` makes it. The parameter keeps its name ``weight`` and its identity, so state
+    dicts, optimizers and tied weights do not change.
+    """
+
+    def __init_subclass__(cls, *, method: type[Method], **kwargs):
+        super().__init_subclass__(**kwargs)
+        _KINDS[method] = cls
+
+    @classmethod
+    def from_linear(
+        cls, mod: nn.Linear, method: Method, *, tau: float = 0.3, pressure: float = 1.0
+    ) -> "QuantizedLinear":
+        """Return a quantized linear with the parameters of ``mod``, also on the meta device."""
+        cls = _KINDS.get(type(method), cls)
+        new = cls(mod.in_features, mod.out_features, mod.bias is not None, device="meta")
+        new.weight, new.bias = mod.weight, mod.bias
+        for name in cls.derived_names:
+            new.register_parameter(name, None)
+        new.weight_fake_quantizer = FakeQuantizer(
+            method, tau=tau, pressure=pressure, device=mod.weight.device
+        )
+        new._latent_dtype = mod.weight.dtype
+        initial = method.initial_parameters(mod.weight)
+        for name, value in zip(method.parameter_names, initial, strict=True):
+            trained = name in method.trained_parameters and mod.weight.requires_grad
+            new.register_parameter(name, nn.Parameter(value, requires_grad=trained))
+        return new.train(mod.training)
+
+    def forward_bias(self) -> Tensor | None:
+        """Return the bias that the forward adds to the outputs."""
+        return self.bias
 
     def to_hard_linear(
         self,
-        pack: Callable[..., Tensor] = lambda method, *latents: method.hard(*latents),
+        pack: Callable[..., Tensor] = dense_hard_weight,
         name: str = "the linear",
     ) -> nn.Linear:
         """Return a plain linear with the hard weight, in the dtype of the latent weight.
@@ -303,33 +283,19 @@ class QuantizedLinear(FakeQuantizedLinear):
         Raises:
             NotFiniteError: If the latent weight or a parameter has NaN or infinity.
         """
-        latent, (whole, parameters) = self.weight.detach(), self.whole_latents()
-        require_finite(name, whole, *parameters)
-
-        def sharded(value: Tensor) -> Tensor:
-            if not isinstance(latent, DTensor):
-                return value
-            return distribute_tensor(value, latent.device_mesh, latent.placements)
-
         new = nn.Linear(self.in_features, self.out_features, device="meta")
-        hard, new.bias = sharded(pack(self.method, whole, parameters)), self.bias
+        new.weight, new.bias = self.hard_weight(name, pack), self.bias
+        whole = self.whole_latents()[0] if self.derived_names else self.weight
         if (bias := self.hard_bias(whole)) is not None:
-            bias = sharded(bias).to(latent.dtype)
+            bias = sharded_like(bias, self.weight).to(self.weight.dtype)
             new.bias = nn.Parameter(bias, self.weight.requires_grad)
-        dense = type(hard) in (Tensor, DTensor)
-        new.weight = nn.Parameter(hard, requires_grad=dense and self.weight.requires_grad)
         return new.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         fake, bias = self.weight_fake_quantizer, self.forward_bias()
         if self.weight_is_effective or not fake.enabled:
             return F.linear(x, self.weight, bias)  # (..., in) x (out, in) -> (..., out)
-        if self.weight.dtype != self._latent_dtype:
-            raise InputError(
-                f"a latent weight must be quantized in its own dtype, {self._latent_dtype}; FSDP "
-                f"has rounded it to {self.weight.dtype}; call "
-                "hestia_tune.qat.shards.quantize_shards(model) before fully_shard"
-            )
+        self.require_latent()
         parameters = self.method_parameters()
         if fake.is_hard:
             bias = None if bias is None else bias.to(x.dtype)
@@ -340,10 +306,22 @@ class QuantizedLinear(FakeQuantizedLinear):
         )
 
 
-def quantized_linears(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Return the quantized linears of a prepared model by qualified name, in model order."""
+def quantized_linears(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """Return the quantized layers of a prepared model by qualified name, in model order.
+
+    They are quantized linears, and the weights of experts
+    (`hestia_tune.qat.experts.QuantizedExperts`).
+    """
     return {
         clean_fqn(fqn): module
         for fqn, module in model.named_modules()
-        if isinstance(module, QuantizedLinear)
+        if isinstance(module, QuantizedLayer)
     }
+
+
+def weights_of(layers: Iterable[str], state: Mapping[str, T]) -> dict[str, T]:
+    """Return name of a quantized layer -> its entry in a mapping whose keys are names of weights.
+
+    The weight of a linear is ``NAME.weight``. The weights of experts have the layer's own name.
+    """
+    return {name: state[name if name in state else f"{name}.weight"] for name in layers}

@@ -23,7 +23,9 @@ from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.methods import EvenMethod, Fairy2iMethod, Method, TernaryMethod
 from hestia_tune.methods.fairy2i import Granularity
 from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.qat.linear import QuantizedLinear, clean_fqn, select_linears
+from hestia_tune.qat.experts import ExpertsWeight, QuantizedExperts, quantized_experts
+from hestia_tune.qat.linear import QuantizedLayer, QuantizedLinear, clean_fqn
+from hestia_tune.qat.select import check_layer, select_layers
 from hestia_tune.qat.tequila_linear import TequilaLinear  # noqa: F401  (registers itself)
 from hestia_tune.tensors import pack
 
@@ -72,11 +74,14 @@ class QATConfigBase(AOBaseConfig):
         return pack(method, latent, self.target, parameters)
 
 
-def transform(module: nn.Module, config: QATConfigBase, name: str = "a linear") -> nn.Module:
+def transform(module: Any, config: QATConfigBase, name: str = "a linear") -> nn.Module:
     """Return the module that replaces a linear in ``quantize_``, for every method.
 
-    The errors of "convert" show the name. ``quantize_`` does not pass a name.
+    For an `ExpertsWeight`, return the layer that "prepare" puts into its module. The errors of
+    "convert" show the name. ``quantize_`` does not pass a name.
     """
+    if isinstance(module, ExpertsWeight):
+        return quantized_experts(module, config.method(), tau=config.tau, pressure=config.pressure)
     if config.step == "convert":
         is_quantized = isinstance(module, QuantizedLinear)
         return module.to_hard_linear(config.pack, name) if is_quantized else module
@@ -182,7 +187,7 @@ class QATQuantizerBase:
     Args:
         config: The method and its options.
         include: Shell patterns of the linears to quantize. None takes every linear of the
-            transformer blocks (attention q, k, v, output; MLP gate, up, down).
+            transformer blocks (attention q, k, v, output; MLP gate, up, down) and the experts.
         exclude: Shell patterns of linears to leave out.
         skip_incompatible: Whether to leave out linears of a shape that the method cannot quantize,
             instead of raising an error.
@@ -233,11 +238,11 @@ class QATQuantizerBase:
             InputError: If a pattern matches nothing, or a layer cannot be quantized. The error
                 names the layer, and the model does not change.
         """
-        chosen = select_linears(model, self._include, self._exclude)
+        chosen = select_layers(model, self._include, self._exclude)
         self.skipped = []
-        for fqn, linear in list(chosen.items()):
+        for fqn, layer in list(chosen.items()):
             try:
-                self.method.check_layer(linear.in_features, linear.out_features, fqn)
+                check_layer(self.method, layer, fqn)
             except ValueError as error:
                 if not self._skip_incompatible:
                     raise
@@ -245,12 +250,10 @@ class QATQuantizerBase:
                 self.skipped.append(fqn)
                 del chosen[fqn]
         if not chosen:
-            raise InputError(
-                f"none of the {len(self.skipped)} selected linears can be quantized by "
-                f"{self.method.key()}"
-            )
+            key = self.method.key()
+            raise InputError(f"{key} can quantize none of the {len(self.skipped)} selected linears")
         config = dataclasses.replace(self.config, step="prepare")
-        layers = {id(linear): transform(linear, config) for linear in chosen.values()}
+        layers = {id(layer): transform(layer, config) for layer in chosen.values()}
         for fqn, module in list(model.named_modules(remove_duplicate=False)):
             if id(module) in layers and clean_fqn(fqn) in chosen:
                 model.set_submodule(fqn, layers[id(module)])
@@ -259,8 +262,8 @@ class QATQuantizerBase:
     def convert(self, model: nn.Module) -> nn.Module:
         """Swap every quantized linear for a plain linear with its hard weight, in place.
 
-        Linears that shared a latent weight share the hard weight. A module
-        that is not quantized, such as an embedding, no longer shares the weight.
+        Linears that shared a latent weight share the hard weight. A module that is not quantized,
+        such as an embedding, no longer shares the weight. Hard weights of experts are dense.
 
         Raises:
             InputError: If nothing is prepared.
@@ -268,15 +271,18 @@ class QATQuantizerBase:
                 error names the layer. The layers before it are converted.
         """
         named = model.named_modules(remove_duplicate=False)
-        layers = {fqn: module for fqn, module in named if isinstance(module, QuantizedLinear)}
+        layers = {fqn: module for fqn, module in named if isinstance(module, QuantizedLayer)}
         if not layers:
             raise InputError("nothing in the model is prepared; call prepare(model) before convert")
         config = dataclasses.replace(self.config, step="convert")
         hard: dict[int, nn.Parameter] = {}
         for fqn, layer in layers.items():
-            linear = transform(layer, config, clean_fqn(fqn))
-            linear.weight = hard.setdefault(id(layer.weight), linear.weight)
-            model.set_submodule(fqn, linear)
+            if isinstance(layer, QuantizedExperts):
+                layer.convert(clean_fqn(fqn))
+            else:
+                linear = transform(layer, config, clean_fqn(fqn))
+                linear.weight = hard.setdefault(id(layer.weight), linear.weight)
+                model.set_submodule(fqn, linear)
         return model
 
 

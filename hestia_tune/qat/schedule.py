@@ -24,7 +24,7 @@ from hestia_tune.config import ScheduleConfig, Section, require_number
 from hestia_tune.errors import InputError, InputTypeError
 
 if TYPE_CHECKING:
-    from hestia_tune.qat.linear import QuantizedLinear
+    from hestia_tune.qat.linear import QuantizedLayer
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ScheduleDriver:
     def __init__(
         self,
         schedule: AnnealingSchedule,
-        layers: Mapping[str, "QuantizedLinear"],
+        layers: Mapping[str, "QuantizedLayer"],
         scores: Mapping[str, float] | None = None,
         after_write: Callable[[], None] | None = None,
     ):

@@ -39,37 +39,81 @@ from torch.optim import Optimizer
 from hestia_tune.errors import InputError
 from hestia_tune.methods.base import SumOverRanks, fused
 from hestia_tune.qat.latent_shard import LatentShard
-from hestia_tune.qat.linear import QuantizedLinear, local_rows, quantized_linears, shard_like
+from hestia_tune.qat.linear import (
+    QuantizedLayer,
+    local_rows,
+    plain_shard,
+    quantized_linears,
+    shard_like,
+)
 
 
 def quantize_shards(model: nn.Module) -> None:
     """Turn the latent weights of a prepared model into `LatentShard`.
 
-    Call it before ``fully_shard``.
+    Call it before ``fully_shard``. A trainer that shards the model itself can call it afterwards,
+    before the first forward. State dicts hold plain tensors, which share memory with the shards.
 
     Raises:
         InputError: If a module that is not quantized shares a latent weight. FSDP2 gathers one
-            weight, which cannot be both the effective and the latent weight.
+            weight, which cannot be both the effective and the latent weight. The same error is
+            raised if the model is sharded already in a way that is not supported.
     """
-    layers = quantized_linears(model).values()
+    layers = quantized_linears(model)
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    for name, layer in layers.items():
+        if is_sharded and (problem := _problem(layer)):
+            raise InputError(f"{name} cannot be quantized on its shard: {problem}")
     shards = {
-        id(weight): nn.Parameter(LatentShard(weight.detach()), weight.requires_grad)
-        for weight in {layer.weight for layer in layers}
+        id(weight): _latent_parameter(weight, key)
+        for weight, key in {layer.weight: layer.place[1] for layer in layers.values()}.items()
     }
+    places = {(id(module), key) for module, key in (layer.place for layer in layers.values())}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in shards and not isinstance(module, QuantizedLinear):
+            if id(parameter) in shards and (id(module), key) not in places:
                 raise InputError(
                     f"{name}.{key} is the weight of a quantized linear too; leave that linear out "
                     "by quantizer.exclude, or untie the two"
                 )
-    for layer in layers:
-        layer.weight = shards[id(layer.weight)]
+    for layer in layers.values():
+        module, key = layer.place
+        setattr(module, key, shards[id(layer.weight)])
+        module.effective_rows = {}
+        module.register_state_dict_post_hook(functools.partial(_save_plain, key=key))
         layer.weight_is_effective = True
-        layer.effective_rows = None
         for name in layer.derived_names:  # FSDP2 treats it like any other parameter.
-            rows = torch.empty(layer.out_features, device=layer.weight.device)
+            rows = torch.empty(len(layer.weight), device=layer.weight.device)
             layer.register_parameter(name, nn.Parameter(rows))
+
+
+def _problem(layer: QuantizedLayer) -> str:
+    """Return why the shard of a layer cannot be quantized, or an empty string."""
+    if not isinstance(layer.weight, DTensor):
+        return "FSDP2 does not shard its weight; do not ignore the module"
+    if layer.weight.device_mesh.ndim > 1:
+        return "the mesh has more than one dimension; shard over all ranks, without replicas"
+    return (
+        "the method adds a bias; call quantize_shards before fully_shard"
+        if layer.derived_names
+        else ""
+    )
+
+
+def _latent_parameter(weight: nn.Parameter, key: str) -> nn.Parameter:
+    """Return a parameter with the same rows as `LatentShard`. A sharded one keeps its identity."""
+    shard = LatentShard(local_rows(weight).detach(), key)
+    if not isinstance(weight, DTensor):
+        return nn.Parameter(shard, weight.requires_grad)
+    weight._local_tensor = shard  # FSDP2 reads it again before the first forward.
+    return weight
+
+
+def _save_plain(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *, key: str
+) -> None:
+    """Replace the shard in a state dict by a plain one, which any program can save and read."""
+    state[f"{prefix}{key}"] = plain_shard(state[f"{prefix}{key}"])
 
 
 class LatentRows:
@@ -86,7 +130,7 @@ class LatentRows:
         total: A function that sums over the ranks; None if no scale of the method needs sums.
     """
 
-    def __init__(self, layer: QuantizedLinear, *, compiled: bool = False):
+    def __init__(self, layer: QuantizedLayer, *, compiled: bool = False):
         self._layer, self._compiled, weight = layer, compiled, layer.weight
         self._group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
         self._size = 1 if self._group is None else dist.get_world_size(self._group)
@@ -96,9 +140,12 @@ class LatentRows:
         self.total: SumOverRanks | None = self._sum if spans_ranks else None
 
     def latents(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return this process's latent rows and parameters."""
+        """Return this process's latent rows and parameters.
+
+        The rows of experts are the rows of one expert below the rows of another.
+        """
         latent, *parameters = map(local_rows, self._layer.latents())
-        return latent, parameters
+        return latent.flatten(0, -2), parameters
 
     @torch.no_grad()
     def quantize(self, dtype: torch.dtype, *, is_hard: bool) -> dict[str, Tensor]:
@@ -117,7 +164,8 @@ class LatentRows:
             pressure = fake.pressure
             effective = self._formula("effective_weight")(rows, fake.tau, pressure, parameters)
         derived = self._layer.derive(latent, pressure, self.total)
-        return {"weight": self._from_pairs(effective.to(dtype)), **derived}
+        rows = self._from_pairs(effective.to(dtype))
+        return {"weight": rows.view_as(local_rows(self._layer.weight)), **derived}
 
     @torch.no_grad()
     def pull_back(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
@@ -127,12 +175,13 @@ class LatentRows:
             grads: The gradients of the tensors that `quantize` returned, by name.
         """
         fake, (latent, parameters) = self._layer.weight_fake_quantizer, self.latents()
-        derived = {name: grad for name, grad in grads.items() if name != "weight"}
-        inputs = self._to_pairs(grads["weight"]), self._to_pairs(latent)
+        derived, grad = dict(grads), grads["weight"]
+        del derived["weight"]
+        inputs = self._to_pairs(grad.flatten(0, -2)), self._to_pairs(latent)
         pulled, *others = self._formula("vjp")(*inputs, fake.tau, fake.pressure, parameters)
         if derived:
             pulled = pulled + self._layer.derive_vjp(derived, latent, fake.pressure, self.total)
-        return [self._from_pairs(pulled), *others]
+        return [self._from_pairs(pulled).view_as(grad), *others]
 
     def _formula(self, name: str) -> Callable[..., Any]:
         """Return a formula of the method, as fused kernels unless its scales span ranks."""
@@ -153,7 +202,7 @@ class LatentRows:
 
     def _overlaps(self, rank: int, other: int) -> list[int]:
         """Return how many upper and how many lower rows ``rank`` holds and ``other`` pairs."""
-        num_rows = self._layer.out_features
+        num_rows = len(self._layer.weight)
         begin, end = self._bounds(num_rows, rank)
         first, last = self._bounds(num_rows // 2, other)
         offsets = 0, num_rows // 2
@@ -163,8 +212,8 @@ class LatentRows:
         """Return (2k, m) for the held rows: the upper rows of k pairs, then their lower rows."""
         if not self._exchanges:
             return rows
-        begin, _ = self._bounds(self._layer.out_features, self._rank)
-        upper = max(0, self._layer.out_features // 2 - begin)
+        begin, _ = self._bounds(len(self._layer.weight), self._rank)
+        upper = max(0, len(self._layer.weight) // 2 - begin)
         return self._exchange(rows.tensor_split([upper]), to_pairs=True)
 
     def _from_pairs(self, pairs: Tensor) -> Tensor:
@@ -206,7 +255,8 @@ def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> 
                 effective["weight"] = effective["weight"].pin_memory()
             quantized[id(layer.weight)] = effective
         effective = quantized[id(layer.weight)]
-        layer.effective_rows = effective["weight"]
+        module, key = layer.place
+        module.effective_rows[key] = effective["weight"]
         for name in layer.derived_names:
             local_rows(getattr(layer, name)).copy_(effective[name])
     for module in model.modules():
@@ -220,7 +270,7 @@ def cage_strength(last: float, share: float) -> float:
 
 
 @torch.no_grad()
-def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], strength: float) -> None:
+def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLayer], strength: float) -> None:
     """Pull weights to their codes in place, by CAGE (arXiv 2510.18784). Collective.
 
     The rule is w <- w - lr·lambda·(w - Q(w)). Call it after an optimizer step. Q is the method's
@@ -244,7 +294,7 @@ def pull_to_codes(optimizer: Optimizer, layers: Iterable[QuantizedLinear], stren
 
 
 @torch.no_grad()
-def pull_back(layers: Iterable[QuantizedLinear], *, compiled: bool = False) -> None:
+def pull_back(layers: Iterable[QuantizedLayer], *, compiled: bool = False) -> None:
     """Turn the gradient of every effective weight into the latents' gradients. Collective.
 
     It works in place. Call it once per optimizer step, after the last backward and before clipping.

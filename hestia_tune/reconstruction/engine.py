@@ -14,13 +14,12 @@ Legend: W latent weights, E effective weights, h hidden states (batch, seq_len, 
 target. A step computes E of every linear from W (one fused kernel) and uses E in plain linears.
 Then it pulls the gradient of E back to W, as `hestia_tune.qat.shards` does.
 
-Cost: a window needs as many forwards and backwards as it has steps. In memory are one window with
-its optimizer and two hidden states per token, or three with ``kl_blocks``
+Cost: a window needs as many forwards and backwards as it has steps. In memory are one block, or one
+window with its optimizer, and two hidden states per token, or three with ``kl_blocks``
 (`hestia_tune.reconstruction.streams`). Ranks share the samples and sum their gradients. So the
 result is the same as the result of one process.
 """
 
-import copy
 import logging
 import math
 import time
@@ -31,14 +30,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from hestia_tune.blocks import BlockCall, BlockChain, find_blocks, share_equal
+from hestia_tune.blocks import (
+    BlockCall,
+    BlockChain,
+    copied,
+    find_blocks,
+    move,
+    share_equal,
+    tensors_of,
+)
 from hestia_tune.config import ReconstructionConfig
-from hestia_tune.distributed import gathered, of_all_ranks
+from hestia_tune.distributed import gathered, of_all_ranks, summed
 from hestia_tune.errors import NotFiniteError
 from hestia_tune.losses import divergence
 from hestia_tune.qat.linear import quantized_linears
@@ -48,9 +54,9 @@ from hestia_tune.reconstruction.window import (
     TrainedLayer,
     WindowOptimizer,
     WindowResult,
-    alike,
     call_block,
     plain_linears,
+    templates,
     trained_layers,
     windows,
 )
@@ -65,7 +71,6 @@ KL_TAU_INIT = 0.05
 _NORM_CAP = 4.0
 # Largest number of batches on which the error of a window is measured.
 _ERROR_BATCHES = 8
-
 # Function of h, h* and the number of the batch.
 _Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
@@ -77,19 +82,15 @@ def _kl_settings(settings: ReconstructionConfig) -> ReconstructionConfig:
     return replace(settings, **rates, tau_init=min(KL_TAU_INIT, settings.tau_init))
 
 
-def _sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over the ranks, in place, and return it."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(value)
-    return value
-
-
 class Reconstruction:
     """The windows of one model.
 
     Args:
-        model: The prepared model, in float32, on the CPU. Its latent weights and the parameters of
-            its method are trained in place.
+        model: The prepared model, on the CPU. Its latent weights and the parameters of its method
+            are trained. Its tensors may be mapped from files, in any floating-point dtype, because
+            a block is copied in float32 while it is used. A trained window stays on the device
+            until `run` goes on after its result. Before that, its tensors may be replaced by equal
+            tensors that are mapped from a file.
         head: Function from hidden states (n, dim) after the last block to logits in float32. It is
             used with ``kl_blocks``.
         settings: The options of the reconstruction.
@@ -154,15 +155,13 @@ class Reconstruction:
             for stream in self._streams:
                 stream.write(batch, chain.hidden)
         self._loss_masks = torch.stack(list(loss_masks)).to(self.device)
-        self._tokens = _sum_over_ranks(self._loss_masks.sum((1, 2)).double()).clamp(min=1)
+        self._tokens = summed(self._loss_masks.sum((1, 2)).double()).clamp(min=1)
         # Rotary angles and masks that all batches share are copied to the device once.
         shared = (v for v in tree_leaves(self._calls[0]) if isinstance(v, torch.Tensor))
         self._on_device = {id(value): value.to(self.device) for value in shared}
-        # All blocks that are alike share one compiled graph, of a copy without tensors of its own.
+        # All blocks that are alike share one compiled graph.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
-        kinds = [next(o for o in self.blocks if alike(o, block)) for block in self.blocks]
-        copies = {kind: copy.deepcopy(kind).to("meta") for kind in set(kinds)}
-        self._templates = [copies[kind] for kind in kinds]
+        self._templates = templates(self.blocks)
 
     def run(
         self, done: int = 0, state: Mapping[str, Any] | None = None
@@ -204,11 +203,12 @@ class Reconstruction:
     def _advance(self, stream: Stream, end: int, *, hard: bool) -> None:
         """Move a stream up to a block, through the pretrained or the hard weights."""
         for index in range(stream.block, end):
-            block = self.blocks[index].to(self.device)
-            layers = self._hard_layers(block) if hard else []
-            for batch, (states,) in prefetched(range(self.num_batches), stream):
-                stream.write(batch, self._forward([index], layers, states, batch))
-            block.to("cpu")
+            block = self.blocks[index]
+            with copied(tensors_of(block), self.device, torch.float32, copy=True):
+                layers = self._hard_layers(block) if hard else []
+                for batch, (states,) in prefetched(range(self.num_batches), stream):
+                    stream.write(batch, self._forward([index], layers, states, batch))
+                del layers  # They hold the weights of the block.
             stream.block = index + 1
 
     def _hard_layers(self, module: nn.Module) -> list[TrainedLayer]:
@@ -248,7 +248,9 @@ class Reconstruction:
                 tensors |= dict(block.named_buffers(remove_duplicate=False))
                 for name, module in quantized_linears(block).items():
                     own = effective.get(id(module), {"weight": module.weight.detach()})
-                    tensors |= {f"{name}.{key}": value for key, value in own.items()}
+                    # The weights of experts have the layer's name, and other weights are below it.
+                    own = {name if name in tensors else f"{name}.{k}": v for k, v in own.items()}
+                    tensors |= own
                 inputs = tree_map(moved, self._calls[batch][index])
                 states = run(template, tensors, states, inputs)
         return states.float()
@@ -290,7 +292,7 @@ class Reconstruction:
         for batch, (states, target) in batches:
             out = self._forward(blocks, layers, states, batch)
             total += measure(out, target, batch) * self._tokens[batch]
-        return float(_sum_over_ranks(total) / self._tokens[::stride].sum())
+        return float(summed(total) / self._tokens[::stride].sum())
 
     def _train(self, index: int, state: Mapping[str, Any] | None) -> Iterator[WindowResult | None]:
         """Train one window, from its start or from a state; see `run` for what it yields."""
@@ -305,7 +307,7 @@ class Reconstruction:
             name, measure = "error", partial(self._difference, self._norms())
         self._advance(source, begin, hard=True)
         blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
-        window.to(self.device)
+        move(tensors_of(window), self.device, torch.float32, copy=True)
         layers, steps = trained_layers(window, self._compiled), self.steps[index]
         schedule = AnnealingSchedule(
             steps, rho=0.0, tau_init=settings.tau_init, hard_fraction=HARD_FRACTION
@@ -330,7 +332,7 @@ class Reconstruction:
             for layer in layers:
                 layer.pull_back()
             for parameter in self._optimizer.trained:
-                _sum_over_ranks(parameter.grad)
+                summed(parameter.grad)
             self._optimizer.take_step()
             yield None
         del self._optimizer  # This frees its moments.
@@ -343,6 +345,6 @@ class Reconstruction:
                     f"blocks {begin} to {end - 1}: the {name} is not finite after training; lower "
                     f"reconstruct.{key}, now {getattr(self.settings, key)}"
                 )
-        window.to("cpu")
         seconds = time.perf_counter() - self._started
         yield WindowResult(index, begin, end, naive, error, seconds, name)
+        move(tensors_of(window), "cpu")

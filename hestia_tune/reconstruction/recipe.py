@@ -1,7 +1,8 @@
 """Block reconstruction of the model of a run: it makes a hard model and a start for hestia_qat.
 
-Every rank holds the whole model in float32 on the CPU, and a share of the samples. Only the current
-window of blocks is on the device. The folder ``reconstruct.output`` contains:
+Every rank holds a share of the samples. The blocks of the model are mapped from files
+(`hestia_tune.reconstruction.folder`). Only the block or the window of blocks that is used is copied
+to the device, in float32. The folder ``reconstruct.output`` contains:
 
     reconstruction.json     settings, the error of every window, losses
     latents.safetensors     float32 latents, method parameters and norms, by torchtune's names
@@ -27,6 +28,7 @@ from hestia_tune.blocks import (
     BlockChain,
     as_one,
     find_blocks,
+    move,
     on_device,
     outside_blocks,
     record_blocks,
@@ -41,9 +43,10 @@ from hestia_tune.distributed import (
     sum_over_ranks,
 )
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import locked, read_state, remove, require_writable_dir, write_json
+from hestia_tune.files import locked, remove, require_writable_dir, write_json
 from hestia_tune.models import build
 from hestia_tune.plots import plot_errors
+from hestia_tune.qat.hard_state import hard_state_dict
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.reconstruction.engine import Reconstruction
 from hestia_tune.reconstruction.folder import Windows, prepare_folder
@@ -51,10 +54,10 @@ from hestia_tune.reconstruction.window import WindowResult
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.sensitivity.curvature import IGNORE_INDEX, logits_of
 from hestia_tune.training import data, outputs
-from hestia_tune.training.build import fingerprint, read_pretrained
 from hestia_tune.training.loader import TrainingData
 from hestia_tune.training.outputs import LATENTS_FILE, RESULTS_FILE, validation_identity
 from hestia_tune.training.plan import plan
+from hestia_tune.training.weights import fingerprint, read_pretrained
 
 log = logging.getLogger(__name__)
 
@@ -119,20 +122,23 @@ class ReconstructionRecipe:
             self.finished, self.losses = True, existing["validation_loss"]
             return
         self.computed = existing is None
-        model = build.load_on_all_ranks(self.config.model, state, "cpu")
-        model.requires_grad_(False).eval()
-        state = None  # It is as large as the model.
+        model = build.build_on_meta(self.config.model, self.plan.component)
+        windows = Windows(self.output / "windows", model)
+        windows.start(state)
+        state = None  # Parts of it are in memory.
+        fakes = [layer.weight_fake_quantizer for layer in quantized_linears(model).values()]
+        for fake in fakes:
+            fake.enabled, fake.is_hard = False, True
         self._validate(model, outputs.PRETRAINED)
-        self.plan.component.prepare(model)
-        for layer in quantized_linears(model).values():
-            layer.weight_fake_quantizer.is_hard = True
+        for fake in fakes:
+            fake.enabled = True
         self._validate(model, f"naive {self.plan.component.method.name}")
         if existing:  # Only the losses are on other data.
-            model.load_state_dict(read_state(self.output / LATENTS_FILE), strict=False)
+            windows.map(self.output / LATENTS_FILE)
             self.results = [WindowResult(**row) for row in existing["windows"]]
             self.finished = True
         else:
-            self._reconstruct(model, batches)
+            self._reconstruct(model, windows, batches)
         if self.finished:
             self._validate(model, outputs.RECONSTRUCTED)
             self._write(model, identity | {"validation": validation}, batches)
@@ -158,7 +164,7 @@ class ReconstructionRecipe:
             identity: Everything that the reconstruction depends on.
             batches: The calibration samples.
         """
-        state = outputs.hard_state_dict(model)
+        state = hard_state_dict(model)
         tokens = sum(batch.tokens.numel() for batch in batches)
         description = {
             **identity,
@@ -219,7 +225,7 @@ class ReconstructionRecipe:
             return torch.stack(losses).sum(), batch.num_predicted
 
         whole = self.settings.kl_blocks >= len(find_blocks(model))
-        with on_device(model, self.device, whole=whole):
+        with on_device(model, self.device, whole=whole, dtype=torch.float32):
             loss = self.data.validation_loss(loss_sum, self.config.max_val_batches, self.device)
         log.info(f"validation loss, {label}: {loss:.4f}")
         self.losses[label] = loss
@@ -236,8 +242,9 @@ class ReconstructionRecipe:
             inputs = {key: value[mine] for key, value in batch.model_inputs.items()}
             return record_blocks(model, padded(batch.tokens), inputs, first.gives_tuple)
 
-        first = record_blocks(model, batches[0].tokens[:1, :64])
-        first.check(as_one(model(batches[0].tokens[:1, :64])))
+        with on_device(model, "cpu", whole=False, dtype=torch.float32):
+            first = record_blocks(model, batches[0].tokens[:1, :64])
+            first.check(as_one(model(batches[0].tokens[:1, :64])))
         work = Reconstruction(
             model,
             lambda hidden: first.logits(hidden[:, None])[:, 0],  # Sequences of one token.
@@ -252,14 +259,14 @@ class ReconstructionRecipe:
             folder=self.output,
         )
         if self.settings.kl_blocks:  # The predictions are computed on the device too.
-            for value in outside_blocks(model):
-                value.data = value.data.to(self.device)
+            move(outside_blocks(model), self.device)
         return work
 
-    def _reconstruct(self, model: nn.Module, batches: Sequence[CalibrationBatch]) -> None:
+    def _reconstruct(
+        self, model: nn.Module, windows: Windows, batches: Sequence[CalibrationBatch]
+    ) -> None:
         """Train all windows, or until the first Ctrl-C."""
         work = self._make_engine(model, batches)
-        windows = Windows(self.output / "windows", model)
         self.results = results = windows.load(work)
         state = windows.load_state(len(results))
         step = state["step"] if state else 0
@@ -276,7 +283,7 @@ class ReconstructionRecipe:
             for result in run:
                 if result is not None:
                     results.append(result)
-                    on_first_rank(lambda: windows.save(results[-1]), share=False)
+                    windows.save(result)
                     saved = time.monotonic()
                     progress.set_postfix_str(
                         f"before it {result.measure} {result.error:.4f} "

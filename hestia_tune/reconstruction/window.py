@@ -1,6 +1,7 @@
 """One window of blocks: its place in the model, its linears, its optimizer, its result."""
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from hestia_tune.blocks import BlockCall, hidden_of
+from hestia_tune.blocks import BlockCall, copied, hidden_of, tensors_of
 from hestia_tune.config import ReconstructionConfig
-from hestia_tune.qat.linear import QuantizedLinear, quantized_linears
+from hestia_tune.qat.linear import QuantizedLayer, quantized_linears
 from hestia_tune.qat.shards import LatentRows
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -65,6 +66,19 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
     return [*describe(one)] == [*describe(other)]
 
 
+def templates(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return for each block a module that computes the same function, without tensors of its own.
+
+    Blocks that are alike have one template.
+    """
+    kinds, copies = [next(o for o in blocks if alike(o, block)) for block in blocks], {}
+    for kind in set(kinds):
+        # Without this, a copy of a mapped tensor may be a copy of its whole file.
+        with copied(tensors_of(kind), "cpu", torch.float32, copy=True):
+            copies[kind] = copy.deepcopy(kind).to("meta")
+    return [copies[kind] for kind in kinds]
+
+
 @contextlib.contextmanager
 def plain_linears(block: nn.Module) -> Iterator[None]:
     """Let the quantized linears of a block use the given weights unchanged."""
@@ -112,7 +126,7 @@ class TrainedLayer:
             the linear derives.
     """
 
-    def __init__(self, layer: QuantizedLinear, compiled: bool):
+    def __init__(self, layer: QuantizedLayer, compiled: bool):
         self.layer, method = layer, layer.method
         self._rows = LatentRows(layer, compiled=compiled)
         self.weight = layer.weight.detach().requires_grad_()

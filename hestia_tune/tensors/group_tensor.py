@@ -79,7 +79,7 @@ class GroupTensor(PackedTensor):
     hard_rule: ClassVar[str]
 
     @classmethod
-    def _grid(cls) -> tuple[int, int]:
+    def grid(cls) -> tuple[int, int]:
         """Return the largest code, and the distance between neighbouring codes."""
         return (1, 1) if cls.levels == 3 else (cls.levels - 1, 2)
 
@@ -121,7 +121,7 @@ class GroupTensor(PackedTensor):
             InputTypeError: If codes, scales or ``dtype`` have another dtype.
             InputError: If a shape or a code is wrong, or bfloat16 would round a scale.
         """
-        largest, distance = cls._grid()
+        largest, distance = cls.grid()
         check_codes(codes, -largest, largest)
         if distance == 2 and not codes.is_meta and (codes & 1 == 0).any():
             raise InputError(f"codes of a {cls.__name__} must be odd; got an even one")
@@ -170,7 +170,7 @@ class GroupTensor(PackedTensor):
 
     def _unpacked(self, qdata: Tensor, width: int) -> Tensor:
         """Return the codes of packed bytes, in bfloat16."""
-        largest, distance = self._grid()
+        largest, distance = self.grid()
         return unpack_codes(qdata, width, self.bits).to(torch.bfloat16) * distance - largest
 
     def dequantize_weight(self, *, for_now: bool = False) -> Tensor:

@@ -24,29 +24,22 @@ from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
-from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.methods.hard_weights import latent_of_hard
 from hestia_tune.models import build as models
-from hestia_tune.models.already_hard import describe, find_hard
 from hestia_tune.models.build import build_buffers
 from hestia_tune.models.checkpoints import (
     check_shapes,
-    pretrained_folder,
-    random_state,
     read_weights,
 )
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.qat import shards
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
-from hestia_tune.sensitivity import model_fingerprint
 from hestia_tune.training import checkpoint
-from hestia_tune.training.outputs import reconstructed_weights, validation_identity
+from hestia_tune.training.outputs import validation_identity
 from hestia_tune.training.plan import Plan
+from hestia_tune.training.weights import State, fingerprint, initial_weights
 
 log = logging.getLogger(__name__)
-
-State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +75,7 @@ def build(plan: Plan) -> Built:
             sensitivity or the reconstruction belongs to another model, or the checkpoint to
             another run.
     """
-    pretrained, state, hard_start = _initial_weights(plan)
+    pretrained, state, hard_start = initial_weights(plan)
     scores = None if plan.artifact is None else plan.artifact.scores
     schedule = _make_schedule(plan, state)
     identity: Any = on_first_rank(_identify, plan, schedule, state, scores)
@@ -104,93 +97,16 @@ def build(plan: Plan) -> Built:
     )
 
 
-def read_pretrained(plan: Plan) -> State | None:
-    """Return the pretrained state dict on the first rank, and None on the others. Collective.
-
-    Raises:
-        InputError: If the weights cannot be read, belong to another model, or have NaN or infinity;
-            if a linear to quantize has only zeros; or if training should continue from codes that
-            the group size does not fit.
-    """
-
-    def read() -> State:
-        state = models.read_checkpoint(plan.checkpointer, plan.config, plan.shapes)
-        for name in plan.layers:
-            if not state[f"{name}.weight"].any():
-                raise InputError(
-                    f"{name} has only zeros in the pretrained weights; get the weights again, or "
-                    f"leave the linear out: quantizer.exclude=[{name}]"
-                )
-        if plan.config.init != "random":
-            _hard_layers(plan, state)  # raises the error before a sensitivity is computed
-        return state
-
-    return on_first_rank(read, share=False)
-
-
-def _hard_layers(plan: Plan, state: State) -> dict[str, GroupSize]:
-    """Return name -> group size of the quantized linears that are hard already."""
-    weights = ((name, state[f"{name}.weight"]) for name in plan.layers)
-    return find_hard(weights, plan.component.method)
-
-
-def _latents_of_hard(plan: Plan, state: State, names: list[str]) -> State:
-    """Return latent weights whose first step gives the weights of layers that are hard already.
-
-    At a pressure below 1, the first step sees the latent weights, so these are the hard weights.
-    """
-    hard = {f"{name}.weight": state[f"{name}.weight"].to(torch.bfloat16) for name in names}
-    if plan.config.schedule.rho > 0:
-        return hard
-    method: Any = plan.component.method  # with groups, as `find_hard` has found layers
-    return {name: latent_of_hard(method, weight) for name, weight in hard.items()}
-
-
-def fingerprint(plan: Plan, state: Mapping[str, torch.Tensor]) -> str:
-    """Return the fingerprint of the weights in a state dict that the plan quantizes."""
-    return model_fingerprint({name: state[f"{name}.weight"] for name in plan.layers})
-
-
-def _initial_weights(plan: Plan) -> tuple[State, State, list[str]]:
-    """Return the pretrained weights, the weights that training starts from, and a list. Collective.
-
-    Weights are empty on all ranks but the first. Pretrained weights are read only if they are
-    needed. The list is `Built.hard_start`.
-    """
-    config, pretrained = plan.config, {}
-    if config.needs_pretrained:
-        pretrained = read_pretrained(plan) or {}
-
-    def make_state() -> State:
-        if plan.artifact is not None:
-            plan.artifact.check_model(plan.layers, fingerprint(plan, pretrained))
-        if plan.start is not None:
-            return reconstructed_weights(pretrained, str(config.reconstruction), plan.start)
-        if config.init == "random":
-            plain, folder = models.plain_on_meta(config.model), pretrained_folder(config)
-            return random_state(plain, folder, config.seed or 0)
-        return pretrained | _latents_of_hard(plan, pretrained, hard_start)
-
-    def find_hard_start() -> list[str]:
-        if plan.start is not None or config.init == "random":
-            return []
-        if found := _hard_layers(plan, pretrained):
-            method: Any = plan.component.method
-            text = describe(found, method.levels, len(plan.layers))
-            log.info(f"the pretrained model is {text}: training continues from its codes")
-        return list(found)
-
-    hard_start = on_first_rank(find_hard_start) or []
-    return pretrained, on_first_rank(make_state, share=False) or {}, hard_start
-
-
 def _make_schedule(plan: Plan, state: Mapping[str, torch.Tensor]) -> AnnealingSchedule:
     """Return the schedule. tau_init "auto" takes the temperature that fits the weights best."""
     section, tau_init = plan.config.schedule, plan.config.schedule.tau_init
     if tau_init == "auto" and plan.resume is not None:
         tau_init = plan.resume.meta["identity"]["schedule.tau_init"]
     elif tau_init == "auto":
-        weights = (state[f"{n}.weight"].to(plan.device, torch.float32) for n in plan.layers)
+        weights = (
+            weight.flatten(0, -2).to(plan.device, torch.float32)
+            for weight in weights_of(plan.layers, state).values()
+        )
         tau_init = on_first_rank(plan.component.method.fit_temperature, weights)
         log.info(f"tau_init auto: {tau_init:.4f}")
     return AnnealingSchedule.of(plan.data.total_steps, section, tau_init=tau_init)
@@ -304,11 +220,12 @@ def _load(model: nn.Module, state: State, plan: Plan, dtype: torch.dtype) -> Non
     for name, layer in quantized_linears(model).items():
         layer.weight_fake_quantizer.reset_buffers(device)
         if latents:
-            initial = layer.method.initial_parameters(latents[f"{name}.weight"])
+            (weight,) = weights_of([name], latents).values()
+            initial = layer.method.initial_parameters(weight)
             for key, value in zip(layer.method.parameter_names, initial, strict=True):
                 latents.setdefault(f"{name}.{key}", value)  # a reconstruction has its own values
             for key in layer.derived_names:
-                latents[f"{name}.{key}"] = torch.zeros(layer.out_features)
+                latents[f"{name}.{key}"] = torch.zeros(len(layer.weight))
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
     )

@@ -96,9 +96,9 @@ def calibration_batch(batch: dict[str, torch.Tensor]) -> CalibrationBatch:
 
 
 def calibration_batches(
-    config: RunConfig, tokenizer: Any, num_samples: int, batch_size: int
+    config: RunConfig, tokenizer: Any, num_samples: int, batch_size: int, key: str = "dataset"
 ) -> list[CalibrationBatch]:
-    """Return samples of the ``dataset`` section in batches, the same on every rank.
+    """Return samples of a dataset in batches, the same on every rank.
 
     The run's seed draws the samples. The last batch may be smaller. Batches without a token to
     predict are left out.
@@ -108,10 +108,11 @@ def calibration_batches(
         tokenizer: The run's tokenizer.
         num_samples: Number of samples to draw. A smaller dataset gives all of its samples.
         batch_size: Number of samples in a batch.
+        key: Name of the section, "dataset" or "dataset_val".
     """
     seed = config.seed or 0
     dataset, collate = build_dataset(
-        config, tokenizer, "dataset", CROSS_ENTROPY_IGNORE_IDX, calibration_seed=seed
+        config, tokenizer, key, CROSS_ENTROPY_IGNORE_IDX, calibration_seed=seed
     )
     if not isinstance(dataset, StreamingTextDataset):  # a stream shuffles by itself
         generator = torch.Generator().manual_seed(seed)

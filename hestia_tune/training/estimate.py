@@ -10,6 +10,7 @@ measured speed of one large product on this device. Attention is not counted: at
 a few percent.
 """
 
+import gc
 import weakref
 from dataclasses import dataclass
 
@@ -36,10 +37,11 @@ class Estimate:
     """What a training step needs on one rank, in bytes and floating-point operations.
 
     Attributes:
-        state: Latent weights, gradients, optimizer state and teacher. FSDP divides the whole among
-            the ranks, and this is one rank's share.
+        state: Latent weights, optimizer state and teacher. FSDP divides the whole among the ranks,
+            and this is one rank's share.
         gathered: Weights and gradients that FSDP has gathered at the same time.
-        activations: Largest size of activations, logits and temporary results of one micro-batch.
+        activations: Largest size of activations, logits, temporary results and this rank's share of
+            the gradients. Gradients grow while the backward pass frees activations.
         flops: Operations of the linears in one step on this rank, forward and backward.
     """
 
@@ -74,6 +76,8 @@ class LiveBytes(TorchDispatchMode):
                 self._known.add(storage)
                 self._now += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
+        if self._now > 1.01 * self.peak:
+            gc.collect()  # otherwise it is chance how long cycles of references are counted
         self.peak = max(self.peak, self._now)
         return result
 
@@ -94,7 +98,7 @@ def describe_costs(plan: Plan, has_device: bool = True) -> str:
     except Exception as error:  # the code of some models needs data
         return f"memory and time cannot be estimated for this model: {one_line(error)}"
     parts = f"{_gib(need.state)} state, which FSDP divides, {_gib(need.gathered)} gathered weights"
-    parts = f"{parts}, {_gib(need.activations)} activations and logits"
+    parts = f"{parts}, {_gib(need.activations)} activations, logits and gradients"
     lines = [f"memory: about {_gib(need.peak)} GiB per process ({parts})"]
     compiled = ", or less, because compiled blocks keep fewer activations"
     lines[0] += compiled if plan.config.compile else ""
@@ -130,7 +134,7 @@ def estimate(plan: Plan) -> Estimate:
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     blocks = [sum(v.numel() for v in b.parameters()) for b in find_blocks(model).values()]
     distils = bool(config.distillation.weight)
-    state = whole * (4 + size * distils) + trained * (4 + _optimizer_bytes(plan))
+    state = whole * (4 + size * distils) + trained * _optimizer_bytes(plan)
     # The weights outside the blocks, and two blocks: the next block is gathered ahead of time.
     ahead = 2 * max(blocks) if config.fsdp_reshard_after_forward else sum(blocks)
     outside = whole - sum(blocks)
@@ -171,22 +175,31 @@ def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
         model._apply(
             lambda value: torch.empty_like(value, device="cpu") if value.is_meta else value
         )
-        for value in model.parameters():  # FSDP takes each gradient away as soon as it is there
-            if value.requires_grad:
-                value.register_post_accumulate_grad_hook(_drop_gradient)
+        trained = [value for value in model.parameters() if value.requires_grad]
+        shards: list[torch.Tensor] = []
+
+        def take_gradient(value: torch.Tensor) -> None:
+            """Do what FSDP does: keep this rank's share of the gradient, in float32."""
+            value.grad = None
+            if len(shards) < len(trained):
+                shards.append(torch.empty(value.numel() // dist.get_world_size()))
+
+        for value in trained:
+            value.register_post_accumulate_grad_hook(take_gradient)
         tokens = torch.zeros(shape, dtype=torch.long)
+        gc.freeze()  # so that LiveBytes collects new objects only
         with LiveBytes() as live:
+            if config.gradient_accumulation_steps > 1:  # the micro-batches before have left them
+                for value in trained:
+                    take_gradient(value)
             teacher = model if config.distillation.weight else None  # it has the same shape
             batch = {"tokens": tokens}
             training_loss(
                 model, teacher, batch, tokens, plan.loss, config, recompute=recompute
             ).backward()
+        gc.unfreeze()
         flops = counter.get_total_flops()
     return live.peak, flops
-
-
-def _drop_gradient(value: torch.Tensor) -> None:
-    value.grad = None
 
 
 def products_per_second(device: torch.device, dtype: torch.dtype) -> float:

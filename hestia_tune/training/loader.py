@@ -12,6 +12,7 @@ per step.
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -111,7 +112,11 @@ class TrainingData:
         dataset: Any = self.dataset
         if self.is_stream:
             return dataset.config.seq_len
-        return max(len(dataset[number]["tokens"]) for number in range(min(len(dataset), 16)))
+        lengths = [1]
+        for number in range(min(len(dataset), 16)):
+            with contextlib.suppress(Exception):  # training reports a row that cannot be read
+                lengths.append(len(dataset[number]["tokens"]))
+        return max(lengths)
 
     def _make_sampler(self, dataset: Any, shuffle: bool) -> PositionSampler | None:
         """Return the sampler of a dataset, or None for a stream with an order of its own."""

@@ -17,7 +17,7 @@ from hestia_tune.data import DataStreamError
 from hestia_tune.distributed import of_all_ranks
 from hestia_tune.errors import NotFiniteError
 from hestia_tune.files import write_atomically
-from hestia_tune.qat.linear import QuantizedLinear, clean_fqn, local_rows
+from hestia_tune.qat.linear import QuantizedLayer, clean_fqn, local_rows
 
 
 class StepResult(NamedTuple):
@@ -80,7 +80,7 @@ class CodeStatistics:
         layers: Name -> quantized linear, the same on every rank.
     """
 
-    def __init__(self, layers: dict[str, QuantizedLinear]):
+    def __init__(self, layers: dict[str, QuantizedLayer]):
         self._layers = layers
         self._previous: dict[str, torch.Tensor] = {}
         self._is_first_call = True

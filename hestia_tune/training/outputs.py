@@ -19,20 +19,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
 from hestia_tune.cache import digest
 from hestia_tune.config.run import RunConfig
-from hestia_tune.distributed import of_all_ranks
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import write_card
 from hestia_tune.files import read_json, read_state, staged, write_json
-from hestia_tune.methods.base import require_finite
 from hestia_tune.models import checkpoints
 from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, hub_name
 from hestia_tune.models.packed_layouts import dense_config
-from hestia_tune.qat.linear import full_tensor, quantized_linears
+from hestia_tune.qat.linear import weights_of
 from hestia_tune.sensitivity import model_fingerprint
 
 RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
@@ -86,8 +83,7 @@ def reconstructed_weights(
     Raises:
         InputError: If the reconstruction was made from another model.
     """
-    weights = {name: pretrained[f"{name}.weight"] for name in results["layers"]}
-    if model_fingerprint(weights) != results["model_fingerprint"]:
+    if model_fingerprint(weights_of(results["layers"], pretrained)) != results["model_fingerprint"]:
         raise InputError(
             f"reconstruction: {folder} was made from another model than the checkpointer's; "
             "reconstruct this model"
@@ -102,39 +98,6 @@ def validation_identity(config: RunConfig) -> str | None:
     batch = (config.batch_size_val or config.batch_size) * dist.get_world_size()  # on all ranks
     limit = config.max_val_batches and config.max_val_batches * batch
     return digest([config.dataset_val, limit])
-
-
-def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the hard model's state dict in bfloat16 on the CPU of the first rank. Collective.
-
-    The other ranks get an empty dict. The parameters are gathered one at a time. The method makes
-    the hard weight from the float32 latent weight, as in the forward pass.
-
-    Raises:
-        NotFiniteError: On every rank, if a weight or a learned parameter has NaN or infinity.
-            The message names the weight.
-    """
-    layers, state = quantized_linears(model), {}
-    own = {
-        f"{name}.{key}"
-        for name, layer in layers.items()
-        for key in (*layer.method.parameter_names, *layer.derived_names)
-    }
-    for name, value in get_model_state_dict(model).items():
-        if name in own:
-            continue
-        layer = layers.pop(name.removesuffix(".weight"), None)
-        latent, parameters = (full_tensor(value), ()) if layer is None else layer.whole_latents()
-        with of_all_ranks():
-            require_finite(name, latent, *parameters)
-        if dist.get_rank() == 0:
-            hard = latent if layer is None else layer.method.hard(latent, parameters)
-            state[name] = hard.to(torch.bfloat16).cpu()
-            if layer is not None and (bias := layer.hard_bias(latent)) is not None:
-                state[f"{name.removesuffix('weight')}bias"] = bias.to(torch.bfloat16).cpu()
-    if layers:
-        raise RuntimeError(f"quantized weights are missing from the state dict: {[*layers]}")
-    return state
 
 
 def provenance(config: RunConfig, tokens: int) -> dict[str, Any]:
@@ -240,7 +203,9 @@ def results_table(losses: Mapping[str, float]) -> str:
 
 
 def save_blocks(model: nn.Module, blocks: Iterable[str], path: Path) -> None:
-    """Write the parameters and buffers of some blocks to a safetensors file.
+    """Write the parameters and buffers of some blocks to a safetensors file, in float32.
+
+    safetensors 0.8 and newer hold no second copy of tensors in memory or mapped from a file.
 
     Args:
         model: The model.
@@ -248,5 +213,7 @@ def save_blocks(model: nn.Module, blocks: Iterable[str], path: Path) -> None:
         path: The file to write.
     """
     kept = tuple(f"{name}." for name in blocks)
+    state = {k: v for k, v in model.state_dict().items() if k.startswith(kept)}
+    state = {k: v.float() if v.is_floating_point() else v for k, v in state.items()}
     with staged(path) as temporary:
-        save_file({k: v for k, v in model.state_dict().items() if k.startswith(kept)}, temporary)
+        save_file(state, temporary)

@@ -25,7 +25,8 @@ from hestia_tune.data.tokens import INDEX
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
 from hestia_tune.errors import InputError, collecting, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
-from hestia_tune.export.gguf_model import check_architecture
+from hestia_tune.export.folder import check_experts
+from hestia_tune.export.formats import check_format
 from hestia_tune.files import read_json
 from hestia_tune.models import build, checkpoints
 from hestia_tune.qat.linear import quantized_linears
@@ -86,11 +87,10 @@ class Plan:
 
         Chunks of them are then computed twice (`hestia_tune.training.loss`).
         """
-        if type(self.loss).__name__ != "CEWithChunkedOutputLoss":
-            return False
-        rows = self.config.batch_size * self.data.seq_len
+        gives_chunks = type(self.loss).__name__ == "CEWithChunkedOutputLoss"
         vocabulary: Any = self.model.tok_embeddings.num_embeddings
-        return rows * vocabulary * self.dtype.itemsize > _LARGE_LOGITS
+        count = self.config.batch_size * self.data.seq_len * vocabulary
+        return gives_chunks and count * self.dtype.itemsize > _LARGE_LOGITS
 
     def starting_from(self, **changes: Any) -> "Plan":
         """Return the plan with a sensitivity or a reconstruction that has just been computed.
@@ -177,6 +177,7 @@ def plan(config: RunConfig, *, trains: bool = True) -> Plan:
 
 def _plan_model(config: RunConfig, device: torch.device, tokenizer: Any) -> Plan:
     """Return a plan without training, after the checks that all commands share."""
+    layers: list[str] = []
     with collecting() as check:
         with check():
             component = build.make_component(config.quantizer)
@@ -186,16 +187,17 @@ def _plan_model(config: RunConfig, device: torch.device, tokenizer: Any) -> Plan
     shapes = build.shapes_of(model)
     with collecting() as check:
         with check():
-            check_formats(config, component)
-        with check():
             checkpoints.check_can_hold(component.method, config.model_type)
+        with check():
+            model = component.prepare(model)
+            build.check_model_options(config, model)
+            layers = list(quantized_linears(model))
         with check():
             in_files = checkpoints.shapes_in_files(config) if config.needs_pretrained else None
             if in_files is not None:
                 checkpoints.check_shapes(shapes, in_files, config.checkpointer["checkpoint_dir"])
-        with check():
-            model = component.prepare(model)
-            build.check_model_options(config, model)
+            if layers:
+                check_formats(config, component, model)
         with check():
             build.check_tokenizer(tokenizer, model)
         with check():
@@ -207,7 +209,7 @@ def _plan_model(config: RunConfig, device: torch.device, tokenizer: Any) -> Plan
         component=component,
         model=model,
         shapes=shapes,
-        layers=list(quantized_linears(model)),
+        layers=layers,
         tokenizer=tokenizer,
         checkpointer=checkpointer,
     )
@@ -307,17 +309,25 @@ def read_starts(
     return artifact, start
 
 
-def check_formats(config: RunConfig, component: QATQuantizerBase) -> None:
-    """Check that hestia_convert can write the model in the formats of its section.
+def check_formats(config: RunConfig, component: QATQuantizerBase, model: nn.Module) -> None:
+    """Check that hestia_convert can write the model in the formats that the config names.
+
+    Without a folder of safetensors, only the method is checked.
 
     Raises:
-        InputError: If the method does not have a format, or llama.cpp cannot run the model.
+        InputError: If a format cannot hold the method, the architecture or a layer, or if its
+            package is missing.
     """
-    formats = config.convert.formats or ()
+    folder = checkpoints.pretrained_folder(config)
+    formats = [name for name in config.convert.formats or () if name != "all"]
     component.method.check_file_formats(formats)
-    file = checkpoints.pretrained_folder(config) / "config.json"
-    if "gguf" in formats and file.is_file():
-        check_architecture(read_json(file))
+    check_experts(model, formats)
+    if formats and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        source = checkpoints.open_source(
+            config.model_type, folder, quantized_linears(model), component.method, quantize=True
+        )
+        for name in formats:
+            check_format(name, source, component.method, config.convert)
 
 
 def require_teacher(folder: str) -> None:

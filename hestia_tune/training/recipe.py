@@ -29,6 +29,7 @@ from hestia_tune.distributed import (
 from hestia_tune.files import write_json
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.qat import shards
+from hestia_tune.qat.hard_state import hard_state_dict
 from hestia_tune.qat.linear import full_tensor
 from hestia_tune.training import checkpoint, monitoring, outputs
 from hestia_tune.training.measuring import MeasuringRecipe
@@ -174,7 +175,7 @@ class HestiaQATRecipe(MeasuringRecipe):
 
     def _finish(self) -> None:
         """Write the hard model, the results and the curves. Collective."""
-        state, losses = outputs.hard_state_dict(self._model), self.validation_losses
+        state, losses = hard_state_dict(self._model), self.validation_losses
         description = {
             "hestia_tune": hestia_tune.__version__,
             "step": self.global_step,

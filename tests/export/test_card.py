@@ -16,7 +16,7 @@ from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 from hestia_tune.training.outputs import provenance
 
 BASE_CARD = "---\nlicense: apache-2.0\nlanguage: [en]\nbase_model: other/base\n---\n# Its own\n"
-FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf", "onnx")
+FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "onnx", "openvino")
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,7 @@ def trained(tmp_path_factory):
     cell = {"value": 0.25, "stderr": None}
     found = {"models": {"trained": source}, "tables": {"acc": {"trained": {"a_task": cell}}}}
     found["tables"]["acc"]["trained"]["b_task"] = {"value": None}
+    found["tables"]["kl_divergence"] = {"trained": {"a_text": {"value": 0.5}}}
     (top / "run" / "evaluation.json").write_text(json.dumps(found))
     formats = f"convert.formats=[{','.join(FORMATS)}]"
     recipe = ConvertRecipe(make_config(folder, top / "run", formats))
@@ -72,8 +73,11 @@ def test_card_of_every_format(trained, form):
     sizes = json.loads((output / "converted" / "sizes.json").read_text())[form]
     assert rows["bits"][0].startswith(f"{sizes['quantized_bits_per_weight']:.3f} per quantized")
     assert rows["a_task"] == ["acc", "0.2500"] and rows["b_task"][0] == "acc"
+    assert rows["a_text"] == ["kl_divergence", "0.5000"]
+    assert "the mean of KL(trained || model) in nats per token" in card.text
     assert "trained, hard" in rows
     loads = {"gguf": "llama-cli", "torchao": "load_quantized", "onnx": "og.Model("}
+    loads |= {"mlx": "mlx_lm.generate", "openvino": "LLMPipeline("}
     loads = loads.get(form, "pipeline(")
     assert loads in card.text and ("vllm serve" in card.text) == (loads == "pipeline(")
 

@@ -14,6 +14,7 @@ import torch
 from gguf_models import DEMO, edit_json, pre_tokenizer, random_qwen2, ternarize
 from safetensors.torch import load_file, save_file
 
+from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.export.gguf import write_gguf
 from hestia_tune.models.folder import ModelFolder
 
@@ -218,16 +219,25 @@ def test_sentencepiece_story(tmp_path):
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == 512
 
 
-@pytest.mark.parametrize(
-    ("kind", "differences"),
-    [
-        ("Qwen3Config", {"head_dim": 64}),
-        ("SmolLM3Config", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
-        ("MistralConfig", {"sliding_window": None, "head_dim": 64}),
-    ],
-)
-def test_dense_models_of_transformers(tmp_path, kind, differences):
-    """Row order, norms of heads and layers without rotation equal transformers."""
+GRANITE = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 4.0,
+    "tie_word_embeddings": True,
+}
+NEOX = {"num_key_value_heads": 4}  # GPT-NeoX has a key for every query
+
+
+def random_model(folder: Path, kind: str, differences: dict, group_size=None) -> dict:
+    """Write a random model of transformers. Return name -> group size of its ternary weights.
+
+    Args:
+        folder: The folder to write.
+        kind: Class of the config in transformers.
+        differences: Values of the config that differ from `SMALL`.
+        group_size: Group size of the weights in the blocks. None: no weight is ternary.
+    """
     config = getattr(transformers, kind)(**SMALL | differences)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -235,13 +245,62 @@ def test_dense_models_of_transformers(tmp_path, kind, differences):
         is_norm = parameter.dim() == 1
         torch.nn.init.normal_(parameter, float(is_norm), 0.2 if is_norm else 0.05)
         parameter.data = (parameter.data * 512).round() / 512  # float16 holds it
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    names = {}
+    if group_size is not None:
+        component = HestiaQATQuantizer(group_size=group_size)
+        layers = quantized_linears(component.prepare(model))
+        names = {f"{name}.weight": group_size for name in layers}
+        component.convert(model)
+    model.to(torch.bfloat16).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO / file, tmp_path / "model" / file)
-    edit_json(tmp_path / "model" / "tokenizer.json", pre_tokenizer=pre_tokenizer(r"\p{N}"))
+        shutil.copyfile(DEMO / file, folder / file)
+    edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer(r"\p{N}"))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("kind", "differences"),
+    [
+        ("Qwen3Config", {"head_dim": 64}),
+        ("SmolLM3Config", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+        ("MistralConfig", {"sliding_window": None, "head_dim": 64}),
+        ("Olmo2Config", {}),
+        ("GraniteConfig", GRANITE),
+        ("Phi3Config", {"sliding_window": 256}),
+        ("PhiConfig", {}),
+        ("GPTNeoXConfig", NEOX),
+        ("GPTNeoXConfig", NEOX | {"use_parallel_residual": False}),
+    ],
+)
+def test_dense_models_of_transformers(tmp_path, kind, differences):
+    """Row order, norms, multipliers and layers without rotation equal transformers."""
+    random_model(tmp_path / "model", kind, differences)
     if kind == "SmolLM3Config":  # its embeddings are tied unless the config says otherwise
         file = tmp_path / "model" / "config.json"
         config = json.loads(file.read_text())
         del config["tie_word_embeddings"]
         file.write_text(json.dumps(config))
     compare(tmp_path / "model", {}, 0.002)
+
+
+@pytest.mark.parametrize(
+    ("kind", "differences", "linears"),
+    [
+        ("Olmo2Config", {}, 7),
+        ("GraniteConfig", GRANITE, 7),
+        ("Phi3Config", {}, 4),
+        ("PhiConfig", {}, 6),
+        ("GPTNeoXConfig", NEOX, 4),
+    ],
+)
+def test_ternary_models_of_transformers(tmp_path, kind, differences, linears):
+    """Fused and interleaved projections are ternary in the file too."""
+    quantized = random_model(tmp_path / "model", kind, differences, 128)
+    both = compare(tmp_path / "model", quantized, 0.03)
+    assert both["types"]["Q4_0"] == len(quantized) == 2 * linears
+
+
+def test_missing_biases_are_refused(tmp_path):
+    random_model(tmp_path / "model", "GPTNeoXConfig", NEOX | {"attention_bias": False})
+    with pytest.raises(ValueError, match="query_key_value.bias is missing"):
+        write_gguf(ModelFolder(tmp_path / "model", {}), tmp_path / "model.gguf")

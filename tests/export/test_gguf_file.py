@@ -19,8 +19,9 @@ from gguf_models import (
 )
 from safetensors.torch import load_file, save_file
 
-from hestia_tune.export.gguf import BLOCK_TYPES, write_gguf
+from hestia_tune.export.gguf import write_gguf
 from hestia_tune.export.gguf_model import ROPE_FACTORS, LlamaModel
+from hestia_tune.export.gguf_types import BLOCK_TYPES
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models.folder import ModelFolder
 

@@ -49,13 +49,17 @@ def template(*parts: str) -> dict:
 
 @pytest.mark.parametrize(
     ("digits", "name"),
-    [(r"\p{N}", "qwen2"), (r"\p{N}{1,3}", "llama-bpe"), ("individual", "smollm")],
+    [(r"\p{N}", "qwen2"), (r"\p{N}{1,3}", "dbrx"), ("individual", "smollm")],
 )
 def test_names_of_pre_tokenizers(folder, digits, name):
     edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer(digits))
     vocabulary = read_vocabulary(folder, CONFIG)
     assert (vocabulary["model"], vocabulary["pre"]) == ("gpt2", name)
     assert "scores" not in vocabulary and len(vocabulary["merges"]) == 767
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    edit_json(folder / "tokenizer.json", model=model | {"ignore_merges": True})
+    name = "llama-bpe" if name == "dbrx" else name  # as Llama 3 has it
+    assert read_vocabulary(folder, CONFIG)["pre"] == name
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hestia_tune.methods import Method
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
 
 transformers = pytest.importorskip("transformers")
+onnx = pytest.importorskip("onnx")
 og = pytest.importorskip("onnxruntime_genai")
 TOKENS = [*range(2, 42)]
 
@@ -85,8 +86,18 @@ def test_logits_equal_the_hard_models(
     assert json.loads((target / "config.json").read_text())["architectures"]
     block = group_size if isinstance(group_size, int) else 128
     assert summary["quantized_bits_per_weight"] == pytest.approx(2 + 32 / block, abs=0.2)
-    held = sum(file.stat().st_size for file in target.glob("model.onnx*"))
-    assert summary["bytes"] == held > 0
+    files = sorted((target / "onnx").iterdir())
+    assert [file.name for file in files] == ["model_q2.onnx", "model_q2.onnx_data"]
+    assert summary["bytes"] == sum(file.stat().st_size for file in files)
+    assert not list(target.glob("model.onnx*"))
+    config = json.loads((target / "config.json").read_text())["transformers.js_config"]
+    assert config == {"dtype": "q2", "use_external_data_format": {"model_q2.onnx": 1}}
+    values = onnx.load(str(files[0])).graph.input  # with the data, by the names in the file
+    shapes = {
+        v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in values
+    }
+    heads, head_dim = shapes["past_key_values.0.key"][1::2]
+    assert (heads, head_dim) == (2, 64 if kind == "qwen2" else 32)
     if kind == "demo" and bits == 32:
         assert (target / "LICENSE.txt").read_text() == "as you like"
         with pytest.raises(ValueError, match="overwrite=True replaces"):

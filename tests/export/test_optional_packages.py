@@ -10,7 +10,8 @@ import hestia_tune
 
 ROOT = Path(hestia_tune.__file__).parent
 FILES = [file for room in ("models", "export", "evaluation") for file in (ROOT / room).glob("*.py")]
-PACKAGES = ("accelerate", "compressed_tensors", "gguf", "lm_eval", "onnx", "onnxruntime_genai")
+PACKAGES = ("accelerate", "compressed_tensors", "gguf", "lm_eval", "mlx", "mlx.core", "mlx_lm")
+PACKAGES += ("onnx", "onnxruntime_genai", "openvino", "openvino_tokenizers")
 
 
 @pytest.mark.parametrize("file", sorted(set(FILES) - {ROOT / "evaluation" / "lm.py"}))

@@ -71,12 +71,15 @@ def test_reconstruction_on_two_ranks(model_dir, tmp_path):
     assert "reconstructed, hard" in on_two_ranks(cfg, tmp_path, "hestia_reconstruct")
 
 
-def perplexities(cfg, launch=run_evaluation):
+def measured(cfg, launch=run_evaluation):
+    """Return the loss of every model, and its divergence from the first model."""
     file = Path(cfg.output_dir) / "evaluation.json"
     file.unlink(missing_ok=True)  # results of another device would be used again
     launch(cfg)
     found = json.loads(file.read_text())
-    return {name: model["perplexity"]["text"]["nll"] for name, model in found["models"].items()}
+    losses = {name: model["perplexity"]["text"]["nll"] for name, model in found["models"].items()}
+    distances = found["tables"]["kl_divergence"]
+    return losses | {f"{name}, KL": row["text"]["value"] for name, row in distances.items()}
 
 
 def test_conversion_and_evaluation(model_dir, tmp_path):
@@ -92,11 +95,11 @@ def test_conversion_and_evaluation(model_dir, tmp_path):
 
     assert run_qat(make("cuda")) == 0
     assert run_convert(make("cuda")) == 0
-    on_gpu = perplexities(make("cuda"))
+    on_gpu = measured(make("cuda"))
     assert on_gpu["packed"] == on_gpu["trained"]
-    two = perplexities(make("cuda"), lambda cfg: on_two_ranks(cfg, tmp_path, "hestia_eval"))
+    two = measured(make("cuda"), lambda cfg: on_two_ranks(cfg, tmp_path, "hestia_eval"))
     assert two == pytest.approx(on_gpu, rel=1e-4)
-    assert perplexities(make("cpu")) == pytest.approx(on_gpu, rel=1e-3)
+    assert measured(make("cpu")) == pytest.approx(on_gpu, rel=1e-3)
 
 
 def test_training_on_generated_text(model_dir, tmp_path):

@@ -7,10 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 transformers = pytest.importorskip("transformers")
+from accelerate.utils import DistributedType  # noqa: E402
+
 from hestia_tune import HestiaConfig, HestiaQATQuantizer, Tequila  # noqa: E402
+from hestia_tune.distributed import ensure_process_group  # noqa: E402
 from hestia_tune.functional import hard_ternary  # noqa: E402
+from hestia_tune.integrations import transformers as integration  # noqa: E402
 from hestia_tune.integrations.transformers import HestiaCallback  # noqa: E402
 from hestia_tune.qat.linear import QuantizedLinear  # noqa: E402
 from hestia_tune.qat.schedule import AnnealingSchedule  # noqa: E402
@@ -210,19 +216,32 @@ def test_scores_of_other_layers_are_refused(tmp_path):
         make_trainer(tmp_path, callback=callback).train()
 
 
-@pytest.mark.parametrize("option", ["fsdp", "deepspeed", "environment"])
-def test_sharded_latents_are_refused(option, monkeypatch):
-    if option == "environment":  # Set by accelerate launch.
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    options = {
-        "fsdp": None,
-        "deepspeed": None,
-        "load_best_model_at_end": False,
-        "weight_decay": 0.0,
-    }
-    args = SimpleNamespace(**options | {option: True})
-    with pytest.raises(ValueError, match="FSDP and DeepSpeed are not supported; train with"):
-        HestiaCallback().on_init_end(args, None, None, model=make_qwen3())
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_other_ways_to_share_a_model_are_refused(tmp_path, monkeypatch, kind):
+    state = SimpleNamespace(distributed_type=DistributedType(kind), is_fsdp2=False)
+    monkeypatch.setattr(integration, "AcceleratorState", lambda: state)
+    with pytest.raises(ValueError, match=rf"FSDP2 \(fsdp_version: 2\) or DDP.*got {kind}"):
+        make_trainer(tmp_path)
+
+
+@pytest.mark.usefixtures("end_process_group")
+def test_a_model_that_is_sharded_already_is_refused():
+    ensure_process_group(torch.device("cpu"))
+    model = fully_shard(make_qwen3(), mesh=init_device_mesh("cpu", (1,)))
+    args = SimpleNamespace(load_best_model_at_end=False, weight_decay=0.0)
+    with pytest.raises(ValueError, match="sharded already; load it whole"):
+        HestiaCallback().on_init_end(args, None, None, model=model)
+
+
+def test_backward_passes_that_cannot_be_pulled_back_are_refused():
+    callback = HestiaCallback()
+    callback.is_sharded = True
+    with pytest.raises(ValueError, match="the loss must come from an output of the whole model"):
+        callback.on_pre_optimizer_step(None, None, None)
+    callback.is_pulled_back, loss = True, torch.ones((), requires_grad=True)
+    callback._watch_outputs(None, (), {"loss": loss})
+    with pytest.raises(ValueError, match="make one backward pass per micro-batch"):
+        loss.backward()
 
 
 def python_of(page, heading):

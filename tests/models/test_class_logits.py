@@ -12,9 +12,9 @@ from torch import nn
 from hestia_tune.commands.reconstruct import run_reconstruct
 from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
+from hestia_tune.models.class_logits import check_logits
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
-from hestia_tune.models.hugging_face_model import check_logits
 from hestia_tune.models.load import load_model
 
 transformers = pytest.importorskip("transformers")

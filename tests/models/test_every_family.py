@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from hestia_tune.models.class_logits import check_logits
 from hestia_tune.models.hugging_face_files import model_on_meta
-from hestia_tune.models.hugging_face_model import check_logits, hugging_face
+from hestia_tune.models.hugging_face_model import hugging_face
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,13 +14,13 @@ from hestia_tune import HestiaQATQuantizer
 from hestia_tune.blocks import find_blocks, record_blocks, share_equal
 from hestia_tune.config.run import SELF_GENERATED, RunConfig
 from hestia_tune.errors import InputError
-from hestia_tune.export.gguf_model import check_architecture
+from hestia_tune.export.gguf_families import check_architecture
 from hestia_tune.models import AutoTokenizer, HuggingFaceCheckpointer, HuggingFaceTokenizer
 from hestia_tune.models.build import build_buffers, kept_in_blocks
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
+from hestia_tune.models.hugging_face_files import model_on_meta, names_in_files, read_weights
 from hestia_tune.models.hugging_face_model import hugging_face
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.sensitivity.curvature import (
     CalibrationBatch,
     HessianBatch,
@@ -74,18 +74,23 @@ def test_documents_do_not_see_each_other(family):
         model(TOKENS, mask=mask)
 
 
-def test_names_equal_the_names_in_the_folder(family):
+def test_names_lead_to_the_names_in_the_folder(family):
     name, folder, model = family
-    in_files, in_model = SafetensorsFolder(folder).shapes, model.state_dict()
-    differ = in_files.keys() ^ in_model.keys()
-    assert all("experts" in key for key in differ) and bool(differ) == (name == "Qwen3-MoE")
+    in_files = SafetensorsFolder(folder).shapes
+    parts = names_in_files(folder, in_files)
+    assert parts.keys() == model.state_dict().keys()
+    assert sorted(sum(parts.values(), [])) == sorted(in_files)
+    renamed = [key for key in parts if parts[key] != [key]]
+    converted = {"Qwen3-MoE": "mlp.experts", "GPT-NeoX": "lm_head"}
+    assert bool(renamed) == (name in converted)
+    assert all(converted[name] in key for key in renamed)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_make_a_chain(family, packed, caplog):
     _, _, model = family
     layers = quantized_linears(HestiaQATQuantizer(group_size=32).prepare(model_of(family)))
-    weights = {name: model.get_submodule(name).weight for name in layers}
+    weights = weights_of(layers, dict(model.named_parameters()))
     model.requires_grad_(False)
     inputs = {"mask": torch.ones(2, 20, 20), "input_pos": POSITIONS} if packed else {}
     batch = CalibrationBatch(tokens=TOKENS, labels=TOKENS.roll(-1, 1), model_inputs=inputs)
@@ -122,7 +127,7 @@ def table_row(name: str, folder: Path) -> str:
     short = ", ".join(key.rpartition(".")[2].removesuffix("_proj") for key in own)
     kept = re.search(r"as \S+?\d+\.(\S+)", kept_in_blocks(model))
     try:
-        gguf, _ = check_architecture(json.loads((folder / "config.json").read_text()))
+        gguf = check_architecture(json.loads((folder / "config.json").read_text()))[0].name
     except ValueError:
         gguf = "no"
     stays = kept[1] if kept else "–"
@@ -185,8 +190,28 @@ def test_layers_that_are_not_linears_are_refused_by_their_kind(tmp_path):
     transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4).save_pretrained(tmp_path)
     with torch.device("meta"):
         model = hugging_face(str(tmp_path))
-    with pytest.raises(ValueError, match="are not linears but Conv1D, which cannot be quantized"):
-        HestiaQATQuantizer(group_size=32).prepare(model)
+    for include in (None, ["*"], ["*.c_attn"]):  # No advice may lead to the head that is tied.
+        with pytest.raises(
+            ValueError, match="not linears but Conv1D, .*use another model"
+        ) as error:
+            HestiaQATQuantizer(group_size=32, include=include).prepare(model)
+        assert "include" not in str(error.value)
+    theirs = transformers.AutoModelForCausalLM.from_config(model.config)
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    with pytest.raises(ValueError, match="not linears but Conv1D, .*use another model"):
+        HestiaQATQuantizer(group_size=32, include=["*"]).prepare(theirs)
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [("Mamba", ["in_proj", "x_proj", "out_proj"]), ("Mamba2", ["in_proj", "out_proj"])],
+)
+def test_state_space_models_are_quantized_except_for_dt_proj(tmp_path, family, parts):
+    """Mamba reads the weight of its ``dt_proj`` directly."""
+    model = model_on_meta(make_family(tmp_path / "model", family))
+    layers = quantized_linears(HestiaQATQuantizer(group_size=32).prepare(model))
+    assert {name.rpartition(".")[2] for name in layers} == set(parts)
+    assert len(layers) == 2 * len(parts)
 
 
 def test_a_missing_folder_is_refused(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hestia_tune.qat.linear import select_linears
+from hestia_tune.qat.select import select_layers
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.sensitivity.curvature import double_backward_attention
 
@@ -73,7 +73,7 @@ def decoder(seed: int = 0, dtype: torch.dtype = torch.float64, **shape: int) -> 
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: linear.weight for name, linear in select_linears(model).items()}
+    return {name: linear.weight for name, linear in select_layers(model).items()}
 
 
 def batch(

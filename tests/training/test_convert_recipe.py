@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -90,6 +92,38 @@ def test_all_formats_and_the_table(model_dir, output_dir, capsys):
     assert all(f"| {name} |" in table for name in sizes)
 
 
+def test_all_writes_what_is_possible_and_says_what_is_missing(
+    model_dir, output_dir, monkeypatch, capsys
+):
+    for package in ("onnxruntime_genai", "openvino"):
+        monkeypatch.setitem(sys.modules, package, None)
+    # A format that turns out to be impossible while it is written is left out too.
+    refused = InputError("a scale is too small")
+    monkeypatch.setattr("hestia_tune.commands.convert.write_gguf", Mock(side_effect=refused))
+    assert run_convert(make_config(model_dir, output_dir, "convert.formats=[all]")) == 0
+    sizes = json.loads((output_dir / "converted" / "sizes.json").read_text())
+    assert list(sizes) == ["torchao", "intx", "huggingface", "compressed_tensors", "mlx"]
+    lines = capsys.readouterr().out.splitlines()
+    missing = dict(line.split(": ")[1:3] for line in lines if line.startswith("not written: "))
+    assert missing.keys() == {"onnx", "openvino", "gguf"}
+    assert missing["gguf"] == "a scale is too small"
+    assert "pip install 'hestia-tune[openvino]'" in missing["openvino"]
+    # A format that is named beside "all" is still refused.
+    for name, message in (("onnx", r"hestia-tune\[onnx\]"), ("gguf", "too small")):
+        formats = f"convert.formats=[all,{name}]"
+        with pytest.raises(InputError, match=message):
+            convert(model_dir, output_dir, formats, "convert.overwrite=True")
+
+
+def test_all_of_a_method_with_one_format(model_dir, tmp_path):
+    config = make_config(model_dir, tmp_path, "convert.source=pretrained", "convert.formats=[all]")
+    del config.quantizer.group_size
+    config.quantizer._component_ = "hestia_tune.Fairy2iQATQuantizer"
+    recipe = ConvertRecipe(config)
+    assert recipe.formats == ["torchao"]
+    assert "is written as torchao; got gguf" in recipe.missing["gguf"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("name", "kind"), [("torchao", TernaryTensor), ("intx", IntxUnpackedToInt8Tensor)]
@@ -149,7 +183,7 @@ def test_existing_files_are_not_overwritten_without_the_option(model_dir, output
         (["convert.formats=gguf"], "convert.formats: give a list"),
         (["quantizer.groupsize=32"], "quantizer: .*groupsize"),
         (["convert.overwite=True"], "did you mean overwrite"),
-        (["convert.formats=[torchao,gguf]", "convert.block_type=Q8_0"], "TQ2_0, TQ1_0; got Q8_0"),
+        (["convert.formats=[torchao,gguf]", "convert.block_type=Q8_0"], "TQ1_0, Q2_K; got Q8_0"),
         (
             ["convert.formats=[torchao,gguf]", "convert.block_type=[TQ2_0,Q2_0]"],
             "no block of TQ2_0 or Q2_0 holds .*; use block_type Q4_0",
@@ -254,9 +288,9 @@ def test_a_packed_folder_can_call_only_builders(tmp_path, section):
 def test_names_map_back(model_dir, model_type):
     state = load_file(model_dir / "model.safetensors")
     by_name = names_in_files(model_type, model_dir)
-    assert sorted(by_name.values()) == sorted(state)
+    assert sorted(sum(by_name.values(), [])) == sorted(state)
     for ours, weight in read_weights(model_type, SafetensorsFolder(model_dir)):
-        assert torch.equal(weight.sort(0).values, state[by_name[ours]].sort(0).values)
+        assert torch.equal(weight.sort(0).values, state[by_name[ours][0]].sort(0).values)
 
 
 def test_the_tokenizer_takes_messages(model_dir, tmp_path):

@@ -1,6 +1,7 @@
 """Test ``hestia_eval``: all kinds of models, kept results, the preset, ranks, errors, training."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from hestia_tune.commands.evaluate import run_evaluation  # noqa: E402
 from hestia_tune.config.run import RunConfig  # noqa: E402
 from hestia_tune.errors import InputError  # noqa: E402
 from hestia_tune.evaluation import evaluator  # noqa: E402
+from hestia_tune.evaluation.texts import PROMPTS  # noqa: E402
 from hestia_tune.models.load import load_model  # noqa: E402
 
 FIVE = ["arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande"]
@@ -78,6 +80,19 @@ def test_every_kind_of_model_in_one_table(model_dir, trained, tasks, text, capsy
     losses = {n: m["perplexity"]["held_out"]["nll"] for n, m in found["models"].items()}
     # The packed model equals the hard model in every prediction, and in every bit of the loss.
     assert samples["packed"] == samples["trained"] and losses["packed"] == losses["trained"]
+    # Equal models have equal predictions, and every model continues the same prompts.
+    tables, prompts = found["tables"], [*PROMPTS]
+    assert list(tables["kl_divergence"]) == names[1:]
+    agreement = {name: row["held_out"]["value"] for name, row in tables["top1_agreement"].items()}
+    assert agreement["packed"] == agreement["trained"] < 1
+    ratio = tables["perplexity_ratio"]["trained"]["held_out"]["value"]
+    tokens = found["models"]["trained"]["perplexity"]["held_out"]["tokens"]
+    assert ratio == pytest.approx(
+        math.exp((losses["trained"] - losses["pretrained"]) / tokens), rel=1e-9
+    )
+    continued = {n: m["continuations"] for n, m in found["models"].items()}
+    assert all([*texts] == prompts for texts in continued.values())
+    assert continued["packed"] == continued["trained"] != continued["pretrained"]
     # The last checkpoint is fully annealed. Only its embeddings and norms are still float32.
     assert losses["checkpoint"] == pytest.approx(losses["checkpoint_hard"], abs=1e-6)
     assert losses["checkpoint_hard"] == pytest.approx(losses["trained"], rel=1e-3)
@@ -113,7 +128,7 @@ def test_hugging_face_folders_and_paths(model_dir, trained, tasks, text):
     assert run_evaluation(cfg) == 0
     models = json.loads((trained / "paths.json").read_text())["models"]
     assert len({m["perplexity"]["held_out"]["nll"] for m in models.values()}) == 1
-    files = {path.name: json.loads(path.read_text()) for path in (trained / "paths").iterdir()}
+    files = {path.name: json.loads(path.read_text()) for path in (trained / "paths").glob("*.json")}
     assert len(files) == 3 and files["trained.json"] == models["trained"]
     assert {result["name"]: result for result in files.values()} == models
 
@@ -127,7 +142,7 @@ def test_paths_that_differ_in_one_character_have_different_files(
     options = ("eval.tasks=[]", f"eval.perplexity.t.source={text}")
     cfg = config(model_dir, tmp_path, tasks, f"eval.models={names}", *options)
     assert run_evaluation(cfg) == 0
-    files = [json.loads(path.read_text()) for path in (tmp_path / "evaluation").iterdir()]
+    files = [json.loads(path.read_text()) for path in (tmp_path / "evaluation").glob("*.json")]
     assert {result["name"] for result in files} == set(names)
     assert len({result["perplexity"]["t"]["nll"] for result in files}) == 2
 
@@ -141,10 +156,9 @@ def test_paths_that_differ_in_one_character_have_different_files(
         ("eval.models=[pretraned]", "or give another folder, or one of pretrained"),
         ("eval.models=[]", "must name at least one model"),
         ("eval.models=pretrained", "eval.models: give a list"),
-        ("eval.tasks=[]", "eval needs tasks or perplexity"),
         ("eval.tasks=[tiny_choise]", "tiny_choice"),
         ("eval.window=32", "unknown key eval.window"),
-        ("eval.perplexity.x=3", "eval.perplexity.x: .* the mapping .* value: 3"),
+        ("eval.perplexity.x=3", "eval.perplexity.x must be a mapping of options; got 3"),
         ("eval.perplexity.x={sorce: y}", "did you mean source"),
         ("eval.perplexity.x={source: /nowhere.txt}", "/nowhere.txt does not exist"),
         (
@@ -165,6 +179,20 @@ def test_errors_come_before_any_model_is_loaded(
     with pytest.raises(InputError, match=message):
         run_evaluation(config(model_dir, tmp_path, tasks, "eval.models=[pretrained]", override))
     assert not (tmp_path / "evaluation.json").exists()
+
+
+def test_the_validation_data_are_measured_if_no_text_is_named(model_dir, trained, tasks, caplog):
+    options = ("eval.tasks=[]", "eval.models=[pretrained,trained]", "dataset_val.num=9")
+    cfg = config(model_dir, trained, tasks, *options, f"eval.output={trained / 'val.json'}")
+    cfg.dataset_val = {"_component_": "tiny.random_dataset", "num": 9, "seed": 1}
+    assert run_evaluation(cfg) == 0
+    found = json.loads((trained / "val.json").read_text())
+    assert found["models"]["trained"]["perplexity"]["dataset_val"]["documents"] == 9
+    assert found["tables"]["kl_divergence"]["trained"]["dataset_val"]["value"] > 0
+    cfg.dataset_val["_component_"] = "tiny.nothing"
+    with pytest.raises(InputError, match="eval needs tasks or perplexity; both are empty"):
+        run_evaluation(cfg)
+    assert "no text is measured: dataset_val could not be loaded" in caplog.text
 
 
 def test_another_quantizer_or_artifact_than_the_checkpoints(model_dir, trained, tasks):
@@ -223,25 +251,30 @@ def test_a_finished_model_is_not_evaluated_again(
         evaluate()
     assert not path.exists() and [file.name for file in folder.iterdir()] == ["pretrained.json"]
     loaded_names, first = evaluate()
-    assert loaded_names == ["naive", "trained"]
+    assert loaded_names == ["naive", "pretrained", "trained"]  # the first model is the reference
     loaded_names, again = evaluate()
     assert loaded_names == [] and again == first
-    # The order of the models changes the table, but no result.
+    # The order of the models changes the table, but no result of one model.
     names.reverse()
     loaded_names, turned = evaluate()
-    assert loaded_names == [] and turned["models"] == first["models"]
+    assert loaded_names == ["naive", "trained", "pretrained"]
+    assert turned["models"] == first["models"] and turned["tables"] != first["tables"]
     names.reverse()
+    assert evaluate() == ([], first)
+    everything = ["pretrained", "naive", "pretrained", "trained"]
     # Other settings and other texts replace the results.
     loaded_names, other = evaluate("eval.limit=5")
-    assert loaded_names == names and other["tables"] != first["tables"]
+    assert loaded_names == everything and other["tables"] != first["tables"]
     loaded_names, back = evaluate()
-    assert loaded_names == names and back == first
-    assert evaluate("eval.perplexity.t.max_tokens=40")[0] == names
+    assert loaded_names == everything and back == first
+    assert evaluate("eval.perplexity.t.max_tokens=40")[0] == everything
     text.write_text(text.read_text() + "More of it.")
-    assert evaluate()[0] == names
+    assert evaluate()[0] == everything
     # Another model or a damaged file replaces one result.
     (trained / "hard_model" / "config.json").touch()
-    assert evaluate()[0] == ["trained"]
+    assert evaluate()[0] == ["trained", "pretrained"]
+    (folder / "against_pretrained" / "naive.json").write_text("not JSON")
+    assert evaluate()[0] == ["naive", "pretrained"]
     for damaged in ("not JSON", "[]", '{"name": "naive"}', '{"nom": 3}'):
         (folder / "naive.json").write_text(damaged)
         assert evaluate()[0] == ["naive"]
@@ -288,10 +321,12 @@ def test_two_ranks_equal_one_rank(model_dir, trained, tasks, text, tmp_path):
     path = write_config(two, tmp_path / "two.yaml")
     done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"), recipe="hestia_eval")
     assert done.returncode == 0, done.stderr
-    first, second = (
-        json.loads((tmp_path / f"{name}.json").read_text())["models"] for name in ("one", "two")
-    )
+    found = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")]
+    first, second = (results["models"] for results in found)
+    one, two = (results["tables"]["kl_divergence"]["trained"]["t"]["value"] for results in found)
+    assert one == pytest.approx(two, rel=1e-5)
     for name in ("pretrained", "trained"):
         assert first[name]["tasks"]["samples"] == second[name]["tasks"]["samples"]
-        losses = [found[name]["perplexity"]["t"]["nll"] for found in (first, second)]
+        assert first[name]["continuations"] == second[name]["continuations"]
+        losses = [results[name]["perplexity"]["t"]["nll"] for results in (first, second)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -330,7 +330,7 @@ def test_it_is_converted(model_dir, finished, tmp_path):
     formats = "convert.formats=[torchao,huggingface,gguf,compressed_tensors,onnx]"
     assert run_convert(config(model_dir, tmp_path, source, formats)) == 0
     assert (tmp_path / "converted" / "model.gguf").exists()
-    assert (tmp_path / "converted" / "onnx" / "model.onnx").exists()
+    assert (tmp_path / "converted" / "onnx" / "onnx" / "model_q2.onnx").exists()
 
 
 def test_a_method_without_parameters(model_dir, tmp_path):

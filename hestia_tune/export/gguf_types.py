@@ -1,0 +1,171 @@
+"""Tensor types of ggml: which codes a block holds, how it is packed, and which type a weight gets.
+
+`hestia_tune.export.gguf` describes the types.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hestia_tune.errors import InputError
+from hestia_tune.export import gguf_q2_k
+from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.models.folder import ModelFolder
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """A tensor type of ggml.
+
+    Attributes:
+        name: ggml's name of the type.
+        ggml_id: ggml's number of the type.
+        file_type: Value of ``general.file_type`` for a model that consists mostly of this type.
+        block: Number of weights in a block; 1 for floats.
+        num_bytes: Bytes of a block.
+        run: Number of weights with a scale of their own. None: ``block``.
+        tolerance: The largest relative error of a weight. 0: the type is exact.
+    """
+
+    name: str
+    ggml_id: int
+    file_type: int
+    block: int
+    num_bytes: int
+    run: int | None = None
+    tolerance: float = 0.0
+
+    def fits(self, in_features: int, group_size: GroupSize, levels: int = 3) -> bool:
+        """Return whether the type holds the codes of a weight exactly.
+
+        Blocks must tile the rows, no run may contain parts of two groups, and the integers of the
+        type must hold the codes. Q4_0 has the integers -8 to 7, Q2_K has 0 to 3, and the other
+        types have -1 to 1.
+        """
+        if levels == 4 and self.name not in ("Q4_0", "Q2_K"):
+            return False
+        group = in_features if isinstance(group_size, str) else group_size
+        return in_features % self.block == 0 and group % (self.run or self.block) == 0
+
+    def pack(
+        self, codes: torch.Tensor, scales: torch.Tensor, name: str, levels: int = 3
+    ) -> np.ndarray:
+        """Return the blocks as bytes, uint8 (out_features, in_features / block, num_bytes).
+
+        Args:
+            codes: int8 (out_features, in_features) that the type holds.
+            scales: bfloat16 (out_features or 1, groups). Every group consists of whole runs.
+            name: Name of the weight, for the error.
+            levels: Number of different codes.
+
+        Raises:
+            InputError: If a scale is neither 0 nor in fp16's normal range.
+        """
+        # Compare in float32, because bfloat16 rounds half.max up.
+        half, single = torch.finfo(torch.float16), scales.float()
+        bad = (single != 0) & ((single < half.smallest_normal) | (single > half.max))
+        if bad.any():
+            row, group = bad.nonzero()[0].tolist()
+            raise InputError(
+                f"a GGUF scale is 0 or a float16 of the normal range; group {group} of row {row} "
+                f"of {name} has the scale {scales[row, group].item():.9g}; leave gguf out of "
+                "convert.formats, or name the layer in quantizer.exclude and train again"
+            )
+        array = codes.numpy()
+        if self.name == "Q2_K":
+            return gguf_q2_k.pack(array, single.expand(len(codes), -1).numpy(), levels)
+        fp16 = scales.half().expand(len(codes), -1).numpy().astype("<f2")
+        fp16 = fp16.repeat(codes.shape[1] // self.block // fp16.shape[1], axis=1)
+        shape = (*fp16.shape, self.num_bytes)  # (out_features, blocks of a row, bytes)
+        fp16 = fp16[..., None].view(np.uint8)
+        if self.name.startswith("TQ"):
+            import gguf
+
+            kind = gguf.GGMLQuantizationType(self.ggml_id)
+            blocks = gguf.quants.quantize(array.astype(np.float32), kind).reshape(shape)
+            blocks[..., -2:] = fp16
+            return blocks
+        if self.name == "Q2_0":  # byte i holds code + 1 of the weights 4i to 4i + 3
+            fields, width = (array + 1).reshape(*shape[:2], 16, 4), 2
+        else:  # Q4_0: byte i holds code + 8 of the weights i and i + 16
+            fields, width = (array + 8).reshape(*shape[:2], 2, 16).swapaxes(-1, -2), 4
+        shifts = np.arange(0, 8, width, dtype=np.uint8)
+        packed = np.bitwise_or.reduce(fields.astype(np.uint8) << shifts, axis=-1)
+        return np.concatenate([fp16, packed], axis=-1)
+
+    def holds(self, data: np.ndarray, weight: torch.Tensor) -> bool:
+        """Return whether bytes, uint8 (bytes,), are a weight within the type's tolerance."""
+        expected = weight.float()
+        found = torch.from_numpy(self.unpack(data)).view(weight.shape)
+        return bool(((found - expected).abs() <= self.tolerance * expected.abs()).all())
+
+    def unpack(self, data: np.ndarray) -> np.ndarray:
+        """Return the weights, float32 (weights,), of the bytes of their blocks, uint8 (bytes,)."""
+        if self.name != "Q2_0":
+            import gguf
+
+            return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(self.ggml_id))
+        blocks = data.reshape(-1, self.num_bytes)
+        scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+        fields = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & np.uint8(3)
+        codes = fields.reshape(len(blocks), self.block).astype(np.int8) - 1
+        return (codes * scales).reshape(-1)
+
+
+# The smallest type is first.
+BLOCK_TYPES = {
+    "TQ1_0": TensorType("TQ1_0", 34, 36, 256, 54),
+    "TQ2_0": TensorType("TQ2_0", 35, 37, 256, 66),
+    "Q2_0": TensorType("Q2_0", 42, 41, 64, 18),
+    "Q2_K": TensorType("Q2_K", 10, 10, 256, 84, gguf_q2_k.RUN, gguf_q2_k.TOLERANCE),
+    "Q4_0": TensorType("Q4_0", 2, 2, 32, 18),
+}
+
+
+def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, TensorType]:
+    """Return the block type of every quantized weight, by the weight's name.
+
+    Args:
+        source: The model.
+        names: One of `BLOCK_TYPES`, or several, of which the first that fits is taken.
+
+    Raises:
+        InputError: If a type is unknown, or if no type holds the groups of a weight.
+    """
+    names = [names] if isinstance(names, str) else names
+    if not names or set(names) - set(BLOCK_TYPES):
+        raise InputError(
+            f"block_type must be one or several of {', '.join(BLOCK_TYPES)}; got {names!r}"
+        )
+    levels = source.method.levels
+    return {
+        name: choose_block_type(names, source.shapes[name][1], group_size, name, levels)
+        for name, group_size in source.quantized.items()
+    }
+
+
+def choose_block_type(
+    names: Sequence[str], in_features: int, group_size: GroupSize, weight: str, levels: int = 3
+) -> TensorType:
+    """Return the first block type of ``names`` that holds such groups exactly.
+
+    Args:
+        names: Names of block types.
+        in_features: Length of the weight's rows.
+        group_size: The weight's group size.
+        weight: Name of the weight, for the error.
+        levels: Number of different codes.
+
+    Raises:
+        InputError: If no type of ``names`` holds the groups.
+    """
+    for name in names:
+        if BLOCK_TYPES[name].fits(in_features, group_size, levels):
+            return BLOCK_TYPES[name]
+    raise InputError(
+        f"no block of {' or '.join(names)} holds {weight} exactly (in_features {in_features}, "
+        f"group_size {group_size}, {levels} levels); use block_type Q4_0 with blocks of 32, or "
+        "leave the weight out of quantized, to be stored densely"
+    )

@@ -1,0 +1,177 @@
+"""Writes a hard model as a folder for mlx-lm, in the affine layout of MLX with 1 or 2 bits.
+
+A weight in MLX is scales * field + biases, with one scale and one bias per block of 128, 64 or 32
+columns. A block is the largest of these that divides the group. A scale that covers more columns is
+repeated. The files hold these tensors for each quantized linear; the codes are -1, 0, 1 (ternary),
+-1, 1 (binary) or -3, -1, 1, 3 (four levels), and c is the largest code:
+
+    NAME.weight   uint32 (out_features, in_features * bits / 32): fields of (code + c) / d, the
+                  first weight in the lowest bits. d is 1 for ternary codes, 2 for the others.
+    NAME.scales   bfloat16 (out_features, blocks): d * scale
+    NAME.biases   bfloat16 (out_features, blocks): -c * scale
+
+All other tensors are in bfloat16. The arithmetic of MLX is exact in bfloat16: d * scale is a power
+of two times the scale, c * scale is a value of the hard weight, and so is the sum for every field.
+The product of a scale and a field is 0, 1, 2 or 3 times d * scale, and each is exact for the same
+reasons. The tests run through all codes and scales.
+
+Before the folder gets its name, MLX dequantizes every weight, which must equal the hard model's.
+mlx-lm then loads the folder and runs it on 8 tokens in float32. Its logits are compared with the
+logits of transformers, because mlx-lm has its own code for every architecture. Memory: the hard
+model in float32, after the packed model has been freed.
+"""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hestia_tune.errors import InputError
+from hestia_tune.export.folder import split_weights, write_safetensors
+from hestia_tune.models.class_logits import require_same_logits
+from hestia_tune.models.folder import ModelFolder, import_optional
+from hestia_tune.models.hugging_face_files import load_hard
+from hestia_tune.tensors.group_tensor import GroupTensor
+from hestia_tune.tensors.kernels import BLOCKS
+
+_RENAMED = {"mistral": "llama"}  # model types that mlx-lm reads with the code of another type
+# Largest relative difference of logits in float32. The two libraries multiply in other orders.
+_LOGITS_TOLERANCE = 1e-3
+
+
+def write_mlx(source: ModelFolder, target: Path, *, overwrite: bool = False) -> dict[str, Any]:
+    """Write a hard model as a folder for mlx-lm, with 2 bits per code (1 bit for binary codes).
+
+    Args:
+        source: The model; `mlx_blocks` checks it.
+        target: The folder to write. Its parents are made.
+        overwrite: Replace a model folder that exists, once the new folder is complete.
+
+    Returns:
+        What `hestia_tune.export.write_huggingface` returns.
+
+    Raises:
+        InputError: If `mlx_blocks` or `write_huggingface` raises it; or if mlx-lm does not load or
+            run the folder, or gives other logits than the hard model's.
+        OSError: If the disk is full.
+        RuntimeError: If a file that is read back, or a weight that MLX dequantizes, differs.
+    """
+    blocks = mlx_blocks(source)
+
+    def split(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return _affine(source.pack(name, weight), blocks[name])
+
+    bits = 1 if source.method.levels == 2 else 2
+    layers = {
+        name.removesuffix(".weight"): {"group_size": block, "bits": bits, "mode": "affine"}
+        for name, block in blocks.items()
+    }
+    most = Counter(blocks.values()).most_common(1)[0][0]
+    default = {"group_size": most, "bits": bits, "mode": "affine"}
+    layout = default | {name: how for name, how in layers.items() if how != default}
+    # mlx-lm reads the first key. Its own converter writes both, and the hub shows the second.
+    config = source.config | {"quantization": layout, "quantization_config": layout}
+    config |= _rotary(source.config)
+    entries, check = split_weights(source, split), partial(_check, source, blocks, bits)
+    return write_safetensors(source, target, entries, config, source.description, overwrite, check)
+
+
+def mlx_blocks(source: ModelFolder) -> dict[str, int]:
+    """Return the number of columns that share a scale in MLX, for each quantized weight.
+
+    Args:
+        source: The model.
+
+    Raises:
+        InputError: If mlx or mlx-lm is missing; if mlx-lm does not have the architecture; if no
+            layer is quantized; or if no block divides the groups of a weight.
+    """
+    import_optional("mlx.core", "mlx")
+    # An import of mlx_lm would lower this process's limit of open files, so only its path is read.
+    spec = importlib.util.find_spec("mlx_lm")
+    package = Path((spec or import_optional("mlx_lm", "mlx").__spec__).origin).parent
+    kind = source.config.get("model_type")
+    if not (package / "models" / f"{_RENAMED.get(kind, kind)}.py").is_file():
+        raise InputError(
+            f"the installed mlx-lm does not know the model_type {kind}; export to another format"
+        )
+    if not source.quantized:
+        raise InputError("quantized must name at least one linear layer; got none")
+    blocks = {}
+    for name, size in source.quantized.items():
+        width = size if isinstance(size, int) else source.shapes[name][1]
+        blocks[name] = next((block for block in BLOCKS if width % block == 0), 0)
+        if not blocks[name]:
+            raise InputError(
+                f"MLX needs groups, or whole rows, of a multiple of {BLOCKS[-1]} weights; {name} "
+                f"has {width}; export to another format"
+            )
+    return blocks
+
+
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding by the keys of transformers 4, which mlx-lm's Llamas read.
+
+    transformers 5 writes ``rope_parameters`` instead. A model with several rotary embeddings keeps
+    its keys.
+    """
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" not in rope:
+        return {}
+    scaled = rope.get("rope_type", "default") != "default"
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": rope if scaled else None}
+
+
+def _affine(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of one weight; see the module docstring."""
+    largest, distance = hard.grid()
+    scale = hard.scale.repeat_interleave(hard.block_size[-1] // block, 1).expand(len(hard), -1)
+    return {
+        "weight": hard.qdata.view(torch.uint32),
+        "scales": (distance * scale).contiguous(),
+        "biases": (-largest * scale).contiguous(),
+    }
+
+
+def _check(source: ModelFolder, blocks: dict[str, int], bits: int, folder: Path) -> None:
+    """Compare the weights and the logits of a folder, as MLX and mlx-lm compute them.
+
+    Args:
+        source: The hard model.
+        blocks: Name of each quantized weight -> the columns that share a scale.
+        bits: Bits per code.
+        folder: The folder that was written.
+
+    Raises:
+        RuntimeError: If a dequantized weight differs from the hard model's.
+        InputError: If the logits differ, or if mlx-lm does not load or run the folder.
+    """
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    tensors: dict[str, Any] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors.update(mx.load(str(file)))  # mapped: nothing is read yet
+    for name, block in blocks.items():
+        parts = [tensors[f"{name.removesuffix('weight')}{p}"] for p in ("scales", "biases")]
+        dense = mx.dequantize(tensors[name], *parts, group_size=block, bits=bits)
+        found = torch.from_numpy(np.array(dense.astype(mx.float32)))
+        if not torch.equal(found, source.read_hard(name).float()):
+            raise RuntimeError(f"{name} dequantized by MLX differs from its source")
+    tokens = np.arange(8)[None] % source.config["vocab_size"]  # (1, 8)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        model, _ = load_model(folder)
+        model.set_dtype(mx.float32)
+        logits = torch.from_numpy(np.array(model(mx.array(tokens))))
+        del model  # before the hard model is loaded
+        with torch.no_grad():
+            return logits, load_hard(source, torch.float32)(torch.from_numpy(tokens)).logits
+
+    rule = f"mlx-lm must load a packed {source.config['model_type']} with the hard model's logits"
+    require_same_logits(run, _LOGITS_TOLERANCE, rule, "export to another format")

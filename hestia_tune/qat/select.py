@@ -1,0 +1,106 @@
+"""Choose which linears, and which weights of experts, are quantized."""
+
+import fnmatch
+import re
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from hestia_tune.config import nearest
+from hestia_tune.errors import InputError
+from hestia_tune.methods import Method
+from hestia_tune.qat.experts import ExpertsWeight, experts_weights
+from hestia_tune.qat.linear import clean_fqn
+
+_IN_NUMBERED_BLOCK = re.compile(r"(^|\.)\d+\.")
+_LEFT_OUT = re.compile(r"(^|\.)(gate|router|shared_expert_gate|dt_proj)$")
+
+
+def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
+    """Return whether a module is a linear in a numbered block, such as ``layers.3.attn.q_proj``.
+
+    This is the default filter. Embeddings and norms are not linears, and the output head is outside
+    the blocks. The filter leaves out the output projection of ``nn.MultiheadAttention``, because
+    that module reads its weight directly. So does Mamba with its ``dt_proj``, which is left out by
+    its name. By their names, the filter also leaves out the linears that choose among experts. They
+    are tiny, and their output decides which experts run.
+    """
+    if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
+    return bool(_IN_NUMBERED_BLOCK.search(fqn)) and not _LEFT_OUT.search(fqn)
+
+
+def select_layers(
+    model: nn.Module,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+) -> dict[str, nn.Linear | ExpertsWeight]:
+    """Return the linears and the weights of experts to quantize, by fully qualified name.
+
+    Args:
+        model: The model.
+        include: Shell patterns over fully qualified names (``layers.*.mlp.*``), or None for
+            `is_transformer_linear` and the experts in numbered blocks.
+        exclude: Shell patterns of layers to leave out again.
+
+    Raises:
+        InputError: If the matrices in the model's blocks are not linears, a pattern matches no
+            linear, no linear is left, or the model is itself a linear.
+    """
+    if isinstance(model, nn.Linear):
+        raise InputError("the model is itself a linear and cannot be swapped in place; wrap it")
+    linears = {
+        clean_fqn(fqn): module
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear)
+    }
+    experts = experts_weights(model)
+    layers = linears | experts
+    default = {fqn for fqn, module in linears.items() if is_transformer_linear(module, fqn)}
+    default |= {fqn for fqn in experts if _IN_NUMBERED_BLOCK.search(fqn)}
+    named = model.named_modules()
+    blocks = {
+        m for fqn, m in named if _IN_NUMBERED_BLOCK.search(fqn) and not isinstance(m, nn.Linear)
+    }
+    kinds = {type(m).__name__ for m in blocks if any(p.dim() == 2 for p in m.parameters(False))}
+    if kinds and not default:  # Even if a pattern names a head: it may be tied to the embedding.
+        raise InputError(
+            f"the matrices in the model's blocks are not linears but {', '.join(sorted(kinds))}, "
+            "which cannot be quantized; use another model"
+        )
+
+    def matching(patterns: Sequence[str], option: str) -> set[str]:
+        names = set()
+        for pattern in patterns:
+            hits = fnmatch.filter(layers, pattern)
+            if not hits:
+                examples = ", ".join(list(linears)[:3])
+                raise InputError(
+                    f"{option} pattern {pattern!r} matches no linear of the model"
+                    f"{nearest(pattern, layers)}; its linears are named like {examples}"
+                )
+            names.update(hits)
+        return names
+
+    chosen = default if include is None else matching(include, "include")
+    chosen = chosen - matching(exclude, "exclude")
+    if not chosen:
+        raise InputError(
+            f"no linear of the model is selected (it has {len(linears)}); "
+            "name the linears to quantize by include, for example include=['*']"
+        )
+    return {fqn: layer for fqn, layer in layers.items() if fqn in chosen}
+
+
+def check_layer(method: Method, layer: nn.Linear | ExpertsWeight, name: str) -> None:
+    """Raise InputError, with the layer's name, if a method cannot quantize a layer."""
+    in_rows = not (method.scales_span_rows or method.pairs_rows)
+    is_plain = not (method.parameter_names or method.needs_training)
+    if isinstance(layer, ExpertsWeight) and not (in_rows and is_plain):
+        raise InputError(
+            "the weights of experts need a method whose scales lie within rows, without parameters "
+            f"of its own; got {method.key()} for {name}; leave the experts out by "
+            "exclude=['*.experts.*'], or set skip_incompatible=True"
+        )
+    method.check_layer(layer.in_features, layer.out_features, name)

@@ -1,0 +1,178 @@
+"""Tests MLX folders: the hard model in stock mlx-lm, the layout, and errors."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from families import make_family
+from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
+from safetensors.torch import load_file, save_file
+
+from hestia_tune.errors import InputError
+from hestia_tune.export import mlx as mlx_export
+from hestia_tune.export.folder import write_huggingface
+from hestia_tune.export.mlx import write_mlx
+from hestia_tune.methods import Method
+from hestia_tune.methods.groups import round_scale
+from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
+from hestia_tune.tensors import read_hard
+
+transformers = pytest.importorskip("transformers")
+mx = pytest.importorskip("mlx.core")
+utils = pytest.importorskip("mlx_lm.utils")
+TOKENS = torch.arange(2, 42)[None]
+METHODS = {2: "even, codebook=binary", 3: "ternary", 4: "even, codebook=int2"}
+
+
+def logits(folder, load=utils.load_model) -> torch.Tensor:
+    """Return the logits of stock mlx-lm, computed in float32."""
+    model, _ = load(folder)
+    model.set_dtype(mx.float32)
+    return torch.from_numpy(np.array(model(mx.array(TOKENS.numpy()))))
+
+
+@torch.no_grad()
+def expected_logits(folder) -> torch.Tensor:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, dtype=torch.float32)(TOKENS).logits
+
+
+def naive(folder, group_size, levels=3) -> ModelFolder:
+    """Return a model whose linears are quantized while they are read."""
+    names = [name for name in SafetensorsFolder(folder).shapes if is_linear(name)]
+    sizes, method = dict.fromkeys(names, group_size), Method.from_key(METHODS[levels])
+    return ModelFolder(folder, sizes, quantize=True, method=method)
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4])
+@pytest.mark.parametrize("group_size", [32, 64, 128, "channel"])
+def test_logits_equal_the_hard_models(tmp_path, group_size, levels):
+    source = naive(DEMO, group_size, levels)
+    summary = write_mlx(source, tmp_path / "out")
+    write_huggingface(source, tmp_path / "hard")
+    found, expected = logits(tmp_path / "out"), expected_logits(tmp_path / "hard")
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    block = group_size if isinstance(group_size, int) else 128
+    bits = 1 if levels == 2 else 2
+    assert summary["quantized_bits_per_weight"] == bits + 32 / block
+    layout = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    assert layout == {"group_size": block, "bits": bits, "mode": "affine"}
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4])
+def test_every_code_of_every_scale_is_exact(levels):
+    """Run through all significands of bfloat16, at several exponents, in MLX's own arithmetic."""
+    significands = torch.arange(128, 256).float() / 128
+    scales = torch.cat([significands * 2.0**e for e in (-20, -7, 0, 5)])
+    scales = round_scale(scales, levels).unique().bfloat16()
+    largest, distance = {2: (1, 2), 3: (1, 1), 4: (3, 2)}[levels]
+    codes = torch.arange(-largest, largest + 1, distance).repeat(32)[:32]
+    weight = codes.bfloat16() * scales[:, None]  # (scales, 32)
+    assert torch.equal(weight.double(), codes.double() * scales[:, None].double())
+    parts = mlx_export._affine(read_hard(weight, 32, levels), 32)
+    arrays = [mx.array(v.view(torch.int32).numpy().view(np.uint32)) for v in [parts["weight"]]]
+    arrays += [mx.array(parts[k].float().numpy()).astype(mx.bfloat16) for k in ("scales", "biases")]
+    dense = mx.dequantize(*arrays, group_size=32, bits=1 if levels == 2 else 2)
+    assert dense.dtype == mx.bfloat16
+    assert torch.equal(torch.from_numpy(np.array(dense.astype(mx.float32))), weight.float())
+
+
+def test_fields_scales_and_biases_by_hand(tmp_path):
+    folder = tmp_path / "model"
+    write_mlx(ModelFolder(folder, ternarize(DEMO, folder, 128)), tmp_path / "out")
+    hard, state = (load_file(tmp_path / f / "model.safetensors") for f in ("model", "out"))
+    name = "model.layers.1.mlp.down_proj"
+    words = state[f"{name}.weight"].view(torch.int32)
+    scales, biases = (state[f"{name}.{part}"].float() for part in ("scales", "biases"))
+    assert torch.equal(scales, -biases)
+    for row in (0, 77):
+        for column in (0, 17, 300):
+            field = int(words[row, column // 16]) >> 2 * (column % 16) & 3
+            group = column // 128
+            weight = field * scales[row, group] + biases[row, group]
+            assert weight == hard[f"{name}.weight"][row, column]
+
+
+def test_layers_that_differ_have_entries_of_their_own(tmp_path):
+    """Some layers are dense, one has another group size, biases and a group of zeros are kept."""
+    folder, name = tmp_path / "model", "model.layers.1.mlp.down_proj.weight"
+    quantized = random_qwen2(folder, 64, intermediate_size=96 * 2)
+    quantized = {n: 64 for n in quantized if "o_proj" not in n} | {name: "channel"}
+    state = load_file(folder / "model.safetensors")
+    state[name] = (state[name].sign() * 0.25).bfloat16()
+    state["model.layers.0.mlp.up_proj.weight"][3, :64] = 0
+    save_file(state, folder / "model.safetensors")
+    quantized["model.layers.0.mlp.down_proj.weight"] = 32
+    write_mlx(ModelFolder(folder, quantized), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    odd = {"group_size": 32, "bits": 2, "mode": "affine"}
+    assert config["quantization"] == {
+        "group_size": 64,
+        "bits": 2,
+        "mode": "affine",
+        "model.layers.0.mlp.down_proj": odd,
+    }
+    found, expected = logits(tmp_path / "out"), expected_logits(folder)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("a b").input_ids
+
+
+@pytest.mark.parametrize(
+    "family", ["Llama 3 (scaled rotary)", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3"]
+)
+def test_families(tmp_path, family):
+    layers = {"num_hidden_layers": 6} if family == "Gemma 3" else {}  # every sixth is global
+    source = naive(make_family(tmp_path / "model", family, **layers), 32)
+    write_mlx(source, tmp_path / "out")  # this compares the logits
+
+
+def refuse(source, tmp_path, error, match):
+    target = tmp_path / "out" / "model"
+    target.parent.mkdir(exist_ok=True)
+    with pytest.raises(error, match=match):
+        write_mlx(source, target)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    quantized = ternarize(DEMO, folder, 16)
+    message = r"multiple of 32 weights; model\.layers\.0\..* has 16; export to another format"
+    refuse(ModelFolder(folder, quantized), tmp_path, InputError, message)
+    refuse(ModelFolder(folder, {}), tmp_path, InputError, "at least one linear layer; got none")
+    edit_json(folder / "config.json", model_type="opt")
+    message = "mlx-lm does not know the model_type opt"
+    refuse(ModelFolder(folder, quantized), tmp_path, InputError, message)
+    for package in ("mlx_lm", "mlx.core"):
+        monkeypatch.setitem(sys.modules, package, None)
+        remedy = r"pip install 'hestia-tune\[mlx\]'"
+        refuse(ModelFolder(folder, quantized), tmp_path, InputError, remedy)
+
+
+def test_a_model_that_mlx_computes_otherwise_is_refused(tmp_path):
+    """mlx-lm ignores the activation function of a Llama, so its logits differ."""
+    source = naive(DEMO, 128)
+    folder = tmp_path / "model"
+    write_huggingface(source, folder)
+    edit_json(folder / "config.json", hidden_act="relu")
+    message = "packed llama with the hard model's logits; their relative difference is .* export to"
+    refuse(ModelFolder(folder, source.quantized), tmp_path, InputError, message)
+
+
+def test_a_weight_that_mlx_reads_otherwise_is_found(tmp_path, monkeypatch):
+    folder, honest = tmp_path / "model", mlx_export._affine
+    quantized = ternarize(DEMO, folder, 128)
+
+    def damaged(hard, block):
+        parts = honest(hard, block)
+        parts["weight"].view(torch.int32)[0, 0] ^= 1
+        return parts
+
+    monkeypatch.setattr(mlx_export, "_affine", damaged)
+    source = ModelFolder(folder, quantized)
+    message = r"layers\.0\.mlp\.down_proj\.weight dequantized by MLX differs from its source"
+    refuse(source, tmp_path, RuntimeError, message)
