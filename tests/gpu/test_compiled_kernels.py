@@ -2,8 +2,8 @@
 
 `cuda_kernels.py` says how. It runs in a process of its own, which sees a device that is only
 described. The number of kernels needs no CUDA build of torch for most methods. The binaries do:
-HESTIA_CUDA_PYTHON names the Python of an environment with a CUDA build of torch, in which
-`hestia_tune` can be imported.
+HESTIA_CUDA_PYTHON names the Python of an environment with a CUDA build of torch (`pip install
+torch` on Linux), torchao, torchtune and torchdata. No GPU is needed there either.
 """
 
 import json
@@ -68,7 +68,11 @@ def test_a_formula_is_one_kernel():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("HESTIA_CUDA_PYTHON" not in os.environ, reason="set HESTIA_CUDA_PYTHON")
+@pytest.mark.long  # two minutes of one core for each capability
+@pytest.mark.skipif(
+    "HESTIA_CUDA_PYTHON" not in os.environ,
+    reason="HESTIA_CUDA_PYTHON must name a Python that has a CUDA build of torch",
+)
 @pytest.mark.parametrize(("capability", "target"), [("8.0", "sm_80"), ("9.0", "sm_90a")])
 def test_all_kernels_of_all_methods_compile_and_one_configuration_spills_nothing(
     capability, target
