@@ -3,7 +3,7 @@
 `cuda_kernels.py` says how. It runs in a process of its own, which sees a device that is only
 described. The number of kernels needs no CUDA build of torch for most methods. The binaries do:
 HESTIA_CUDA_PYTHON names the Python of an environment with a CUDA build of torch (`pip install
-torch` on Linux), torchao, torchtune and torchdata. No GPU is needed there either.
+torch` on Linux) and torchao. No GPU is needed there either.
 """
 
 import json
