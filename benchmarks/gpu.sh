@@ -56,6 +56,8 @@ kernels() {
   step quantizer_bfloat16 300 python benchmarks/quantizer.py "${shape[@]}" --dtype bfloat16
   step distillation 300 python benchmarks/distillation.py --device cuda --batch 16 --seq-len 1024 \
     --vocabulary 128256
+  step logits 300 python benchmarks/logits.py --device cuda --dtype bfloat16 --scale 1 --batch 8 \
+    --seq-len 1024
   step inference 400 python benchmarks/inference.py --device cuda --models llama3_2_1b --threads 1
 }
 

@@ -265,10 +265,19 @@ def require_finite(name: str, *tensors: Tensor) -> None:
 def fused(key: str, formula: str):
     """Return a formula of a method as fused kernels, one set for weights of every shape.
 
+    Shapes are symbols, but the method's options are constants. With a symbol as the group size,
+    Inductor makes a second pass over the weight on CUDA, or fails with the error `CantSplit`.
+
     The same kernel does not round its result to bfloat16. On a CPU that rounding made the kernel
     3.6 times slower.
     """
-    return torch.compile(getattr(Method.from_key(key), formula), dynamic=True)
+    compiled = torch.compile(getattr(Method.from_key(key), formula), dynamic=True)
+
+    def call(*arguments):
+        with torch._dynamo.config.patch(specialize_int=True):
+            return compiled(*arguments)
+
+    return call
 
 
 @torch.library.custom_op("hestia::formula", mutates_args=())

@@ -64,11 +64,15 @@ def require_matrix(weight: Tensor) -> None:
         )
 
 
-def block_view(weight: Tensor, group_size: GroupSize) -> Tensor:
-    """View (out_features, in_features) as (rows, groups, group); see the module docstring."""
+def block_view(weight: Tensor, group_size: GroupSize, groups: int = -1) -> Tensor:
+    """View (out_features, in_features) as (rows, groups, group); see the module docstring.
+
+    A caller may pass the number of groups in a row, if a tensor has this size. A compiler then
+    knows that in_features is a multiple of it.
+    """
     require_matrix(weight)
     if group_size == "tensor":
         return weight.reshape(1, 1, -1)
     check_divides(group_size, weight.shape[1])
     group = weight.shape[1] if group_size == "channel" else group_size
-    return weight.unflatten(1, (-1, group))
+    return weight.unflatten(1, (groups, group))

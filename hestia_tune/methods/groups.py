@@ -225,9 +225,19 @@ class GroupMethod(Method):
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
         check_divides(self.group_size, in_features, name)
 
-    def blocks(self, weight: Tensor) -> Tensor:
-        """Return a weight or its gradient as (rows, groups, group) in the dtype of formulas."""
-        return block_view(weight, self.group_size).to(compute_dtype(weight))
+    def blocks(self, weight: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
+        """Return a weight or its gradient as (rows, groups, group) in the dtype of formulas.
+
+        With the method's ``parameters``, (rows, groups) each, a compiled formula is one kernel.
+        """
+        groups = parameters[0].shape[1] if parameters else -1
+        return block_view(weight, self.group_size, groups).to(compute_dtype(weight))
+
+    def unblock(self, blocks: Tensor, weight: Tensor) -> Tensor:
+        """Return `blocks` in the shape and dtype of ``weight``, from which they were made."""
+        blocks = blocks.to(weight.dtype)
+        # A compiler does not know that groups fill rows. It would make `view_as` a second kernel.
+        return blocks.view_as(weight) if self.scales_span_rows else blocks.flatten(1)
 
     def require_rows(self, what: str) -> None:
         """Raise InputError if a scale covers several rows. ``what`` names the reason."""
@@ -289,18 +299,18 @@ class GroupMethod(Method):
         return [each.to(p.dtype) for each, p in zip(sums, parameters, strict=True)]
 
     def effective_weight(self, weight, tau, pressure, parameters=(), total=None):
-        w, total = self.blocks(weight), total if self.scales_span_rows else None
+        w, total = self.blocks(weight, parameters), total if self.scales_span_rows else None
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         quantized = self.relaxed(w, tau, parameters, total)
         effective = (1.0 - pressure) * w + pressure * quantized
-        return effective.to(weight.dtype).view_as(weight)
+        return self.unblock(effective, weight)
 
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
-        w, total = self.blocks(weight), total if self.scales_span_rows else None
+        w, total = self.blocks(weight, parameters), total if self.scales_span_rows else None
         tau, pressure = tau.to(w.dtype), pressure.to(w.dtype)
         slope, *others = self.slopes(w, tau, parameters, total)
-        g = self.blocks(grad).to(w.dtype)
-        grad_w = (g * ((1.0 - pressure) + pressure * slope)).to(weight.dtype).view_as(weight)
+        g = self.blocks(grad, parameters).to(w.dtype)
+        grad_w = self.unblock(g * ((1.0 - pressure) + pressure * slope), weight)
         sums = [pressure * (g * other).sum(-1) for other in others]  # (rows, groups)
         return grad_w, *self.parameter_grads(sums, parameters)
 
@@ -313,7 +323,7 @@ class GroupMethod(Method):
 
     def hard(self, weight, parameters=(), total=None):
         _, scale, code = self.quantized(weight, parameters, total)
-        return self.values(scale, code, parameters).to(weight.dtype).view_as(weight)
+        return self.unblock(self.values(scale, code, parameters), weight)
 
     def codes(self, weight, parameters=()):
         _, scale, code = self.quantized(weight, parameters)

@@ -83,7 +83,8 @@ class TWNMethod(StraightThroughMethod):
                 sums = total(torch.stack(sums)).unbind()
             return sums[0] / sums[1].clamp(min=1.0)
 
-        threshold = (self.delta * mean(torch.ones_like(w, dtype=torch.bool))).to(w.dtype)
+        # All weights, NaN too. A compiler would count a tensor of ones by a kernel of its own.
+        threshold = (self.delta * mean(~(w.abs() < 0.0))).to(w.dtype)
         # "Not below" instead of "at least", so that a NaN stays in the mean.
         kept = ~(w.abs() < threshold)
         scale = round_scale(mean(kept).clamp(min=SCALE_EPS), self.levels).to(w.dtype)

@@ -172,6 +172,9 @@ class Int4Pack(Kernel):
         return multiply(x, self.parts[0], self._group_size, self.parts[1])
 
 
+_SPLITS = 16  # In how many parts of whole groups gemlite splits a row, at most.
+
+
 class Gemlite(Kernel):
     """See the module docstring. It takes as much memory as the packed weight."""
 
@@ -182,8 +185,10 @@ class Gemlite(Kernel):
 
     @classmethod
     def limit(cls, weight):
-        if weight.shape[1] % 32 or weight.block_size[-1] < 16:
-            return "needs in_features that are a multiple of 32, and groups of 16 or more"
+        columns, group = weight.shape[1], weight.block_size[-1]
+        # A block of gemlite's kernels has a power of two of weights, 32 or more, and one scale.
+        if columns % 32 or (group != columns and (group < 32 or group.bit_count() > 1)):
+            return "needs in_features that are a multiple of 32, and groups of 32, 64, 128, ..."
         return super().limit(weight)
 
     def __init__(self, weight):
@@ -197,7 +202,13 @@ class Gemlite(Kernel):
         )
         scale = weight.scale.expand(rows, -1).contiguous().to(weight.dtype)
         self._linear.pack((weight.codes() + 1).to(torch.uint8), scale, 1)
-        self.parts = list(self._linear.parameters())
+        # A product with 5 to 63 rows also reads scales behind the last group and multiplies them by
+        # 0. Without these zeros, infinity or NaN in the memory there would make the product NaN.
+        padded = F.pad(self._linear.scales, (0, 0, 0, _SPLITS))
+        self._linear.scales.data = padded[:-_SPLITS]
+        self.parts = [
+            padded if part is self._linear.scales else part for part in self._linear.parameters()
+        ]
 
     def product(self, x):
         return self._linear(x)

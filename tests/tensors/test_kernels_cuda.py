@@ -1,9 +1,16 @@
-"""Test CUDA kernels: gemlite's layout by its own code on the CPU, and products on a GPU."""
+"""Test CUDA kernels: gemlite's layout by its own code on the CPU, and products on a GPU.
+
+Triton's interpreter computes gemlite's products in float16 on the CPU (`interpreted_gemlite.py`).
+"""
 
 import importlib
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,7 +73,25 @@ def test_the_layout_of_gemlite(gemlite, shape):
 def test_gemlite_refuses_other_weights():
     assert "cuda" in Gemlite.limit(ternary(8, 64, 32))
     assert "multiple of 32" in Gemlite.limit(ternary(8, 48, 16))
-    assert "groups of 16" in Gemlite.limit(ternary(8, 64, 8))
+    for shape in ((8, 64, 16), (8, 192, 96), (8, 384, 192)):  # A block would have two scales.
+        assert "groups of 32" in Gemlite.limit(ternary(*shape, torch.float16))
+
+
+def test_gemlite_multiplies_in_tritons_interpreter():
+    for package in ("triton", "gemlite"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    folder = Path(__file__).parent
+    paths = os.pathsep.join(map(str, [folder.parents[1], folder, *sys.path]))
+    command = [sys.executable, str(folder / "interpreted_gemlite.py")]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    environment.pop("HESTIA_SIMULATED_CUDA", None)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    results = json.loads(result.stdout.splitlines()[-1])
+    assert {name for name, *_ in results} == {"GEMV_REVSPLITK", "GEMM_SPLITK", "GEMM"}
+    for name, shape, error in results:  # Parts of a row are added in float16.
+        assert error < 1e-3, (name, shape)
 
 
 @pytest.mark.gpu(real=True)
