@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.run import RunConfig
-from hestia_tune.models.build import instantiate, make_component, plain_on_meta
+from hestia_tune.models.build import build_on_meta, instantiate, make_component
 from hestia_tune.training.estimate import estimate
 from hestia_tune.training.plan import Plan
 
@@ -49,13 +49,13 @@ def planned(name: str, overlay: str) -> Plan:
     if name in SHAPES:
         given.model.path = model_folder(name)
     config = RunConfig.parse(given)
-    model = plain_on_meta(config.model)
+    component = make_component(config.quantizer)
     return Plan(
         config=config,
         device=torch.device("cpu"),
         dtype=torch.bfloat16,
-        component=make_component(config.quantizer),
-        model=model,
+        component=component,
+        model=build_on_meta(config.model, component),
         shapes={},
         layers=[],
         tokenizer=None,

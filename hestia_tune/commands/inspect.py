@@ -133,6 +133,7 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
     from hestia_tune.models.build import plain_on_meta
     from hestia_tune.models.class_logits import check_logits
     from hestia_tune.models.folder import SafetensorsFolder
+    from hestia_tune.reconstruction.estimate import describe_stages
     from hestia_tune.training.estimate import describe_costs
     from hestia_tune.training.plan import plan
 
@@ -154,6 +155,8 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
         state = dict(checkpoints.read_weights(config.model_type, weights))
         check_logits(plain_on_meta(config.model), state)
     print(describe_costs(planned, has_device))
+    if config.reconstruction == "auto":
+        print(describe_stages(planned, has_device))
     dist.destroy_process_group()
     print(
         f"valid: {len(planned.layers)} linears by {planned.component.method.key()}, "
