@@ -313,8 +313,8 @@ class Reconstruction:
         for batch, (states, target) in prefetched(remaining, source, self.full):
             driver.set_step(self._optimizer.step)
             with training_step(layers, self._optimizer, self.dtype):
-                out = self._forward(blocks, layers, states, batch)
-                measure(out, target, batch).backward()
+                # No name keeps the output for the next step.
+                measure(self._forward(blocks, layers, states, batch), target, batch).backward()
             yield None
         del self._optimizer  # This frees its moments.
         window.requires_grad_(False)

@@ -111,8 +111,7 @@ def stage_bytes(plan: Plan, stage: Stage, seq_len: int) -> int:
         chain = record_blocks(model, torch.zeros(shape, dtype=torch.long), None, first.gives_tuple)
         window = nn.ModuleList(chain.blocks[stage.begin : stage.end])
         kept = [v for v in tree_leaves(chain.calls) if isinstance(v, torch.Tensor)]
-        kept += tensors_of(window) + (outside_blocks(model) if stage.is_final else [])
-        storages = {id(value.untyped_storage()): value.untyped_storage() for value in kept}
+        kept += tensors_of(window) + (outside_blocks(model) if config.reconstruct.kl_blocks else [])
         pairs = [(block, block) for block in window]
         calls = chain.calls[stage.begin : stage.end]
 
@@ -120,7 +119,15 @@ def stage_bytes(plan: Plan, stage: Stage, seq_len: int) -> int:
             with mixed:
                 return first.logits(hidden[:, None])[:, 0]
 
+        def loss() -> torch.Tensor:
+            with mixed:
+                out = run_blocks(pairs, layers, states, calls, checkpointing=stage.recomputes)
+            if stage.is_final:
+                return divergence(*(x.flatten(0, 1).clone() for x in (out, target)), head)
+            return (out - target).square().sum(-1).mean()
+
         with LiveBytes() as live:
+            live.count(kept)
             layers = trained_layers(window, compiled=False)
             optimizer = WindowOptimizer(window, layers, config.reconstruct, 2)
             for parameter in optimizer.trained:
@@ -129,15 +136,8 @@ def stage_bytes(plan: Plan, stage: Stage, seq_len: int) -> int:
             ahead = [torch.zeros_like(chain.hidden, dtype=torch.bfloat16) for _ in range(2)]
             states, target = (value.float() for value in ahead)
             with training_step(layers, optimizer, plan.dtype):
-                with mixed:
-                    again = stage.recomputes
-                    out = run_blocks(pairs, layers, states, calls, checkpointing=again)
-                if stage.is_final:
-                    flat = [value.flatten(0, 1).clone() for value in (out, target)]
-                    divergence(*flat, head).backward()
-                else:
-                    (out - target).square().sum(-1).mean().backward()
-    return live.peak + sum(storage.nbytes() for storage in storages.values())
+                loss().backward()
+    return live.peak
 
 
 def decide(plan: Plan, seq_len: int, room: float) -> dict[Stage, int]:

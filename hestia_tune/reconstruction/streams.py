@@ -94,9 +94,9 @@ def prefetched(order: Iterable[int], *streams: Stream) -> Iterator[tuple[int, li
     fetched = map(fetch, order)
     ahead = next(fetched, None)
     while ahead is not None:
-        batch, states = ahead
+        batch = ahead[0]
         module.current_stream(device).wait_stream(copies)
         # This is a copy on the CPU too, because the stream may be overwritten before it is used.
-        ready = [state.float() for state in states]
+        ready = [state.float() for state in ahead[1]]
         ahead = next(fetched, None)
         yield batch, ready

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -30,6 +31,7 @@ from torchtune import training
 from hestia_tune.blocks import find_blocks
 from hestia_tune.errors import one_line
 from hestia_tune.models import build
+from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.training.loss import training_loss
 from hestia_tune.training.plan import Plan
 
@@ -42,8 +44,8 @@ class Estimate:
     """What a training step needs on one rank, in bytes and floating-point operations.
 
     Attributes:
-        state: Latent weights, optimizer state and teacher. FSDP divides the whole among the ranks,
-            and this is one rank's share.
+        state: Latent and effective weights, optimizer state and teacher. FSDP divides the whole
+            among the ranks, and this is one rank's share.
         gathered: Weights and gradients that FSDP has gathered at the same time.
         activations: Largest size of activations, logits, temporary results and this rank's share of
             the gradients. Gradients grow while the backward pass frees activations.
@@ -68,6 +70,8 @@ class Estimate:
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of the tensors that exist, among those that are made in this mode.
 
+    A view of a tensor that was made before counts like a new tensor, unless `count` was called.
+
     Attributes:
         peak: The largest number of bytes so far.
     """
@@ -77,9 +81,9 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self._now = 0
         self._known = weakref.WeakSet()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
+    def count(self, values: Any) -> None:
+        """Count the tensors in a structure that are not counted yet, until they are freed."""
+        for value in tree_leaves(values):
             storage = value.untyped_storage() if isinstance(value, torch.Tensor) else None
             if storage is not None and storage not in self._known:
                 self._known.add(storage)
@@ -88,6 +92,10 @@ class LiveBytes(TorchDispatchMode):
         if self._now > 1.01 * self.peak:
             gc.collect()  # otherwise it is chance how long cycles of references are counted
         self.peak = max(self.peak, self._now)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count(result)
         return result
 
     def _free(self, size: int) -> None:
@@ -175,7 +183,10 @@ def estimate(plan: Plan) -> Estimate:
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     blocks = [sum(v.numel() for v in b.parameters()) for b in find_blocks(model).values()]
     distils = bool(config.distillation.weight)
+    latents = [v for layer in quantized_linears(plan.model).values() for v in layer.latents()[:1]]
+    # The effective weights of a rank's share stay from one step to the next.
     state = whole * (4 + size * distils) + trained * _optimizer_bytes(plan)
+    state += sum(value.numel() for value in latents) * size
     # The weights outside the blocks, and two blocks: the next block is gathered ahead of time.
     ahead = 2 * max(blocks) if config.fsdp_reshard_after_forward else sum(blocks)
     outside = whole - sum(blocks)
@@ -242,6 +253,8 @@ def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
             value.register_post_accumulate_grad_hook(take_gradient)
         tokens = torch.zeros(shape, dtype=torch.long)
         with LiveBytes() as live:
+            live.count([*model.parameters()])  # otherwise their views would count
+            weights = live.peak
             if config.gradient_accumulation_steps > 1:  # the micro-batches before have left them
                 for value in trained:
                     take_gradient(value)
@@ -251,7 +264,7 @@ def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
                 model, teacher, batch, tokens, plan.loss, config, recompute=recompute
             ).backward()
         flops = counter.get_total_flops()
-    return live.peak, flops
+    return live.peak - weights, flops
 
 
 def products_per_second(device: torch.device, dtype: torch.dtype) -> float:
