@@ -89,7 +89,7 @@ class LiveBytes(TorchDispatchMode):
                 self._known.add(storage)
                 self._now += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
-        if self._now > 1.01 * self.peak:
+        if self._now > 1.02 * self.peak:
             gc.collect()  # otherwise it is chance how long cycles of references are counted
         self.peak = max(self.peak, self._now)
 
