@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tiny import make_config
+from tiny import make_config, make_model_dir
 
 from hestia_tune.commands.reconstruct import run_reconstruct
 from hestia_tune.config.files import load_config, packaged_configs
@@ -48,6 +48,7 @@ def test_a_stage_of_several_blocks_recomputes_where_it_does_not_fit(model_dir, t
 
 
 def test_the_windows_and_the_samples_of_a_rank(model_dir, tmp_path, monkeypatch):
+    model_dir = make_model_dir(tmp_path / "model", num_layers=5)
     options = ("model.num_layers=5", "reconstruct.window=4", "reconstruct.kl_blocks=0")
     decided = planned(model_dir, tmp_path, *options, AGAIN)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
