@@ -1,6 +1,7 @@
-"""Print the estimated memory of a training step for every packaged model config.
+"""Print the estimated memory of training and reconstruction for every packaged model config.
 
-    python benchmarks/memory.py [+evening]
+    python benchmarks/memory.py                 # each config alone, with +distil and with +evening
+    python benchmarks/memory.py qwen3_1_7b+evening
 
 No weight, no tokenizer and no data are needed: the models are built from their shapes. The families
 that transformers builds read a config.json, which this script writes from the published shapes.
@@ -8,6 +9,7 @@ that transformers builds read a config.json, which this script writes from the p
 
 import argparse
 import json
+import math
 import tempfile
 import warnings
 from pathlib import Path
@@ -18,8 +20,9 @@ import torch.distributed as dist
 
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.run import RunConfig
-from hestia_tune.models.build import instantiate, make_component, plain_on_meta
-from hestia_tune.training.estimate import estimate
+from hestia_tune.models.build import build_on_meta, instantiate, make_component
+from hestia_tune.reconstruction.estimate import decide
+from hestia_tune.training.estimate import estimate, memory_of, usable
 from hestia_tune.training.plan import Plan
 
 SHAPES = {  # model_type and the sizes that differ from transformers' defaults
@@ -49,13 +52,13 @@ def planned(name: str, overlay: str) -> Plan:
     if name in SHAPES:
         given.model.path = model_folder(name)
     config = RunConfig.parse(given)
-    model = plain_on_meta(config.model)
+    component = make_component(config.quantizer)
     return Plan(
         config=config,
         device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        component=make_component(config.quantizer),
-        model=model,
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype],
+        component=component,
+        model=build_on_meta(config.model, component),
         shapes={},
         layers=[],
         tokenizer=None,
@@ -65,30 +68,41 @@ def planned(name: str, overlay: str) -> Plan:
     )
 
 
+def row(name: str, overlay: str) -> str:
+    """Return the row of a config in the table, in GB."""
+    plan = planned(name, overlay)
+    config, need, gpu = plan.config, estimate(plan), memory_of(None)
+    found = decide(plan, plan.data.seq_len, usable(gpu)) if config.reconstruction else {}
+    peaks = {stage.is_final: bytes_ for stage, bytes_ in found.items()}
+    again = any(stage.recomputes for stage in found if stage.is_final)
+    gpus = next(n for n in (1, 2, 4, 8, 16, 99) if need.on(n) <= usable(gpu))
+    if max(peaks.values(), default=0) > usable(gpu):
+        gpus = math.inf  # no config: a rank holds all weights of a stage
+    sizes = [need.state, need.gathered, need.activations, need.peak, need.on(8)]
+    sizes += [peaks.get(False), peaks.get(True)]
+    cells = ["" if size is None else f"{size / 1e9:.1f}" for size in sizes]
+    shape = f"{config.batch_size} × {plan.data.seq_len}"
+    cells[-1] += "*" * again
+    return f"| `{name}{overlay}` | {shape} | {' | '.join(cells)} | {gpus} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("overlay", nargs="?", default="", help="such as +evening")
-    overlay = parser.parse_args().overlay
+    parser.add_argument("config", nargs="?", help="such as qwen3_1_7b+evening; default: all")
+    given = parser.parse_args().config
     warnings.filterwarnings("ignore", message="Mismatch dtype")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    gib = 2**30
-    print(
-        "| config | sequences | state | gathered | activations | 1 GPU | 8 GPUs | GPUs of 80 GB |"
-    )
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    for name in packaged_configs():
-        if name == "demo" or "model" not in load_config(name):
-            continue
-        if overlay and "fairy2i" in name:
-            continue  # it learns no scales
-        decided = planned(name, overlay)
-        need = estimate(decided)
-        rest, room = need.gathered + need.activations, 0.9 * 80e9
-        least = next(n for n in (1, 2, 4, 8, 16, 99) if need.state / n + rest < room)
-        eight = (need.state / 8 + rest) / gib
-        parts = " | ".join(f"{x / gib:.1f}" for x in (need.state, need.gathered, need.activations))
-        shape = f"{decided.config.batch_size} x {decided.data.seq_len}"
-        print(f"| `{name}` | {shape} | {parts} | {need.peak / gib:.1f} | {eight:.1f} | {least} |")
+    columns = ("config", "sequences", "state", "gathered", "activations", "1 GPU", "each of 8")
+    print("|", " | ".join((*columns, "window", "final stage", "GPUs of 80 GB")), "|")
+    print("|---|---" + "|---:" * (len(columns) + 1) + "|")
+    names = [name for name in packaged_configs() if "model" in load_config(name)]
+    overlays = [(name, overlay) for overlay in ("", "+distil", "+evening") for name in names]
+    if given:
+        name, plus, overlay = given.partition("+")
+        overlays = [(name, plus + overlay)]
+    for name, overlay in overlays:
+        if not (overlay and "fairy2i" in name):  # it learns no scales
+            print(row(name, overlay), flush=True)
     dist.destroy_process_group()
 
 

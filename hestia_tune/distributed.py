@@ -9,11 +9,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+
+from hestia_tune.errors import InputError
 
 T = TypeVar("T")
 # A closed terminal sends SIGHUP. torchrun passes all of these signals on to its processes.
@@ -21,12 +24,29 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ensure_process_group(device: torch.device) -> None:
-    """Form the process group if there is none. Without torchrun, it has one process."""
+    """Form the process group if there is none. Without torchrun, it has one process.
+
+    A rank waits for another one for at most a day, or for ``HESTIA_TIMEOUT_MINUTES`` of the
+    environment. Torch's own limits, 30 minutes on the CPU and 10 on GPUs, are too short. The first
+    rank reads and writes whole models alone, and one rank may have a batch more to measure.
+
+    Raises:
+        InputError: If ``HESTIA_TIMEOUT_MINUTES`` is no number above 0.
+    """
     if dist.is_initialized():
         return
-    options = {}
+    given = os.environ.get("HESTIA_TIMEOUT_MINUTES", "1440")
+    try:
+        options: dict[str, Any] = {"timeout": timedelta(minutes=float(given))}
+    except (ValueError, OverflowError):
+        options = {}
+    if not options or options["timeout"] <= timedelta(0):
+        raise InputError(
+            f"HESTIA_TIMEOUT_MINUTES must be a number of minutes above 0; got {given}; unset it "
+            "for a limit of a day"
+        )
     if "RANK" not in os.environ:  # without torchrun: open no port, set no variable
-        options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
     dist.init_process_group(backend, **options)
 

@@ -124,6 +124,7 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
 
     from hestia_tune.models import checkpoints
     from hestia_tune.models.build import plain_on_meta
+    from hestia_tune.reconstruction.estimate import describe_stages
     from hestia_tune.training.estimate import describe_costs
     from hestia_tune.training.plan import plan
 
@@ -144,6 +145,8 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
         folder, plain = checkpoints.pretrained_folder(config), plain_on_meta(config.model)
         checkpoints.read_checked(config.model_type, folder, plain)
     print(describe_costs(planned, has_device))
+    if config.reconstruction == "auto":
+        print(describe_stages(planned, has_device))
     dist.destroy_process_group()
     print(
         f"valid: {len(planned.layers)} linears by {planned.component.key()}, "

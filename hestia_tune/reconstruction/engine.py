@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
 
 from hestia_tune.blocks import (
     BlockCall,
@@ -55,9 +54,10 @@ from hestia_tune.reconstruction.window import (
     WindowOptimizer,
     WindowResult,
     call_block,
-    plain_linears,
+    run_blocks,
     templates,
     trained_layers,
+    training_step,
     windows,
 )
 
@@ -101,7 +101,8 @@ class Reconstruction:
         device: The device that trains the windows.
         dtype: Dtype of the matrix products.
         compiled: Whether to run the formulas of the method as fused kernels.
-        checkpointing: Whether to recompute the activations of every block in the backward pass.
+        checkpointing: Whether to recompute the activations of every block in the backward pass, in
+            windows of more than one block.
         folder: Folder for the hidden states if they need more than `MEMORY_GIB`. None: they stay in
             memory.
 
@@ -228,32 +229,18 @@ class Reconstruction:
         batch: int,
     ) -> torch.Tensor:
         """Return the float32 output of the blocks. Linears of ``layers`` use E, the others W."""
-        effective = {id(layer.layer): layer.effective for layer in layers}
 
         def moved(value: Any) -> Any:
             if id(value) in self._on_device:
                 return self._on_device[id(value)]
             return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
-        def run(template: nn.Module, *arguments: Any) -> torch.Tensor:
-            with plain_linears(template):
-                return self._call(template, *arguments)
-
-        if self._checkpointing and torch.is_grad_enabled():
-            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        numbers = [*blocks]
+        calls = (tree_map(moved, self._calls[batch][index]) for index in numbers)
+        pairs = [(self.blocks[index], self._templates[index]) for index in numbers]
+        again = self._checkpointing
         with self._autocast():
-            for index in blocks:
-                block, template = self.blocks[index], self._templates[index]
-                tensors = dict(block.named_parameters(remove_duplicate=False))
-                tensors |= dict(block.named_buffers(remove_duplicate=False))
-                for name, module in quantized_linears(block).items():
-                    own = effective.get(id(module), {"weight": module.weight.detach()})
-                    # The weights of experts have the layer's name, and other weights are below it.
-                    own = {name if name in tensors else f"{name}.{k}": v for k, v in own.items()}
-                    tensors |= own
-                inputs = tree_map(moved, self._calls[batch][index])
-                states = run(template, tensors, states, inputs)
-        return states.float()
+            return run_blocks(pairs, layers, states, calls, call=self._call, checkpointing=again)
 
     def _mean(self, errors: torch.Tensor, batch: int) -> torch.Tensor:
         """Return this rank's part of the mean error over the tokens of a batch, over all ranks."""
@@ -325,15 +312,9 @@ class Reconstruction:
         remaining = orders[self._optimizer.step :].tolist()
         for batch, (states, target) in prefetched(remaining, source, self.full):
             driver.set_step(self._optimizer.step)
-            for layer in layers:
-                layer.refresh(self.dtype)
-            out = self._forward(blocks, layers, states, batch)
-            measure(out, target, batch).backward()
-            for layer in layers:
-                layer.pull_back()
-            for parameter in self._optimizer.trained:
-                summed(parameter.grad)
-            self._optimizer.take_step()
+            with training_step(layers, self._optimizer, self.dtype):
+                # No name keeps the output for the next step.
+                measure(self._forward(blocks, layers, states, batch), target, batch).backward()
             yield None
         del self._optimizer  # This frees its moments.
         window.requires_grad_(False)

@@ -48,6 +48,7 @@ from hestia_tune.plots import plot_errors
 from hestia_tune.qat.hard_state import hard_state_dict
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.reconstruction.engine import Reconstruction
+from hestia_tune.reconstruction.estimate import recomputes
 from hestia_tune.reconstruction.folder import Windows, prepare_folder
 from hestia_tune.reconstruction.window import WindowResult
 from hestia_tune.sensitivity import CalibrationBatch
@@ -254,7 +255,7 @@ class ReconstructionRecipe:
             device=self.device,
             dtype=self.dtype,
             compiled=self.config.compile,
-            checkpointing=self.config.enable_activation_checkpointing,
+            checkpointing=recomputes(self.plan, length),
             folder=self.output,
         )
         if self.settings.kl_blocks:  # The predictions are computed on the device too.

@@ -21,6 +21,29 @@ from hestia_tune.errors import InputError
 MEMORY_GIB = 8.0
 
 
+def pieces(count: int, size: int) -> list[int]:
+    """Divide batches among buffers of pinned memory, so that little memory is lost.
+
+    torch rounds the size of pinned memory up to a power of two. For 2400 sequences of 1024 tokens
+    and 1152 numbers (5.7 GB) that would be 8.6 GB.
+
+    Args:
+        count: Number of batches.
+        size: Bytes of a batch.
+
+    Returns:
+        The number of batches in each buffer.
+    """
+
+    def divided(each: int) -> list[int]:
+        return [each] * (count // each) + [count % each] * bool(count % each)
+
+    def rounded(counts: list[int]) -> int:
+        return sum(2 ** (number * size - 1).bit_length() for number in counts)
+
+    return min(map(divided, range(count, 0, -1)), key=rounded)
+
+
 class Stream:
     """Hidden states of this rank, by batches of fixed sequences.
 
@@ -40,9 +63,14 @@ class Stream:
     block = 0
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, folder: Path | None = None):
-        self.device, dtype = device, torch.bfloat16
+        self.device, dtype, is_pinned = device, torch.bfloat16, device.type == "cuda"
         if folder is None:
-            self._states = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+            counts = (
+                pieces(shape[0], dtype.itemsize * math.prod(shape[1:])) if is_pinned else shape[:1]
+            )
+            options = {"dtype": dtype, "pin_memory": is_pinned}
+            parts = (torch.empty(count, *shape[1:], **options) for count in counts)
+            self._states = [states for part in parts for states in part]
             return
         with tempfile.NamedTemporaryFile(dir=folder) as file:  # It stays while it is mapped.
             size = dtype.itemsize * math.prod(shape)
@@ -54,7 +82,7 @@ class Stream:
                     f"{error.strerror}; make room, or lower reconstruct.num_samples"
                 ) from error
             mapped = torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype)
-        self._states = mapped.view(shape)
+        self._states = [*mapped.view(shape)]
 
     def write(self, batch: int, states: torch.Tensor) -> None:
         """Keep the states (sequences, seq_len, dim) of a batch, rounded to bfloat16."""
@@ -97,9 +125,9 @@ def prefetched(order: Iterable[int], *streams: Stream) -> Iterator[tuple[int, li
     fetched = map(fetch, order)
     ahead = next(fetched, None)
     while ahead is not None:
-        batch, states = ahead
+        batch = ahead[0]
         module.current_stream(device).wait_stream(copies)
         # This is a copy on the CPU too, because the stream may be overwritten before it is used.
-        ready = [state.float() for state in states]
+        ready = [state.float() for state in ahead[1]]
         ahead = next(fetched, None)
         yield batch, ready

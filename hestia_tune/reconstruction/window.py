@@ -1,17 +1,20 @@
-"""One window of blocks: its place in the model, its linears, its optimizer, its result."""
+"""One window of blocks: its place in the model, its linears, its steps, its result."""
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from hestia_tune.blocks import BlockCall, copied, hidden_of, tensors_of
 from hestia_tune.config import ReconstructionConfig
+from hestia_tune.distributed import summed
 from hestia_tune.qat.linear import QuantizedLayer, quantized_linears
 from hestia_tune.qat.shards import LatentRows
 
@@ -110,6 +113,47 @@ def call_block(
     return hidden_of(
         functional_call(template, dict(tensors), (states, *inputs.args), inputs.kwargs)
     )
+
+
+def run_blocks(
+    blocks: Iterable[tuple[nn.Module, nn.Module]],
+    layers: Sequence["TrainedLayer"],
+    states: torch.Tensor,
+    calls: Iterable[BlockCall],
+    *,
+    call: Callable[..., torch.Tensor] = call_block,
+    checkpointing: bool = False,
+) -> torch.Tensor:
+    """Return the float32 output of blocks that run one after the other.
+
+    Args:
+        blocks: Each block, and a template that is alike.
+        layers: The linears that use their effective weight. The others use the latent weight.
+        states: Hidden states before the first block.
+        calls: The other inputs of each block.
+        call: `call_block`, or its compiled form.
+        checkpointing: Whether to recompute the activations of every block in the backward pass. A
+            single block would gain nothing, so it keeps its activations.
+    """
+    effective = {id(layer.layer): layer.effective for layer in layers}
+    blocks = [*blocks]
+
+    def run(template: nn.Module, *arguments: Any) -> torch.Tensor:
+        with plain_linears(template):
+            return call(template, *arguments)
+
+    if checkpointing and len(blocks) > 1 and torch.is_grad_enabled():
+        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+    for (block, template), inputs in zip(blocks, calls, strict=True):
+        tensors = dict(block.named_parameters(remove_duplicate=False))
+        tensors |= dict(block.named_buffers(remove_duplicate=False))
+        for name, module in quantized_linears(block).items():
+            own = effective.get(id(module), {"weight": module.weight.detach()})
+            # The weights of experts have the layer's name, and other weights are below it.
+            own = {name if name in tensors else f"{name}.{k}": v for k, v in own.items()}
+            tensors |= own
+        states = run(template, tensors, states, inputs)
+    return states.float()
 
 
 class TrainedLayer:
@@ -221,3 +265,24 @@ class WindowOptimizer:
         self.step = state["step"]
         self._adamw.load_state_dict(state["adamw"])
         torch._foreach_copy_(self.trained, state["trained"])
+
+
+@contextlib.contextmanager
+def training_step(
+    layers: Sequence[TrainedLayer], optimizer: WindowOptimizer, dtype: torch.dtype
+) -> Iterator[None]:
+    """Take an optimizer step by the gradients that the body computes. Collective.
+
+    Args:
+        layers: The quantized linears. The body computes with their effective tensors.
+        optimizer: The optimizer of the window.
+        dtype: Dtype of the effective weights.
+    """
+    for layer in layers:
+        layer.refresh(dtype)
+    yield
+    for layer in layers:
+        layer.pull_back()
+    for parameter in optimizer.trained:
+        summed(parameter.grad)
+    optimizer.take_step()

@@ -12,7 +12,10 @@ a few percent.
 
 import gc
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -28,8 +31,12 @@ from torchtune import training
 from hestia_tune.blocks import find_blocks
 from hestia_tune.errors import one_line
 from hestia_tune.models import build
+from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.training.loss import training_loss
 from hestia_tune.training.plan import Plan
+
+# A GPU that is assumed if there is none here.
+_GPU_BYTES = 80e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +44,8 @@ class Estimate:
     """What a training step needs on one rank, in bytes and floating-point operations.
 
     Attributes:
-        state: Latent weights, optimizer state and teacher. FSDP divides the whole among the ranks,
-            and this is one rank's share.
+        state: Latent and effective weights, optimizer state and teacher. FSDP divides the whole
+            among the ranks, and this is one rank's share.
         gathered: Weights and gradients that FSDP has gathered at the same time.
         activations: Largest size of activations, logits, temporary results and this rank's share of
             the gradients. Gradients grow while the backward pass frees activations.
@@ -55,9 +62,15 @@ class Estimate:
         """The largest memory in bytes."""
         return self.state + self.gathered + self.activations
 
+    def on(self, ranks: int) -> float:
+        """Return the peak on each of a number of ranks, without the division of the gradients."""
+        return self.peak - self.state * (1 - dist.get_world_size() / ranks)
+
 
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of the tensors that exist, among those that are made in this mode.
+
+    A view of a tensor that was made before counts like a new tensor, unless `count` was called.
 
     Attributes:
         peak: The largest number of bytes so far.
@@ -68,17 +81,21 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self._now = 0
         self._known = weakref.WeakSet()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
+    def count(self, values: Any) -> None:
+        """Count the tensors in a structure that are not counted yet, until they are freed."""
+        for value in tree_leaves(values):
             storage = value.untyped_storage() if isinstance(value, torch.Tensor) else None
             if storage is not None and storage not in self._known:
                 self._known.add(storage)
                 self._now += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
-        if self._now > 1.01 * self.peak:
+        if self._now > 1.02 * self.peak:
             gc.collect()  # otherwise it is chance how long cycles of references are counted
         self.peak = max(self.peak, self._now)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count(result)
         return result
 
     def _free(self, size: int) -> None:
@@ -90,33 +107,65 @@ def describe_costs(plan: Plan, has_device: bool = True) -> str:
 
     Args:
         plan: A plan that trains.
-        has_device: Whether the device of the config is here. Otherwise its size and speed are
-            unknown.
+        has_device: Whether the device of the config is here. Otherwise its speed is unknown, and
+            GPUs of 80 GB are assumed.
     """
     try:
         need = estimate(plan)
     except Exception as error:  # the code of some models needs data
         return f"memory and time cannot be estimated for this model: {one_line(error)}"
-    parts = f"{_gib(need.state)} state, which FSDP divides, {_gib(need.gathered)} gathered weights"
-    parts = f"{parts}, {_gib(need.activations)} activations, logits and gradients"
-    lines = [f"memory: about {_gib(need.peak)} GiB per process ({parts})"]
+    parts = f"{gib(need.state)} state, which FSDP divides, {gib(need.gathered)} gathered weights"
+    parts = f"{parts}, {gib(need.activations)} activations, logits and gradients"
+    lines = [f"memory: about {gib(need.peak)} GiB per process ({parts})"]
     compiled = ", or less, because compiled blocks keep fewer activations"
     lines[0] += compiled if plan.config.compile else ""
+    lines[0] += fit_text(plan, need.on, has_device, "batch_size")
     lines.append(f"time: {need.flops / 1e12:.3g} TFLOP a step")
     if has_device:
-        has_gpu = plan.device.type == "cuda"
-        here = torch.cuda.mem_get_info()[1] if has_gpu else psutil.virtual_memory().total
-        lines[0] += f"; the device has {_gib(here)} GiB"
-        if need.peak > here:
-            lines[0] += " (too little: lower batch_size, or use more GPUs)"
         seconds = need.flops / products_per_second(plan.device, plan.dtype)
         hours = seconds * plan.data.total_steps / 3600
         lines[1] += f", at least {seconds:.2g} s on this device and {hours:.2g} hours in all"
     return "\n".join(lines)
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
+    """Return a number of bytes in GiB."""
     return f"{size / 2**30:.1f}"
+
+
+def memory_of(device: torch.device | None) -> float:
+    """Return the bytes of memory of a device. None: a GPU of 80 GB."""
+    if device is None:
+        return _GPU_BYTES
+    has_gpu = device.type == "cuda"
+    return torch.cuda.mem_get_info(device)[1] if has_gpu else psutil.virtual_memory().total
+
+
+def usable(memory: float) -> float:
+    """Return the part of a device's memory that a run may plan to use."""
+    return 0.9 * memory  # fragments, the libraries of the device, and the error of the estimate
+
+
+def fit_text(plan: Plan, need: Callable[[int], float], has_device: bool, remedy: str) -> str:
+    """Return the end of a line about memory: what there is, and how many GPUs it takes.
+
+    Args:
+        plan: The plan of the run.
+        need: Function from a number of ranks to the bytes that one of them needs.
+        has_device: Whether the device of the config is here. Otherwise GPUs of 80 GB are assumed.
+        remedy: The options that can be lowered.
+    """
+    memory, ranks = memory_of(plan.device if has_device else None), dist.get_world_size()
+    # Ranks on a CPU share its memory.
+    counts = [ranks * 2**k for k in range(1 if has_device and plan.device.type == "cpu" else 8)]
+    enough = next((count for count in counts if need(count) <= usable(memory)), None)
+    gpus = f"{enough} GPU{'s' * (enough != 1)}"
+    if not has_device and enough:
+        return f"; {gpus} of 80 GB"
+    text = f"; the device has {gib(memory)} GiB" if has_device else "; on GPUs of 80 GB"
+    if enough == ranks:
+        return text
+    return f"{text} (too little: lower {remedy}{f', or use {gpus}' if enough else ''})"
 
 
 def estimate(plan: Plan) -> Estimate:
@@ -134,7 +183,10 @@ def estimate(plan: Plan) -> Estimate:
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     blocks = [sum(v.numel() for v in b.parameters()) for b in find_blocks(model).values()]
     distils = bool(config.distillation.weight)
+    latents = [v for layer in quantized_linears(plan.model).values() for v in layer.latents()[:1]]
+    # The effective weights of a rank's share stay from one step to the next.
     state = whole * (4 + size * distils) + trained * _optimizer_bytes(plan)
+    state += sum(value.numel() for value in latents) * size
     # The weights outside the blocks, and two blocks: the next block is gathered ahead of time.
     ahead = 2 * max(blocks) if config.fsdp_reshard_after_forward else sum(blocks)
     outside = whole - sum(blocks)
@@ -160,6 +212,23 @@ def _optimizer_bytes(plan: Plan) -> float:
     return sum(value.numel() * value.element_size() for value in tensors) / weight.numel()
 
 
+@contextmanager
+def without_data(model: nn.Module) -> Iterator[None]:
+    """Compute on tensors without data, and give those to a model on the meta device.
+
+    Tensors of the model that have data keep them.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model._apply(
+            lambda value: torch.empty_like(value, device="cpu") if value.is_meta else value
+        )
+        gc.freeze()  # so that `LiveBytes` collects new objects only
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+
+
 def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
     """Return (peak bytes, operations) of one micro-batch through a model on the meta device."""
     config, shape = plan.config, (plan.config.batch_size, plan.data.seq_len)
@@ -170,11 +239,7 @@ def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
         model.set_num_output_chunks(plan.loss.num_output_chunks)
     recompute = plan.recomputes_logits  # before the tensors without data: it reads samples
     build.build_buffers(model, "cpu")  # with data: their values decide what they compute
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, FlopCounterMode(display=False) as counter:
-        model._apply(
-            lambda value: torch.empty_like(value, device="cpu") if value.is_meta else value
-        )
+    with without_data(model), FlopCounterMode(display=False) as counter:
         trained = [value for value in model.parameters() if value.requires_grad]
         shards: list[torch.Tensor] = []
 
@@ -187,8 +252,9 @@ def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
         for value in trained:
             value.register_post_accumulate_grad_hook(take_gradient)
         tokens = torch.zeros(shape, dtype=torch.long)
-        gc.freeze()  # so that LiveBytes collects new objects only
         with LiveBytes() as live:
+            live.count([*model.parameters()])  # otherwise their views would count
+            weights = live.peak
             if config.gradient_accumulation_steps > 1:  # the micro-batches before have left them
                 for value in trained:
                     take_gradient(value)
@@ -197,9 +263,8 @@ def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
             training_loss(
                 model, teacher, batch, tokens, plan.loss, config, recompute=recompute
             ).backward()
-        gc.unfreeze()
         flops = counter.get_total_flops()
-    return live.peak, flops
+    return live.peak - weights, flops
 
 
 def products_per_second(device: torch.device, dtype: torch.dtype) -> float:

@@ -1,0 +1,89 @@
+"""Test the estimates of memory against the peaks of a CUDA device, real or simulated."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from tiny import logged, make_config, make_model_dir, run
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hestia_tune.commands.qat import run_reconstruct
+from hestia_tune.config.run import RunConfig
+from hestia_tune.reconstruction.estimate import decide
+from hestia_tune.reconstruction.folder import Windows
+from hestia_tune.training.estimate import estimate
+from hestia_tune.training.plan import plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("end_process_group")]
+
+SEQ_LEN, AGAIN = 16, "enable_activation_checkpointing=True"
+OPTIONS = (
+    "device=cuda",
+    "dataset.num=64",
+    f"dataset.seq_len={SEQ_LEN}",
+    "batch_size=32",
+    "max_steps=2",
+)
+OPTIONS += ("reconstruct.batch_size=64", "reconstruct.num_samples=64", "reconstruct.epochs=1")
+OPTIONS += ("dataset_val=null", "quantizer.scale=learned", "quantizer.scale_lr=1e-3")
+SIZES = {
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "num_layers": 4,
+    "embed_dim": 128,
+    "intermediate_dim": 384,
+    "max_seq_len": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("larger"), **SIZES)
+
+
+def config(folder, output, *options):
+    sizes = (f"model.{key}={value}" for key, value in SIZES.items())
+    return make_config(folder, output, *sizes, *OPTIONS, *options)
+
+
+def attention():
+    """Compute attention as the device does. The simulated device has no fused kernel for it."""
+    is_simulated = torch.cuda.get_device_name() == "simulated"
+    return sdpa_kernel(SDPBackend.MATH) if is_simulated else contextlib.nullcontext()
+
+
+def planned(cfg):
+    return plan(RunConfig.parse(cfg).changed(overwrite_output=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("dtype=fp32",), ("dtype=bf16", "distillation.weight=1"), ("dtype=bf16", AGAIN)],
+    ids=str,
+)
+def test_the_estimate_of_a_training_step(larger, tmp_path, options):
+    cfg = config(larger, tmp_path, *options)
+    run(cfg)
+    with attention():
+        need = estimate(planned(cfg))
+    measured = logged(tmp_path, "peak_memory_alloc")[2] * 2**30
+    assert need.peak == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("options", [("dtype=fp32",), ("dtype=bf16", AGAIN)], ids=str)
+def test_the_estimates_of_a_reconstruction(larger, tmp_path, monkeypatch, options):
+    """The largest window has the most blocks."""
+    peaks, save = [], Windows.save
+
+    def measured(windows, result):
+        peaks.append(torch.cuda.max_memory_allocated())
+        save(windows, result)
+        torch.cuda.reset_peak_memory_stats()
+
+    monkeypatch.setattr(Windows, "save", measured)
+    cfg = config(larger, tmp_path, "reconstruct.window=2", "reconstruct.kl_blocks=4", *options)
+    run_reconstruct(cfg)
+    with attention():
+        window, final = decide(planned(cfg), SEQ_LEN, math.inf).values()
+    assert [window, final] == pytest.approx([max(peaks[:-1]), peaks[-1]], rel=0.1)
