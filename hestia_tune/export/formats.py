@@ -53,7 +53,9 @@ def check_methods(methods: Mapping[str, Method], formats: Iterable[str]) -> None
         methods: Name -> method of every quantized layer.
         formats: Names of formats.
     """
-    names, formats = {method: name for name, method in methods.items()}, list(formats)
+    formats, names = list(formats), {}
+    for name, method in methods.items():
+        names.setdefault(method, name)
     for method, name in names.items():
         try:
             method.check_file_formats(formats)

@@ -48,9 +48,13 @@ _LEAST_SCALE = SCALE_EPS * (1 + 2**-6)
 _SPARE_BITS = {2: 0, 3: 0, 4: 2, 15: 3}
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
 _PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",), 15: ("int4",)}
-# The formats besides the formats of all levels.
-_FILE_FORMATS = {2: ("mlx", "onnx"), 3: ("mlx", "onnx", "intx"), 4: ("mlx",), 15: ()}
-_ALL_LEVELS = "torchao", "huggingface", "compressed_tensors", "gguf", "openvino"
+_INTEGERS = "torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino"
+_FILE_FORMATS = {
+    2: (*_INTEGERS, "onnx"),
+    3: (*_INTEGERS, "onnx", "intx"),
+    4: _INTEGERS,
+    15: tuple(name for name in _INTEGERS if name != "mlx"),
+}
 
 
 def round_to_bfloat16(x: Tensor, spare_bits: int = 0) -> Tensor:
@@ -210,7 +214,7 @@ class GroupMethod(Method):
     @property
     def file_formats(self) -> tuple[str, ...]:
         """The formats that hestia_convert can write. The first is the default."""
-        return *_ALL_LEVELS, *_FILE_FORMATS[self.levels]
+        return _FILE_FORMATS[self.levels]
 
     @property
     def packed_formats(self) -> tuple[str, ...]:

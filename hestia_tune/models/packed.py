@@ -76,7 +76,8 @@ class PackedWeights:
                 method.check_layer(linear.in_features, linear.out_features, name)
             except ValueError:
                 continue
-            empty = pack(method, torch.zeros_like(linear.weight.detach()))
+            zeros = torch.zeros_like(linear.weight.detach())
+            empty = pack(method, zeros, parameters=method.initial_parameters(zeros))
             linear.weight = nn.Parameter(empty, requires_grad=False)
             if method.needs_training:
                 add_biases(model, [f"{name}.bias"])
