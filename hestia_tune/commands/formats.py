@@ -22,10 +22,11 @@ _HEAD = f"""# What every format holds
 exact the files are:
 
 - **{EXACT}**: the file holds the hard model's weights without a change.
-- **A percentage**: something in the file is rounded. For `gguf` this is the relative error of the
-  weights, and for the 8-bit head of `onnx` the relative error of the logits.
-- **no**: the format refuses the model, before training and before anything is written. The number
-  leads to [the reason](#why-not).
+- **A percentage**: for `gguf`, the relative error of the weights, which are rounded. For other
+  formats, the relative error of the logits: the 8-bit head of `onnx` is rounded, and mlx-lm
+  computes another GELU than transformers for Gemma.
+- **no**: the format refuses the model and leaves nothing behind. The number leads to
+  [the reason](#why-not). What a config and shapes show is refused before training.
 
 A test makes the page. It converts a small random model for each row and loads what was written with
 the format's own library. [Convert](convert.md) says who loads which format, and what the programs
