@@ -156,8 +156,8 @@ def cell(cfg: DictConfig, column: str, overrides: list[str]) -> str | float:
             recipe = ConvertRecipe(OmegaConf.merge(cfg, overrides))
             recipe.run()
     except InputError as error:
-        rule, _, rest = str(error).partition("; ")
-        found = re.match("it raises|their relative difference", rest)  # in place of the numbers
+        rule, *rest = str(error).split("; ")
+        found = re.match("it raises.*|their relative difference", rest[0]) if rest else None
         return rule.partition(", such as")[0] + (f"; {found[0]}" if found else "")
     pairs = list(compare(recipe, column))
     difference = sum(float((a.double() - b).square().sum()) for a, b in pairs)

@@ -113,7 +113,17 @@ def test_layers_that_differ_have_entries_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["Llama 3 (scaled rotary)", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3"]
+    "family",
+    [
+        "Llama 3 (scaled rotary)",
+        "Qwen3",
+        "Mistral",
+        "Gemma 2",
+        "Gemma 3",
+        "Phi-3",
+        "Phi",
+        "StableLM",
+    ],
 )
 def test_families(tmp_path, family):
     layers = {"num_hidden_layers": 6} if family == "Gemma 3" else {}  # every sixth is global
