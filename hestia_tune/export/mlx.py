@@ -117,8 +117,8 @@ def mlx_blocks(source: ModelFolder) -> dict[str, int]:
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary embedding by the keys of transformers 4, which mlx-lm reads.
 
-    transformers 5 writes ``rope_parameters`` instead. GPT-NeoX has names of its own for the base
-    and for the rotated part of a head. A model with several rotary embeddings keeps its keys.
+    transformers 5 writes ``rope_parameters`` instead. A model with several rotary embeddings keeps
+    its keys.
     """
     rope = config.get("rope_parameters") or {}
     if "rope_theta" not in rope:
@@ -126,9 +126,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     scaled = rope.get("rope_type", "default") != "default"
     keys = {"rope_theta": rope["rope_theta"], "rope_scaling": rope if scaled else None}
     if (part := rope.get("partial_rotary_factor")) is not None:
-        keys |= {"partial_rotary_factor": part}
-        if config["model_type"] == "gpt_neox":
-            keys |= {"rotary_pct": part, "rotary_emb_base": rope["rope_theta"]}
+        keys["partial_rotary_factor"] = part
     return keys
 
 
