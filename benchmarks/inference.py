@@ -1,17 +1,22 @@
-"""Speed and memory of packed models, beside dense ones, ONNX Runtime's own loop and llama.cpp.
+"""Speed and memory of one model in every runtime, beside dense models in torch.
 
     python benchmarks/inference.py [--models smollm2_135m llama3_2_1b] [--threads 1 2] [--rows ...]
+    python benchmarks/inference.py --models smollm2_135m --pretrained FOLDER
     python benchmarks/inference.py --products [--threads 1]
     python benchmarks/inference.py --device cuda --models llama3_2_1b --threads 1
 
-Random codes and scales in the shape of a config, so nothing is downloaded: groups of 64 for
-SmolLM2-135M, and of 256 for Llama-3.2-1B, which all formats of llama.cpp hold exactly. Every row is
-a process of its own: a prompt, then tokens one by one with a KV cache, each the best of
-some seconds.
+With ``--pretrained``, naive conversion of a Hugging Face folder in the shape of the config. Without
+it, random codes and scales in this shape, so nothing is downloaded. Groups of 64 for SmolLM2-135M,
+and of 256 for Llama-3.2-1B, which all formats of llama.cpp hold exactly. A row whose format refuses
+the model, or whose library is missing, is left out with a line on stderr. Every row is a process of
+its own, because the libraries have thread pools that disturb each other: a prompt, then tokens one
+by one with a KV cache, each the best of some seconds.
+
 Memory is what the process has more than after its imports; of the quantized weights, packed codes
 and what kernels hold are counted and compared with bfloat16. A file of llama.cpp is mapped, and
-counts as far as it was read. The instruction set that torch uses is printed: results do not carry
-over to another.
+counts as far as it was read. The versions and the instruction set that torch uses are printed:
+results do not carry over to another. MLX is made for Macs; its backend for CPUs runs here in
+float32, and has no number of threads to set.
 
 ``--clock cpu`` counts the processor's time in place of the wall's, which others on the machine do
 not change so much; it means something for one thread only. Needs about 6 GB of disk, and as much
@@ -20,6 +25,8 @@ torch has allocated.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
 import re
 import shutil
@@ -28,6 +35,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -38,9 +46,11 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 DENSE = ("bfloat16", "float32")
 KERNELS = ("auto", "onnxruntime", "int4pack", "gemlite", "dequantize")
 ON_CUDA = ("bfloat16", "auto", "int4pack", "gemlite", "dequantize")
-BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0")
+BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0", "Q2_K")
 ONNX = {"ONNX": "float32", "ONNX, int8 head": "int8"}
-ROWS = (*DENSE, *KERNELS, *ONNX, *BLOCK_TYPES)
+OTHERS = ("OpenVINO", "MLX")
+ROWS = (*DENSE, *KERNELS, *ONNX, *BLOCK_TYPES, *OTHERS)
+LIBRARIES = ("torch", "onnxruntime", "onnxruntime-genai", "xllamacpp", "openvino-genai", "mlx")
 ROUND, SECONDS = 8, 8
 
 
@@ -58,62 +68,71 @@ def build(name: str):
     return builders.plain_on_meta(load_config(name).model)
 
 
-def write(name: str, work: Path, rows: list[str]) -> dict[str, int]:
-    """Random weights, packed (model.pt) and as GGUF and ONNX files; bytes of the latter."""
+def random_folder(model, quantized: set[str], group_size: int, folder: Path) -> None:
+    """A Hugging Face folder with random weights, hard ones of random codes and scales."""
     from convert import llama_config
     from torchtune.models.convert_weights import tune_to_hf
 
-    from hestia_tune.export.gguf import write_gguf
-    from hestia_tune.export.onnx import write_onnx
-    from hestia_tune.models.folder import ModelFolder
-    from hestia_tune.qat.select import select_layers
+    import hestia_tune
     from hestia_tune.tensors import TernaryTensor
 
-    model, generator = build(name), torch.Generator().manual_seed(0)
-    quantized = {f"{layer}.weight" for layer in select_layers(model, None, ())}
-    attention, hidden = model.layers[0].attn, model.tok_embeddings.weight.shape[1]
+    attention, generator, index = model.layers[0].attn, torch.Generator().manual_seed(0), {}
     sizes = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads}
-    sizes |= {"dim": hidden, "head_dim": attention.head_dim}
-    state, index, in_files, folder = {}, {}, {}, work / "dense"
+    sizes |= {"dim": model.tok_embeddings.weight.shape[1], "head_dim": attention.head_dim}
     folder.mkdir()
     for number, (key, value) in enumerate(model.state_dict().items()):
         if key in quantized:
-            shape, groups = value.shape, value.shape[1] // GROUPS[name]
+            shape, groups = value.shape, value.shape[1] // group_size
             codes = torch.randint(-1, 2, shape, dtype=torch.int8, generator=generator)
             scale = 0.02 + 0.01 * torch.rand(shape[0], groups, generator=generator)
-            state[key] = TernaryTensor.from_codes(codes, scale.bfloat16())
-            dense = state[key].dequantize()
+            dense = TernaryTensor.from_codes(codes, scale.bfloat16()).dequantize()
         else:
             mean = 1.0 if value.dim() == 1 else 0.0
-            noise = torch.randn(value.shape, generator=generator)
-            dense = state[key] = (mean + 0.02 * noise).to(torch.bfloat16)
+            dense = mean + 0.02 * torch.randn(value.shape, generator=generator)
         file = f"model-{number:05d}.safetensors"
-        hf = tune_to_hf({key: dense}, **sizes)
-        in_files |= dict.fromkeys(hf, GROUPS[name]) if key in quantized else {}
+        hf = tune_to_hf({key: dense.to(torch.bfloat16)}, **sizes)
         save_file({n: t.contiguous() for n, t in hf.items()}, folder / file)
         index |= dict.fromkeys(hf, file)
-    torch.save(state, work / "model.pt")
-    del state
     (folder / "config.json").write_text(json.dumps(llama_config(model)))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    import hestia_tune
-
     demo = Path(hestia_tune.__file__).parent / "assets" / "demo"
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(demo / file, folder / file)
-    found, source = {}, ModelFolder(folder, in_files)
+
+
+def write(name: str, work: Path, rows: list[str], pretrained: Path | None) -> dict[str, int]:
+    """The packed weights (model.pt) and every row's file; bytes of the files."""
+    from hestia_tune.export import write_gguf, write_mlx, write_onnx, write_openvino
+    from hestia_tune.export.packed import packed_entries
+    from hestia_tune.methods import TernaryMethod
+    from hestia_tune.models import checkpoints
+    from hestia_tune.qat.select import select_layers
+
+    model, method = build(name), TernaryMethod(group_size=GROUPS[name])
+    layers, folder = select_layers(model, None, ()), pretrained or work / "dense"
+    quantized = {f"{layer}.weight" for layer in layers}
+    if pretrained is None:
+        random_folder(model, quantized, GROUPS[name], folder)
+    naive = pretrained is not None
+    source = checkpoints.open_source("LLAMA3_2", folder, layers, method, quantize=naive)
+    weights = checkpoints.read_weights("LLAMA3_2", source)
+    torch.save(dict(packed_entries(weights, quantized, method)), work / "model.pt")
+    numels = sum(shape.numel() for shape in source.shapes.values())
+    found = {row: numels * (4 if row == "float32" else 2) for row in DENSE}
+    found |= dict.fromkeys(KERNELS, (work / "model.pt").stat().st_size)
     for row in rows:
         try:
             if row in ONNX:
                 found[row] = write_onnx(source, work / row, head=ONNX[row])["bytes"]
             elif row in BLOCK_TYPES:
-                write_gguf(source, path := work / f"{row}.gguf", block_type=row)
-                found[row] = path.stat().st_size
+                found[row] = write_gguf(source, work / row, block_type=row)["bytes"]
+            elif row in OTHERS:
+                writer = write_mlx if row == "MLX" else write_openvino
+                found[row] = writer(source, work / row)["bytes"]
         except (ImportError, ValueError) as error:
             print(f"{name}: no {row}: {str(error).splitlines()[0]}", file=sys.stderr)
-    del source
-    shutil.rmtree(folder)
-    return found
+    shutil.rmtree(work / "dense", ignore_errors=True)
+    return {row: found[row] for row in rows if row in found}
 
 
 def best(step, clock, budget: float = SECONDS) -> float:
@@ -198,18 +217,27 @@ def run_llama_cpp(path: Path, threads: int, prompt: int, clock) -> dict:
     params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 4096, 1, 0, -1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.warmup = params.fit_params = False
-    server, times = xllamacpp.Server(params), {1: [], 1 + 2 * ROUND: []}
+    server = xllamacpp.Server(params)
     request = {"prompt": [1 + i % 50 for i in range(prompt)], "cache_prompt": False}
     request |= {"temperature": 0, "ignore_eos": True}
-    started = time.perf_counter()
-    while not times[1] or time.perf_counter() - started < SECONDS:
+
+    def generate(tokens):
+        server.handle_completions(request | {"max_tokens": tokens})
+
+    row = of_two_lengths(generate, prompt, clock)
+    return row | {"memory": resident() - start, "quantized": None}
+
+
+def of_two_lengths(generate, prompt: int, clock) -> dict:
+    """Tokens a second, from the times of a prompt with 1 token, and with 1 + 2 * ROUND tokens."""
+    times, started = {1: [], 1 + 2 * ROUND: []}, time.perf_counter()
+    while len(times[1]) < 3 or time.perf_counter() - started < SECONDS:
         for tokens, found in times.items():
             begin = clock()
-            server.handle_completions(request | {"max_tokens": tokens})
+            generate(tokens)
             found.append(clock() - begin)
     first, more = (min(found) for found in times.values())
-    row = {"prompt": prompt / first, "decode": 2 * ROUND / (more - first)}
-    return row | {"memory": resident() - start, "quantized": None}
+    return {"prompt": prompt / first, "decode": 2 * ROUND / (more - first)}
 
 
 def run_onnx(folder: Path, threads: int, prompt: int, clock) -> dict:
@@ -235,6 +263,49 @@ def run_onnx(folder: Path, threads: int, prompt: int, clock) -> dict:
             generator.generate_next_token()
             times["decode"].append(clock() - begin)
     row = {"prompt": prompt / min(times["prompt"]), "decode": 1 / min(times["decode"])}
+    return row | {"memory": resident() - start, "quantized": None}
+
+
+def run_openvino(folder: Path, threads: int, prompt: int, clock) -> dict:
+    """One row of openvino-genai, by its defaults. It may keep prompts, so all prompts differ."""
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    start = resident()
+    pipeline = openvino_genai.LLMPipeline(str(folder), "CPU", INFERENCE_NUM_THREADS=threads)
+    calls = itertools.count()
+
+    def generate(tokens):
+        call = next(calls)
+        ids = np.array([[1 + (i + call) % 50 for i in range(prompt)]])
+        options = {"max_new_tokens": tokens, "ignore_eos": True, "do_sample": False}
+        pipeline.generate(openvino.Tensor(ids), **options)
+
+    row = of_two_lengths(generate, prompt, clock)
+    return row | {"memory": resident() - start, "quantized": None}
+
+
+def run_mlx(folder: Path, prompt: int, clock) -> dict:
+    """One row of mlx-lm on a CPU, in float32, where its products are exact. It has one thread."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import load_model
+
+    start, (model, _) = resident(), load_model(folder)
+    model.set_dtype(mx.float32)
+    state = {}
+
+    def step(tokens):
+        logits = model(mx.array([tokens]), cache=state["cache"])
+        state["token"] = int(mx.argmax(logits[0, -1]))
+
+    def whole():
+        state["cache"] = make_prompt_cache(model)
+        step([1 + i % 50 for i in range(prompt)])
+
+    row = {"prompt": prompt / best(whole, clock)}
+    row["decode"] = 1 / best(lambda: step([state["token"]]), clock)
     return row | {"memory": resident() - start, "quantized": None}
 
 
@@ -278,38 +349,50 @@ def products(clock) -> None:
             print(f"| {shape[0]} x {shape[1]}, {rows} | {cells} |", flush=True)
 
 
-def report(
-    name: str, work: Path, kernels: list[str], files: dict[str, int], threads: int, *rest: str
-) -> None:
-    """The table of one model and number of threads, and its ratios."""
-    shared = [name, str(work), str(threads), *rest]
-    rows = {what: child(["torch", what, *shared]) for what in kernels}
-    rows |= {row: child(["onnx" if row in ONNX else "llama.cpp", row, *shared]) for row in files}
+def label(row: str) -> str:
+    """The name of a row in the table."""
+    if row in DENSE:
+        return f"torch, dense {row}"
+    if row in KERNELS:
+        return f"torch, packed, kernel {row}"
+    if row in BLOCK_TYPES:
+        return f"llama.cpp {row}"
+    return {"MLX": "MLX on a CPU, which is not its home"}.get(row, row)
+
+
+def report(name: str, work: Path, files: dict[str, int], threads: int, *rest: str) -> None:
+    """The table of one model and number of threads, with ratios to dense bfloat16 in torch."""
+    rows = {row: child([row, name, str(work), str(threads), *rest]) for row in files}
     dense = rows["bfloat16"]
     print(f"\n{name}, {threads} thread(s), prompt of {rest[0]}, {rest[1]} clock\n")
-    print("| | prompt, tokens/s | of bf16 | decode, tokens/s | of bf16 | MB | quantized, of bf16 |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    titles = ("prompt, tokens/s", "of dense", "decode, tokens/s", "of dense")
+    titles += ("file, MB", "memory, MB", "quantized, of bf16")
+    print(f"| | {' | '.join(titles)} |\n|---|{'---:|' * len(titles)}")
     for key, row in rows.items():
         if not row:
             print(f"{key} failed", file=sys.stderr)
             continue
-        label = f"dense {key}" if key in DENSE else key
         share = "" if row["quantized"] is None else f"{row['quantized']:.1%}"
         both = [f"{row[what]:.2f} | {row[what] / dense[what]:.2f}" for what in ("prompt", "decode")]
-        print(f"| {label} | {' | '.join(both)} | {row['memory'] / 1e6:.0f} | {share} |", flush=True)
+        megabytes = f"{files[key] / 1e6:.0f} | {row['memory'] / 1e6:.0f}"
+        print(f"| {label(key)} | {' | '.join(both)} | {megabytes} | {share} |", flush=True)
+
+
+def run_row(what: str, name: str, work: str, threads: str, prompt: str, clock: str, device: str):
+    """Measures one row in this process."""
+    rest = int(threads), int(prompt), CLOCKS[clock]
+    if what in (*DENSE, *KERNELS):
+        return run_torch(name, Path(work), what, *rest, device)
+    if what == "MLX":
+        return run_mlx(Path(work, what), *rest[1:])
+    if what == "OpenVINO":
+        return run_openvino(Path(work, what), *rest)
+    return (run_onnx if what in ONNX else run_llama_cpp)(Path(work, what), *rest)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        kind, what, name, work, threads, prompt, clock, device = sys.argv[2:]
-        rest = int(threads), int(prompt), CLOCKS[clock]
-        if kind == "torch":
-            row = run_torch(name, Path(work), what, *rest, device)
-        elif kind == "onnx":
-            row = run_onnx(Path(work) / what, *rest)
-        else:
-            row = run_llama_cpp(Path(work) / f"{what}.gguf", *rest)
-        print("\nRESULT" + json.dumps(row), flush=True)
+        print("\nRESULT" + json.dumps(run_row(*sys.argv[2:])), flush=True)
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(GROUPS), choices=GROUPS)
@@ -318,11 +401,18 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--products", action="store_true", help="single products only")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--pretrained", type=Path, help="a Hugging Face folder; default: random")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     if options.device == "cuda" and (options.products or options.clock == "cpu"):
         parser.error("--device cuda has whole models and the wall's clock only")
-    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
+    if options.pretrained and len(options.models) > 1:
+        parser.error("--pretrained is the folder of one model; name it by --models")
+    versions = []
+    for library in LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{library} {metadata.version(library)}")
+    print(f"{', '.join(versions)}; {torch.backends.cpu.get_cpu_capability()}")
     if options.products:
         torch.set_num_threads(options.threads[0])
         with torch.inference_mode():
@@ -330,14 +420,12 @@ def main() -> None:
         return
     possible = ON_CUDA if options.device == "cuda" else [row for row in ROWS if row != "gemlite"]
     chosen = [row for row in possible if row in ("bfloat16", *options.rows)]
-    kernels = [row for row in chosen if row in (*DENSE, *KERNELS)]
     for name in options.models:
         with tempfile.TemporaryDirectory() as temporary:
-            files = write(name, Path(temporary), chosen)
-            print(name, {key: f"{size / 1e6:.0f} MB" for key, size in files.items()}, flush=True)
+            files = write(name, Path(temporary), chosen, options.pretrained)
             for threads in options.threads:
                 rest = str(options.prompt), options.clock, options.device
-                report(name, Path(temporary), kernels, files, threads, *rest)
+                report(name, Path(temporary), files, threads, *rest)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from hestia_tune.commands.formats import formats_page
 from hestia_tune.commands.inspect import compare_runs, listing, options_page
 from hestia_tune.config.files import text_of
 from hestia_tune.errors import InputError
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     validate.add_argument("name", help="a packaged config, a path, or NAME+OTHER")
     validate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options to change")
     commands.add_parser("options", help="print the reference of all options as Markdown")
+    commands.add_parser("formats", help="print which format holds which method and model")
     compare = commands.add_parser("compare", help="print the validation losses of several runs")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
     report = commands.add_parser("report", help="write one HTML page about one run or several")
@@ -61,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
             from hestia_tune.commands.report import write_report  # a slow import: torchtune
 
             print(write_report(arguments.runs, arguments.output))
+        elif arguments.command == "formats":
+            print(formats_page(), end="")
         elif arguments.command == "options":
             print(options_page(), end="")
         elif arguments.name is None:

@@ -4,9 +4,13 @@ Tests that are marked ``gpu`` need a CUDA device. HESTIA_SIMULATED_CUDA=1 simula
 whole process (tests/simulated_cuda), but not for tests that are marked ``gpu(real=True)``.
 """
 
+import contextlib
+import functools
+import http.server
 import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -98,3 +102,23 @@ def browser():
     window.set_page_load_timeout(60)
     yield window
     window.quit()
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def serve():
+    """A function that shows a folder by a server of this process, and returns the address."""
+    with contextlib.ExitStack() as stack:
+
+        def start(folder) -> str:
+            handler = functools.partial(_QuietHandler, directory=str(folder))
+            server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+            stack.callback(stack.enter_context(server).shutdown)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield start

@@ -69,6 +69,16 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # The files have other names of blocks than the model.
     "Mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+# More families for the table of formats.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma": ("GemmaConfig", {"head_dim": 16}),
+    "StableLM": ("StableLmConfig", {}),
+    "Bloom": ("BloomConfig", {}),
+    "MPT": ("MptConfig", {}),
+    "GPT-J": ("GPTJConfig", {"rotary_dim": 8}),
+    "GPT-2": ("GPT2Config", {}),
+    "OLMoE": ("OlmoeConfig", EXPERTS),
+}
 
 
 def make_family(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
@@ -76,7 +86,7 @@ def make_family(folder: Path, family: str, seed: int = 0, **changes: Any) -> Pat
     import transformers
 
     make_model_dir(folder)  # this writes the tokenizer
-    name, differences = (FAMILIES | OTHERS | STATE_SPACES | MIXTURES)[family]
+    name, differences = (FAMILIES | OTHERS | STATE_SPACES | MIXTURES | MORE)[family]
     config = getattr(transformers, name)(**SHAPE | differences | changes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)

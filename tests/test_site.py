@@ -1,15 +1,12 @@
 """The documentation as a site: it builds without warnings, and a browser shows it offline.
 
-The browser is a fixture of conftest.py.
+The browser and the server are fixtures of conftest.py.
 """
 
-import functools
-import http.server
 import importlib.util
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -21,11 +18,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not HAS_MKDOCS, reason="needs pip install 'hestia-tune[docs]'"),
 ]
-
-
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +34,9 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address(site):
+def address(site, serve):
     """Where a server of this process shows the site."""
-    handler = functools.partial(QuietHandler, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    return serve(site)
 
 
 def errors(browser) -> list[str]:

@@ -10,6 +10,7 @@ from hestia_tune.config.sections import ConvertConfig
 from hestia_tune.errors import InputError
 from hestia_tune.export.compressed_tensors import layout_of
 from hestia_tune.export.gguf import check_gguf
+from hestia_tune.export.linears import check_products
 from hestia_tune.export.mlx import mlx_blocks
 from hestia_tune.export.onnx import block_of
 from hestia_tune.export.openvino import check_openvino
@@ -18,6 +19,7 @@ from hestia_tune.models.folder import ModelFolder
 
 _CHECKS = {
     "compressed_tensors": layout_of,
+    "intx": check_products,
     "mlx": mlx_blocks,
     "onnx": block_of,
     "openvino": check_openvino,

@@ -115,7 +115,7 @@ def mlx_blocks(source: ModelFolder) -> dict[str, int]:
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary embedding by the keys of transformers 4, which mlx-lm's Llamas read.
+    """Return the rotary embedding by the keys of transformers 4, which mlx-lm reads.
 
     transformers 5 writes ``rope_parameters`` instead. A model with several rotary embeddings keeps
     its keys.
@@ -124,7 +124,10 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_theta" not in rope:
         return {}
     scaled = rope.get("rope_type", "default") != "default"
-    return {"rope_theta": rope["rope_theta"], "rope_scaling": rope if scaled else None}
+    keys = {"rope_theta": rope["rope_theta"], "rope_scaling": rope if scaled else None}
+    if (part := rope.get("partial_rotary_factor")) is not None:
+        keys["partial_rotary_factor"] = part
+    return keys
 
 
 def _affine(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:

@@ -49,8 +49,9 @@ def test_linears_with_their_own_forward_are_refused(tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         write_compressed_tensors(naive(folder), target)
     assert "\n" not in str(caught.value) and not target.parent.exists()
-    formats = "convert.formats=[huggingface,compressed_tensors]"
-    cfg = family_config(folder, tmp_path / "run", "convert.source=pretrained", formats)
-    with pytest.raises(ValueError, match=message):
-        ConvertRecipe(cfg)
+    for name in ("compressed_tensors", "intx"):
+        formats = f"convert.formats=[huggingface,{name}]"
+        cfg = family_config(folder, tmp_path / "run", "convert.source=pretrained", formats)
+        with pytest.raises(ValueError, match=message):
+            ConvertRecipe(cfg)
     assert not list((tmp_path / "run" / "converted").glob("*"))

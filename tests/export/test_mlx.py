@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import make_family
 from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
+from readers import mlx_logits, transformers_logits
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
@@ -22,22 +23,9 @@ from hestia_tune.tensors import read_hard
 
 transformers = pytest.importorskip("transformers")
 mx = pytest.importorskip("mlx.core")
-utils = pytest.importorskip("mlx_lm.utils")
+pytest.importorskip("mlx_lm.utils")
 TOKENS = torch.arange(2, 42)[None]
 METHODS = {2: "even, codebook=binary", 3: "ternary", 4: "even, codebook=int2"}
-
-
-def logits(folder, load=utils.load_model) -> torch.Tensor:
-    """Return the logits of stock mlx-lm, computed in float32."""
-    model, _ = load(folder)
-    model.set_dtype(mx.float32)
-    return torch.from_numpy(np.array(model(mx.array(TOKENS.numpy()))))
-
-
-@torch.no_grad()
-def expected_logits(folder) -> torch.Tensor:
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(folder, dtype=torch.float32)(TOKENS).logits
 
 
 def naive(folder, group_size, levels=3) -> ModelFolder:
@@ -53,7 +41,10 @@ def test_logits_equal_the_hard_models(tmp_path, group_size, levels):
     source = naive(DEMO, group_size, levels)
     summary = write_mlx(source, tmp_path / "out")
     write_huggingface(source, tmp_path / "hard")
-    found, expected = logits(tmp_path / "out"), expected_logits(tmp_path / "hard")
+    found, expected = (
+        mlx_logits(tmp_path / "out", TOKENS),
+        transformers_logits(tmp_path / "hard", TOKENS),
+    )
     assert (found - expected).norm() < 1e-5 * expected.norm()
     block = group_size if isinstance(group_size, int) else 128
     bits = 1 if levels == 2 else 2
@@ -115,7 +106,7 @@ def test_layers_that_differ_have_entries_of_their_own(tmp_path):
         "mode": "affine",
         "model.layers.0.mlp.down_proj": odd,
     }
-    found, expected = logits(tmp_path / "out"), expected_logits(folder)
+    found, expected = mlx_logits(tmp_path / "out", TOKENS), transformers_logits(folder, TOKENS)
     assert (found - expected).norm() < 1e-5 * expected.norm()
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
@@ -123,7 +114,17 @@ def test_layers_that_differ_have_entries_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["Llama 3 (scaled rotary)", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3"]
+    "family",
+    [
+        "Llama 3 (scaled rotary)",
+        "Qwen3",
+        "Mistral",
+        "Gemma 2",
+        "Gemma 3",
+        "Phi-3",
+        "Phi",
+        "StableLM",
+    ],
 )
 def test_families(tmp_path, family):
     layers = {"num_hidden_layers": 6} if family == "Gemma 3" else {}  # every sixth is global

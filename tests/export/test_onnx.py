@@ -4,11 +4,11 @@ import json
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from families import make_family
 from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
+from readers import genai_logits, transformers_logits
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
@@ -20,26 +20,17 @@ from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
 
 transformers = pytest.importorskip("transformers")
 onnx = pytest.importorskip("onnx")
-og = pytest.importorskip("onnxruntime_genai")
+pytest.importorskip("onnxruntime_genai")
 TOKENS = [*range(2, 42)]
 
 
 def logits(folder) -> torch.Tensor:
     """Return the logits after a prompt and after three more tokens, with a KV cache: (4, vocab)."""
-    model = og.Model(str(folder))
-    options = og.GeneratorParams(model)
-    options.set_search_options(max_length=len(TOKENS) + 4)
-    generator, found = og.Generator(model, options), []
-    for tokens in (TOKENS[:-3], *([token] for token in TOKENS[-3:])):
-        generator.append_tokens(tokens)
-        found.append(torch.from_numpy(np.array(generator.get_logits())[0, -1]).float())
-    return torch.stack(found)
+    return genai_logits(folder, [TOKENS[:-3], *([token] for token in TOKENS[-3:])])
 
 
-@torch.no_grad()
 def expected_logits(folder) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model(torch.tensor([TOKENS])).logits[0, -4:]
+    return transformers_logits(folder, torch.tensor([TOKENS]))[0, -4:]
 
 
 def make(folder, kind, group_size):

@@ -3,11 +3,11 @@
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from families import make_family
 from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
+from readers import openvino_session, transformers_logits
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
@@ -23,29 +23,6 @@ ov = pytest.importorskip("openvino")
 pytest.importorskip("openvino_tokenizers")
 TOKENS = torch.arange(2, 42).view(2, 20)
 NAME = "model.layers.1.mlp.up_proj"
-
-
-def session(folder, **options):
-    """Return a function of tokens, past length and beams that returns the logits, with a cache."""
-    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"} | options
-    model = ov.Core().compile_model(folder / "openvino_model.xml", "CPU", exact)
-    request = model.create_infer_request()
-
-    def run(tokens, past, beams):
-        rows, new = tokens.shape
-        positions = np.tile(np.arange(past, past + new), (rows, 1))
-        mask = np.ones((rows, past + new), np.int64)
-        inputs = {"input_ids": tokens.numpy(), "attention_mask": mask, "position_ids": positions}
-        found = request.infer(inputs | {"beam_idx": np.array(beams, np.int32)})
-        return torch.tensor(found["logits"])
-
-    return run
-
-
-@torch.no_grad()
-def expected_logits(folder, tokens=TOKENS) -> torch.Tensor:
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(folder, dtype=torch.float32)(tokens).logits
 
 
 def assert_near(found, expected, tolerance=1e-5):
@@ -75,12 +52,14 @@ def test_logits_equal_the_hard_models(tmp_path, group_size, key):
     summary = write_openvino(source, tmp_path / "out")
     write_huggingface(source, tmp_path / "hard")
     assert_near(
-        session(tmp_path / "out", DYNAMIC_QUANTIZATION_GROUP_SIZE="0")(TOKENS, 0, [0, 1]),
-        expected_logits(tmp_path / "hard"),
+        openvino_session(tmp_path / "out", DYNAMIC_QUANTIZATION_GROUP_SIZE="0")(TOKENS, 0, [0, 1]),
+        transformers_logits(tmp_path / "hard", TOKENS),
     )
     # By default the processor rounds activations, and the file must run nevertheless.
-    found = session(tmp_path / "out", DYNAMIC_QUANTIZATION_GROUP_SIZE="32")(TOKENS, 0, [0, 1])
-    assert_near(found, expected_logits(tmp_path / "hard"), 0.05)
+    found = openvino_session(tmp_path / "out", DYNAMIC_QUANTIZATION_GROUP_SIZE="32")(
+        TOKENS, 0, [0, 1]
+    )
+    assert_near(found, transformers_logits(tmp_path / "hard", TOKENS), 0.05)
     scales = 16 / group_size if isinstance(group_size, int) else 0.1
     assert summary["quantized_bits_per_weight"] == pytest.approx(2 + scales, abs=0.02)
     files = [tmp_path / "out" / f"openvino_model.{end}" for end in ("xml", "bin")]
@@ -98,11 +77,11 @@ def written(tmp_path_factory):
 
 
 def test_the_cache_continues_the_sequences_that_beams_name(written):
-    run = session(written / "out", DYNAMIC_QUANTIZATION_GROUP_SIZE="0")
+    run = openvino_session(written / "out", DYNAMIC_QUANTIZATION_GROUP_SIZE="0")
     run(TOKENS[:, :12], 0, [0, 1])
     run(TOKENS[:, 12:13], 12, [1, 0])  # every row continues the other row's past
     swapped = torch.cat([TOKENS.flip(0)[:, :12], TOKENS[:, 12:]], 1)
-    expected = expected_logits(written / "hard", swapped)
+    expected = transformers_logits(written / "hard", swapped)
     assert_near(run(TOKENS[:, 13:], 13, [0, 1]), expected[:, 13:])
 
 
@@ -130,8 +109,8 @@ def test_biases_dense_layers_zeros_and_scales_that_float16_rounds(tmp_path):
     state[f"{NAME}.weight"][4] *= 2.0**-20
     save_file(state, folder / "model.safetensors")
     write_openvino(ModelFolder(folder, quantized), tmp_path / "out")
-    run = session(tmp_path / "out", DYNAMIC_QUANTIZATION_GROUP_SIZE="0")
-    assert_near(run(TOKENS, 0, [0, 1]), expected_logits(folder))
+    run = openvino_session(tmp_path / "out", DYNAMIC_QUANTIZATION_GROUP_SIZE="0")
+    assert_near(run(TOKENS, 0, [0, 1]), transformers_logits(folder, TOKENS))
     graph = ov.Core().read_model(tmp_path / "out" / "openvino_model.xml")
     constants = [op for op in graph.get_ops() if op.get_type_name() == "Constant"]
     kinds = {op.friendly_name: op.get_element_type() for op in constants}
@@ -160,8 +139,8 @@ def test_families(tmp_path, family):
     source = naive(make_family(tmp_path / "model", family), 32)
     write_openvino(source, tmp_path / "out")
     write_huggingface(source, tmp_path / "hard")
-    run = session(tmp_path / "out", DYNAMIC_QUANTIZATION_GROUP_SIZE="0")
-    assert_near(run(TOKENS, 0, [0, 1]), expected_logits(tmp_path / "hard"))
+    run = openvino_session(tmp_path / "out", DYNAMIC_QUANTIZATION_GROUP_SIZE="0")
+    assert_near(run(TOKENS, 0, [0, 1]), transformers_logits(tmp_path / "hard", TOKENS))
 
 
 def refuse(source, tmp_path, error, match):

@@ -1,0 +1,66 @@
+"""Tests the table of formats: its page, its rows and columns, and its cells against conversions."""
+
+import inspect
+import json
+
+import pytest
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+
+from formats_table import PAGE, TABLES, cells, columns
+
+import hestia_tune
+from hestia_tune.commands.formats import DATA_FILE, formats_page
+from hestia_tune.qat.prepare import Component
+
+DATA = json.loads(DATA_FILE.read_text(encoding="utf-8"))
+PACKAGES = ("compressed_tensors", "mlx_lm", "onnxruntime_genai", "openvino_tokenizers")
+
+
+def test_the_page_and_the_command_show_the_table(capsys):
+    from hestia_tune.__main__ import main
+
+    remedy = "run: python -m hestia_tune formats > docs/formats.md"
+    assert PAGE.read_text(encoding="utf-8") == formats_page(), remedy
+    assert main(["formats"]) == 0
+    assert capsys.readouterr().out == formats_page()
+
+
+def test_every_format_method_and_family_has_its_place():
+    assert {table: tuple(rows) for table, rows in DATA.items()} == TABLES
+    for rows in DATA.values():
+        assert all(list(cells) == list(columns()) for cells in rows.values())
+    public = [getattr(hestia_tune, name) for name in hestia_tune.__all__]
+    components = {c.__name__ for c in public if inspect.isclass(c) and issubclass(c, Component)}
+    assert {row.partition(",")[0] for row in TABLES["methods"]} == components
+
+
+def assert_cells(table: str, row: str, only: set[str] | None = None) -> None:
+    expected = {name: cell for name, cell in DATA[table][row].items() if not only or name in only}
+    found = cells(table, row, only)
+    assert found == {
+        # The last digits of a logit depend on the processor.
+        name: pytest.approx(cell, rel=0.25) if isinstance(cell, float) else cell
+        for name, cell in expected.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "only"),
+    [
+        ("groups", "128", {"torchao", "huggingface", "gguf TQ2_0", "gguf Q2_0", "gguf Q2_K"}),
+        ("families", "Falcon", {"intx", "huggingface", "gguf Q4_0"}),
+        ("methods", "Fairy2iQATQuantizer, num_stages: 2", {"torchao", "huggingface"}),
+    ],
+)
+def test_some_cells_are_measured(table, row, only):
+    assert_cells(table, row, only)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("table", "row"), [(t, row) for t, rows in TABLES.items() for row in rows])
+def test_every_cell_is_measured(table, row):
+    for package in PACKAGES:
+        pytest.importorskip(package)
+    assert_cells(table, row)
