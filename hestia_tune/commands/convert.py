@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hestia_tune
+from hestia_tune.bits import chosen
 from hestia_tune.config.run import RunConfig
 from hestia_tune.config.sections import FILE_FORMATS
 from hestia_tune.errors import InputError
@@ -53,7 +54,7 @@ class ConvertRecipe:
     """
 
     def __init__(self, config: RunConfig | Mapping[str, Any]):
-        self.config = RunConfig.parse(config)
+        self.config = chosen(RunConfig.parse(config), required=True)
         self.settings = self.config.convert
         self.output = require_writable_dir(self.settings.output)
         build.check_model_section(self.config)

@@ -57,7 +57,9 @@ def estimate(config: RunConfig | Mapping[str, Any]) -> SensitivityArtifact:
     settings, seed = config.sensitivity_estimation, config.seed or 0
     path = Path(str(settings.output))
     require_writable_dir(path.parent)
-    planned = plan(config.changed(dtype="fp32"), trains=False)
+    # Linears that a budget of bits leaves dense are measured too.
+    plain = config.changed(dtype="fp32", bits={"average": None})
+    planned = plan(plain, trains=False)
     count, size = settings.num_samples, settings.batch_size
     batches = data.calibration_batches(config, planned.tokenizer, count, size)
     state = read_pretrained(planned)

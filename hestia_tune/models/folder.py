@@ -272,3 +272,12 @@ def copy_side_files(folder: Path, target: Path) -> None:
             shutil.copytree(path, target / path.name, ignore=shutil.ignore_patterns("*.py"))
         else:
             shutil.copyfile(path, target / path.name)
+
+
+def require_teacher(folder: str) -> None:
+    """Raise InputError if the folder of ``distillation.teacher`` holds no model."""
+    if not (Path(folder) / "config.json").is_file():
+        raise InputError(
+            f'distillation.teacher {folder} has no config.json; give "pretrained" or a Hugging '
+            "Face folder"
+        )

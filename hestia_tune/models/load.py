@@ -125,7 +125,10 @@ def load_model(
         layer.weight_fake_quantizer.is_hard = kind == "checkpoint_hard"
     if kind == "checkpoint_hard":
         return model, description
-    scores = None if sensitivity is None else SensitivityArtifact.load(sensitivity).scores
+    scores = None
+    if sensitivity is not None:
+        measured = SensitivityArtifact.load(sensitivity).scores
+        scores = {name: score for name, score in measured.items() if name in layers}
     if digest(scores) != identity["sensitivity"]:
         raise InputError(
             f"the checkpoint was trained with other sensitivity scores than {sensitivity}; set "

@@ -49,6 +49,7 @@ class QATQuantizerBase:
     Attributes:
         method: The method of all linears that ``layers`` does not name.
         skipped: Names of the linears that `prepare` left out for their shape.
+        left_dense: Names of the linears that `prepare` left out because of ``layers``.
 
     Raises:
         InputTypeError: If the patterns are not lists, or ``layers`` is not such a mapping.
@@ -88,6 +89,7 @@ class QATQuantizerBase:
         self._exclude = list(exclude or ())
         self._skip_incompatible = skip_incompatible
         self.skipped: list[str] = []
+        self.left_dense: list[str] = []
 
     def _checked(
         self, layers: Mapping[str, "QATQuantizerBase | None"] | None
@@ -158,6 +160,7 @@ class QATQuantizerBase:
         components = dict.fromkeys(chosen, self)
         for pattern, other in self.layers.items():
             components |= dict.fromkeys(matching(pattern, chosen, "layers"), other)
+        self.left_dense = [fqn for fqn, other in components.items() if other is None]
         chosen = {fqn: layer for fqn, layer in chosen.items() if components[fqn]}
         self.skipped = []
         for fqn, layer in list(chosen.items()):

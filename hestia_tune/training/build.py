@@ -76,7 +76,9 @@ def build(plan: Plan) -> Built:
             another run.
     """
     pretrained, state, hard_start = initial_weights(plan)
-    scores = None if plan.artifact is None else plan.artifact.scores
+    scores = None
+    if plan.artifact is not None:  # it may also have linears that stay dense
+        scores = {name: plan.artifact.scores[name] for name in plan.layers}
     schedule = _make_schedule(plan, state)
     identity: Any = on_first_rank(_identify, plan, schedule, state, scores)
     model, mesh = _shard_model(plan, state)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hestia_tune.bits import chosen
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
@@ -37,9 +38,10 @@ def read_pretrained(plan: Plan) -> State | None:
 
     Raises:
         InputError: If the weights cannot be read, belong to another model, or have NaN or infinity;
-            if a linear to quantize has only zeros; or if training should continue from codes that
-            the group size does not fit.
+            if a linear to quantize has only zeros; if training should continue from codes that the
+            group size does not fit; or if the bits of the linears are not chosen yet.
     """
+    chosen(plan.config, required=True)
 
     def read() -> State:
         state = models.read_checkpoint(plan.checkpointer, plan.config, plan.shapes)
@@ -96,7 +98,8 @@ def initial_weights(plan: Plan) -> tuple[State, State, list[str]]:
 
     def make_state() -> State:
         if plan.artifact is not None:
-            plan.artifact.check_model(plan.layers, fingerprint(plan, pretrained))
+            measured = weights_of(plan.artifact.traces, pretrained)
+            plan.artifact.check_model(measured, model_fingerprint(measured))
         if plan.start is not None:
             return reconstructed_weights(pretrained, str(config.reconstruction), plan.start)
         if config.init == "random":
