@@ -63,11 +63,11 @@ def test_a_run_trains_what_it_has_chosen(finished):
     traces = json.loads((folder / "sensitivity.json").read_text())["layers"]
     assert all(saved["layers"][name]["trace"] == traces[name]["trace"] for name in choices)
     assert (folder / "bits.png").is_file() and (folder / "hard_model" / "config.json").is_file()
-    meta = json.loads((folder / "checkpoints" / "step_4" / "meta.json").read_text())
-    methods = meta["identity"]["methods"]
+    description = json.loads((folder / "hard_model" / "hestia.json").read_text())
     keys = {"int2": "even, group_size=32, codebook=int2", "int4": "int4, group_size=32"}
-    expected = {name: keys.get(choice) for name, choice in choices.items() if choice != "ternary"}
-    assert methods == expected
+    expected = {name: keys[choice] for name, choice in choices.items() if choice in keys}
+    assert description["methods"] == expected
+    assert set(description["layers"]) == {n for n, choice in choices.items() if choice != "bf16"}
     assert len(logged(folder)) == 4
 
 
@@ -78,7 +78,9 @@ def test_a_resumed_run_reads_its_choices(finished, caplog):
     name, choice = next(iter(choices_in(folder).items()))
     try:
         edit(path, **{name: "int2" if choice == "int4" else "int4"})
-        with pytest.raises(InputError, match=rf"was trained with {name} by "):
+        with pytest.raises(
+            InputError, match="has quantizer mixed, layers=.*this run mixed, layers="
+        ):
             plan(RunConfig.parse(config))
         path.unlink()
         with pytest.raises(InputError, match=r"bits\.json does not exist"):
