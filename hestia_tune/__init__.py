@@ -2,15 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from hestia_tune.qat.baselines import DLT, INT2, LSQ, SEQ, TWN, AbsMean, Tequila
+from hestia_tune.qat.baselines import DLT, INT2, INT4, LSQ, SEQ, TWN, AbsMean, Tequila
+from hestia_tune.qat.configs import Fairy2iConfig, HestiaConfig, MethodConfig
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.qat.prepare import (
-    Fairy2iConfig,
-    Fairy2iQATQuantizer,
-    HestiaConfig,
-    HestiaQATQuantizer,
-    MethodConfig,
-)
+from hestia_tune.qat.prepare import Fairy2iQATQuantizer, HestiaQATQuantizer
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver, get_wsd_schedule
 from hestia_tune.qat.select import is_transformer_linear
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
@@ -24,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DLT",
     "INT2",
+    "INT4",
     "LSQ",
     "SEQ",
     "TWN",

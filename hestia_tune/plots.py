@@ -114,8 +114,25 @@ def plot_zeros(zeros: Mapping[str, float], path: str | Path) -> None:
     _draw_layers({name: 100 * share for name, share in zeros.items()}, path, "zeros (percent)")
 
 
+def plot_bits(bits: Mapping[str, float], path: str | Path) -> None:
+    """Draw a heatmap of the bits per weight of every layer.
+
+    The colors follow a logarithmic scale. The scale shows the numbers that occur.
+
+    Args:
+        bits: Fully qualified name of a layer -> bits per weight.
+        path: The PNG file to write.
+    """
+    ticks = sorted(set(bits.values()))
+    _draw_layers(bits, path, "bits per weight, with scales", norm="log", ticks=ticks)
+
+
 def _draw_layers(
-    values: Mapping[str, float], path: str | Path, label: str, norm: str | None = None
+    values: Mapping[str, float],
+    path: str | Path,
+    label: str,
+    norm: str | None = None,
+    ticks: Sequence[float] = (),
 ) -> None:
     """Draw a heatmap of one value per layer: one row per block, one column per projection."""
     cells: dict[tuple[str, str], float] = {}  # (block, projection) -> value
@@ -130,7 +147,10 @@ def _draw_layers(
         axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right")
         axis.set_yticks(range(len(rows)), rows)
         axis.set_ylabel("block")
-        figure.colorbar(image, label=label)
+        bar = figure.colorbar(image, label=label)
+        if ticks:
+            bar.minorticks_off()
+            bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
 
 
 def plot_errors(windows: Sequence[Any], path: str | Path) -> None:

@@ -21,6 +21,7 @@ ROOMS = [
     "sensitivity",
     "data",
     "models",
+    "bits",
     "export",
     "evaluation",
     "training",

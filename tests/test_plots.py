@@ -63,6 +63,14 @@ def test_zeros_are_drawn_in_percent_by_block_and_projection(tmp_path, saved_figu
     assert table.filled(-1).tolist() == [[25.0, -1], [50.0, 10.0]]
 
 
+def test_bits_are_drawn_with_the_numbers_that_occur(tmp_path, saved_figures):
+    bits = {"layers.0.q_proj": 1.725, "layers.1.q_proj": 16.0, "layers.1.v": 1.725}
+    plots.plot_bits(bits, tmp_path / "bits.png")
+    table, bar = saved_figures[0].axes
+    assert table.images[0].get_array().filled(-1).tolist() == [[1.725, -1], [16.0, 1.725]]
+    assert [text.get_text() for text in bar.get_yticklabels()] == ["1.725", "16"]
+
+
 def test_the_training_curves_have_a_title_and_labels_in_words(tmp_path, saved_figures):
     plots.plot_training_curves([], {"a": [0.3, 0.0]}, {}, tmp_path / "curves.png")
     (figure,) = saved_figures

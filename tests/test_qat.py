@@ -17,6 +17,7 @@ from torchao.quantization.qat.linear import (
 )
 
 from hestia_tune import (
+    INT4,
     AnnealingSchedule,
     HestiaConfig,
     HestiaQATQuantizer,
@@ -328,3 +329,68 @@ def test_converting_nan_or_infinity_names_the_layer(target, name, bad):
         component.convert(model)
     with pytest.raises(FloatingPointError, match="^a linear has NaN or infinity"):
         convert(model)
+
+
+def blocks_of_two() -> nn.Module:
+    """Return two blocks with the linears "up" and "down"."""
+    return nn.ModuleDict(
+        {
+            "layers": nn.ModuleList(
+                nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}) for _ in "ab"
+            )
+        }
+    )
+
+
+def test_every_layer_has_the_method_of_the_last_pattern_that_names_it():
+    layers = {
+        "*.down": INT4(group_size=32),
+        "layers.0.*": {"_component_": "hestia_tune.SEQ", "bits": 2, "group_size": 16},
+        "layers.1.up": None,
+    }
+    component = HestiaQATQuantizer(group_size=32, scale_lr=0.1, layers=layers)
+    model = component.prepare(blocks_of_two())
+    found = {name: layer.method.key() for name, layer in quantized_linears(model).items()}
+    seq = "seq, group_size=16, start=absmax, bits=2"
+    assert found == {
+        "layers.0.up": seq,
+        "layers.0.down": seq,
+        "layers.1.down": "int4, group_size=32",
+    }
+    assert component.name == "mixed"
+    assert component.key().startswith("mixed, layers=")
+    assert component.key().endswith(f": ternary, group_size=32; int4, group_size=32; {seq}; dense")
+    assert component.describe(model)["methods"] == found
+    other = HestiaQATQuantizer(group_size=32, scale_lr=0.1, layers=dict(reversed(layers.items())))
+    assert other.key() != component.key()
+    latent = model["layers"][1]["down"].weight.detach().clone()
+    hard = component.convert(model)["layers"][1]["down"]
+    assert type(hard) is nn.Linear
+    assert torch.equal(hard.weight, INT4(group_size=32).method.hard(latent))
+
+
+def test_one_method_is_named_as_before():
+    component = HestiaQATQuantizer(group_size=32, layers={})
+    model = component.prepare(blocks_of_two())
+    assert component.key() == component.method.key() and component.name == "ternary"
+    assert component.describe(model).keys() == {"quantizer", "layers"}
+
+
+@pytest.mark.parametrize(
+    ("component", "layers", "message"),
+    [
+        (HestiaQATQuantizer, ["*.up"], "layers must map patterns to components; got list"),
+        (HestiaQATQuantizer, {"*.up": "int4"}, "must be a component of hestia_tune.*got 'int4'"),
+        (HestiaQATQuantizer, {"*.up": {"bits": 4}}, "must be a component of hestia_tune"),
+        (HestiaQATQuantizer, {"*.up": {"_component_": "os.system"}}, "os.system, which is no"),
+        (HestiaQATQuantizer, {"*.up": {"_component_": "INT4", "exclude": []}}, "got exclude"),
+        (HestiaQATQuantizer, {"*.up": {"_component_": "INT4", "grp": 1}}, "unknown option grp"),
+        (HestiaQATQuantizer, {"*.upp": None}, "layers pattern '.*.upp' matches no linear.*named"),
+        (HestiaQATQuantizer, {"*.up": INT4(group_size=24)}, "24 does not divide.*layers.0.up"),
+        (HestiaQATQuantizer, {"*": None}, "can quantize none of the 4 selected linears"),
+        (INT4, {"*.up": HestiaQATQuantizer(group_size=32)}, "make the component with a temp"),
+    ],
+)
+def test_wrong_methods_of_layers(component, layers, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        component(group_size=32, layers=layers).prepare(blocks_of_two())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hestia_tune
+from hestia_tune.bits import chosen
 from hestia_tune.config.run import RunConfig
 from hestia_tune.config.sections import FILE_FORMATS
 from hestia_tune.errors import InputError
@@ -32,7 +33,7 @@ from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.contents import describe, find_hard
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, SafetensorsFolder, hub_name
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.linear import methods_of
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +54,15 @@ class ConvertRecipe:
     """
 
     def __init__(self, config: RunConfig | Mapping[str, Any]):
-        self.config = RunConfig.parse(config)
+        self.config = chosen(RunConfig.parse(config), required=True)
         self.settings = self.config.convert
         self.output = require_writable_dir(self.settings.output)
         build.check_model_section(self.config)
-        component = build.make_component(self.config.quantizer)
-        self.method = component.method
-        self.asked = self.settings.formats or self.method.file_formats[:1]
+        self.component = build.make_component(self.config.quantizer)
+        self.asked = self.settings.formats or self.component.method.file_formats[:1]
         self.missing: dict[str, str] = {}
-        self.model = build.build_on_meta(self.config.model, component)
-        self.layers = list(quantized_linears(self.model))
+        self.model = build.build_on_meta(self.config.model, self.component)
+        self.methods = methods_of(self.model)
         self.source = self._open_source()
         self.description = self._describe()
         self.formats = self._choose_formats()
@@ -74,7 +74,7 @@ class ConvertRecipe:
         Raises:
             InputError: If the folder has no model, or another model than the config.
         """
-        config, method, named = self.config, self.method, self.settings.source
+        config, named = self.config, self.settings.source
         folder = {
             "trained": Path(config.output_dir) / "hard_model",
             "pretrained": checkpoints.pretrained_folder(config),
@@ -85,17 +85,18 @@ class ConvertRecipe:
                 "convert.source=pretrained for the naive model"
             )
         self.is_hard, self.found = (folder / DESCRIPTION_FILE).is_file(), {}
-        if method.needs_training and not self.is_hard:
+        untrained = () if self.is_hard else self.methods.values()
+        if method := next((method for method in untrained if method.needs_training), None):
             raise InputError(
                 f"a model of method {method.name} needs trained biases, and {folder} has none; "
                 "train first, or use AbsMean for the naive model, which has the same codes"
             )
         source = checkpoints.open_source(
-            config.model_type, folder, self.layers, method, quantize=not self.is_hard
+            config.model_type, folder, self.methods, quantize=not self.is_hard
         )
         if not self.is_hard:
-            read, names = partial(SafetensorsFolder.read, source), source.quantized
-            self.found = find_hard(((n, read(n).flatten(0, -2)) for n in names), method)
+            read, methods = partial(SafetensorsFolder.read, source), source.quantized
+            self.found = find_hard(((n, read(n).flatten(0, -2)) for n in methods), methods)
         return source
 
     def _choose_formats(self) -> list[str]:
@@ -109,7 +110,7 @@ class ConvertRecipe:
         for name in FILE_FORMATS if "all" in self.asked else self.asked:
             with self._unless_asked(name):
                 check_experts(self.model, [name])
-                check_format(name, self.source, self.method, self.settings)
+                check_format(name, self.source, self.methods, self.settings)
                 chosen.append(name)
         for name in chosen:
             if self.target(name).exists() and not self.settings.overwrite:
@@ -133,38 +134,39 @@ class ConvertRecipe:
 
     def _find_checkpoint(self) -> Path | None:
         """Return the checkpoint with the latent weights, or None if the codes do not need them."""
-        if not self.is_hard or self.method.codes_follow_from_hard:
+        hidden = [m for m in self.methods.values() if not m.codes_follow_from_hard]
+        if not self.is_hard or not hidden:
             return None
         folder, step = self.source.folder.parent / "checkpoints", self.description["step"]
         path = dict(checkpoints.complete_checkpoints(folder)).get(step)
         if path is None:
             raise InputError(
-                f"the codes of {self.method.key()} follow from latent weights, and there is no "
+                f"the codes of {hidden[0].key()} follow from latent weights, and there is no "
                 f"checkpoint of step {step} in {folder}; train again"
             )
         return path
 
     def _describe(self) -> dict[str, Any]:
         """Return the content of hestia.json, which says how the hard model was made."""
-        key, section = self.method.key(), dict(self.config.model)
+        own, section = self.component.describe(self.model), dict(self.config.model)
         if self.config.is_transformers_model:  # the written folder holds the whole model
             section["path"] = "."
         description = self.source.description
         if description is None:
             how = "quantized without training (naive)"
             if self.found:
-                how = describe(self.found, self.source.method.levels, len(self.layers))
+                how = describe(self.found, self.source.quantized)
                 how += ": its codes are written without training"
             log.info(f"{self.source.folder} is {how}")
-            description = {"quantizer": key, "layers": self.layers, "step": 0, "model": section}
+            description = own | {"step": 0, "model": section}
             description["base_model"] = hub_name(self.source.folder)
             self.source.description = description
-        method, layers = description["quantizer"], description["layers"]
-        if method != key or set(layers) != set(self.layers):
+        key, layers = description["quantizer"], description["layers"]
+        if key != own["quantizer"] or set(layers) != set(self.methods):
             raise InputError(
-                f"{self.source.folder} was trained with quantizer {method} on {len(layers)} "
-                f"layers, but the config has {key} on {len(self.layers)}; use the config that "
-                "trained it"
+                f"{self.source.folder} was trained with quantizer {key} on {len(layers)} layers, "
+                f"but the config has {own['quantizer']} on {len(self.methods)}; use the config "
+                "that trained it"
             )
         return description | {"model": section}
 
@@ -212,8 +214,7 @@ class ConvertRecipe:
             return write_gguf(source, target, block_type=self.settings.block_type, **options)
         entries = packed_entries(
             checkpoints.read_weights(self.config.model_type, source),
-            {f"{layer}.weight" for layer in self.layers},
-            self.method,
+            {f"{layer}.weight": method for layer, method in self.methods.items()},
             _PACKED_FORMATS[name],
             latents=self.checkpoint and checkpoints.read_latents(self.checkpoint, self.model),
         )
@@ -222,7 +223,7 @@ class ConvertRecipe:
             target,
             entries,
             config=self.config,
-            method=self.method,
+            method=self.component.method,
             description=self.description | {"hestia_tune": hestia_tune.__version__},
             **options,
         )

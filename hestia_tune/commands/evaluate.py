@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torchtune import training
 
+from hestia_tune.bits import chosen
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError
@@ -49,7 +50,7 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     Returns:
         The exit code.
     """
-    config = RunConfig.parse(config)
+    config = chosen(RunConfig.parse(config), required=True)
     settings, path = config.eval, Path(config.eval.output)
     if path.suffix != ".json" or path.is_dir():
         raise InputError(f"eval.output must be a file whose name ends in .json; got {path}")

@@ -172,7 +172,8 @@ def _look_at_model(path: str, device: str) -> dict[str, Any]:
     method = HestiaQATQuantizer(group_size=group_size).method
     in_files = SafetensorsFolder(folder).shapes
     check_shapes(shapes, {n: in_files[n] for n in shapes if n in in_files}, str(folder))
-    source = open_source(TRANSFORMERS_MODEL_TYPE, folder, layers, method, quantize=True)
+    methods = dict.fromkeys(layers, method)
+    source = open_source(TRANSFORMERS_MODEL_TYPE, folder, methods, quantize=True)
     tokenizer = AutoTokenizer(path)
     own_end = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
     ids = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
@@ -180,7 +181,7 @@ def _look_at_model(path: str, device: str) -> dict[str, Any]:
     for form in method.file_formats:
         try:
             check_experts(model, [form])
-            check_format(form, source, method, ConvertConfig())
+            check_format(form, source, methods, ConvertConfig())
         except InputError as error:
             absent.setdefault(form, one_line(error))
     has_experts = len(shapes) < len(weights)

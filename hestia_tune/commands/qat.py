@@ -1,4 +1,4 @@
-"""``hestia_qat``: compute sensitivity and reconstruction if needed, and then train.
+"""``hestia_qat``: compute sensitivity, bits and reconstruction if needed, and then train.
 
 ``hestia_reconstruct`` makes the reconstruction alone.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hestia_tune.commands.bits import choose_bits
 from hestia_tune.commands.launch import INTERRUPTED
 from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
@@ -28,7 +29,9 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
     All checks run before a sensitivity or a reconstruction is computed.
     """
     config = RunConfig.parse(config)
-    if config.schedule.alpha == 0 and config.sensitivity == "auto":  # alpha 0 does not read it
+    for_bits = config.bits.reads_sensitivity
+    for_temperatures = config.schedule.alpha != 0 or config.sensitivity != "auto"
+    if not for_bits and not for_temperatures:
         config = config.changed(sensitivity=None)
     with locked(config.output_dir):
         config = _resume_if_possible(config)
@@ -36,16 +39,24 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
         planned = plan(config)
         # overwrite_output also covers the sensitivity and the reconstruction that a run computes.
         replace = {"overwrite": True} if config.overwrite_output and not planned.resume else {}
+        if config.sensitivity == "auto":
+            estimate(config.changed(sensitivity_estimation=replace))
+            config = config.changed(sensitivity=config.sensitivity_estimation.output)
+        if config.bits.average is not None:
+            config = choose_bits(config, overwrite=bool(replace))
+            planned = planned.choosing(config.quantizer)
+            if not for_temperatures:
+                config = config.changed(sensitivity=None)
         if config.reconstruction == "auto":
             recipe = reconstruct(config.changed(reconstruct=replace))
             if not recipe.finished:
                 if dist.get_rank() == 0:
                     print(recipe.summary())
                 raise KeyboardInterrupt
-            planned = planned.starting_from(reconstruction=str(recipe.output))
-        if config.sensitivity == "auto":
-            estimate(config.changed(sensitivity_estimation=replace))
-            planned = planned.starting_from(sensitivity=config.sensitivity_estimation.output)
+            config = config.changed(reconstruction=str(recipe.output))
+        planned = planned.starting_from(
+            sensitivity=config.sensitivity, reconstruction=config.reconstruction
+        )
         recipe = HestiaQATRecipe(planned.config)
         recipe.build(planned)
         recipe.train()
@@ -69,7 +80,7 @@ def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
 
 def _resume_if_possible(config: RunConfig) -> RunConfig:
     """Return the config, without resuming if the run was stopped before its first checkpoint."""
-    computes = "auto" in (config.reconstruction, config.sensitivity)
+    computes = "auto" in (config.reconstruction, config.sensitivity) or config.bits.average
     folder = Path(config.output_dir) / "checkpoints"
     if computes and config.resume_from_checkpoint and not complete_checkpoints(folder):
         return config.changed(resume_from_checkpoint=False)

@@ -57,7 +57,9 @@ def estimate(config: RunConfig | Mapping[str, Any]) -> SensitivityArtifact:
     settings, seed = config.sensitivity_estimation, config.seed or 0
     path = Path(str(settings.output))
     require_writable_dir(path.parent)
-    planned = plan(config.changed(dtype="fp32"), trains=False)
+    # Linears that a budget of bits leaves dense are measured too.
+    plain = config.changed(dtype="fp32", bits={"average": None})
+    planned = plan(plain, trains=False)
     count, size = settings.num_samples, settings.batch_size
     batches = data.calibration_batches(config, planned.tokenizer, count, size)
     state = read_pretrained(planned)
@@ -124,7 +126,9 @@ def _draw(
     plot_sensitivity(artifact.traces, path.with_suffix(".png"), curvature)
     tau_init = planned.config.schedule.tau_init
     if tau_init == "auto":  # training resolves it the same way
-        weights = (w.float().flatten(0, -2) for w in weights_of(artifact.traces, state).values())
+        methods = planned.methods
+        names = [n for n in artifact.traces if methods.get(n) == planned.component.method]
+        weights = (w.float().flatten(0, -2) for w in weights_of(names, state).values())
         tau_init = planned.component.method.fit_temperature(weights)
     schedule = AnnealingSchedule.of(100, planned.config.schedule, tau_init=tau_init)
     fan = f"{path.stem}_temperatures.png".removeprefix("sensitivity_")

@@ -1,5 +1,6 @@
 """Every YAML section as a dataclass, and the packaged configs. Nothing here imports torchtune."""
 
+from hestia_tune.config.bits import BitsConfig
 from hestia_tune.config.section import Section, nearest, option, require_number
 from hestia_tune.config.sections import (
     ConvertConfig,
@@ -14,6 +15,7 @@ from hestia_tune.config.sections import (
 )
 
 __all__ = [
+    "BitsConfig",
     "ConvertConfig",
     "DistillationConfig",
     "EstimationConfig",

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from hestia_tune.config.bits import BitsConfig
 from hestia_tune.config.section import Section, option, require_number
 from hestia_tune.config.sections import (
     ConvertConfig,
@@ -132,6 +133,7 @@ class RunConfig(Section):
     # Keys of this package.
     quantizer: Any
     """Quantizer component of hestia_tune. It prepares the model for training and packs it."""
+    bits: BitsConfig = BitsConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     sensitivity: str | None = None
     """Path of a sensitivity artifact. "auto" computes the artifact if it does not exist. null: use
@@ -223,6 +225,8 @@ class RunConfig(Section):
                 self._check_checkpointer()
             with check():
                 self._check_training()
+            with check():
+                self.bits.check_run(self.quantizer, self.sensitivity, self.init)
         for key, name in _OUTPUTS.items():  # the default outputs are in output_dir
             section = getattr(self, key)
             output = section.output or f"{self.output_dir}/{name}"

@@ -6,7 +6,7 @@ scales of its own. The files hold these tensors for each quantized linear:
 
     NAME.weight_packed   int32 (out_features, ceil(in_features / 16)): 2-bit fields of code + 2,
                          the first weight in the lowest bits. Rows are padded, so that any
-                         in_features fits. Codes of four levels have 4-bit fields of code + 8.
+                         in_features fits. More than three codes have 4-bit fields of code + 8.
     NAME.weight_scale    bfloat16 (out_features, in_features / group_size), or (out_features, 1)
     NAME.weight_shape    int64 (2,)
 
@@ -114,8 +114,8 @@ def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     """Describe the layout of a model's quantized weights with compressed-tensors.
 
     transformers builds the model on the meta device to find its linears, because config.json must
-    also name the linears that are not quantized. Each group size has one config group, the int
-    sizes first; the module docstring says why.
+    also name the linears that are not quantized. Each group size and number of bits has one config
+    group, the int sizes first; the module docstring says why.
 
     Args:
         source: The model.
@@ -132,17 +132,17 @@ def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     from compressed_tensors import quantization
 
     linears, targets = plain_linears(source), {}
-    for name, size in source.quantized.items():
-        size = "channel" if size == "tensor" else size
-        targets.setdefault(size, []).append(name.removesuffix(".weight"))
+    for name, method in source.quantized.items():
+        size = "channel" if method.group_size == "tensor" else method.group_size
+        kind = size, 4 if method.levels > 3 else 2
+        targets.setdefault(kind, []).append(name.removesuffix(".weight"))
     schemes = {}
-    for size in sorted(targets, key=lambda size: (isinstance(size, str), size)):
+    for kind in sorted(targets, key=lambda kind: (isinstance(kind[0], str), kind)):
+        size, bits = kind
         how = {"strategy": "channel"} if size == "channel" else {"group_size": size}
-        schemes[size] = quantization.QuantizationScheme(
-            targets=targets[size],
-            weights=quantization.QuantizationArgs(
-                num_bits=4 if source.method.levels == 4 else 2, type="int", symmetric=True, **how
-            ),
+        schemes[kind] = quantization.QuantizationScheme(
+            targets=targets[kind],
+            weights=quantization.QuantizationArgs(num_bits=bits, type="int", symmetric=True, **how),
             format=_FORMAT,  # some versions guess another format for 2 bits
         )
     layout = quantization.QuantizationConfig(
@@ -151,5 +151,5 @@ def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
         quantization_status=quantization.QuantizationStatus.COMPRESSED,
         ignore=[name for name in linears if not any(name in names for names in targets.values())],
     ).model_dump(mode="json", exclude_none=True)
-    by_name = {f"{n}.weight": schemes[size] for size, names in targets.items() for n in names}
+    by_name = {f"{n}.weight": schemes[kind] for kind, names in targets.items() for n in names}
     return by_name, {"version": compressed_tensors.__version__} | layout

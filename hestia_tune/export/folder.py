@@ -70,7 +70,7 @@ def write_huggingface(
     def entries() -> Iterator[tuple[str, torch.Tensor]]:
         for name in source.shapes:
             tensor = source.read_hard(name)
-            if name in source.quantized and source.method.packed_formats:
+            if name in source.quantized and source.quantized[name].packed_formats:
                 source.pack(name, tensor)  # raises InputError if the weight is not hard
             yield name, tensor
 

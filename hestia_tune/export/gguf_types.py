@@ -44,7 +44,8 @@ class TensorType:
         type must hold the codes. Q4_0 has the integers -8 to 7, Q2_K has 0 to 3, and the other
         types have -1 to 1.
         """
-        if levels == 4 and self.name not in ("Q4_0", "Q2_K"):
+        most = {"Q4_0": 15, "Q2_K": 4}.get(self.name, 3)
+        if levels > most:
             return False
         group = in_features if isinstance(group_size, str) else group_size
         return in_features % self.block == 0 and group % (self.run or self.block) == 0
@@ -139,10 +140,11 @@ def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, Te
         raise InputError(
             f"block_type must be one or several of {', '.join(BLOCK_TYPES)}; got {names!r}"
         )
-    levels = source.method.levels
     return {
-        name: choose_block_type(names, source.shapes[name][1], group_size, name, levels)
-        for name, group_size in source.quantized.items()
+        name: choose_block_type(
+            names, source.shapes[name][1], method.group_size, name, method.levels
+        )
+        for name, method in source.quantized.items()
     }
 
 

@@ -38,6 +38,7 @@ from hestia_tune.models.hugging_face_files import load_hard, require_same_logits
 from hestia_tune.tensors.group_tensor import GroupTensor
 from hestia_tune.tensors.kernels import BLOCKS
 
+_BITS = {2: 1, 3: 2, 4: 2}  # number of codes -> bits per code
 _RENAMED = {"mistral": "llama"}  # model types that mlx-lm reads with the code of another type
 # Largest relative difference of logits in float32. The two libraries multiply in other orders.
 _LOGITS_TOLERANCE = 1e-3
@@ -65,14 +66,13 @@ def write_mlx(source: ModelFolder, target: Path, *, overwrite: bool = False) -> 
     def split(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         return _affine(source.pack(name, weight), blocks[name])
 
-    bits = 1 if source.method.levels == 2 else 2
-    layers = {
-        name.removesuffix(".weight"): {"group_size": block, "bits": bits, "mode": "affine"}
-        for name, block in blocks.items()
-    }
-    most = Counter(blocks.values()).most_common(1)[0][0]
-    default = {"group_size": most, "bits": bits, "mode": "affine"}
-    layout = default | {name: how for name, how in layers.items() if how != default}
+    bits = {name: _BITS[method.levels] for name, method in source.quantized.items()}
+    most = Counter((blocks[name], bits[name]) for name in blocks).most_common(1)[0][0]
+    layout = dict(zip(("group_size", "bits"), most, strict=True)) | {"mode": "affine"}
+    for name, block in blocks.items():
+        if (block, bits[name]) != most:
+            how = {"group_size": block, "bits": bits[name], "mode": "affine"}
+            layout[name.removesuffix(".weight")] = how
     # mlx-lm reads the first key. Its own converter writes both, and the hub shows the second.
     config = source.config | {"quantization": layout, "quantization_config": layout}
     config |= _rotary(source.config)
@@ -102,7 +102,8 @@ def mlx_blocks(source: ModelFolder) -> dict[str, int]:
     if not source.quantized:
         raise InputError("quantized must name at least one linear layer; got none")
     blocks = {}
-    for name, size in source.quantized.items():
+    for name, method in source.quantized.items():
+        size = method.group_size
         width = size if isinstance(size, int) else source.shapes[name][1]
         blocks[name] = next((block for block in BLOCKS if width % block == 0), 0)
         if not blocks[name]:
@@ -140,13 +141,13 @@ def _affine(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _check(source: ModelFolder, blocks: dict[str, int], bits: int, folder: Path) -> None:
+def _check(source: ModelFolder, blocks: dict[str, int], bits: dict[str, int], folder: Path) -> None:
     """Compare the weights and the logits of a folder, as MLX and mlx-lm compute them.
 
     Args:
         source: The hard model.
         blocks: Name of each quantized weight -> the columns that share a scale.
-        bits: Bits per code.
+        bits: Name of each quantized weight -> bits per code.
         folder: The folder that was written.
 
     Raises:
@@ -161,7 +162,7 @@ def _check(source: ModelFolder, blocks: dict[str, int], bits: int, folder: Path)
         tensors.update(mx.load(str(file)))  # mapped: nothing is read yet
     for name, block in blocks.items():
         parts = [tensors[f"{name.removesuffix('weight')}{p}"] for p in ("scales", "biases")]
-        dense = mx.dequantize(tensors[name], *parts, group_size=block, bits=bits)
+        dense = mx.dequantize(tensors[name], *parts, group_size=block, bits=bits[name])
         found = torch.from_numpy(np.array(dense.astype(mx.float32)))
         if not torch.equal(found, source.read_hard(name).float()):
             raise RuntimeError(f"{name} dequantized by MLX differs from its source")

@@ -141,8 +141,12 @@ def block_of(source: ModelFolder) -> int:
             f"ONNX export knows the architectures {', '.join(_ARCHITECTURES)}; got {architecture}; "
             "export to another format"
         )
-    if source.method.levels > 3:
-        raise InputError("ONNX export holds ternary and binary codes; export to another format")
+    for name, method in source.quantized.items():
+        if method.levels > 3:
+            raise InputError(
+                f"ONNX export holds ternary and binary codes; {name} is {method.key()}; export to "
+                "another format"
+            )
     layers = range(source.config["num_hidden_layers"])
     expected = {f"model.layers.{layer}.{part}.weight" for layer in layers for part in LINEARS}
     if odd := expected ^ source.quantized.keys():
@@ -151,7 +155,8 @@ def block_of(source: ModelFolder) -> int:
             f"{min(odd)} differs; export to another format"
         )
     widths = set()
-    for name, group in source.quantized.items():
+    for name, method in source.quantized.items():
+        group = method.group_size
         rows, columns = source.shapes[name]
         widths |= {group if isinstance(group, int) else columns}
         if rows % _FIELDS:

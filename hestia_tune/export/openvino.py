@@ -29,7 +29,7 @@ from hestia_tune.models.folder import (
     import_optional,
 )
 from hestia_tune.models.hugging_face_files import load_hard, require_same_logits
-from hestia_tune.tensors.bitpack import unpack2
+from hestia_tune.tensors.bitpack import unpack_codes
 
 _MODEL_FILE = "openvino_model.xml"
 _TOKENIZER_FILES = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")
@@ -147,7 +147,7 @@ def _check(source: ModelFolder, folder: Path) -> int:
 
     graph = openvino.Core().read_model(folder / _MODEL_FILE)
     constants = {o.friendly_name: o for o in graph.get_ops() if o.get_type_name() == "Constant"}
-    num_bytes, offset = 0, (source.method.levels - 1) / 2
+    num_bytes = 0
     for name in source.shapes:
         weight, key = source.read_hard(name).float(), f"{_PREFIX}{name}"
         if name in source.quantized:
@@ -156,6 +156,7 @@ def _check(source: ModelFolder, folder: Path) -> int:
                 raise RuntimeError(f"OpenVINO has no constant {missing[0]}")
             num_bytes += sum(constants[key].get_byte_size() for key in keys)
             codes, scale = (_values(constants[key]) for key in keys)
+            offset = (source.quantized[name].levels - 1) / 2
             found = ((codes - offset) * scale).flatten(1)
         else:
             found = _values(constants[key]) if key in constants else weight
@@ -168,8 +169,8 @@ def _values(constant: Any) -> Tensor:
     """Return the values of an OpenVINO constant in float32."""
     shape, data = tuple(constant.output(0).shape), torch.tensor(constant.data)
     kind = constant.get_element_type().get_type_name()
-    if kind == "u2":
-        data = unpack2(data.flatten(), prod(shape))
+    if kind in ("u2", "u4"):
+        data = unpack_codes(data.flatten(), prod(shape), int(kind[1]))
     elif kind == "bf16":
         data = data.view(torch.bfloat16)  # OpenVINO shows its bits as float16
     return data.float().view(shape)

@@ -1,16 +1,17 @@
-"""Turns a hard model into an OpenVINO graph with 2-bit constants and a cache of its own.
+"""Turns a hard model into an OpenVINO graph with constants of 2 or 4 bits and a cache of its own.
 
 OpenVINO's frontend traces transformers' model, so the graph is the model's own code. Before that,
 each quantized linear is replaced by a module with its codes. An extension of the frontend builds
 the product with this weight, which is reshaped to (out_features, in_features):
 
     (codes - (levels - 1) / 2) * scale
-    codes   u2 (out_features, groups, group): the index of the code, counted from the lowest
+    codes   u2, or u4 for 15 levels (out_features, groups, group): the index of the code, counted
+            from the lowest
     scale   float16 (out_features, groups, 1): the distance between neighbouring levels. bfloat16
             if float16 would round a scale.
 
-The number that is subtracted is a float (0.5, 1 or 1.5). OpenVINO 2026.4 fails on an integer zero
-point of 2-bit codes when it rounds activations to 8 bits, which it does by default. The trace
+The number that is subtracted is a float (0.5, 1, 1.5 or 7). OpenVINO 2026.4 fails on an integer
+zero point of 2-bit codes when it rounds activations to 8 bits, which it does by default. The trace
 computes no weight: a trace keeps every tensor that it sees, which is 12 bytes for each weight.
 """
 
@@ -64,7 +65,8 @@ def _product(node: Any) -> list:
     from openvino import Type, opset13
 
     x, codes, scale, offset = (node.get_input(index) for index in range(4))
-    fields = opset13.constant(codes.get_node().data, dtype=Type.u2)
+    fields = codes.get_node().data
+    fields = opset13.constant(fields, dtype=Type.u2 if fields.max() < 4 else Type.u4)
     fields.set_friendly_name(codes.get_node().friendly_name)
     scaled = opset13.multiply(
         opset13.subtract(opset13.convert(fields, "f32"), offset), opset13.convert(scale, "f32")

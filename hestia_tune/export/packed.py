@@ -7,7 +7,7 @@ folder/
     generate.yaml                   a config for `tune run generate`, which uses `PackedWeights`
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from hestia_tune.tensors.packed_tensor import as_dense
 
 def packed_entries(
     weights: Iterable[tuple[str, torch.Tensor]],
-    quantized: Collection[str],
-    method: Method,
+    quantized: Mapping[str, Method],
     packed_format: str | None = None,
     *,
     latents: Mapping[str, torch.Tensor] | None = None,
@@ -37,9 +36,8 @@ def packed_entries(
     Args:
         weights: torchtune's name and value of each weight of the hard model. If the method's codes
             do not follow from hard weights and there are no ``latents``, the latent model's.
-        quantized: torchtune's names of the weights that the method quantizes.
-        method: The method.
-        packed_format: One of the method's packed formats. None: the first.
+        quantized: torchtune's name -> method of every quantized weight.
+        packed_format: One of the packed formats of every method. None: the first of each.
         latents: Name -> latent weight, for a method whose codes do not follow from hard weights.
 
     Raises:
@@ -49,9 +47,10 @@ def packed_entries(
     """
     for name, weight in weights:
         dense = stored = weight.to(torch.bfloat16).contiguous()
-        if name in quantized and method.codes_follow_from_hard:
+        method = quantized.get(name)
+        if method and method.codes_follow_from_hard:
             stored = pack(method, dense, packed_format, is_hard=True, name=name)
-        elif name in quantized:
+        elif method:
             latent = (weight if latents is None else latents[name]).float()
             stored = pack(method, latent, packed_format, name=name).to(torch.bfloat16)
             if latents is None:
@@ -78,7 +77,7 @@ def write_packed(
         target: The folder to write. Its parents are made.
         entries: The weights; see `packed_entries`.
         config: The run's config, for generate.yaml.
-        method: The run's method, for generate.yaml.
+        method: The method of the run's component, for generate.yaml.
         description: Content of hestia.json, with the model section under "model".
         overwrite: Replace a model folder that exists, once the new folder is complete.
 
@@ -94,7 +93,7 @@ def write_packed(
     texts = {
         "config.json": source.config,
         DESCRIPTION_FILE: metadata,
-        "generate.yaml": OmegaConf.to_yaml(_generate_config(config, method, target)),
+        "generate.yaml": OmegaConf.to_yaml(_generate_config(config, method, description, target)),
     }
     state, num_bytes = write_folder(source, target, entries, texts, overwrite, file=WEIGHTS_FILE)
     packed = {name: v for name, v in state.items() if isinstance(v, TorchAOBaseTensor)}
@@ -103,15 +102,21 @@ def write_packed(
     return sizes(shapes, packed, num_bytes, sum(part.nbytes for part in parts))
 
 
-def _generate_config(config: RunConfig, method: Method, folder: Path) -> dict[str, Any]:
+def _generate_config(
+    config: RunConfig, method: Method, description: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
     """Return the config for ``tune run generate`` on a packed folder.
 
     Args:
         config: The run's config.
-        method: The run's method.
+        method: The method of the run's component.
+        description: Content of hestia.json.
         folder: The packed folder.
     """
     sections = {key: getattr(config, key) for key in ("output_dir", "model", "tokenizer", "device")}
+    chosen = {key: config.quantizer.get(key) for key in ("include", "exclude")}
+    if config.quantizer.get("layers"):
+        chosen = {"include": description["layers"], "layers": description.get("methods")}
     from_transformers, model_type = config.is_transformers_model, config.model_type
     if from_transformers:  # the folder holds its own config and tokenizer
         model_type = "LLAMA3"  # torchtune reads its own files in one way for all model types
@@ -129,7 +134,7 @@ def _generate_config(config: RunConfig, method: Method, folder: Path) -> dict[st
         "quantizer": {
             "_component_": "hestia_tune.models.PackedWeights",
             "method": method.key(),
-            **{key: config.quantizer.get(key) for key in ("include", "exclude")},
+            **chosen,
             "kernel": "auto",
         },
         "dtype": "bf16",

@@ -32,9 +32,10 @@ from hestia_tune.export.folder import write_card
 from hestia_tune.files import staged, write_json
 from hestia_tune.models.folder import DESCRIPTION_FILE, hub_name
 from hestia_tune.qat import shards
+from hestia_tune.qat.configs import HestiaConfig, QATConfigBase
 from hestia_tune.qat.hard_state import hard_state_dict
 from hestia_tune.qat.linear import local_rows, quantized_linears
-from hestia_tune.qat.prepare import HestiaConfig, QATConfigBase, QATQuantizerBase
+from hestia_tune.qat.prepare import QATQuantizerBase
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,9 @@ class HestiaCallback(TrainerCallback):
 
     def on_init_end(self, args, state, control, *, model, **kwargs):  # The optimizer comes later.
         method, rate = self.component.method, self.component.parameter_lr
-        needs_group = method.trained_parameters and (args.weight_decay or rate is not None)
+        others = [other.method for other in self.component.layers.values() if other]
+        learns = any(each.trained_parameters for each in (method, *others))
+        needs_group = learns and (args.weight_decay or rate is not None)
         accelerator = AcceleratorState()
         kind = accelerator.distributed_type
         for is_refused, message in (
@@ -173,8 +176,8 @@ class HestiaCallback(TrainerCallback):
         if state.global_step < state.max_steps:
             log.warning(f"training stopped at step {state.global_step}; no hard model is written")
             return
-        description = {"hestia_tune": hestia_tune.__version__, "layers": [*self.layers]}
-        description |= {"quantizer": self.component.method.key(), "step": state.global_step}
+        description = {"hestia_tune": hestia_tune.__version__, "step": state.global_step}
+        description |= self.component.describe(model)
         weights = self._harden(model)
         if state.is_world_process_zero:
             with staged(Path(args.output_dir) / "hard_model") as folder:

@@ -6,7 +6,12 @@ from hestia_tune.methods.fairy2i import Fairy2iMethod
 from hestia_tune.methods.groups import GroupMethod
 from hestia_tune.methods.learned_step import DLTMethod, LSQMethod, SEQMethod
 from hestia_tune.methods.linear import quantized_linear
-from hestia_tune.methods.straight_through import AbsMeanMethod, INT2Method, TWNMethod
+from hestia_tune.methods.straight_through import (
+    AbsMeanMethod,
+    INT2Method,
+    INT4Method,
+    TWNMethod,
+)
 from hestia_tune.methods.tequila import TequilaMethod
 from hestia_tune.methods.ternary import TernaryMethod
 
@@ -17,6 +22,7 @@ __all__ = [
     "Fairy2iMethod",
     "GroupMethod",
     "INT2Method",
+    "INT4Method",
     "LSQMethod",
     "Method",
     "SEQMethod",

@@ -100,7 +100,7 @@ class Method(ABC):
     @property
     def has_zero(self) -> bool:
         """Whether code 0 is the weight 0. For powers of i, code 0 is the weight 1."""
-        return "ternary" in self.packed_formats
+        return not {"ternary", "int4"}.isdisjoint(self.packed_formats)
 
     def check_file_formats(self, names: Iterable[str]) -> None:
         """Raise InputError if hestia_convert cannot write this method in one of these formats."""

@@ -6,11 +6,12 @@ A weight is a scale times a code. The number ``levels`` chooses the codes:
     3   -1, 0, 1       The code is 0 up to half a scale.
     4   -3, -1, 1, 3   The outer codes lie beyond two scales. In steps of two, the levels are
                        {-1.5, -0.5, 0.5, 1.5}.
+    15  -7, ..., 7     The nearest integer.
 
 Every product must be a bfloat16 number, so that every export is exact. A bfloat16 scale has 8
 significant bits. Three times such a scale has up to 10, so scales of four levels are rounded to 6.
 This rounding costs a relative error of at most 1/64 of the scale, 3e-5 of the weights' squared
-error.
+error. For the same reason, scales of 15 levels are rounded to 5 bits.
 
 Scales are sums in float64, so that they depend neither on the device nor on the order. Comparisons
 find the codes, because comparisons are exact. A compiler may approximate a division.
@@ -43,10 +44,17 @@ SCALE_EPS = 1e-8
 # The bound, rounded to the 6 or 8 significant bits of a scale, is at most this number.
 _LEAST_SCALE = SCALE_EPS * (1 + 2**-6)
 # The smallest and the largest magnitude of a code.
+# How many significant bits of a bfloat16 scale stay zero.
+_SPARE_BITS = {2: 0, 3: 0, 4: 2, 15: 3}
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
-_PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",)}
-_FILE_FORMATS = {2: ("onnx",), 3: ("onnx", "intx"), 4: ()}  # besides the formats of all levels
-_ALL_LEVELS = "torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino"
+_PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",), 15: ("int4",)}
+_INTEGERS = "torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino"
+_FILE_FORMATS = {
+    2: (*_INTEGERS, "onnx"),
+    3: (*_INTEGERS, "onnx", "intx"),
+    4: _INTEGERS,
+    15: tuple(name for name in _INTEGERS if name != "mlx"),
+}
 
 
 def round_to_bfloat16(x: Tensor, spare_bits: int = 0) -> Tensor:
@@ -76,7 +84,7 @@ def round_scale(scale: Tensor, levels: int) -> Tensor:
     Returns:
         The rounded scale, in float32.
     """
-    return round_to_bfloat16(scale.to(torch.float32), 2 if levels == 4 else 0)
+    return round_to_bfloat16(scale.to(torch.float32), _SPARE_BITS[levels])
 
 
 def mean_scale(
@@ -147,14 +155,17 @@ def scale_of_hard(blocks: Tensor, levels: int) -> Tensor:
 
     Args:
         blocks: The weights (..., group).
-        levels: 3 or 4.
+        levels: 3, 4 or 15.
 
     Returns:
         The scales (..., 1).
     """
     low, high = blocks.detach().abs().aminmax(dim=-1, keepdim=True)
-    # The smallest code of four levels is ±1, or ±3 if all codes are ±3.
-    scale = torch.where(round_scale(low, 4) == low, low, low / 3) if levels == 4 else high
+    scale = high
+    if levels == 4:  # The smallest code is ±1, or ±3 if all codes are ±3.
+        scale = torch.where(round_scale(low, 4) == low, low, low / 3)
+    elif levels == 15:  # The largest code is ±7.
+        scale = high / 7
     is_hard = (nearest_code(blocks, scale, levels) * scale == blocks).all(-1, keepdim=True)
     return torch.where(is_hard & (round_scale(scale, levels) == scale), scale, 0.0)
 
@@ -169,6 +180,9 @@ def nearest_code(w: Tensor, scale: Tensor, levels: int = 3) -> Tensor:
     zero = magnitude * (0.0 * scale)  # A constant would lose a NaN.
     if levels == 3:
         return torch.where(magnitude > 0.5 * scale, torch.sign(w), zero)
+    if levels == 15:
+        passed = [(magnitude > (code - 0.5) * scale).to(w.dtype) for code in range(1, 8)]
+        return torch.sign(w) * sum(passed, zero)
     one = zero + 1.0
     sign = torch.where(w < 0, -one, one)
     return sign if levels == 2 else torch.where(magnitude > 2.0 * scale, 3.0 * sign, sign)
@@ -189,7 +203,7 @@ class GroupMethod(Method):
         InputError: If an option is wrong.
     """
 
-    # How many codes there are: 2, 3 or 4; see the module docstring.
+    # How many codes there are: 2, 3, 4 or 15; see the module docstring.
     levels: ClassVar[int] = 3
     group_size: GroupSize = 128
 
@@ -200,7 +214,7 @@ class GroupMethod(Method):
     @property
     def file_formats(self) -> tuple[str, ...]:
         """The formats that hestia_convert can write. The first is the default."""
-        return *_ALL_LEVELS, *_FILE_FORMATS[self.levels]
+        return _FILE_FORMATS[self.levels]
 
     @property
     def packed_formats(self) -> tuple[str, ...]:
@@ -258,7 +272,7 @@ class GroupMethod(Method):
 
     def hard_scale(self, scale: Tensor) -> Tensor:
         """Return the scales of hard weights: 0 for a scale at its bound, if no code is 0."""
-        return scale if self.levels == 3 else torch.where(scale <= _LEAST_SCALE, 0.0, scale)
+        return scale if self.levels % 2 else torch.where(scale <= _LEAST_SCALE, 0.0, scale)
 
     def relaxed(
         self, w: Tensor, tau: Tensor, parameters: Sequence[Tensor], total: SumOverRanks | None

@@ -24,18 +24,18 @@ def is_hard(weight: Tensor, group_size: GroupSize, levels: int = 3) -> bool:
     """Return whether a weight is a scale times codes in every group.
 
     With two and three levels, the scale may be any number: rounding it to bfloat16 keeps the weight
-    hard. With four levels, it must be rounded already as `round_scale` does.
+    hard. With more levels, it must be rounded already as `round_scale` does.
 
     Args:
         weight: The weight (out_features, in_features).
         group_size: An int that divides in_features, "channel" or "tensor".
-        levels: The number of codes: 2, 3 or 4.
+        levels: The number of codes: 2, 3, 4 or 15.
     """
 
     def fits(rows: Tensor) -> bool:
         blocks = block_view(rows, group_size).to(compute_dtype(rows))
         largest = blocks.abs().amax(-1, keepdim=True)
-        scale = scale_of_hard(blocks, levels) if levels == 4 else largest
+        scale = scale_of_hard(blocks, levels) if levels > 3 else largest
         return bool((nearest_code(blocks, scale, levels) * scale == blocks).all())
 
     return fits(weight[:_FIRST_ROWS]) and fits(weight)
@@ -65,9 +65,9 @@ def find_codes(weight: Tensor) -> tuple[int, GroupSize] | tuple[None, None]:
         weight: The weight (out_features, in_features).
 
     Returns:
-        The number of codes (2, 3 or 4) and the group size; or None and None for another weight.
+        The number of codes (2, 3, 4 or 15) and the group size; or None and None for another weight.
     """
-    for levels in (2, 3, 4):
+    for levels in (2, 3, 4, 15):
         if size := find_group_size(weight, levels):
             return levels, size
     return None, None

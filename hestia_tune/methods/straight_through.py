@@ -128,3 +128,33 @@ class INT2Method(StraightThroughMethod):
         else:
             scale = least_squares_scale(w, self.levels)
         return scale, nearest_code(w, scale, self.levels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class INT4Method(StraightThroughMethod):
+    """Symmetric four-bit integers: Q(w) = s·clip(round(w/s), -7, 7) with s = max|w|/7 of the group.
+
+    The scale is rounded to 5 significant bits, so that every product is a bfloat16 number. The code
+    of the largest weight stays ±7, so a second quantization does not change a hard weight. Codes
+    and scales are those of Q4_0 in GGUF, whose lowest code -8 is not used. MLX would compute some
+    of its products in bfloat16 with a rounding, so this format does not hold them.
+
+    Args:
+        group_size: See `GroupMethod`; not "tensor".
+
+    Raises:
+        InputError: If an option is wrong.
+    """
+
+    name: ClassVar[str] = "int4"
+    levels: ClassVar[int] = 15
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_rows("int4")
+
+    def scale_and_code(self, w, parameters, total, is_final):
+        # A product, because a compiler may approximate a division.
+        largest = w.abs().amax(-1, keepdim=True) * (1 / 7)
+        scale = round_scale(largest.clamp(min=SCALE_EPS), self.levels).to(w.dtype)
+        return scale, nearest_code(w, scale, self.levels)

@@ -142,8 +142,7 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
 def open_source(
     model_type: str,
     folder: Path,
-    layers: Iterable[str],
-    method: Method,
+    methods: Mapping[str, Method],
     *,
     quantize: bool,
 ) -> ModelFolder:
@@ -152,24 +151,25 @@ def open_source(
     Args:
         model_type: The model type in the checkpointer section.
         folder: The folder.
-        layers: The model's names of the quantized linears.
-        method: The method of these linears.
+        methods: The model's name -> method of every quantized linear.
         quantize: Whether the folder holds a model that is not hard yet.
 
     Raises:
         InputError: If the folder lacks a layer, or if `ModelFolder` raises it.
     """
     names = names_in_files(model_type, folder)
-    layers = list(layers)
-    if missing := [n for n in layers if n not in names and f"{n}.weight" not in names]:
+    if missing := [n for n in methods if n not in names and f"{n}.weight" not in names]:
         raise InputError(
             f"{folder} holds another model than the config's: it lacks {missing[0]}; use the "
             "config of its model"
         )
-    if not isinstance(method, GroupMethod):
-        return ModelFolder(folder, {})
-    quantized = dict.fromkeys(sum(weights_of(layers, names).values(), []), method.group_size)
-    return ModelFolder(folder, quantized, quantize=quantize, method=method)
+    quantized = {
+        name: method
+        for layer, files in weights_of(methods, names).items()
+        if isinstance(method := methods[layer], GroupMethod)
+        for name in files
+    }
+    return ModelFolder(folder, quantized, quantize=quantize and bool(quantized))
 
 
 def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:

@@ -32,26 +32,31 @@ from hestia_tune.models.packed_layouts import PackedWeight
 
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.")
 # Number of codes -> what a weight with so many codes is called.
-KINDS = {2: "binary", 3: "ternary", 4: "four levels"}
+KINDS = {2: "binary", 3: "ternary", 4: "four levels", 15: "4-bit integers"}
 
 
-def find_hard(weights: Iterable[tuple[str, Tensor]], method: Method) -> dict[str, GroupSize]:
-    """Return name -> group size of every layer that is hard already, in the codes of a method.
+def find_hard(
+    weights: Iterable[tuple[str, Tensor]], methods: Mapping[str, Method]
+) -> dict[str, GroupSize]:
+    """Return name -> group size of every layer that is hard already, in the codes of its method.
 
     Args:
-        weights: Name and weight of every layer that the method quantizes.
-        method: The method. Without groups (Fairy2i), nothing is hard already.
+        weights: Name and weight of every quantized layer.
+        methods: Name -> method. Without groups (Fairy2i), no layer is hard already.
 
     Returns:
         The group sizes. If bfloat16 rounds a scale, there is a warning.
 
     Raises:
         InputError: If the method's group size would change a layer. The message names the layer,
-            its group size and a group size that fits all layers.
+            its group size and a group size that fits all layers of this method.
     """
     found: dict[str, GroupSize] = {}
     widths, wrong, change = {}, [], 0.0
-    for name, weight in weights if isinstance(method, GroupMethod) else ():
+    for name, weight in weights:
+        method = methods[name]
+        if not isinstance(method, GroupMethod):
+            continue
         size = find_group_size(weight, method.levels)
         fits = is_hard(weight, method.group_size, method.levels)
         if size or fits:
@@ -61,8 +66,10 @@ def find_hard(weights: Iterable[tuple[str, Tensor]], method: Method) -> dict[str
             change = max(change, float((rounded / scales - 1).nan_to_num(0).abs().max()))
     found = named_alike(found, widths)
     if wrong:
-        in_rows = all(isinstance(size, str) for size in found.values())
-        sizes = (widths[n] if isinstance(s, str) else s for n, s in found.items())
+        method: Any = methods[wrong[0]]
+        alike = {name: size for name, size in found.items() if methods[name] == method}
+        in_rows = all(isinstance(size, str) for size in alike.values())
+        sizes = (widths[n] if isinstance(s, str) else s for n, s in alike.items())
         remedy = "channel" if in_rows else math.gcd(*sizes)
         raise InputError(
             f"{wrong[0]} is {KINDS[method.levels]} already, {groups_text([found[wrong[0]]])}; "
@@ -97,16 +104,16 @@ def groups_text(sizes: Iterable[GroupSize]) -> str:
     return " or ".join(texts)
 
 
-def describe(found: Mapping[str, GroupSize], levels: int, layers: int) -> str:
+def describe(found: Mapping[str, GroupSize], methods: Mapping[str, Any]) -> str:
     """Return a description of a model that is hard already, for the log.
 
     Args:
         found: What `find_hard` returned, at least one layer.
-        levels: The number of the method's codes.
-        layers: How many layers the method quantizes.
+        methods: Name -> method of every quantized layer.
     """
-    where = "" if len(found) == layers else f" in {len(found)} of {layers} linears"
-    return f"{KINDS[levels]} already{where}, {groups_text(found.values())}"
+    where = "" if len(found) == len(methods) else f" in {len(found)} of {len(methods)} linears"
+    kinds = " or ".join(dict.fromkeys(KINDS[methods[name].levels] for name in found))
+    return f"{kinds} already{where}, {groups_text(found.values())}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +127,7 @@ class Matrix:
         width: in_features.
         size: The number of its weights.
         zeros: The number of its weights that are 0.
-        levels: The number of its codes: 2, 3 or 4. None: it is dense.
+        levels: The number of its codes: 2, 3, 4 or 15. None: it is dense.
         group_size: The number of weights that share a scale. None: it is dense.
     """
 

@@ -11,7 +11,6 @@ Weights may be dense, or packed by compressed-tensors or MLX (`hestia_tune.model
 A packed weight is made dense when it is read.
 """
 
-import dataclasses
 import importlib
 import re
 import shutil
@@ -26,7 +25,7 @@ import torch
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import inside, read_json, read_state
 from hestia_tune.methods import GroupMethod
-from hestia_tune.methods.granularity import GroupSize, check_divides, validate_group_size
+from hestia_tune.methods.granularity import GroupSize, check_divides
 from hestia_tune.methods.hard_weights import is_hard
 from hestia_tune.methods.ternary import TernaryMethod
 from hestia_tune.models.packed_layouts import PackedWeight, dense_config, find_packed
@@ -157,14 +156,14 @@ class ModelFolder(SafetensorsFolder):
 
     Args:
         folder: A folder with config.json, safetensors of any floating dtype and a tokenizer.
-        quantized: Name in the safetensors -> group_size of every quantized weight.
+        quantized: Name in the safetensors -> method of every quantized weight. A group size stands
+            for the ternary method with this group size.
         quantize: False: the folder holds a hard model. True: it holds a pretrained or latent model.
             Weights in ``quantized`` are then made hard as they are read, unless they are hard
             already. All weights are rounded to bfloat16.
-        method: The method of the quantized weights. Their group sizes are in ``quantized``. None:
-            the ternary method.
 
     Attributes:
+        quantized: Name -> method of every quantized weight.
         config: The content of config.json, changed to say that the model is in bfloat16.
         description: The content of hestia.json, which says how a hard model was made. None if
             there is no hestia.json.
@@ -178,13 +177,15 @@ class ModelFolder(SafetensorsFolder):
     def __init__(
         self,
         folder: Path,
-        quantized: Mapping[str, GroupSize],
+        quantized: Mapping[str, GroupMethod | GroupSize],
         *,
         quantize: bool = False,
-        method: GroupMethod | None = None,
     ):
-        self.quantized, self.quantize = quantized, quantize
-        self.method = method or TernaryMethod()
+        self.quantized = {
+            name: each if isinstance(each, GroupMethod) else TernaryMethod(group_size=each)
+            for name, each in quantized.items()
+        }
+        self.quantize = quantize
         if quantize and not quantized:
             raise InputError("quantize=True needs the names of weights in quantized; got none")
         self.config = dense_config(read_json(folder / "config.json"), folder)
@@ -195,18 +196,16 @@ class ModelFolder(SafetensorsFolder):
         if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise InputError(f"{folder} has no tokenizer.json or the like; copy the model's")
         super().__init__(folder)
-        for name, group_size in quantized.items():
-            validate_group_size(group_size)
+        for name, method in self.quantized.items():
             if len(self.shapes.get(name, ())) not in (2, 3):  # 3: a matrix for each expert
                 raise InputError(f"only matrices can be quantized; {name} is none of {folder}")
-            check_divides(group_size, self.shapes[name][-1], name)
+            check_divides(method.group_size, self.shapes[name][-1], name)
 
     def read(self, name: str) -> torch.Tensor:
         tensor = super().read(name)
         if self.quantize and name in self.quantized:
-            latent, size = tensor.float().flatten(0, -2), self.quantized[name]
-            method = dataclasses.replace(self.method, group_size=size)
-            if not is_hard(latent, size, method.levels):
+            latent, method = tensor.float().flatten(0, -2), self.quantized[name]
+            if not is_hard(latent, method.group_size, method.levels):
                 hard = method.hard(latent, method.initial_parameters(latent))
                 tensor = hard.view(tensor.shape)
         return tensor.to(torch.bfloat16) if self.quantize else tensor
@@ -236,7 +235,8 @@ class ModelFolder(SafetensorsFolder):
         Raises:
             InputError: If the weight is not hard.
         """
-        return read_hard(weight.flatten(0, -2), self.quantized[name], self.method.levels, name)
+        method = self.quantized[name]
+        return read_hard(weight.flatten(0, -2), method.group_size, method.levels, name)
 
 
 def is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -272,3 +272,12 @@ def copy_side_files(folder: Path, target: Path) -> None:
             shutil.copytree(path, target / path.name, ignore=shutil.ignore_patterns("*.py"))
         else:
             shutil.copyfile(path, target / path.name)
+
+
+def require_teacher(folder: str) -> None:
+    """Raise InputError if the folder of ``distillation.teacher`` holds no model."""
+    if not (Path(folder) / "config.json").is_file():
+        raise InputError(
+            f'distillation.teacher {folder} has no config.json; give "pretrained" or a Hugging '
+            "Face folder"
+        )

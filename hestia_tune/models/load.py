@@ -99,7 +99,7 @@ def load_model(
         model = load_quantized(folder, device=device, dtype=dtype, kernel="dequantize")
         return model, description
     component = build.make_component(config.quantizer)
-    key = component.method.key()
+    key = component.key()
     if kind in ("folder", "naive"):
         model = build.plain_on_meta(config.model)
         state = checkpoints.read_checked(config.model_type, folder, model)
@@ -125,7 +125,10 @@ def load_model(
         layer.weight_fake_quantizer.is_hard = kind == "checkpoint_hard"
     if kind == "checkpoint_hard":
         return model, description
-    scores = None if sensitivity is None else SensitivityArtifact.load(sensitivity).scores
+    scores = None
+    if sensitivity is not None:
+        measured = SensitivityArtifact.load(sensitivity).scores
+        scores = {name: score for name, score in measured.items() if name in layers}
     if digest(scores) != identity["sensitivity"]:
         raise InputError(
             f"the checkpoint was trained with other sensitivity scores than {sensitivity}; set "

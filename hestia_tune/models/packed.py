@@ -44,6 +44,7 @@ class PackedWeights:
 
     Args:
         method: The key of the checkpoint's method, such as "ternary, group_size=128".
+        layers: Name -> key of the method, for every layer with another method.
         include: The layers to pack, as for training; see `hestia_tune.HestiaQATQuantizer`.
         exclude: The layers to leave out, as for training.
         kernel: The kernel that multiplies by packed weights; see `hestia_tune.use_kernel`. On a
@@ -55,9 +56,11 @@ class PackedWeights:
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
     kernel: str = "auto"
+    layers: Mapping[str, str] | None = None
 
     def __post_init__(self):
         self._method = Method.from_key(self.method)
+        self._others = {name: Method.from_key(key) for name, key in (self.layers or {}).items()}
 
     def quantize(self, model: nn.Module) -> nn.Module:
         """Replace dense weights by empty packed weights, and return the model to be loaded.
@@ -68,13 +71,15 @@ class PackedWeights:
         for name, linear in select_layers(model, self.include, self.exclude or ()).items():
             if not isinstance(linear, nn.Linear):
                 continue
+            method = self._others.get(name, self._method)
             try:
-                self._method.check_layer(linear.in_features, linear.out_features, name)
+                method.check_layer(linear.in_features, linear.out_features, name)
             except ValueError:
                 continue
-            empty = pack(self._method, torch.zeros_like(linear.weight.detach()))
+            zeros = torch.zeros_like(linear.weight.detach())
+            empty = pack(method, zeros, parameters=method.initial_parameters(zeros))
             linear.weight = nn.Parameter(empty, requires_grad=False)
-            if self._method.needs_training:
+            if method.needs_training:
                 add_biases(model, [f"{name}.bias"])
         model.register_load_state_dict_post_hook(self._loaded)
         return model

@@ -38,6 +38,12 @@ class INT2(StraightThroughComponent):
     options_type = methods.INT2Method
 
 
+class INT4(StraightThroughComponent):
+    """Symmetric four-bit integers; see `methods.INT4Method`. Option: group_size."""
+
+    options_type = methods.INT4Method
+
+
 class LSQ(StraightThroughComponent):
     """Learned step size; see `methods.LSQMethod`. Options: group_size, start."""
 

@@ -319,6 +319,11 @@ def quantized_linears(model: nn.Module) -> dict[str, QuantizedLayer]:
     }
 
 
+def methods_of(model: nn.Module) -> dict[str, Method]:
+    """Return the method of every quantized layer of a prepared model, by qualified name."""
+    return {name: layer.method for name, layer in quantized_linears(model).items()}
+
+
 def weights_of(layers: Iterable[str], state: Mapping[str, T]) -> dict[str, T]:
     """Return name of a quantized layer -> its entry in a mapping whose keys are names of weights.
 

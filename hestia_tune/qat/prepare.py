@@ -1,184 +1,34 @@
 """Prepare and convert models: swap quantized linears in and out of any model, as torchao does.
 
-`HestiaConfig` and `Fairy2iConfig` are registered with torchao, so
-``quantize_(model, HestiaConfig(step="prepare"))`` works like torchao's own configs. The two-step
-components, ``prepare(model)`` and ``convert(model)``, wrap the configs. They choose the linears,
-and name them in their errors. Nothing here copies a weight: prepare shares the parameter (also on
-the meta device), and convert replaces it by the hard weight.
+The two-step components, ``prepare(model)`` and ``convert(model)``, wrap the configs of
+`hestia_tune.qat.configs`. They choose the linears, and name them in their errors. Nothing here
+copies a weight: prepare shares the parameter (also on the meta device), and convert replaces it by
+the hard weight.
 """
 
-import abc
 import dataclasses
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
-from torchao.core.config import AOBaseConfig
-from torchao.quantization.transform_module import register_quantize_module_handler
+from torch import nn
 
 from hestia_tune.config import nearest, require_number
 from hestia_tune.errors import InputError, InputTypeError
-from hestia_tune.methods import EvenMethod, Fairy2iMethod, Method, TernaryMethod
-from hestia_tune.methods.fairy2i import Granularity
-from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.qat.experts import ExpertsWeight, QuantizedExperts, quantized_experts
-from hestia_tune.qat.linear import QuantizedLayer, QuantizedLinear, clean_fqn
-from hestia_tune.qat.select import check_layer, select_layers
-from hestia_tune.qat.tequila_linear import TequilaLinear  # noqa: F401  (registers itself)
-from hestia_tune.tensors import pack
+from hestia_tune.files import digest
+from hestia_tune.methods import GroupMethod
+from hestia_tune.qat.configs import (
+    Fairy2iConfig,
+    HestiaConfig,
+    MethodConfig,
+    QATConfigBase,
+    transform,
+)
+from hestia_tune.qat.experts import QuantizedExperts
+from hestia_tune.qat.linear import QuantizedLayer, clean_fqn, methods_of
+from hestia_tune.qat.select import check_layer, matching, select_layers
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class QATConfigBase(AOBaseConfig):
-    """The base of the configs of all methods.
-
-    Args:
-        step: "prepare" swaps quantized linears in. "convert" swaps plain linears with hard weights
-            back.
-        tau: The temperature until a schedule sets another, at least 0. 0 is straight-through.
-        pressure: The pressure until a schedule sets another, in [0, 1].
-        target: The kind of weight that "convert" makes: "dense" (the hard weight in its own dtype)
-            or a packed format of the method.
-
-    Raises:
-        InputError: If an option is wrong.
-    """
-
-    step: Literal["prepare", "convert"] = "prepare"
-    tau: float = 0.3
-    pressure: float = 1.0
-    target: str = "dense"
-
-    def __post_init__(self):
-        if self.step not in ("prepare", "convert"):
-            raise InputError(f'step must be "prepare" or "convert"; got {self.step!r}')
-        require_number("tau", self.tau, 0, 100, "the paper starts at 0.3")
-        require_number("pressure", self.pressure, 0, 1, "1 is fully quantized")
-        allowed = ("dense", *self.method().packed_formats)
-        if self.target not in allowed:
-            words = ", ".join(f'"{word}"' for word in allowed)
-            raise InputError(f"target must be one of {words}; got {self.target!r}")
-
-    @abc.abstractmethod
-    def method(self) -> Method:
-        """Return the method."""
-
-    def pack(self, method: Method, latent: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
-        """Return the weight that replaces a latent weight in "convert", by its layer's method."""
-        if self.target == "dense":
-            return method.hard(latent, parameters)
-        return pack(method, latent, self.target, parameters)
-
-
-def transform(module: Any, config: QATConfigBase, name: str = "a linear") -> nn.Module:
-    """Return the module that replaces a linear in ``quantize_``, for every method.
-
-    For an `ExpertsWeight`, return the layer that "prepare" puts into its module. The errors of
-    "convert" show the name. ``quantize_`` does not pass a name.
-    """
-    if isinstance(module, ExpertsWeight):
-        return quantized_experts(module, config.method(), tau=config.tau, pressure=config.pressure)
-    if config.step == "convert":
-        is_quantized = isinstance(module, QuantizedLinear)
-        return module.to_hard_linear(config.pack, name) if is_quantized else module
-    if isinstance(module, QuantizedLinear):
-        return module
-    method = config.method()
-    method.check_layer(module.in_features, module.out_features, str(module))
-    return QuantizedLinear.from_linear(module, method, tau=config.tau, pressure=config.pressure)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodConfig(QATConfigBase):
-    """QAT by any method for ``torchao.quantization.quantize_``.
-
-    Args:
-        of: The method, such as ``LSQMethod(group_size=64)``.
-        step: See `QATConfigBase`, also for ``pressure`` and ``target``.
-        tau: See `QATConfigBase`. A method without a temperature ignores it.
-    """
-
-    of: Method
-
-    def method(self) -> Method:
-        return self.of
-
-
-@dataclass(frozen=True, kw_only=True)
-class HestiaConfig(QATConfigBase):
-    """Ternary QAT for ``torchao.quantization.quantize_``.
-
-    Args:
-        group_size: Weights that share a scale: an int that divides in_features (128 in the
-            paper), "channel" or "tensor".
-        scale: "absmean" (Eq. 1) or "learned", a factor per group that training finds. See
-            `hestia_tune.methods.TernaryMethod`, also for the next three options.
-        threshold: "half" of the scale, or "learned".
-        offset: "none" or "learned".
-        start: Where learned parameters start: "absmean" or "least_squares".
-        codebook: "ternary"; or "binary" (1 bit) or "int2" (2 bits) of
-            `hestia_tune.methods.EvenMethod`, which learns no scales.
-        target: "dense", "ternary" (a packed `hestia_tune.TernaryTensor`) or "intx" (torchao's int2
-            tensor). The other codebooks have "dense", and their own name for a packed weight.
-        step: See `QATConfigBase`, also for ``tau`` and ``pressure``.
-
-    Raises:
-        InputError: If an option is wrong.
-
-    Note:
-        ``quantize_`` by itself takes every linear, the output head too. Pass
-        ``filter_fn=hestia_tune.is_transformer_linear``, or use `HestiaQATQuantizer`.
-    """
-
-    group_size: GroupSize = 128
-    scale: Literal["absmean", "learned"] = "absmean"
-    threshold: Literal["half", "learned"] = "half"
-    offset: Literal["none", "learned"] = "none"
-    start: Literal["absmean", "least_squares"] = "absmean"
-    codebook: Literal["ternary", "binary", "int2"] = "ternary"
-
-    def method(self) -> Method:
-        group = {"group_size": self.group_size}
-        learned = {name: getattr(self, name) for name in ("scale", "threshold", "offset", "start")}
-        ternary = TernaryMethod(**group, **learned)
-        if self.codebook == "ternary":
-            return ternary
-        if ternary != TernaryMethod(**group):
-            raise InputError(
-                "scale, threshold, offset and start are options of the codebook ternary; got "
-                f"{ternary.key()} with the codebook {self.codebook}; leave them out"
-            )
-        return EvenMethod(**group, codebook=self.codebook)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fairy2iConfig(QATConfigBase):
-    """Complex-valued QAT for ``torchao.quantization.quantize_``; tau is in squared radians.
-
-    Args:
-        num_stages: Residual stages, 1 to 4, each of one bit per real weight (2 in the paper).
-        granularity: "tensor" (two scales per matrix and stage, as in the paper), or the number of
-            complex columns that share scales.
-        target: "dense" or "fairy2i" (a packed `hestia_tune.Fairy2iTensor`).
-        step: See `QATConfigBase`, also for ``tau`` and ``pressure``.
-
-    Raises:
-        InputError: If an option is wrong.
-    """
-
-    num_stages: int = 2
-    granularity: Granularity = "tensor"
-
-    def method(self) -> Method:
-        return Fairy2iMethod(num_stages=self.num_stages, granularity=self.granularity)
-
-
-for _config in (MethodConfig, HestiaConfig, Fairy2iConfig):
-    register_quantize_module_handler(_config)(transform)
 
 
 class QATQuantizerBase:
@@ -191,14 +41,20 @@ class QATQuantizerBase:
         exclude: Shell patterns of linears to leave out.
         skip_incompatible: Whether to leave out linears of a shape that the method cannot quantize,
             instead of raising an error.
-        scale_lr: Learning rate of the method's own parameters. None takes the optimizer's rate.
+        scale_lr: Learning rate of the methods' own parameters. None takes the optimizer's rate.
+        layers: Shell pattern -> the component that quantizes the linears of this name instead, or
+            None for linears that stay dense. A later pattern wins over an earlier one. Only the
+            method of such a component is used.
 
     Attributes:
+        method: The method of all linears that ``layers`` does not name.
         skipped: Names of the linears that `prepare` left out for their shape.
+        left_dense: Names of the linears that `prepare` left out because of ``layers``.
 
     Raises:
-        InputTypeError: If the patterns are not lists.
-        InputError: If ``scale_lr`` is out of range, or the method has no parameters.
+        InputTypeError: If the patterns are not lists, or ``layers`` is not such a mapping.
+        InputError: If ``scale_lr`` is out of range, or no method has parameters; or if a method in
+            ``layers`` has a temperature and the component has none.
     """
 
     # Whether the method reads a temperature, and so a schedule of the temperature.
@@ -211,11 +67,14 @@ class QATQuantizerBase:
         exclude: Sequence[str] | None = None,
         skip_incompatible: bool = False,
         scale_lr: float | None = None,
+        layers: Mapping[str, "QATQuantizerBase | None"] | None = None,
     ):
         self.config, self.method = config, config.method()
+        self.layers = self._checked(layers)
         if scale_lr is not None:
             require_number("the method's learning rate", scale_lr, 0, 1)
-            if not self.method.trained_parameters:
+            others = [other.method for other in self.layers.values() if other]
+            if not any(method.trained_parameters for method in (self.method, *others)):
                 raise InputError(
                     "scale_lr is read by methods that learn a scale, threshold or offset; "
                     f"{self.method.key()} learns none; leave it out"
@@ -230,6 +89,65 @@ class QATQuantizerBase:
         self._exclude = list(exclude or ())
         self._skip_incompatible = skip_incompatible
         self.skipped: list[str] = []
+        self.left_dense: list[str] = []
+
+    def _checked(
+        self, layers: Mapping[str, "QATQuantizerBase | None"] | None
+    ) -> dict[str, "QATQuantizerBase | None"]:
+        """Return the components of ``layers``, or raise the errors that concern them."""
+        if not isinstance(layers, Mapping | None):
+            raise InputTypeError(
+                f"layers must map patterns to components; got {type(layers).__name__}"
+            )
+        for pattern, other in (layers or {}).items():
+            if not isinstance(other, QATQuantizerBase | None):
+                raise InputTypeError(
+                    f"layers: {pattern} must be a component of hestia_tune such as INT4, or null "
+                    f"for dense linears; got {other!r}"
+                )
+            if not all(isinstance(m, GroupMethod) for m in (self.method, (other or self).method)):
+                raise InputError(
+                    f"layers: only methods with scales by group can be mixed; {pattern} mixes "
+                    f"{self.method.key()} with {other.method.key() if other else 'dense linears'}; "
+                    "leave layers out"
+                )
+            if other and other.has_temperature > self.has_temperature:
+                raise InputError(
+                    f"layers: {pattern} has a temperature, but {type(self).__name__} has none, so "
+                    "no schedule would set it; make the component with a temperature the main one"
+                )
+        return dict(layers or {})
+
+    @property
+    def name(self) -> str:
+        """The name of the method of all linears, or "mixed"."""
+        return "mixed" if self.layers else self.method.name
+
+    def key(self) -> str:
+        """Return a text that identifies the methods of all linears.
+
+        It is `Method.key` for one method. For several, it begins with "mixed", and a digest of
+        ``layers`` follows.
+        """
+        if not self.layers:
+            return self.method.key()
+        others = {name: other and other.method.key() for name, other in self.layers.items()}
+        texts = dict.fromkeys((self.method.key(), *(key or "dense" for key in others.values())))
+        return f"mixed, layers={digest(others)[:8]}: {'; '.join(texts)}"
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        """Return the entries of hestia.json about the quantized layers of a prepared model.
+
+        These are ``quantizer`` (`key`), ``layers`` (names) and, for several methods, ``methods``:
+        name -> `Method.key` of every layer with another method than the component's.
+        """
+        methods = methods_of(model)
+        others = {name: m.key() for name, m in methods.items() if m != self.method}
+        return {
+            "quantizer": self.key(),
+            "layers": [*methods],
+            **({"methods": others} if others else {}),
+        }
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Swap the selected linears for quantized linears, in place, and return ``model``.
@@ -239,10 +157,15 @@ class QATQuantizerBase:
                 names the layer, and the model does not change.
         """
         chosen = select_layers(model, self._include, self._exclude)
+        components = dict.fromkeys(chosen, self)
+        for pattern, other in self.layers.items():
+            components |= dict.fromkeys(matching(pattern, chosen, "layers"), other)
+        self.left_dense = [fqn for fqn, other in components.items() if other is None]
+        chosen = {fqn: layer for fqn, layer in chosen.items() if components[fqn]}
         self.skipped = []
         for fqn, layer in list(chosen.items()):
             try:
-                check_layer(self.method, layer, fqn)
+                check_layer(components[fqn].method, layer, fqn)
             except ValueError as error:
                 if not self._skip_incompatible:
                     raise
@@ -250,10 +173,13 @@ class QATQuantizerBase:
                 self.skipped.append(fqn)
                 del chosen[fqn]
         if not chosen:
-            key = self.method.key()
-            raise InputError(f"{key} can quantize none of the {len(self.skipped)} selected linears")
-        config = dataclasses.replace(self.config, step="prepare")
-        layers = {id(layer): transform(layer, config) for layer in chosen.values()}
+            raise InputError(
+                f"{self.key()} can quantize none of the {len(components)} selected linears"
+            )
+        layers = {
+            id(layer): transform(layer, dataclasses.replace(components[fqn].config, step="prepare"))
+            for fqn, layer in chosen.items()
+        }
         for fqn, module in list(model.named_modules(remove_duplicate=False)):
             if id(module) in layers and clean_fqn(fqn) in chosen:
                 model.set_submodule(fqn, layers[id(module)])
@@ -294,6 +220,8 @@ class Component(QATQuantizerBase):
         include: Shell patterns of the linears to quantize.
         exclude: Shell patterns of linears to leave out.
         skip_incompatible: Whether to leave out linears that the method cannot quantize.
+        layers: See `QATQuantizerBase`. A component may also be given as a config gives it: a
+            mapping with ``_component_`` and the options of its method.
         **options: Fields of ``options_type``, such as ``group_size``.
 
     Raises:
@@ -310,6 +238,7 @@ class Component(QATQuantizerBase):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         skip_incompatible: bool = False,
+        layers: Mapping[str, Any] | None = None,
         **options: Any,
     ):
         shared = {field.name for field in dataclasses.fields(QATConfigBase)}
@@ -321,7 +250,31 @@ class Component(QATQuantizerBase):
             )
         config = self.options_type(**options)
         config = config if isinstance(config, QATConfigBase) else MethodConfig(of=config)
-        super().__init__(config, include, exclude, skip_incompatible, scale_lr)
+        if isinstance(layers, Mapping):
+            layers = {name: _component(name, other) for name, other in layers.items()}
+        super().__init__(config, include, exclude, skip_incompatible, scale_lr, layers)
+
+
+def _component(pattern: str, given: Any) -> Any:
+    """Return the component that an entry of ``layers`` describes, or anything else unchanged."""
+    if not isinstance(given, Mapping) or "_component_" not in given:
+        return given
+    import hestia_tune
+
+    options = dict(given)
+    name = str(options.pop("_component_"))
+    kind = getattr(hestia_tune, name.removeprefix("hestia_tune."), None)
+    if not (isinstance(kind, type) and issubclass(kind, Component)):
+        raise InputError(
+            f"layers: {pattern} names {name}, which is no quantizer component of hestia_tune; use "
+            "one such as hestia_tune.INT4, or null for dense linears"
+        )
+    if shared := options.keys() & {"include", "exclude", "skip_incompatible", "scale_lr", "layers"}:
+        raise InputError(
+            f"layers: {pattern} can only have options of its method; got {min(shared)}; set it for "
+            "the whole quantizer"
+        )
+    return kind(**options)
 
 
 class HestiaQATQuantizer(Component):

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -70,27 +70,31 @@ def select_layers(
             "which cannot be quantized; use another model"
         )
 
-    def matching(patterns: Sequence[str], option: str) -> set[str]:
-        names = set()
-        for pattern in patterns:
-            hits = fnmatch.filter(layers, pattern)
-            if not hits:
-                examples = ", ".join(list(linears)[:3])
-                raise InputError(
-                    f"{option} pattern {pattern!r} matches no linear of the model"
-                    f"{nearest(pattern, layers)}; its linears are named like {examples}"
-                )
-            names.update(hits)
-        return names
-
-    chosen = default if include is None else matching(include, "include")
-    chosen = chosen - matching(exclude, "exclude")
+    chosen = default
+    if include is not None:
+        chosen = {name for pattern in include for name in matching(pattern, layers, "include")}
+    chosen = chosen - {name for p in exclude for name in matching(p, layers, "exclude")}
     if not chosen:
         raise InputError(
             f"no linear of the model is selected (it has {len(linears)}); "
             "name the linears to quantize by include, for example include=['*']"
         )
     return {fqn: layer for fqn, layer in layers.items() if fqn in chosen}
+
+
+def matching(pattern: str, layers: Iterable[str], option: str) -> list[str]:
+    """Return the names of layers that a shell pattern matches.
+
+    Raises:
+        InputError: If there is none. The error names the option and the nearest name.
+    """
+    names = list(layers)
+    if hits := fnmatch.filter(names, pattern):
+        return hits
+    raise InputError(
+        f"{option} pattern {pattern!r} matches no linear of the model{nearest(pattern, names)}; "
+        f"its linears are named like {', '.join(names[:3])}"
+    )
 
 
 def check_layer(method: Method, layer: nn.Linear | ExpertsWeight, name: str) -> None:

@@ -132,7 +132,7 @@ class ReconstructionRecipe:
         self._validate(model, outputs.PRETRAINED)
         for fake in fakes:
             fake.enabled = True
-        self._validate(model, f"naive {self.plan.component.method.name}")
+        self._validate(model, f"naive {self.plan.component.name}")
         if existing:  # Only the losses are on other data.
             windows.map(self.output / LATENTS_FILE)
             self.results = [WindowResult(**row) for row in existing["windows"]]
@@ -170,7 +170,7 @@ class ReconstructionRecipe:
             **identity,
             "hestia_tune": hestia_tune.__version__,
             "step": 0,
-            "layers": self.plan.layers,
+            **self.plan.component.describe(model),
             "validation_loss": self.losses,
             **outputs.provenance(self.config, tokens),
         }
@@ -196,7 +196,7 @@ class ReconstructionRecipe:
             del settings[key]
         return {
             "model_fingerprint": fingerprint(self.plan, state),
-            "quantizer": self.plan.component.method.key(),
+            "quantizer": self.plan.component.key(),
             "settings": settings | {"seed": self.config.seed},
             "samples": digest([batch.tokens.tolist() for batch in batches]),
             "dtype": str(self.dtype),

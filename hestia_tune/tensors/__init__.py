@@ -18,6 +18,7 @@ from hestia_tune.tensors.group_tensor import (
     BinaryTensor,
     GroupTensor,
     INT2Tensor,
+    INT4Tensor,
     TernaryTensor,
     to_intx,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "BinaryTensor",
     "Fairy2iTensor",
     "INT2Tensor",
+    "INT4Tensor",
     "KernelUse",
     "TernaryTensor",
     "check_format",
@@ -37,16 +39,19 @@ __all__ = [
 ]
 
 # A checkpoint with these tensors loads with weights_only=True.
-torch.serialization.add_safe_globals([BinaryTensor, Fairy2iTensor, INT2Tensor, TernaryTensor])
+torch.serialization.add_safe_globals(
+    [BinaryTensor, Fairy2iTensor, INT2Tensor, INT4Tensor, TernaryTensor]
+)
 
 _FROM_CODES = {
     "ternary": TernaryTensor.from_codes,
     "int2": INT2Tensor.from_codes,
+    "int4": INT4Tensor.from_codes,
     "binary": BinaryTensor.from_codes,
     "intx": to_intx,
     "fairy2i": Fairy2iTensor.from_codes,
 }
-_BY_LEVELS = {kind.levels: kind for kind in (BinaryTensor, TernaryTensor, INT2Tensor)}
+_BY_LEVELS = {kind.levels: kind for kind in (BinaryTensor, TernaryTensor, INT2Tensor, INT4Tensor)}
 
 
 def read_hard(
@@ -57,7 +62,7 @@ def read_hard(
     Args:
         weight: See `GroupTensor.from_hard`, also for ``group_size``.
         group_size: Weights that share a scale.
-        levels: The number of codes: 2, 3 or 4.
+        levels: The number of codes: 2, 3, 4 or 15.
         name: Name of the weight, for errors.
 
     Raises:

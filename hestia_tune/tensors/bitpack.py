@@ -1,9 +1,9 @@
-"""Pack codes of 1 or 2 bits into bytes, along the last axis, padded with zeros to whole bytes.
+"""Pack codes of 1, 2 or 4 bits into bytes, along the last axis, padded with zeros to whole bytes.
 
 With 2 bits, byte j holds codes 4j, 4j+1, 4j+2, 4j+3 in bits 0-1, 2-3, 4-5, 6-7 (little end first).
-With 1 bit, it holds codes 8j to 8j+7. So any group of 4 or 8 columns is whole bytes, and a shift
-and a mask read a code. All operations are elementwise. They run on any device, the meta device
-included, and fuse under ``torch.compile``.
+With 1 bit, it holds codes 8j to 8j+7, with 4 bits codes 2j and 2j+1. So any group of 8 columns is
+whole bytes, and a shift and a mask read a code. All operations are elementwise. They run on any
+device, the meta device included, and fuse under ``torch.compile``.
 """
 
 import functools

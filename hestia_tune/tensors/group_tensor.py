@@ -1,4 +1,4 @@
-"""Define `GroupTensor`: a weight held as codes of 1 or 2 bits and one bfloat16 scale per group.
+"""Define `GroupTensor`: a weight held as codes of 1, 2 or 4 bits and one bfloat16 scale per group.
 
 The weight of a plain `nn.Linear` can be a `GroupTensor`; nothing else about the model changes.
 It presents a dtype (the dtype of a dense weight in its place). A product with it equals the
@@ -22,7 +22,7 @@ from torch import Tensor
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
 from hestia_tune.errors import InputError, InputTypeError
-from hestia_tune.methods import EvenMethod, TernaryMethod
+from hestia_tune.methods import EvenMethod, INT4Method, TernaryMethod
 from hestia_tune.methods.base import compute_dtype, require_float
 from hestia_tune.methods.granularity import GroupSize, block_view
 from hestia_tune.methods.groups import nearest_code
@@ -31,7 +31,7 @@ from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_b
 
 T = TypeVar("T", bound="GroupTensor")
 # Maps the bits of a code to a dtype. It is as large as the codes of one byte in bfloat16.
-_AT_ONCE = {1: torch.complex128, 2: torch.int64}
+_AT_ONCE = {1: torch.complex128, 2: torch.int64, 4: torch.int32}
 
 
 class _Scratch(threading.local):
@@ -81,7 +81,7 @@ class GroupTensor(PackedTensor):
     @classmethod
     def grid(cls) -> tuple[int, int]:
         """Return the largest code, and the distance between neighbouring codes."""
-        return (1, 1) if cls.levels == 3 else (cls.levels - 1, 2)
+        return (cls.levels // 2, 1) if cls.levels % 2 else (cls.levels - 1, 2)
 
     def check_shapes(self, shape, qdata_shape, scale_shape):
         if len(shape) != 2 or qdata_shape != (shape[0], packed_width(shape[1], self.bits)):
@@ -132,7 +132,8 @@ class GroupTensor(PackedTensor):
     def from_hard(cls: type[T], weight: Tensor, *, group_size: GroupSize = 128) -> T:
         """Recover codes and scales of a hard weight exactly, and present its dtype.
 
-        The scale of a group is its largest absolute value; with four levels, its smallest. If the
+        The scale of a group is its largest absolute value divided by the largest code; with four
+        levels, it is the smallest absolute value. If the
         codes include 0, a group of zeros leaves no scale to recover. Its scale becomes 0.
 
         Args:
@@ -149,7 +150,7 @@ class GroupTensor(PackedTensor):
         require_float(weight)
         blocks = block_view(weight.detach(), group_size).to(compute_dtype(weight))
         low, high = blocks.abs().aminmax(dim=-1, keepdim=True)
-        unit = low if cls.levels == 4 else high
+        unit = low if cls.levels == 4 else high / cls.grid()[0]
         code, scale = nearest_code(blocks, unit, cls.levels), unit.to(torch.bfloat16)
         exact = (code * scale == blocks).all(-1, keepdim=True) & unit.isfinite()
         if not weight.is_meta and not exact.all():
@@ -208,6 +209,14 @@ class INT2Tensor(GroupTensor):
     method_type = partial(EvenMethod, codebook="int2")
     levels, bits = 4, 2
     hard_rule = "one absolute value and three times it"
+
+
+class INT4Tensor(GroupTensor):
+    """Codes -7 to 7, two to a byte, stored as code + 7."""
+
+    method_type = INT4Method
+    levels, bits = 15, 4
+    hard_rule = "integers from -7 to 7 times one scale, with ±7 among them,"
 
 
 class BinaryTensor(GroupTensor):

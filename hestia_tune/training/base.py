@@ -197,7 +197,7 @@ class RecipeBase(FullFinetuneRecipeDistributed):
 
     def _evaluate_baselines(self) -> None:
         """Measure the validation losses of the models before training."""
-        hard = f"naive {self.plan.component.method.name}"  # quantized without training
+        hard = f"naive {self.plan.component.name}"  # quantized without training
         if self.config.reconstruction is None:
             with self.driver.latent(self._hard_start):
                 self.validation_losses[self.config.init] = self.evaluate()

@@ -76,7 +76,9 @@ def build(plan: Plan) -> Built:
             another run.
     """
     pretrained, state, hard_start = initial_weights(plan)
-    scores = None if plan.artifact is None else plan.artifact.scores
+    scores = None
+    if plan.artifact is not None:  # it may also have linears that stay dense
+        scores = {name: plan.artifact.scores[name] for name in plan.layers}
     schedule = _make_schedule(plan, state)
     identity: Any = on_first_rank(_identify, plan, schedule, state, scores)
     model, mesh = _shard_model(plan, state)
@@ -103,11 +105,16 @@ def _make_schedule(plan: Plan, state: Mapping[str, torch.Tensor]) -> AnnealingSc
     if tau_init == "auto" and plan.resume is not None:
         tau_init = plan.resume.meta["identity"]["schedule.tau_init"]
     elif tau_init == "auto":
-        weights = (
-            weight.flatten(0, -2).to(plan.device, torch.float32)
-            for weight in weights_of(plan.layers, state).values()
-        )
-        tau_init = on_first_rank(plan.component.method.fit_temperature, weights)
+        method = plan.component.method
+        names = [name for name in plan.layers if plan.methods[name] == method]
+
+        def fit() -> float:  # the other ranks have no weights
+            weights = weights_of(names, state).values()
+            return method.fit_temperature(
+                weight.flatten(0, -2).to(plan.device, torch.float32) for weight in weights
+            )
+
+        tau_init = on_first_rank(fit)
         log.info(f"tau_init auto: {tau_init:.4f}")
     return AnnealingSchedule.of(plan.data.total_steps, section, tau_init=tau_init)
 

@@ -245,7 +245,7 @@ def config_identity(config: RunConfig, component: QATQuantizerBase) -> dict[str,
     """Return the parts of a config that must not change when a run is resumed."""
     sections = dataclasses.asdict(config)
     return {
-        "quantizer": component.method.key(),
+        "quantizer": component.key(),
         **{key: sections[key] for key in _SAME_TO_RESUME},
         "dataset.seq_len": [section.get("seq_len") for section in config.datasets],
     }

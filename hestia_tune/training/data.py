@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_sft
 from torchtune.datasets import ConcatDataset
 from torchtune.modules.attention_utils import create_block_causal_mask
 
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run import SELF_GENERATED, RunConfig
 from hestia_tune.data import StreamingTextDataset
+from hestia_tune.data.tokens import INDEX
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.sensitivity import CalibrationBatch
 
@@ -124,3 +126,14 @@ def calibration_batches(
     parts = (samples[begin : begin + batch_size] for begin in range(0, len(samples), batch_size))
     batches = [calibration_batch(collate(part)) for part in parts]
     return [batch for batch in batches if batch.num_predicted]
+
+
+def require_generated(config: RunConfig) -> None:
+    """Raise InputError if the config's generated set does not exist yet."""
+    for section in config.datasets:
+        folder = Path(str(section.get("cache_dir")))
+        if section.get("_component_") == SELF_GENERATED and not (folder / INDEX).is_file():
+            raise InputError(
+                f"dataset.cache_dir {folder} is empty: its text is generated when the run begins, "
+                "so it cannot be checked now; run hestia_qat"
+            )

@@ -79,7 +79,9 @@ class CodeStatistics:
         self._layers = layers
         self._previous: dict[str, torch.Tensor] = {}
         self._is_first_call = True
-        self._has_zero = all(layer.method.has_zero for layer in layers.values())
+        self._with_zero = sum(
+            layer.weight.numel() for layer in layers.values() if layer.method.has_zero
+        )
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
@@ -89,7 +91,8 @@ class CodeStatistics:
 
         Returns:
             ``flip_rate``, the share of codes that changed since the last call. The first call does
-            not return it. ``zero_fraction``, the share of zeros, if the codes have a zero.
+            not return it. ``zero_fraction``, the share of zeros in the layers whose codes have a
+            zero, if there are any.
             ``quantization_error``, which is ||W - Q(W)||² / ||W||² over all layers.
         """
         weights = [layer.weight for layer in self._layers.values()]
@@ -102,15 +105,15 @@ class CodeStatistics:
             codes, _ = layer.method.codes(weight, parameters)
             error = weight - layer.method.hard(weight, parameters)
             flips = (codes != self._previous.get(name, codes)).sum()
-            zeros = (codes == 0).sum()
+            zeros = (codes == 0).sum() * layer.method.has_zero
             squares = (x.float().square().sum(dtype=torch.float64) for x in (error, weight))
             counts += torch.stack([value.double() for value in (flips, zeros, *squares)])
             self._previous[name] = codes
         dist.all_reduce(counts)
         flips, zeros, error, norm = counts.tolist()
         statistics = {"quantization_error": error / max(norm, 1e-300)}
-        if self._has_zero:
-            statistics["zero_fraction"] = zeros / total
+        if self._with_zero:
+            statistics["zero_fraction"] = zeros / self._with_zero
         if not self._is_first_call:
             statistics = {"flip_rate": flips / total} | statistics
         self._is_first_call = False

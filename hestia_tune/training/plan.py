@@ -20,20 +20,23 @@ import torch.distributed as dist
 from torch import nn
 from torchtune import training, utils
 
-from hestia_tune.config.run import SELF_GENERATED, RunConfig
-from hestia_tune.data.tokens import INDEX
+from hestia_tune.bits import Budget, chosen
+from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
 from hestia_tune.errors import InputError, collecting, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.folder import check_experts
-from hestia_tune.export.formats import check_format
+from hestia_tune.export.formats import check_format, check_methods
 from hestia_tune.files import read_json
+from hestia_tune.methods import Method
 from hestia_tune.models import build, checkpoints
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.models.folder import require_teacher
+from hestia_tune.qat.linear import methods_of, quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
 from hestia_tune.sensitivity import SensitivityArtifact
 from hestia_tune.training import checkpoint
 from hestia_tune.training.checkpoint import Resume
+from hestia_tune.training.data import require_generated
 from hestia_tune.training.loader import TrainingData
 from hestia_tune.training.outputs import read_results
 
@@ -82,6 +85,11 @@ class Plan:
     resume: Resume | None = None
 
     @cached_property
+    def methods(self) -> dict[str, Method]:
+        """The method of every quantized linear, by name."""
+        return methods_of(self.model)
+
+    @cached_property
     def recomputes_logits(self) -> bool:
         """Whether the logits of a micro-batch are too large to keep until the backward pass.
 
@@ -91,6 +99,13 @@ class Plan:
         vocabulary: Any = self.model.tok_embeddings.num_embeddings
         count = self.config.batch_size * self.data.seq_len * vocabulary
         return gives_chunks and count * self.dtype.itemsize > _LARGE_LOGITS
+
+    def choosing(self, quantizer: dict[str, Any]) -> "Plan":
+        """Return the plan with a ``quantizer`` section that names the method of each linear."""
+        config = self.config.changed(quantizer=quantizer, bits={"average": None})
+        new = _plan_model(config, self.device, self.tokenizer)
+        names = ("config", "component", "model", "layers")
+        return dataclasses.replace(self, **{name: getattr(new, name) for name in names})
 
     def starting_from(self, **changes: Any) -> "Plan":
         """Return the plan with a sensitivity or a reconstruction that has just been computed.
@@ -154,6 +169,8 @@ def plan(config: RunConfig, *, trains: bool = True) -> Plan:
     decided = tokenizer = loss = data = path = None
     with together(), collecting() as check:
         with check():
+            config = cast(RunConfig, on_first_rank(chosen, config))
+        with check():
             tokenizer = build.instantiate(config.tokenizer, "tokenizer")
         with check():
             decided = _plan_model(config, device, tokenizer)
@@ -187,17 +204,19 @@ def _plan_model(config: RunConfig, device: torch.device, tokenizer: Any) -> Plan
     shapes = build.shapes_of(model)
     with collecting() as check:
         with check():
-            checkpoints.check_can_hold(component.method, config.model_type)
-        with check():
             model = component.prepare(model)
+            for method in set(methods_of(model).values()):
+                checkpoints.check_can_hold(method, config.model_type)
             build.check_model_options(config, model)
             layers = list(quantized_linears(model))
+            if config.bits.average is not None:
+                Budget.of(config, component, model)
         with check():
             in_files = checkpoints.shapes_in_files(config) if config.needs_pretrained else None
             if in_files is not None:
                 checkpoints.check_shapes(shapes, in_files, config.checkpointer["checkpoint_dir"])
             if layers:
-                check_formats(config, component, model)
+                check_formats(config, model)
         with check():
             build.check_tokenizer(tokenizer, model)
         with check():
@@ -303,13 +322,14 @@ def read_starts(
     artifact = start = None
     if config.sensitivity not in (None, "auto"):
         artifact = SensitivityArtifact.load(config.sensitivity)
-        artifact.check_model(layers)
+        # Linears that stay dense may have been measured, too.
+        artifact.check_model({*layers, *set(component.left_dense) & artifact.traces.keys()})
     if config.reconstruction not in (None, "auto"):
-        start = read_results(config.reconstruction, component.method.key(), layers)
+        start = read_results(config.reconstruction, component.key(), layers)
     return artifact, start
 
 
-def check_formats(config: RunConfig, component: QATQuantizerBase, model: nn.Module) -> None:
+def check_formats(config: RunConfig, model: nn.Module) -> None:
     """Check that hestia_convert can write the model in the formats that the config names.
 
     Without a folder of safetensors, only the method is checked.
@@ -320,31 +340,10 @@ def check_formats(config: RunConfig, component: QATQuantizerBase, model: nn.Modu
     """
     folder = checkpoints.pretrained_folder(config)
     formats = [name for name in config.convert.formats or () if name != "all"]
-    component.method.check_file_formats(formats)
+    methods = methods_of(model)
+    check_methods(methods, formats)
     check_experts(model, formats)
     if formats and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        source = checkpoints.open_source(
-            config.model_type, folder, quantized_linears(model), component.method, quantize=True
-        )
+        source = checkpoints.open_source(config.model_type, folder, methods, quantize=True)
         for name in formats:
-            check_format(name, source, component.method, config.convert)
-
-
-def require_teacher(folder: str) -> None:
-    """Raise InputError if the folder of ``distillation.teacher`` holds no model."""
-    if not (Path(folder) / "config.json").is_file():
-        raise InputError(
-            f'distillation.teacher {folder} has no config.json; give "pretrained" or a Hugging '
-            "Face folder"
-        )
-
-
-def require_generated(config: RunConfig) -> None:
-    """Raise InputError if the config's generated set does not exist yet."""
-    for section in config.datasets:
-        folder = Path(str(section.get("cache_dir")))
-        if section.get("_component_") == SELF_GENERATED and not (folder / INDEX).is_file():
-            raise InputError(
-                f"dataset.cache_dir {folder} is empty: its text is generated when the run begins, "
-                "so it cannot be checked now; run hestia_qat"
-            )
+            check_format(name, source, methods, config.convert)

@@ -171,7 +171,7 @@ class HestiaQATRecipe(RecipeBase):
         description = {
             "hestia_tune": hestia_tune.__version__,
             "step": self.global_step,
-            "layers": [*self.driver.temperatures(0)],
+            **self.plan.component.describe(self._model),
             "validation_loss": losses,
             **outputs.provenance(self.config, self.tokens_seen),
             **self._identity,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hestia_tune.bits import chosen
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
@@ -37,9 +38,10 @@ def read_pretrained(plan: Plan) -> State | None:
 
     Raises:
         InputError: If the weights cannot be read, belong to another model, or have NaN or infinity;
-            if a linear to quantize has only zeros; or if training should continue from codes that
-            the group size does not fit.
+            if a linear to quantize has only zeros; if training should continue from codes that the
+            group size does not fit; or if the bits of the linears are not chosen yet.
     """
+    chosen(plan.config, required=True)
 
     def read() -> State:
         state = models.read_checkpoint(plan.checkpointer, plan.config, plan.shapes)
@@ -60,7 +62,7 @@ def _hard_layers(plan: Plan, state: State) -> dict[str, GroupSize]:
     """Return name -> group size of the quantized linears that are hard already."""
     weights = weights_of(plan.layers, state)
     rows = ((name, weight.flatten(0, -2)) for name, weight in weights.items())
-    return find_hard(rows, plan.component.method)
+    return find_hard(rows, plan.methods)
 
 
 def _latents_of_hard(plan: Plan, state: State, names: list[str]) -> State:
@@ -68,14 +70,14 @@ def _latents_of_hard(plan: Plan, state: State, names: list[str]) -> State:
 
     At a pressure below 1, the first step sees the latent weights, so these are the hard weights.
     """
-    keys = weights_of(names, {key.removesuffix(".weight"): key for key in state}).values()
-    hard = {key: state[key].to(torch.bfloat16) for key in keys}
+    keys = weights_of(names, {key.removesuffix(".weight"): key for key in state})
+    hard = {key: state[key].to(torch.bfloat16) for key in keys.values()}
     if plan.config.schedule.rho > 0:
         return hard
-    method: Any = plan.component.method  # with groups, as `find_hard` has found layers
+    methods: Any = plan.methods  # with groups, as `find_hard` has found layers
     return {
-        key: latent_of_hard(method, weight.flatten(0, -2)).view(weight.shape)
-        for key, weight in hard.items()
+        key: latent_of_hard(methods[name], hard[key].flatten(0, -2)).view(hard[key].shape)
+        for name, key in keys.items()
     }
 
 
@@ -96,7 +98,8 @@ def initial_weights(plan: Plan) -> tuple[State, State, list[str]]:
 
     def make_state() -> State:
         if plan.artifact is not None:
-            plan.artifact.check_model(plan.layers, fingerprint(plan, pretrained))
+            measured = weights_of(plan.artifact.traces, pretrained)
+            plan.artifact.check_model(measured, model_fingerprint(measured))
         if plan.start is not None:
             return reconstructed_weights(pretrained, str(config.reconstruction), plan.start)
         if config.init == "random":
@@ -108,8 +111,7 @@ def initial_weights(plan: Plan) -> tuple[State, State, list[str]]:
         if plan.start is not None or config.init == "random":
             return []
         if found := _hard_layers(plan, pretrained):
-            method: Any = plan.component.method
-            text = describe(found, method.levels, len(plan.layers))
+            text = describe(found, plan.methods)
             log.info(f"the pretrained model is {text}: training continues from its codes")
         return list(found)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,8 +31,8 @@ METHODS = {2: "even, codebook=binary", 3: "ternary", 4: "even, codebook=int2"}
 def naive(folder, group_size, levels=3) -> ModelFolder:
     """Return a model whose linears are quantized while they are read."""
     names = [name for name in SafetensorsFolder(folder).shapes if is_linear(name)]
-    sizes, method = dict.fromkeys(names, group_size), Method.from_key(METHODS[levels])
-    return ModelFolder(folder, sizes, quantize=True, method=method)
+    method = replace(Method.from_key(METHODS[levels]), group_size=group_size)
+    return ModelFolder(folder, dict.fromkeys(names, method), quantize=True)
 
 
 @pytest.mark.parametrize("levels", [2, 3, 4])

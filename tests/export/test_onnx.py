@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def test_logits_equal_the_hard_models(
 ):
     folder, target = tmp_path / "model", tmp_path / "out"
     method = Method.from_key("ternary" if kind != "binary" else "even, codebook=binary")
-    source = ModelFolder(folder, make(folder, kind, group_size), method=method)
+    sizes = make(folder, kind, group_size).items()
+    source = ModelFolder(folder, {name: replace(method, group_size=s) for name, s in sizes})
     summary = write_onnx(source, target, head=head, activation_bits=bits)
     found, expected = logits(target), expected_logits(folder)
     assert (found - expected).norm() < tolerance * expected.norm()
@@ -134,7 +136,7 @@ def test_models_that_the_builder_cannot_build(tmp_path, monkeypatch):
     part = ModelFolder(folder, some)
     refused(part, tmp_path, ValueError, r"layers\.0\.mlp\.up_proj\.weight differs")
     four = Method.from_key("int2, group_size=128, start=least_squares")
-    model = ModelFolder(folder, quantized, quantize=True, method=four)
+    model = ModelFolder(folder, dict.fromkeys(quantized, four), quantize=True)
     refused(model, tmp_path, ValueError, "ternary and binary codes")
     small = ModelFolder(folder, dict.fromkeys(quantized, 16))
     refused(small, tmp_path, ValueError, r"a multiple of 32 weights; got \[16\]")

@@ -1,6 +1,7 @@
 """Tests OpenVINO folders: the hard model on OpenVINO's CPU, the layout, generation, and errors."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,8 +33,8 @@ def assert_near(found, expected, tolerance=1e-5):
 def naive(folder, group_size, key="ternary") -> ModelFolder:
     """Return a model whose linears are quantized while they are read."""
     names = [name for name in SafetensorsFolder(folder).shapes if is_linear(name)]
-    sizes, method = dict.fromkeys(names, group_size), Method.from_key(key)
-    return ModelFolder(folder, sizes, quantize=True, method=method)
+    method = replace(Method.from_key(key), group_size=group_size)
+    return ModelFolder(folder, dict.fromkeys(names, method), quantize=True)
 
 
 @pytest.mark.parametrize(

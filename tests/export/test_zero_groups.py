@@ -25,9 +25,9 @@ def hard(request, tmp_path):
         state[name] = state[name].clone()
         state[name][3, :128] = 0
     save_file(state, tmp_path / "latent" / "model.safetensors", metadata={"format": "pt"})
-    latent = ModelFolder(tmp_path / "latent", quantized, quantize=True, method=method)
+    latent = ModelFolder(tmp_path / "latent", dict.fromkeys(quantized, method), quantize=True)
     write_huggingface(latent, tmp_path / "hard")
-    return tmp_path / "hard", ModelFolder(tmp_path / "hard", quantized, method=method)
+    return tmp_path / "hard", ModelFolder(tmp_path / "hard", dict.fromkeys(quantized, method))
 
 
 def test_dense_packed_and_gguf_hold_the_zeros(hard, tmp_path):
@@ -35,7 +35,7 @@ def test_dense_packed_and_gguf_hold_the_zeros(hard, tmp_path):
     state = load_file(folder / "model.safetensors")
     for name in filter(is_linear, state):
         assert not state[name][3, :128].any() and (state[name] == 0).sum() == 128
-    entries = packed_entries(state.items(), source.quantized, source.method)
+    entries = packed_entries(state.items(), source.quantized)
     assert all(torch.equal(as_dense(stored), state[name]) for name, stored in entries)
     for types in (
         "Q4_0",

@@ -10,6 +10,7 @@ from hestia_tune.methods import (
     AbsMeanMethod,
     DLTMethod,
     INT2Method,
+    INT4Method,
     LSQMethod,
     Method,
     SEQMethod,
@@ -34,10 +35,12 @@ METHODS = [
     TWNMethod(group_size=8, delta=0.7),
     INT2Method(group_size=8),
     INT2Method(group_size="channel", start="least_squares"),
+    INT4Method(group_size=8),
+    INT4Method(group_size="channel"),
     *LEARNED,
 ]
 ZERO, ONE = torch.tensor(0.0), torch.tensor(1.0)
-LEVELS = {2: {-1, 1}, 3: {-1, 0, 1}, 4: {-3, -1, 1, 3}}
+LEVELS = {2: {-1, 1}, 3: {-1, 0, 1}, 4: {-3, -1, 1, 3}, 15: set(range(-7, 8))}
 
 
 def weight(seed=0, shape=(6, 32), dtype=torch.float64, std=0.7):
@@ -70,6 +73,9 @@ def reference(method, w, step=None):
     elif isinstance(method, INT2Method):
         s = 2 * least_squares_scale(rows, 4)
         out = through(s * ((rows / s - 0.5).round().clip(-2, 1) + 0.5), rows)
+    elif isinstance(method, INT4Method):
+        s = rounded(size.amax(1, keepdim=True) / 7, bits=5)
+        out = through(s * (rows / s).round().clip(-7, 7), rows)
     else:
         norm = math.sqrt(rows.shape[1])
         a = a / norm + (a - a / norm).detach()  # the gradient scale of LSQ

@@ -13,6 +13,7 @@ from hestia_tune.export.packed import packed_entries
 from hestia_tune.methods import Fairy2iMethod, TernaryMethod
 from hestia_tune.models import PackedWeights
 from hestia_tune.models.build import instantiate
+from hestia_tune.tensors import INT4Tensor
 from hestia_tune.training.outputs import write_hard_model
 
 
@@ -93,6 +94,11 @@ def test_packed_weights_of_every_method():
         "layers"
     ]
     assert type(first.weight.data) is torch.Tensor and type(second.weight.data) is TernaryTensor
+    others = {"layers.1": "int4, group_size=3"}
+    first, second = PackedWeights("ternary, group_size=4", ["*"], layers=others).quantize(make())[
+        "layers"
+    ]
+    assert type(first.weight.data) is TernaryTensor and type(second.weight.data) is INT4Tensor
 
 
 @pytest.mark.parametrize("method", [TernaryMethod(group_size=8), Fairy2iMethod(granularity=2)])
@@ -103,9 +109,9 @@ def test_entries_equal_the_dense_weight(method):
         name: (method.hard(w) if name != "norm" else w).to(torch.bfloat16)
         for name, w in latents.items()
     }
-    quantized = {"a", "b"}
+    quantized = dict.fromkeys("ab", method)
     arguments = {} if method.codes_follow_from_hard else {"latents": latents}
-    for name, stored in packed_entries(iter(hard.items()), quantized, method, **arguments):
+    for name, stored in packed_entries(iter(hard.items()), quantized, **arguments):
         assert (type(stored) is torch.Tensor) == (name == "norm")
         plain = stored if name == "norm" else stored.dequantize()
         assert stored.dtype == torch.bfloat16 and torch.equal(plain, hard[name])
@@ -114,7 +120,7 @@ def test_entries_equal_the_dense_weight(method):
 def test_codes_of_other_latents_are_refused():
     method, weight = Fairy2iMethod(granularity=2), torch.randn(4, 8)
     entries = packed_entries(
-        [("a", method.hard(weight))], {"a"}, method, latents={"a": torch.randn(4, 8)}
+        [("a", method.hard(weight))], {"a": method}, latents={"a": torch.randn(4, 8)}
     )
     with pytest.raises(RuntimeError, match="a packed differs from the hard model"):
         list(entries)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hestia_tune.methods import EvenMethod, INT2Method, SEQMethod
-from hestia_tune.tensors import BinaryTensor, INT2Tensor, TernaryTensor, pack, read_hard
+from hestia_tune.methods import EvenMethod, INT2Method, INT4Method, SEQMethod
+from hestia_tune.tensors import BinaryTensor, INT2Tensor, INT4Tensor, TernaryTensor, pack, read_hard
 
 METHODS = [
     EvenMethod(group_size=16),
@@ -17,8 +17,9 @@ METHODS = [
     EvenMethod(group_size=16, codebook="int2"),
     INT2Method(group_size="channel", start="least_squares"),
     SEQMethod(group_size=16, bits=2),
+    INT4Method(group_size=16),
 ]
-KINDS = {2: BinaryTensor, 4: INT2Tensor}
+KINDS = {2: BinaryTensor, 4: INT2Tensor, 15: INT4Tensor}
 
 
 def latent(seed=0, shape=(6, 64)):
@@ -50,8 +51,8 @@ def test_packed_is_hard_and_is_read_from_hard(method, dtype):
 
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_from_a_latent_weight(kind):
-    codebook = {2: "binary", 4: "int2"}[kind.levels]
-    method = EvenMethod(group_size=16, codebook=codebook)
+    even = {2: "binary", 4: "int2"}.get(kind.levels)
+    method = EvenMethod(group_size=16, codebook=even) if even else INT4Method(group_size=16)
     packed = kind.from_hp(latent(), group_size=16)
     assert type(packed) is kind and torch.equal(packed.dequantize(), method.hard(latent()))
 
@@ -60,6 +61,9 @@ def test_layout():
     ones = torch.ones(1, 1)
     binary = torch.tensor([[-1, 1, 1, -1, 1, 1, 1, 1, 1]], dtype=torch.int8)
     assert BinaryTensor.from_codes(binary, ones).qdata.tolist() == [[0b11110110, 1]]
+    fifteen = torch.tensor([[-7, 7, 0]], dtype=torch.int8)
+    assert INT4Tensor.from_codes(fifteen, ones).qdata.tolist() == [[0b11100000, 7]]
+    assert torch.equal(INT4Tensor.from_codes(fifteen, ones).codes(), fifteen)
     four = torch.tensor([[-3, -1, 1, 3, 3]], dtype=torch.int8)
     assert INT2Tensor.from_codes(four, ones).qdata.tolist() == [[0b11100100, 3]]
     assert torch.equal(INT2Tensor.from_codes(four, ones).codes(), four)
@@ -92,10 +96,11 @@ def test_groups_of_one_magnitude_keep_their_values():
         (BinaryTensor, [0.5, 1.5, 0.5, 0.5], "one absolute value per group"),
         (TernaryTensor, [0.5, 1.0, 0.5, 0.5], "one absolute value besides 0"),
         (INT2Tensor, [0.2, 0.2, 0.2, 0.2], "a bfloat16 value"),
+        (INT4Tensor, [1.0, 0.5, 0.0, 0.0], "integers from -7 to 7 times one scale"),
     ],
 )
 def test_weights_that_are_not_hard_are_refused(kind, row, rule):
     with pytest.raises(ValueError, match=rule):
         kind.from_hard(torch.tensor([row]), group_size=4)
     with pytest.raises(ValueError, match="must be"):
-        kind.from_codes(torch.full((1, 4), 2, dtype=torch.int8), torch.ones(1, 1))
+        kind.from_codes(torch.full((1, 4), 8, dtype=torch.int8), torch.ones(1, 1))

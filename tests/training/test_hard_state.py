@@ -50,7 +50,7 @@ def test_packing_latents_that_are_not_finite_names_the_weight():
     method = Fairy2iMethod()
     hard, latent[1, 2] = method.hard(latent), torch.nan
     entries = packed_entries(
-        [("layers.0.q", hard)], {"layers.0.q"}, method, latents={"layers.0.q": latent}
+        [("layers.0.q", hard)], {"layers.0.q": method}, latents={"layers.0.q": latent}
     )
     with pytest.raises(FloatingPointError, match=r"^layers\.0\.q has NaN or infinity"):
         list(entries)

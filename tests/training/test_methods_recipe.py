@@ -39,6 +39,23 @@ METHODS = {
         "codebook": "int2",
         "group_size": "channel",
     },
+    "int4": {"_component_": "hestia_tune.INT4", "group_size": 32},
+    # Every kind of codes, and dense linears, in one model.
+    "mixed": {
+        "_component_": "hestia_tune.HestiaQATQuantizer",
+        "group_size": 32,
+        "scale": "learned",
+        "layers": {
+            "*.mlp.*": {"_component_": "hestia_tune.INT4", "group_size": 32},
+            "*.k_proj": {"_component_": "hestia_tune.INT2", "group_size": "channel"},
+            "*.v_proj": {
+                "_component_": "hestia_tune.HestiaQATQuantizer",
+                "codebook": "binary",
+                "group_size": 32,
+            },
+            "layers.0.*.w1": None,
+        },
+    },
 }
 
 
@@ -48,7 +65,8 @@ def config(model_dir, output_dir, name, *overrides):
     return OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
 
 
-QUICK = ("absmean-tensor", "lsq", "seq-2", "tequila")  # of every kind one
+BITS = {2: 1, 3: 2, 4: 2, 15: 4}  # number of codes -> bits
+QUICK = ("absmean-tensor", "lsq", "seq-2", "tequila", "mixed")  # of every kind one
 
 
 @pytest.mark.parametrize(
@@ -71,9 +89,11 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
     for key, value in hard_weights(tmp_path / "whole").items():
         assert torch.equal(hard[key], value), key
 
-    method = whole.plan.component.method
+    component, methods = whole.plan.component, whole.plan.methods
+    method = component.method
     left_out = {"onnx"} | ({"gguf"} if method.group_size == "tensor" else set())
-    formats = [name for name in method.file_formats if name not in left_out]
+    shared = set.intersection(*(set(each.file_formats) for each in methods.values()))
+    formats = [name for name in method.file_formats if name in shared - left_out]
     options += (f"convert.formats=[{','.join(formats)}]",)
     cfg = config(model_dir, cut, name, *options)
     found = ConvertRecipe(cfg).run()
@@ -81,9 +101,10 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
     cfg = RunConfig.parse(cfg)
     trained, _ = load_model("trained", cfg, **ARGUMENTS)
     checkpoint, about = load_model("checkpoint_hard", cfg, **ARGUMENTS)
-    assert about["quantizer"] == method.key()
+    assert about["quantizer"] == component.key()
     weights = trained.state_dict()
     for fqn, layer in quantized_linears(checkpoint).items():
+        method = methods[fqn]
         exported = method.hard(*layer.whole_latents()).to(torch.bfloat16)
         assert torch.equal(exported, weights[f"{fqn}.weight"])
         if method.needs_training:
@@ -94,7 +115,9 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
     if "torchao" in formats:
         packed, _ = load_model("packed", cfg, **ARGUMENTS)
         assert torch.equal(packed(tokens), trained(tokens))
-        bits = {2: 1, 3: 2, 4: 2}[method.levels]
+        shapes = {name: weights[f"{name}.weight"].numel() for name in methods}
+        bits = sum(BITS[methods[name].levels] * size for name, size in shapes.items())
+        bits /= sum(shapes.values())
         # A scale of 16 bits is shared by at least 32 weights.
         assert bits <= found["torchao"]["quantized_bits_per_weight"] <= bits + 0.5
     naive, _ = load_model("naive", cfg, **ARGUMENTS)

@@ -1,0 +1,26 @@
+"""Spend a budget of bits: which linear gets how many bits per weight."""
+
+from hestia_tune.bits.allocation import Allocation, allocate, fill
+from hestia_tune.bits.budget import Budget, Layer
+from hestia_tune.bits.file import (
+    BITS_FILE,
+    chosen,
+    kept,
+    read_choices,
+    settings_of,
+    with_choices,
+)
+
+__all__ = [
+    "BITS_FILE",
+    "Allocation",
+    "Budget",
+    "Layer",
+    "allocate",
+    "chosen",
+    "fill",
+    "kept",
+    "read_choices",
+    "settings_of",
+    "with_choices",
+]

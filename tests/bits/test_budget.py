@@ -1,0 +1,156 @@
+"""Test what choices cost and how much they are predicted to hurt."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from hestia_tune.bits import Budget, Layer
+from hestia_tune.bits.budget import bits_per_weight, resolved_traces, squared_error
+from hestia_tune.errors import InputError
+from hestia_tune.methods import EvenMethod, TernaryMethod
+from hestia_tune.sensitivity import SensitivityArtifact
+
+GROUP = 16
+METHODS = {
+    "binary": EvenMethod(group_size=GROUP),
+    "ternary": TernaryMethod(group_size=GROUP),
+    "int2": EvenMethod(group_size=GROUP, codebook="int2"),
+    "bf16": None,
+}
+SHAPES = {
+    "layers.0.q": (8, 32),
+    "layers.0.v": (4, 32),
+    "layers.1.q": (8, 32),
+    "layers.1.v": (4, 64),
+}
+
+
+def weights(seed=0):
+    """Return weights of different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * (0.2 + index)
+        for index, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def artifact(unresolved=()):
+    """Return traces that grow by a factor of 5 from layer to layer."""
+    traces = {name: 5.0**index for index, name in enumerate(SHAPES)}
+    errors = {name: 10 * trace * (name in unresolved) for name, trace in traces.items()}
+    return SensitivityArtifact(traces=traces, standard_errors=errors, model_fingerprint="sha256:0")
+
+
+def budget(average, by="sensitivity", methods=METHODS):
+    layers = {name: Layer(size=math.prod(shape), group=GROUP) for name, shape in SHAPES.items()}
+    return Budget(average=average, by=by, methods=methods, layers=layers)
+
+
+def mean_bits(choices):
+    """Return the mean bits per weight, as exact as the numbers in this table."""
+    bits = {"binary": 1, "ternary": Fraction(8, 5), "int2": 2, "bf16": 16}
+    total = sum(
+        math.prod(SHAPES[name]) * (bits[choice] + (choice != "bf16")) for name, choice in choices
+    )
+    return total / sum(map(math.prod, SHAPES.values()))
+
+
+def choices_of(document):
+    return [(name, entry["choice"]) for name, entry in document["layers"].items()]
+
+
+def test_bits_include_the_scales():
+    assert bits_per_weight("ternary", 128) == Fraction(8, 5) + Fraction(1, 8)
+    assert [float(bits_per_weight(name, 64)) for name in ("binary", "int2", "int4")] == [
+        1.25,
+        2.25,
+        4.25,
+    ]
+    assert bits_per_weight("bf16", 64) == 16
+
+
+def test_errors_are_those_of_the_hard_weight(monkeypatch):
+    weight = weights()["layers.0.q"]
+    groups = weight.double().unflatten(1, (-1, GROUP))
+    scale = groups.abs().mean(-1, keepdim=True).bfloat16().double()
+    expected = (groups - scale * (groups / scale).round().clamp(-1, 1)).square().sum()
+    assert squared_error(weight, METHODS["ternary"]) == pytest.approx(float(expected), rel=1e-6)
+    assert squared_error(weight.bfloat16().float(), None) == 0
+    whole = squared_error(weight, METHODS["int2"])
+    monkeypatch.setattr("hestia_tune.bits.budget._ROWS", 3)
+    assert squared_error(weight, METHODS["int2"]) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("by", ["sensitivity", "error"])
+@pytest.mark.parametrize("average", [2.2, 2.7, 3.0, 4.5, 9.1])
+def test_no_choice_within_the_budget_is_better(by, average):
+    latents, traces = weights(), artifact().traces
+    document = budget(average, by).choose(latents, artifact())
+    limit = Fraction(str(average))
+
+    def cost(choices):
+        errors = {n: squared_error(latents[n], METHODS[choice]) for n, choice in choices}
+        if by == "error":
+            return sum(e / float(latents[n].square().sum()) for n, e in errors.items())
+        return sum(traces[n] / latents[n].numel() * e / 2 for n, e in errors.items())
+
+    assignments = (
+        list(zip(SHAPES, options, strict=True))
+        for options in itertools.product(METHODS, repeat=len(SHAPES))
+    )
+    best = min(cost(one) for one in assignments if mean_bits(one) <= limit)
+    found = choices_of(document)
+    assert mean_bits(found) <= limit and document["gap"] == 0
+    assert document["mean_bits"] == pytest.approx(float(mean_bits(found)))
+    assert cost(found) == pytest.approx(best, rel=1e-6)
+    if by == "sensitivity":
+        assert document["predicted_increase"] == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("by", ["sensitivity", "error", "uniform", "position"])
+def test_every_way_keeps_the_budget_and_spends_it_all_at_16_bits(by):
+    increases = []
+    for average in np.linspace(2.0, 16.0, 29):
+        document = budget(float(average), by).choose(weights(), artifact())
+        assert mean_bits(choices_of(document)) <= average
+        increases.append(document["predicted_increase"])
+    assert {choice for _, choice in choices_of(document)} == {"bf16"}
+    if by == "sensitivity":
+        assert increases == sorted(increases, reverse=True)
+
+
+def test_the_controls_ignore_the_weights():
+    uniform = choices_of(budget(2.75, "uniform").choose(weights()))
+    assert {choice for _, choice in uniform} == {"ternary", "int2"}
+    assert uniform == choices_of(budget(2.75, "uniform").choose(weights(1), artifact()))
+    position = choices_of(budget(6.5, "position").choose(weights()))
+    order = [*METHODS]
+    assert [order.index(choice) for _, choice in position] == sorted(
+        order.index(choice) for _, choice in position
+    )
+    assert position[0][1] == "binary" and position[-1][1] == "bf16"
+
+
+def test_a_trace_that_may_be_negative_takes_the_smallest_known_trace():
+    last, *_, first = reversed(SHAPES)
+    traces = resolved_traces(artifact(unresolved=[last]))
+    assert traces[last] == artifact().traces[first] == min(traces.values())
+
+
+def test_without_traces_nothing_is_predicted():
+    document = budget(3.0, "error").choose(weights())
+    assert document["predicted_increase"] is None
+    assert all(entry["trace"] is None for entry in document["layers"].values())
+
+
+def test_a_budget_below_the_fewest_bits_is_refused():
+    ternary = {"ternary": METHODS["ternary"], "bf16": None}
+    assert budget(2.6, methods=ternary).choose(weights(), artifact())["mean_bits"] <= 2.6
+    with pytest.raises(InputError, match=r"at least 2\.6000, which is what ternary needs"):
+        budget(2.5999, methods=ternary)
+    layers = {"q": Layer(size=160, group=160)}
+    assert Budget(average=1.7, by="error", methods=ternary, layers=layers)  # 1.6 + 16/160

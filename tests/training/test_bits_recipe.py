@@ -1,0 +1,159 @@
+"""Test a run with a budget of bits: its choices, their file, resuming, and what is refused."""
+
+import json
+import re
+import shutil
+
+import pytest
+from omegaconf import OmegaConf
+from tiny import NUM_QUANTIZED, logged, make_config, run
+
+from hestia_tune.commands.bits import choose_bits
+from hestia_tune.commands.qat import run_qat
+from hestia_tune.config.run import RunConfig
+from hestia_tune.errors import InputError
+from hestia_tune.files import write_json
+from hestia_tune.training.plan import plan
+
+SETTINGS = (
+    "bits.average=3.3",
+    "sensitivity=auto",
+    "sensitivity_estimation.curvature=fisher",
+    "sensitivity_estimation.num_samples=4",
+    "schedule.alpha=0.4",
+    "max_steps=4",
+    "save_every_n_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(model_dir, tmp_path_factory):
+    """Return the config and the folder of a finished run."""
+    folder = tmp_path_factory.mktemp("bits")
+    config = make_config(model_dir, folder, *SETTINGS)
+    assert run_qat(config) == 0
+    return config, folder
+
+
+@pytest.fixture(autouse=True)
+def _end(end_process_group):
+    """End the process group of every test."""
+
+
+def choices_in(folder):
+    """Return name -> choice in a run's file."""
+    layers = json.loads((folder / "bits.json").read_text())["layers"]
+    return {name: entry["choice"] for name, entry in layers.items()}
+
+
+def edit(path, **choices):
+    """Change choices in a file, as a user does."""
+    saved = json.loads(path.read_text())
+    for name, choice in choices.items():
+        saved["layers"][name]["choice"] = choice
+    write_json(path, saved)
+
+
+def test_a_run_trains_what_it_has_chosen(finished):
+    _, folder = finished
+    saved = json.loads((folder / "bits.json").read_text())
+    choices = choices_in(folder)
+    assert len(choices) == NUM_QUANTIZED and len(set(choices.values())) > 1
+    assert saved["mean_bits"] <= 3.3 and saved["gap"] == 0 and saved["predicted_increase"] > 0
+    traces = json.loads((folder / "sensitivity.json").read_text())["layers"]
+    assert all(saved["layers"][name]["trace"] == traces[name]["trace"] for name in choices)
+    assert (folder / "bits.png").is_file() and (folder / "hard_model" / "config.json").is_file()
+    description = json.loads((folder / "hard_model" / "hestia.json").read_text())
+    keys = {"int2": "even, group_size=32, codebook=int2", "int4": "int4, group_size=32"}
+    expected = {name: keys[choice] for name, choice in choices.items() if choice in keys}
+    assert description["methods"] == expected
+    assert set(description["layers"]) == {n for n, choice in choices.items() if choice != "bf16"}
+    assert len(logged(folder)) == 4
+
+
+def test_a_resumed_run_reads_its_choices(finished, caplog):
+    config, folder = finished
+    config = OmegaConf.merge(config, {"resume_from_checkpoint": True})
+    path, text = folder / "bits.json", (folder / "bits.json").read_text()
+    name, choice = next(iter(choices_in(folder).items()))
+    try:
+        edit(path, **{name: "int2" if choice == "int4" else "int4"})
+        with pytest.raises(
+            InputError, match="has quantizer mixed, layers=.*this run mixed, layers="
+        ):
+            plan(RunConfig.parse(config))
+        path.unlink()
+        with pytest.raises(InputError, match=r"bits\.json does not exist"):
+            plan(RunConfig.parse(config))
+    finally:
+        path.write_text(text)
+    weights = (folder / "hard_model" / "model-00001-of-00001.safetensors").read_bytes()
+    shutil.rmtree(folder / "checkpoints" / "step_4")
+    caplog.set_level("INFO", "hestia_tune")
+    assert run_qat(config) == 0
+    assert f"the choices are those of {path}" in caplog.text and "edited" not in caplog.text
+    assert (folder / "hard_model" / "model-00001-of-00001.safetensors").read_bytes() == weights
+    assert path.read_text() == text
+
+
+def test_choices_may_be_edited_and_other_settings_are_refused(finished, tmp_path, caplog):
+    config, folder = finished
+    changes = {"output_dir": str(tmp_path), "sensitivity": str(folder / "sensitivity.json")}
+    config = RunConfig.parse(OmegaConf.merge(config, changes))
+    first = choose_bits(config)
+    path = tmp_path / "bits.json"
+    assert choices_in(tmp_path) == choices_in(folder)
+    name, other = list(choices_in(tmp_path))[:2]
+    edit(path, **{name: "bf16", other: "bf16"})
+    caplog.set_level("INFO", "hestia_tune")
+    second = choose_bits(config)
+    assert second.quantizer["layers"][name] is None and second.bits.average is None
+    assert second.quantizer != first.quantizer
+    assert "edited by hand" in caplog.text and "exceed bits.average 3.3" in caplog.text
+    with pytest.raises(InputError, match=r"bits\.json: it was made with another average; use the"):
+        choose_bits(config.changed(bits={"average": 3.4}))
+    with pytest.raises(InputError, match=r"made with another by; use the same settings, delete"):
+        plan(config.changed(bits={"by": "error"}), trains=False)
+    choose_bits(config.changed(bits={"by": "uniform"}), overwrite=True)
+    assert choices_in(tmp_path) != choices_in(folder)
+    edit(path, **dict.fromkeys(choices_in(tmp_path), "bf16"))
+    with pytest.raises(InputError, match="leaves every linear dense"):
+        choose_bits(config.changed(bits={"by": "uniform"}))
+    edit(path, **{name: "int3"})
+    with pytest.raises(InputError, match=rf"the choice of {name} must be one of ternary, int2"):
+        choose_bits(config.changed(bits={"by": "uniform"}))
+    saved = json.loads(path.read_text())
+    del saved["layers"][name]
+    write_json(path, saved)
+    with pytest.raises(InputError, match=f"linears differ in {name}; correct the file"):
+        choose_bits(config.changed(bits={"by": "uniform"}))
+
+
+REFUSED = {
+    "bits.average=1.9": "bits.average must be at least 2.1000",
+    "bits.average=0.5": "bits.average must be in [1, 16]",
+    "bits.choices=[ternary,int3]": "bits.choices must be one of binary, ternary, int2, int4, bf16",
+    "bits.choices=[]": "bits.choices must name each choice once",
+    "bits.by=size": "bits.by must be one of sensitivity, error, uniform, position",
+    "sensitivity=null": "bits.by=sensitivity reads the traces of sensitivity, which is null",
+    "quantizer.layers={'*.v_proj': null}": "bits and quantizer.layers both choose",
+    "init=random": "init: random does not go with",
+    "quantizer={_component_: hestia_tune.Fairy2iQATQuantizer}": "bits needs quantizer._component_",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_it_is_refused_before_anything_is_read(model_dir, tmp_path, override):
+    config = make_config(model_dir, tmp_path, *SETTINGS)
+    config.merge_with_dotlist([override])
+    if "Fairy2i" in override:
+        config.quantizer = {"_component_": "hestia_tune.Fairy2iQATQuantizer"}
+    with pytest.raises(InputError, match=re.escape(REFUSED[override])):
+        plan(RunConfig.parse(config))
+    assert not (tmp_path / "bits.json").exists()
+
+
+def test_a_recipe_does_not_train_before_the_choice(model_dir, tmp_path):
+    config = make_config(model_dir, tmp_path, *SETTINGS)
+    with pytest.raises(InputError, match=r"bits\.json does not exist"):
+        run(config)
