@@ -20,7 +20,7 @@ from hestia_tune.errors import InputError
 
 
 class BlockCall(NamedTuple):
-    """The inputs of a block after the hidden states."""
+    """Hold the inputs of a block after the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -139,7 +139,7 @@ def hidden_of(output: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlockChain:
-    """A model taken apart into its blocks on one batch."""
+    """Take a model apart into its blocks on one batch."""
 
     model: nn.Module
     blocks: list[nn.Module]  # The blocks of the model, in order.

@@ -156,7 +156,7 @@ def progress_bar(
 
 
 class StopRequest:
-    """A request to save and stop, made by Ctrl-C, SIGTERM or SIGHUP.
+    """Hold a request to save and stop, made by Ctrl-C, SIGTERM or SIGHUP.
 
     A second Ctrl-C interrupts at once. Under nohup, SIGHUP has no effect. If torchrun was killed,
     its ranks see a request too.
@@ -168,7 +168,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether the run should save and stop."""
+        """Return whether the run should save and stop."""
         return self._signalled or self._parent not in (None, os.getppid())
 
     def _handle(self, signum, frame):

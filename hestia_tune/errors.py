@@ -1,4 +1,4 @@
-"""The errors that a user can correct, and how a command prints an error on one line.
+"""Define the errors that a user can correct, and how a command prints an error on one line.
 
 The checks of this package raise `InputError`. A command prints an InputError as one line. Every
 other error is a mistake in the code, here or in a library, and keeps its traceback.
@@ -13,14 +13,14 @@ log = logging.getLogger(__name__)
 
 
 class InputError(ValueError):
-    """An option, a file, a device or data of the user that cannot be used.
+    """Report an option, a file, a device or data of the user that cannot be used.
 
     The message says what is wrong, what was expected and what to do.
     """
 
 
 class InputTypeError(InputError, TypeError):
-    """A value of the wrong type."""
+    """Report a value of the wrong type."""
 
 
 class InputErrors(InputError):

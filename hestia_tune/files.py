@@ -126,7 +126,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 class JSONFile(dict[str, Any]):
-    """The mapping in a JSON file. A key that is missing raises InputError, which names the file.
+    """Hold the mapping of a JSON file. A missing key raises InputError, which names the file.
 
     Args:
         path: Path of the file.

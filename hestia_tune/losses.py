@@ -1,4 +1,4 @@
-"""The divergence from the predictions of a pretrained model, computed with little memory."""
+"""Compute the divergence from the predictions of a pretrained model with little memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +48,7 @@ def _divergence(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tens
 
 
 class GradientAtOnce(torch.autograd.Function):
-    """A scalar function whose gradient is computed in the forward pass.
+    """Compute a scalar function and its gradient in the forward pass.
 
     Call ``GradientAtOnce.apply(function, first, *others)``. The result is ``function(first,
     *others)``. Only its gradient with respect to ``first`` is computed. The gradient is kept in the

@@ -24,7 +24,7 @@ _MOST_STATES = 200_000
 
 
 class Allocation(NamedTuple):
-    """One option per layer.
+    """Hold one option per layer.
 
     Attributes:
         options: The index of each layer's option.

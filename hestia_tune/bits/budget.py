@@ -9,7 +9,7 @@ The second step holds in the mean over errors that are uncorrelated and of equal
 E[e'He] = Tr(H) E||e||^2/n. Tr(H) is the trace that the temperatures use (Eq. 10); HAWQ-V2
 (arXiv 1911.03852) chooses bits by the same product. The increases of the linears are added up.
 
-The errors are those of the pretrained weights, before any training. Training makes them smaller,
+The errors are measured on the pretrained weights, before any training. Training makes them smaller,
 and most of all the errors of the fewest bits. So the prediction ranks choices. It does not predict
 the loss of the trained model.
 """
@@ -84,7 +84,7 @@ def squared_error(weight: Tensor, method: Method | None) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One linear.
+    """Describe one linear.
 
     Attributes:
         size: The number of its weights.
@@ -97,7 +97,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The budget of a model and its choices.
+    """Hold the budget of a model and its choices.
 
     Attributes:
         average: The largest mean number of bits per weight.
@@ -162,17 +162,17 @@ class Budget:
 
     @property
     def size(self) -> int:
-        """The number of weights of all linears."""
+        """Return the number of weights of all linears."""
         return sum(layer.size for layer in self.layers.values())
 
     @property
     def limit(self) -> Fraction:
-        """The number of bits that all linears together may have."""
+        """Return the number of bits that all linears together may have."""
         return Fraction(str(self.average)) * self.size
 
     @property
     def costs(self) -> np.ndarray:
-        """The cost of every choice of every linear in fifths of a bit (layers, choices)."""
+        """Return the cost of every choice of every linear in fifths of a bit (layers, choices)."""
         rows = [
             [int(_UNITS * x.size * bits_per_weight(choice, x.group)) for choice in self.methods]
             for x in self.layers.values()

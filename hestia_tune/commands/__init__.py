@@ -1,1 +1,1 @@
-"""The commands. Each module takes a config and returns an exit code."""
+"""Offer the commands. Each module takes a config and returns an exit code."""

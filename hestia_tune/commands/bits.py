@@ -58,7 +58,7 @@ def choose_bits(config: RunConfig, *, overwrite: bool = False) -> RunConfig:
             write_json(path, saved)
             log.info(f"bits: wrote {path}")
         else:
-            log.info(f"bits: the choices are those of {path}")
+            log.info(f"bits: the choices come from {path}")
         choices = read_choices(saved, path)
         if odd := choices.keys() ^ budget.layers.keys():
             raise InputError(

@@ -42,7 +42,7 @@ _PACKED_FORMATS = {"torchao": None, "intx": "intx"}
 
 
 class ConvertRecipe:
-    """The conversion of a config's model.
+    """Convert a config's model.
 
     Attributes:
         output: The folder that receives all formats.

@@ -29,7 +29,7 @@ class BitsConfig(Section):
 
     @property
     def reads_sensitivity(self) -> bool:
-        """Whether the choice reads the traces of the sensitivity."""
+        """Return whether the choice reads the traces of the sensitivity."""
         return self.average is not None and self.by == "sensitivity"
 
     def check(self) -> None:

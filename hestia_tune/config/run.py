@@ -67,7 +67,7 @@ _COMPONENTS = ("model", "tokenizer", "checkpointer", "optimizer", "quantizer", "
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """All keys of the YAML file. Components stay mappings with a ``_component_``."""
+    """Hold all keys of the YAML file. Components stay mappings with a ``_component_``."""
 
     # Keys of torchtune's recipe.
     output_dir: str
@@ -302,23 +302,23 @@ class RunConfig(Section):
 
     @property
     def is_transformers_model(self) -> bool:
-        """Whether transformers builds the model, from its folder alone."""
+        """Return whether transformers builds the model, from its folder alone."""
         return self.model["_component_"] == TRANSFORMERS_MODEL
 
     @property
     def needs_pretrained(self) -> bool:
-        """Whether training starts from the pretrained weights or distils from them."""
+        """Return whether training starts from the pretrained weights or distils from them."""
         teacher = self.distillation.teacher if self.distillation.weight else None
         return "pretrained" in (self.init, teacher)
 
     @property
     def model_type(self) -> str:
-        """The checkpointer's model type. It decides the names of the weights in files."""
+        """Return the checkpointer's model type. It decides the names of the weights in files."""
         return str(self.checkpointer.get("model_type"))
 
     @property
     def datasets(self) -> list[dict[str, Any]]:
-        """The dataset components of the ``dataset`` section, as a list."""
+        """Return the dataset components of the ``dataset`` section, as a list."""
         return self.dataset if isinstance(self.dataset, list) else [self.dataset]
 
     def changed(self, **changes: Any) -> "RunConfig":

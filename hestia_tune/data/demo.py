@@ -1,4 +1,4 @@
-"""The text of the demo: the help topics of Python, and the docstrings of its standard library.
+"""Load the text of the demo: the help topics of Python, and the docstrings of its standard library.
 
 Every CPython contains the help topics (``help("assert")`` and so on). So the demo needs no
 download, and the package contains no corpus. A hash of the topic's name decides whether a topic is

@@ -1,4 +1,4 @@
-"""From tokens to training samples: documents joined by EOS and cut into sequences of one length.
+"""Turn tokens into training samples: documents joined by EOS and cut into sequences of one length.
 
 torchtune's own text completion dataset truncates every document at the length of a sequence, so
 most of a book is lost. Here a long document continues in the next sequence. Only the tail of the

@@ -40,7 +40,7 @@ BLOCK_CHARACTERS = 1 << 24
 
 
 class DataStreamError(InputError):
-    """The stream met data that it cannot read.
+    """Report data that a stream cannot read.
 
     This can happen after days of training. So the caller should save a checkpoint first, and then
     raise the error again.

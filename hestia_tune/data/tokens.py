@@ -1,4 +1,4 @@
-"""A tokenized set: the tokens of a stream on disk, for training on them many times.
+"""Write and read the tokens of a stream on disk, for training on them many times.
 
 The set is a folder with two files. ``tokens.bin`` has the ids of all documents, with EOS after each
 document. An id takes 2 bytes if the vocabulary allows it, and otherwise 4 bytes. ``index.json`` has

@@ -40,7 +40,7 @@ _TOKENS = 2048
 
 
 class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
-    """An lm-eval model that runs a torchtune decoder.
+    """Run a torchtune decoder as an lm-eval model.
 
     Args:
         decoder: A causal ``nn.Module`` in eval mode; see `plain_outputs`. It is called with tokens,
@@ -269,7 +269,7 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
 
 
 class PlainTokenizer:
-    """The tokenizer interface of lm-eval for torchtune's tiktoken and SentencePiece tokenizers.
+    """Give lm-eval's tokenizer interface to torchtune's tiktoken and SentencePiece tokenizers.
 
     A text starts with BOS if there is a BOS other than EOS.
 

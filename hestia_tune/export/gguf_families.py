@@ -20,7 +20,7 @@ _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models in llama.cpp.
+    """Describe a family of models in llama.cpp.
 
     Attributes:
         name: llama.cpp's name of the architecture.

@@ -42,7 +42,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 class LlamaModel:
-    """The model of a Hugging Face folder with llama.cpp's names and order of rows.
+    """Read the model of a Hugging Face folder with llama.cpp's names and order of rows.
 
     Args:
         source: The folder.

@@ -17,7 +17,7 @@ from hestia_tune.models.folder import ModelFolder
 
 @dataclass(frozen=True)
 class TensorType:
-    """A tensor type of ggml.
+    """Describe a tensor type of ggml.
 
     Attributes:
         name: ggml's name of the type.

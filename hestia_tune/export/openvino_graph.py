@@ -32,7 +32,7 @@ _NODE = "hestia_tune::product"
 
 
 class _CodedLinear(nn.Module):
-    """A linear with the codes of its weight; see the module docstring.
+    """Replace a linear by the codes of its weight; see the module docstring.
 
     Args:
         hard: The weight.
@@ -76,7 +76,7 @@ def _product(node: Any) -> list:
 
 
 class _WithCache(nn.Module):
-    """A model whose cache of keys and values is an argument and a result.
+    """Wrap a model so that its cache of keys and values is an argument and a result.
 
     Args:
         model: A model of transformers.

@@ -49,7 +49,7 @@ _SHARDED_KINDS = [
 
 
 class HestiaCallback(TrainerCallback):
-    """A callback that adds QAT to Hugging Face's Trainer.
+    """Add QAT to Hugging Face's Trainer.
 
     Use it as ``Trainer(..., callbacks=[HestiaCallback(HestiaConfig(group_size=128))])``. It must be
     given when the Trainer is made. Until the last step, the Trainer evaluates the relaxed model.

@@ -28,7 +28,7 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 class Method(ABC):
-    """A map from latent weights to low-bit weights, with a relaxation that has a temperature.
+    """Map latent weights to low-bit weights, with a relaxation that has a temperature.
 
     Subclasses are frozen keyword-only dataclasses. They implement the methods below on 2-D weights
     (out_features, in_features). ``tau`` and ``pressure`` arrive as 0-D tensors.
@@ -99,7 +99,7 @@ class Method(ABC):
 
     @property
     def has_zero(self) -> bool:
-        """Whether code 0 is the weight 0. For powers of i, code 0 is the weight 1."""
+        """Return whether code 0 is the weight 0. For powers of i, code 0 is the weight 1."""
         return not {"ternary", "int4"}.isdisjoint(self.packed_formats)
 
     def check_file_formats(self, names: Iterable[str]) -> None:
@@ -114,7 +114,7 @@ class Method(ABC):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """The names of the parameters that a layer holds beside its weight, in order."""
+        """Return the names of the parameters that a layer holds beside its weight, in order."""
         return self.trained_parameters
 
     def initial_parameters(self, weight: Tensor) -> tuple[Tensor, ...]:

@@ -48,7 +48,7 @@ class EvenMethod(GroupMethod):
 
     @property
     def levels(self) -> int:
-        """How many codes there are."""
+        """Return how many codes there are."""
         return len(_CODES[self.codebook])
 
     def scale_and_code(self, w, parameters, total, is_final):

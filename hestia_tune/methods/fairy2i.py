@@ -249,7 +249,7 @@ class Fairy2iMethod(Method):
 
     @property
     def scales_span_rows(self) -> bool:
-        """Whether a scale covers several rows."""
+        """Return whether a scale covers several rows."""
         return self.granularity == "tensor"
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:

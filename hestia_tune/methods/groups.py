@@ -213,7 +213,7 @@ class GroupMethod(Method):
 
     @property
     def file_formats(self) -> tuple[str, ...]:
-        """The formats that hestia_convert can write. The first is the default."""
+        """Return the formats that hestia_convert can write. The first is the default."""
         return _FILE_FORMATS[self.levels]
 
     @property
@@ -223,7 +223,7 @@ class GroupMethod(Method):
 
     @property
     def scales_span_rows(self) -> bool:
-        """Whether a scale covers several rows."""
+        """Return whether a scale covers several rows."""
         return self.group_size == "tensor"
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:

@@ -121,12 +121,12 @@ class SEQMethod(LearnedStepMethod):
 
     @property
     def levels(self) -> int:
-        """How many codes there are."""
+        """Return how many codes there are."""
         return 4 if self.bits == 2 else 3
 
     @property
     def slope_rule(self) -> tuple[float, float, float]:
-        """The scale divided by the step, reach and outside; see the module docstring."""
+        """Return the scale divided by the step, reach and outside; see the module docstring."""
         # Codes of four levels are ±1 and ±3, in units of a/4.
         return (1 / 4, 0.99, 3 / 4) if self.bits == 2 else (2 / 3, 0.99, 1.0)
 

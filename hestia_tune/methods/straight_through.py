@@ -118,7 +118,7 @@ class INT2Method(StraightThroughMethod):
 
     @property
     def levels(self) -> int:
-        """How many codes there are."""
+        """Return how many codes there are."""
         return 3 if self.start == "absmax" else 4
 
     def scale_and_code(self, w, parameters, total, is_final):

@@ -126,12 +126,12 @@ class TernaryMethod(GroupMethod):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """The names of the parameters that a layer holds beside its weight, in order."""
+        """Return the names of the parameters that a layer holds beside its weight, in order."""
         return (*self.trained_parameters, "scale_start") if self.trained_parameters else ()
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
-        """The names of the learned parameters."""
+        """Return the names of the learned parameters."""
         names = {"scale": "scale_logit", "threshold": "threshold_logit", "offset": "offset"}
         return tuple(name for key, name in names.items() if getattr(self, key) == "learned")
 

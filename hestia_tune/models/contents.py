@@ -118,7 +118,7 @@ def describe(found: Mapping[str, GroupSize], methods: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """What a matrix of a model is.
+    """Describe a matrix of a model.
 
     Attributes:
         name: Its name in the files, without ".weight".
@@ -142,7 +142,7 @@ class Matrix:
 
     @property
     def kind(self) -> str:
-        """The codes and groups, or the dtype, in words."""
+        """Return the codes and groups, or the dtype, in words."""
         if self.levels is None or self.group_size is None:
             return f"dense {self.stored}"
         return f"{KINDS[self.levels]} {groups_text([self.group_size])}"

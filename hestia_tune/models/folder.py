@@ -152,7 +152,7 @@ class SafetensorsFolder:
 
 
 class ModelFolder(SafetensorsFolder):
-    """A Hugging Face folder that can be exported.
+    """Read a Hugging Face folder that can be exported.
 
     Args:
         folder: A folder with config.json, safetensors of any floating dtype and a tokenizer.

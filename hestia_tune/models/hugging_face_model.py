@@ -111,22 +111,22 @@ class Decoder(nn.Module):
 
     @property
     def max_seq_len(self) -> int:
-        """The longest sequence in tokens."""
+        """Return the longest sequence in tokens."""
         return self.longest_sequence
 
     @property
     def tok_embeddings(self) -> nn.Module:
-        """The embedding of the tokens."""
+        """Return the embedding of the tokens."""
         return self.get_input_embeddings()
 
     @property
     def output(self) -> nn.Module | TiedLinear:
-        """The output head."""
+        """Return the output head."""
         return self.get_output_embeddings()
 
     @property
     def layers(self) -> Any:
-        """The list of the blocks."""
+        """Return the list of the blocks."""
         return self.get_submodule(next(iter(find_blocks(self))).rpartition(".")[0])
 
     def rope_init(self) -> None:

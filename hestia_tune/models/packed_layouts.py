@@ -42,7 +42,7 @@ def _words(width: int, bits: int) -> int:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedWeight:
-    """A weight as a file holds it.
+    """Hold a weight as a file holds it.
 
     Attributes:
         layout: Name of the layout, for example "MLX".
@@ -82,7 +82,7 @@ class PackedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the dense weight."""
+        """Return the dtype of the dense weight."""
         return self.scale.dtype
 
     @property

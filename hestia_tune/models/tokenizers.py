@@ -102,7 +102,7 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids, special tokens included."""
+        """Return the number of token ids, special tokens included."""
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
 

@@ -29,7 +29,7 @@ _DICT = "quantized_experts"
 
 
 class ExpertsWeight(NamedTuple):
-    """A parameter that holds one matrix of every expert, (experts, out_features, in_features).
+    """Describe a parameter with one matrix of every expert, (experts, out_features, in_features).
 
     Attributes:
         module: The module that has the parameter.
@@ -41,12 +41,12 @@ class ExpertsWeight(NamedTuple):
 
     @property
     def in_features(self) -> int:
-        """The number of inputs of an expert's matrix."""
+        """Return the number of inputs of an expert's matrix."""
         return self.module.get_parameter(self.key).shape[2]
 
     @property
     def out_features(self) -> int:
-        """The number of outputs of an expert's matrix."""
+        """Return the number of outputs of an expert's matrix."""
         return self.module.get_parameter(self.key).shape[1]
 
 
@@ -104,12 +104,12 @@ class QuantizedExperts(QuantizedLayer):
 
     @property
     def place(self) -> tuple[nn.Module, str]:
-        """The module that has the weight as a parameter, and the parameter's name in it."""
+        """Return the module that has the weight as a parameter, and the parameter's name in it."""
         return self._where
 
     @property
     def weight(self) -> Any:
-        """The latent weight, also while the effective weight hides it."""
+        """Return the latent weight, also while the effective weight hides it."""
         return self._where.module._parameters[self._where.key]
 
     def forward(self) -> Tensor:

@@ -148,12 +148,12 @@ class QuantizedLayer(nn.Module):
 
     @property
     def place(self) -> tuple[nn.Module, str]:
-        """The module that has the weight as a parameter, and the parameter's name in it."""
+        """Return the module that has the weight as a parameter, and the parameter's name in it."""
         return self, "weight"
 
     @property
     def method(self) -> Method:
-        """The method of this layer."""
+        """Return the method of this layer."""
         return self.weight_fake_quantizer.method
 
     def method_parameters(self) -> tuple[nn.Parameter, ...]:

@@ -120,7 +120,7 @@ class QATQuantizerBase:
 
     @property
     def name(self) -> str:
-        """The name of the method of all linears, or "mixed"."""
+        """Return the name of the method of all linears, or "mixed"."""
         return "mixed" if self.layers else self.method.name
 
     def key(self) -> str:

@@ -31,7 +31,7 @@ SCHEDULE_OPTIONS = tuple(field.name for field in dataclasses.fields(ScheduleConf
 
 @dataclass(frozen=True)
 class AnnealingSchedule(ScheduleConfig):
-    """The schedules of the pressure and of the temperature for one run.
+    """Compute the pressure and the temperature of every step of a run.
 
     Args:
         total_steps: T, at least 1.

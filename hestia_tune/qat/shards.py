@@ -116,7 +116,7 @@ def _save_plain(
 
 
 class LatentRows:
-    """The rows of a quantized linear that this process holds.
+    """Hold the rows of a quantized linear that are on this process.
 
     Only this class turns latents into effective rows, and pulls gradients back to the latents. It
     works under FSDP2 on any number of ranks, in one process, and in reconstruction.

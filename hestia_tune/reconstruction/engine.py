@@ -83,7 +83,7 @@ def _kl_settings(settings: ReconstructionConfig) -> ReconstructionConfig:
 
 
 class Reconstruction:
-    """The windows of one model.
+    """Train the windows of one model.
 
     Args:
         model: The prepared model, on the CPU. Its latent weights and the parameters of its method

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A window, or the final stage.
+    """Hold a window, or the final stage.
 
     Attributes:
         begin: Number of its first block.

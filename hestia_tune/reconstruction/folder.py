@@ -78,7 +78,7 @@ def _windows_may_stay(folder: Path, identity: Mapping[str, Any]) -> bool:
 
 
 class Windows:
-    """The windows of a reconstruction on disk.
+    """Write and read the windows of a reconstruction on disk.
 
     Args:
         folder: The folder ``windows``.

@@ -66,7 +66,7 @@ _SECONDS_BETWEEN_SAVES = 600
 
 
 class ReconstructionRecipe:
-    """The block reconstruction of the model of a run.
+    """Reconstruct the blocks of a run's model.
 
     Args:
         config: The config of the run.

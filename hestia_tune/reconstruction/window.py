@@ -43,7 +43,7 @@ def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class WindowResult:
-    """The result of training one window."""
+    """Hold the result of training one window."""
 
     index: int
     begin: int  # Number of its first block.

@@ -1,4 +1,4 @@
-"""The sensitivity of each quantized layer: its estimation, and the artifact that holds it."""
+"""Measure the sensitivity of each quantized layer, and keep it in an artifact."""
 
 from hestia_tune.config import EstimationConfig
 from hestia_tune.sensitivity.artifact import SensitivityArtifact, model_fingerprint

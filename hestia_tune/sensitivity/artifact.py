@@ -1,4 +1,4 @@
-"""From traces to scores (Eq. 11), and the artifact that gives the scores to the schedule.
+"""Turn traces into scores (Eq. 11), and the artifact that gives the scores to the schedule.
 
 The trace of a Hessian block may be negative, and an estimate may be too uncertain to show its sign.
 Such a layer is *unresolved*. It takes the smallest resolved trace of the model. A clamp to a tiny

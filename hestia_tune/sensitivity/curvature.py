@@ -68,7 +68,7 @@ class CalibrationBatch:
 
 
 class Segment(NamedTuple):
-    """One part of the chain."""
+    """Hold one part of the chain."""
 
     # Function from hidden states to hidden states, both (batch, seq_len, dim). The last segment
     # returns the scalar mean loss. The input of the first segment may be token ids.
@@ -168,7 +168,7 @@ class _Run:
 
 
 class HessianBatch:
-    """The diagonal blocks of the Hessian of the mean loss of one batch.
+    """Multiply by the diagonal blocks of the Hessian of the mean loss of one batch.
 
     The blocks are given by products with directions. The start costs two forwards of everything but
     the head, and one backward.

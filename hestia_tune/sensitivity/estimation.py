@@ -1,4 +1,4 @@
-"""From a pretrained model and calibration batches to the sensitivity artifact.
+"""Turn a pretrained model and calibration batches into the sensitivity artifact.
 
 The loss is the mean over all calibration tokens. So the trace of a layer is the mean of its traces
 on the batches, weighted by their numbers of tokens. Every batch gets its own probes, at least two
@@ -51,7 +51,7 @@ Key = tuple[str, int, int]  # (layer, number of the batch, number of the probe)
 
 
 class Journal:
-    """All measurements so far. Each is one number, or the three numbers that `hutchpp` returns.
+    """Keep all measurements. Each is one number, or the three numbers that `hutchpp` returns.
 
     Every rank appends one JSON line per measurement to its own file. After a kill, the next run
     reads the files of all ranks, whatever their number was, and measures only what is missing.
@@ -150,7 +150,7 @@ def probe_generator(seed: int, key: Key, device: torch.device) -> torch.Generato
 
 @dataclass(frozen=True)
 class _Estimation:
-    """One estimation: rounds of measurements until no layer needs more probes."""
+    """Estimate in rounds of measurements until no layer needs more probes."""
 
     model: nn.Module
     weights: Mapping[str, nn.Parameter]
@@ -161,7 +161,7 @@ class _Estimation:
 
     @property
     def is_sketched(self) -> bool:
-        """Whether Hutch++ measures every batch, once per layer."""
+        """Return whether Hutch++ measures every batch, once per layer."""
         return self.settings.rank is not None
 
     def columns(self) -> dict[str, dict[str, Any]]:

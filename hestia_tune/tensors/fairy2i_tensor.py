@@ -26,7 +26,7 @@ from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_b
 
 
 class Fairy2iTensor(PackedTensor):
-    """A complex weight for inference; make one with `from_codes` or `from_hp`.
+    """Hold a complex weight for inference; make one with `from_codes` or `from_hp`.
 
     Tensor Attributes:
         qdata: Powers of i, four to a byte, uint8 (num_stages, 2, n, ceil(m / 4)).

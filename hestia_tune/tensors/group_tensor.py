@@ -56,7 +56,7 @@ _scratch = _Scratch()
 
 
 class GroupTensor(PackedTensor):
-    """A weight of scales and codes for inference.
+    """Hold a weight as scales and codes for inference.
 
     Each kind of it is made with `from_codes`, `from_hp` or `from_hard`.
 
@@ -98,7 +98,7 @@ class GroupTensor(PackedTensor):
 
     @functools.cached_property  # Files of earlier versions hold it, and may set it.
     def block_size(self) -> tuple[int, ...]:
-        """How many weights share a scale, along each axis of the weight.
+        """Return how many weights share a scale, along each axis of the weight.
 
         It is (1, group_size), (1, in_features) per channel, or (out_features, in_features) per
         tensor.

@@ -37,7 +37,7 @@ def stacked(weight: Fairy2iTensor) -> TernaryTensor:
 
 
 class ComplexStack(Kernel):
-    """A kernel of the stacked matrix of a `Fairy2iTensor`; see `stacked`.
+    """Multiply by the stacked matrix of a `Fairy2iTensor`; see `stacked`.
 
     Args:
         weight: The complex weight.
@@ -71,7 +71,7 @@ _chosen: dict[tuple, tuple[type[Kernel] | None, list[str]]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class KernelUse:
-    """The result of `use_kernel`.
+    """Hold the result of `use_kernel`.
 
     Attributes:
         layers: Maps the name of a packed weight to the name of its kernel.

@@ -30,7 +30,7 @@ from hestia_tune.tensors.bitpack import packed_width
 
 
 class Kernel(abc.ABC):
-    """A ternary weight in the layout of a library.
+    """Hold a ternary weight in the layout of a library.
 
     The library may refuse the weight by an error of its own.
 

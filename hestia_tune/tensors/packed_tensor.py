@@ -56,7 +56,7 @@ def exact_bfloat16(scale: Tensor) -> Tensor:
 
 
 class PackedTensor(TorchAOBaseTensor):
-    """A weight held as codes of a few bits, packed into bytes, and their scales.
+    """Hold a weight as codes of a few bits, packed into bytes, and their scales.
 
     Subclasses implement ``from_codes``, ``codes``, ``dequantize_weight`` and ``check_shapes``.
 
@@ -170,7 +170,7 @@ class PackedTensor(TorchAOBaseTensor):
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
-        """The packed codes and the scales."""
+        """Return the packed codes and the scales."""
         return self.qdata, self.scale
 
     def dequantize(self, *, for_now: bool = False) -> Tensor:

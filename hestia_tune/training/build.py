@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A model in training.
+    """Hold a model in training.
 
     Attributes:
         model: The model, prepared and sharded, with its weights.

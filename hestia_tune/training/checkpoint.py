@@ -54,7 +54,7 @@ _SAME_TO_RESUME = (
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """A checkpoint to resume from.
+    """Hold a checkpoint to resume from.
 
     Attributes:
         path: Folder of the checkpoint.

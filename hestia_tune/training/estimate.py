@@ -41,7 +41,7 @@ _GPU_BYTES = 80e9
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a training step needs on one rank, in bytes and floating-point operations.
+    """Hold what a training step needs on one rank, in bytes and floating-point operations.
 
     Attributes:
         state: Latent and effective weights, optimizer state and teacher. FSDP divides the whole
@@ -59,7 +59,7 @@ class Estimate:
 
     @property
     def peak(self) -> float:
-        """The largest memory in bytes."""
+        """Return the largest memory in bytes."""
         return self.state + self.gathered + self.activations
 
     def on(self, ranks: int) -> float:

@@ -1,4 +1,4 @@
-"""The loss of a training step: the config's loss, mixed with the distillation loss.
+"""Compute the loss of a training step: the config's loss, mixed with the distillation loss.
 
 **Distillation.** The teacher is the pretrained model (or a model of the same shape) in the
 compute dtype, sharded like the model, without gradients. It costs a forward per micro-batch and 2

@@ -20,7 +20,7 @@ from hestia_tune.qat.linear import QuantizedLayer, clean_fqn, local_rows
 
 
 class StepResult(NamedTuple):
-    """The result of an optimizer step.
+    """Hold the result of an optimizer step.
 
     Attributes:
         loss: Mean loss over the predicted tokens on every rank, in nats.
@@ -36,7 +36,7 @@ class StepResult(NamedTuple):
 
 
 class History:
-    """The rows of ``metrics.jsonl``, which a resumed run continues.
+    """Hold the rows of ``metrics.jsonl``, which a resumed run continues.
 
     Args:
         path: The file. It is written again without damaged lines.

@@ -48,7 +48,7 @@ _LARGE_LOGITS = 2**30  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A checked run. All fields but ``data`` and ``resume`` are the same on every rank.
+    """Hold a checked run. All fields but ``data`` and ``resume`` are the same on every rank.
 
     Attributes:
         config: The config, with a seed.
@@ -86,12 +86,12 @@ class Plan:
 
     @cached_property
     def methods(self) -> dict[str, Method]:
-        """The method of every quantized linear, by name."""
+        """Return the method of every quantized linear, by name."""
         return methods_of(self.model)
 
     @cached_property
     def recomputes_logits(self) -> bool:
-        """Whether the logits of a micro-batch are too large to keep until the backward pass.
+        """Return whether the logits of a micro-batch are too large to keep until the backward pass.
 
         Chunks of them are then computed twice (`hestia_tune.training.loss`).
         """

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class HestiaQATRecipe(RecipeBase):
-    """A recipe that trains latent weights through relaxed quantization and writes the hard model.
+    """Train latent weights through relaxed quantization and writes the hard model.
 
     Attributes:
         finished: Whether `train` reached the last step.
@@ -196,7 +196,7 @@ class HestiaQATRecipe(RecipeBase):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The prepared, sharded model."""
+        """Return the prepared, sharded model."""
         return self._model
 
     def summary(self) -> str:

@@ -78,9 +78,7 @@ def test_a_resumed_run_reads_its_choices(finished, caplog):
     name, choice = next(iter(choices_in(folder).items()))
     try:
         edit(path, **{name: "int2" if choice == "int4" else "int4"})
-        with pytest.raises(
-            InputError, match="has quantizer mixed, layers=.*this run mixed, layers="
-        ):
+        with pytest.raises(InputError, match="has quantizer mixed, .*this run mixed, "):
             plan(RunConfig.parse(config))
         path.unlink()
         with pytest.raises(InputError, match=r"bits\.json does not exist"):
@@ -91,7 +89,7 @@ def test_a_resumed_run_reads_its_choices(finished, caplog):
     shutil.rmtree(folder / "checkpoints" / "step_4")
     caplog.set_level("INFO", "hestia_tune")
     assert run_qat(config) == 0
-    assert f"the choices are those of {path}" in caplog.text and "edited" not in caplog.text
+    assert f"the choices come from {path}" in caplog.text and "edited" not in caplog.text
     assert (folder / "hard_model" / "model-00001-of-00001.safetensors").read_bytes() == weights
     assert path.read_text() == text
 
