@@ -370,10 +370,12 @@ def test_every_layer_has_the_method_of_the_last_pattern_that_names_it():
 
 
 def test_one_method_is_named_as_before():
-    component = HestiaQATQuantizer(group_size=32, layers={})
-    model = component.prepare(blocks_of_two())
-    assert component.key() == component.method.key() and component.name == "ternary"
-    assert component.describe(model).keys() == {"quantizer", "layers"}
+    for layers, count in (({}, 4), ({"layers.1.*": None}, 2)):  # dense layers are no method
+        component = HestiaQATQuantizer(group_size=32, layers=layers)
+        model = component.prepare(blocks_of_two())
+        assert component.key() == component.method.key() and component.name == "ternary"
+        description = component.describe(model)
+        assert description.keys() == {"quantizer", "layers"} and len(description["layers"]) == count
 
 
 @pytest.mark.parametrize(

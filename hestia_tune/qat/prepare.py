@@ -121,7 +121,7 @@ class QATQuantizerBase:
     @property
     def name(self) -> str:
         """Return the name of the method of all linears, or "mixed"."""
-        return "mixed" if self.layers else self.method.name
+        return "mixed" if any(self.layers.values()) else self.method.name
 
     def key(self) -> str:
         """Return a text that identifies the methods of all linears.
@@ -129,7 +129,7 @@ class QATQuantizerBase:
         It is `Method.key` for one method. For several, it begins with "mixed", and a digest of
         ``layers`` follows.
         """
-        if not self.layers:
+        if not any(self.layers.values()):
             return self.method.key()
         others = {name: other and other.method.key() for name, other in self.layers.items()}
         texts = dict.fromkeys((self.method.key(), *(key or "dense" for key in others.values())))
