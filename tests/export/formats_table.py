@@ -72,6 +72,7 @@ METHODS = (
     "TWN",
     "INT2, start: absmax",
     "INT2, start: least_squares",
+    "INT4",
     "LSQ",
     "DLT",
     "Tequila",
