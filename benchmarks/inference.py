@@ -110,13 +110,14 @@ def write(name: str, work: Path, rows: list[str], pretrained: Path | None) -> di
 
     model, method = build(name), TernaryMethod(group_size=GROUPS[name])
     layers, folder = select_layers(model, None, ()), pretrained or work / "dense"
-    quantized = {f"{layer}.weight" for layer in layers}
+    methods = dict.fromkeys(layers, method)
+    quantized = {f"{layer}.weight": method for layer in layers}
     if pretrained is None:
         random_folder(model, quantized, GROUPS[name], folder)
     naive = pretrained is not None
-    source = checkpoints.open_source("LLAMA3_2", folder, layers, method, quantize=naive)
+    source = checkpoints.open_source("LLAMA3_2", folder, methods, quantize=naive)
     weights = checkpoints.read_weights("LLAMA3_2", source)
-    torch.save(dict(packed_entries(weights, quantized, method)), work / "model.pt")
+    torch.save(dict(packed_entries(weights, quantized)), work / "model.pt")
     numels = sum(shape.numel() for shape in source.shapes.values())
     found = {row: numels * (4 if row == "float32" else 2) for row in DENSE}
     found |= dict.fromkeys(KERNELS, (work / "model.pt").stat().st_size)
