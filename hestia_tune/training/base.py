@@ -231,20 +231,30 @@ class RecipeBase(FullFinetuneRecipeDistributed):
         return bool(every) and self.global_step % every == 0
 
     def _measure(self) -> None:
-        """Validate and evaluate tasks if they are due after this step and not logged yet."""
-        at_end, options = self.global_step == self.total_steps, self.config
-        losses_due = at_end or self._is_due(options.run_val_every_n_steps)
-        tasks_due = not at_end and self._is_due(options.eval.every_n_steps)
-        if not (losses_due or tasks_due):
-            return
-        logged = on_first_rank(lambda: self.history.at(self.global_step)) or {}
-        if losses_due and "val_loss_hard" in logged:
-            self.validation_losses[outputs.HARD] = logged["val_loss_hard"]
-        elif losses_due and self.data.val_loader is not None:
-            with self._saving_first():
-                self._validate()
-        if tasks_due and not any(name.startswith("eval/") for name in logged):
+        """Validate, and evaluate tasks, if they are due after this step and not logged yet.
+
+        After the last step, `train` evaluates tasks later.
+        """
+        at_end = self.global_step == self.total_steps
+        if at_end or self._is_due(self.config.run_val_every_n_steps):
+            logged = self._logged()
+            if "val_loss_hard" in logged:
+                self.validation_losses[outputs.HARD] = logged["val_loss_hard"]
+            elif self.data.val_loader is not None:
+                with self._saving_first():
+                    self._validate()
+        if not at_end:
+            self._evaluate_if_due()
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate tasks if they are due after this step and not logged yet."""
+        is_due = self._is_due(self.config.eval.every_n_steps)
+        if is_due and not any(name.startswith("eval/") for name in self._logged()):
             self._evaluate_tasks()
+
+    def _logged(self) -> dict[str, float]:
+        """Return what the history has for the present step, on every rank."""
+        return on_first_rank(lambda: self.history.at(self.global_step)) or {}
 
     def _log(self, metrics: dict[str, float]) -> None:
         """Append metrics of the present step to the history and to the metric logger."""

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class HestiaQATRecipe(RecipeBase):
-    """Train latent weights through relaxed quantization and writes the hard model.
+    """Train latent weights through relaxed quantization, and write the hard model.
 
     Attributes:
         finished: Whether `train` reached the last step.
@@ -83,8 +83,7 @@ class HestiaQATRecipe(RecipeBase):
                 self.epochs_run += 1
         self._profiler.stop()
         self._finish()
-        if self._is_due(self.config.eval.every_n_steps):
-            self._evaluate_tasks()
+        self._evaluate_if_due()  # after the results are written, because an evaluation may fail
         self.finished = True
 
     def train_step(self, batches: Sequence[dict[str, Any]]) -> StepResult:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny import make_config, make_model_dir
+from torch._subclasses import FakeTensor
 
 from hestia_tune.blocks import find_blocks, outside_blocks
 from hestia_tune.commands.qat import run_reconstruct
@@ -53,6 +54,8 @@ def test_only_the_blocks_in_use_are_in_memory(tmp_path, monkeypatch):
         models.append(windows._model)
 
     def counted(*args, **kwargs):
+        if isinstance(args[0], FakeTensor):  # the estimate of the memory
+            return attention(*args, **kwargs)
         blocks = [[*block.parameters()] for block in find_blocks(models[-1]).values()]
         outside, *inside = are_mapped([outside_blocks(models[-1]), *blocks])
         assert not any(outside)

@@ -111,7 +111,7 @@ def test_gguf_is_written_or_refused_before_training(trained, monkeypatch, capsys
         assert not (folder / "untrained" / "checkpoints").exists()
     else:
         recipe = ConvertRecipe(cfg)
-        assert recipe.run()["gguf"]["types"]["Q4_0"] == len(recipe.layers)
+        assert recipe.run()["gguf"]["types"]["Q4_0"] == len(recipe.methods)
 
 
 def test_sensitivity(trained):
