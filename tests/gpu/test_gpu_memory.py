@@ -20,12 +20,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("end_process_group")]
 SEQ_LEN, AGAIN = 16, "enable_activation_checkpointing=True"
 OPTIONS = (
     "device=cuda",
-    "dataset.num=64",
+    "dataset.num=128",
     f"dataset.seq_len={SEQ_LEN}",
     "batch_size=32",
     "max_steps=2",
 )
-OPTIONS += ("reconstruct.batch_size=64", "reconstruct.num_samples=64", "reconstruct.epochs=1")
+# Two steps a stage: the first one makes the moments of AdamW, and the second one needs them.
+OPTIONS += ("reconstruct.batch_size=64", "reconstruct.num_samples=128", "reconstruct.epochs=1")
 OPTIONS += ("dataset_val=null", "quantizer.scale=learned", "quantizer.scale_lr=1e-3")
 SIZES = {
     "num_heads": 2,
