@@ -15,7 +15,7 @@ from hestia_tune.blocks import as_one
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.errors import InputError
 from hestia_tune.functional import hard_ternary
-from hestia_tune.methods import EvenMethod
+from hestia_tune.methods import EvenMethod, INT4Method
 from hestia_tune.models.build import llama
 from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
@@ -93,7 +93,7 @@ QUICK = ("absmean", "seq", "binary", "hestia-2")
     [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
         for name in METHODS
-        if "tensor" not in name
+        if "tensor" not in name and name != "mixed"
     ],
 )
 def test_every_method_starts_from_its_own_codes(tmp_path, name):
@@ -105,6 +105,8 @@ def test_every_method_starts_from_its_own_codes(tmp_path, name):
     even = {"codebook": section.get("codebook", "int2"), "group_size": size}
     if section.get("codebook") or name in ("int2", "seq-2"):
         folder = make_hard(tmp_path / "source", EvenMethod(**even).hard)
+    elif name == "int4":
+        folder = make_hard(tmp_path / "source", INT4Method(group_size=size).hard)
     else:
         folder = ternary(tmp_path / "source", size)
     assert_starts_from(folder, cfg)
