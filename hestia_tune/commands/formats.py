@@ -12,26 +12,47 @@ from hestia_tune.files import read_json
 DATA_FILE = Path(__file__).with_name("formats.json")
 EXACT = "exact"
 _TITLES = {
-    "methods": ("Methods", "Groups of 256 weights, in a small Llama after two steps of training."),
-    "groups": ("Group sizes", "Hestia's ternary codes in the same Llama."),
-    "families": ("Families of models", "Hestia's ternary codes in groups of 256, not trained."),
+    "methods": (
+        "Methods",
+        "Each row is a method. The model is a small Llama in groups of 256 weights, after two\n"
+        "steps of training.",
+    ),
+    "groups": (
+        "Group sizes",
+        "Each row is a `group_size`. The model is the same Llama with Hestia's ternary codes.",
+    ),
+    "families": (
+        "Families of models",
+        "Each row is a family of models with Hestia's ternary codes in groups of 256. The models\n"
+        "are not trained.",
+    ),
 }
 _HEAD = f"""# What every format holds
 
-`python -m hestia_tune formats` prints this page. It says what `convert.formats` can write, and how
-exact the files are:
+Can `convert.formats` write your model, and is the file exact? This command prints this page:
 
-- **{EXACT}**: the file holds the hard model's weights without a change.
-- **A percentage**: for `gguf`, the relative error of the weights, which are rounded. For other
-  formats, the relative error of the logits: the 8-bit head of `onnx` is rounded, and mlx-lm
-  computes another GELU than transformers for Gemma.
-- **no**: the format refuses the model and leaves nothing behind. The number leads to
-  [the reason](#why-not). What a config and shapes show is refused before training.
+```bash
+python -m hestia_tune formats
+```
 
-A test makes the page. It converts a small random model for each row and loads what was written with
-the format's own library. [Convert](convert.md) says who loads which format, and what the programs
-round while they run. Every file is also compared with its model when you convert.
-"""
+Find the row of your method, your group size and your family of models. A cell says what happens in
+a format:
+
+| cell | meaning |
+|---|---|
+| {EXACT} | The file holds the weights of the hard model without a change. |
+| a percentage, for `gguf` | The format rounds the weights. The number is the relative error of the weights. |
+| a percentage, for `onnx, int8 head` | The format rounds the output head to 8 bits. The number is the relative error of the logits. |
+| a percentage, for Gemma in `mlx` | mlx-lm computes another GELU than transformers. The number is the relative error of the logits. |
+| no, and a number | The format refuses the model and writes nothing. The number is the number of the reason under [Why not](#why-not). |
+
+If the config or the shapes already show that a format refuses the model, `hestia_qat` refuses it
+before training. If your cell says "no", choose a format with "{EXACT}" in your row.
+
+A script makes this page. For each row it converts a small random model, and loads the file with the
+library of the format. [Convert](convert.md) says which program loads which format, and what the
+programs round while they run. `hestia_convert` also compares every file with the model.
+"""  # noqa: E501
 
 
 def formats_page() -> str:
@@ -51,6 +72,6 @@ def formats_page() -> str:
                 shown.append(cell)
             lines.append(f"| {row} | {' | '.join(shown)} |")
         lines.append("")
-    lines += ["## Why not", ""]
+    lines += ["## Why not", "", "The numbers are the numbers in the tables above.", ""]
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join(lines) + "\n"

@@ -108,7 +108,7 @@ class Method(ABC):
             if name not in self.file_formats:
                 known = ", ".join(self.file_formats)
                 raise InputError(
-                    f"a model of {self.key()} is written as {known}; got {name}; set "
+                    f"a model of {self.key()} can only be written as {known}; got {name}; set "
                     "convert.formats to one of these"
                 )
 

@@ -121,7 +121,7 @@ def test_all_of_a_method_with_one_format(model_dir, tmp_path):
     config.quantizer._component_ = "hestia_tune.Fairy2iQATQuantizer"
     recipe = ConvertRecipe(config)
     assert recipe.formats == ["torchao"]
-    assert "is written as torchao; got gguf" in recipe.missing["gguf"]
+    assert "can only be written as torchao; got gguf" in recipe.missing["gguf"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

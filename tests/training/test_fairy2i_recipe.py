@@ -168,8 +168,8 @@ def test_packing_the_naive_model_and_refusing_other_formats(model_dir, tmp_path)
         expected = hard_fairy2i(latent.mlp.w1.weight).to(torch.bfloat16)
         assert torch.equal(block.mlp.w1.weight.dequantize(), expected)
     refused = {
-        "convert.formats=[gguf]": "is written as torchao; got gguf",
-        "convert.formats=[intx]": "is written as torchao; got intx",
+        "convert.formats=[gguf]": "can only be written as torchao; got gguf",
+        "convert.formats=[intx]": "can only be written as torchao; got intx",
     }
     for option, message in refused.items():
         with pytest.raises(ValueError, match=message):
