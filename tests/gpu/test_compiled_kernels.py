@@ -37,6 +37,7 @@ ALL = FEW | {
     "int2, group_size=128, start=absmax": (1, 0),
     # The least-squares scale: one sorts and sums, one tries all 129 numbers of large weights.
     "int2, group_size=128, start=least_squares": (3, 0),
+    "int4, group_size=128": (1, 0),
     "even, group_size=128, codebook=binary": (1, 1),
     "even, group_size=128, codebook=int2": (3, 3),
     # Every stage sums what is left of the last one, and the four quadrants are put together.
