@@ -361,8 +361,8 @@ def test_every_layer_has_the_method_of_the_last_pattern_that_names_it():
     assert component.key().startswith("mixed, layers=")
     assert component.key().endswith(f": ternary, group_size=32; int4, group_size=32; {seq}; dense")
     assert component.describe(model)["methods"] == found
-    other = HestiaQATQuantizer(group_size=32, scale_lr=0.1, layers=dict(reversed(layers.items())))
-    assert other.key() != component.key()
+    swapped = dict(reversed(layers.items()))  # another pattern wins
+    assert HestiaQATQuantizer(group_size=32, layers=swapped).key() != component.key()
     latent = model["layers"][1]["down"].weight.detach().clone()
     hard = component.convert(model)["layers"][1]["down"]
     assert type(hard) is nn.Linear

@@ -50,8 +50,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     """Return the settings in a config that the choices depend on, as plain values."""
     bits = config.bits
     settings = {"average": bits.average, "choices": sorted(bits.choices, key=CHOICES.index)}
-    quantizer = ", ".join(f"{key}={value}" for key, value in config.quantizer.items())
-    return settings | {"by": bits.by, "quantizer": quantizer}
+    return settings | {"by": bits.by, "quantizer": {**config.quantizer}}
 
 
 def kept(config: RunConfig, identity: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
@@ -82,7 +81,7 @@ def read_choices(saved: Mapping[str, Any], path: Path) -> dict[str, str]:
     """
     choices = {}
     for name, entry in saved["layers"].items():
-        choice = entry.get("choice") if isinstance(entry, Mapping) else entry
+        choice = entry.get("choice") if isinstance(entry, Mapping) else None
         if choice not in saved["choices"]:
             raise InputError(
                 f"{path}: the choice of {name} must be one of {', '.join(saved['choices'])}; got "

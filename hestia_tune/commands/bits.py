@@ -83,7 +83,9 @@ def _report(budget: Budget, choices: dict[str, str], path: Path, saved: dict) ->
     parts = ", ".join(f"{counts[name]} {name}" for name in budget.methods if counts[name])
     mean = budget.mean_bits(choices)
     log.info(f"bits: {parts}; {mean:.4f} bits per weight of at most {budget.average:g}")
-    edited = [n for n, bits in budget.bits(choices).items() if saved["layers"][n]["bits"] != bits]
+    edited = [
+        n for n, bits in budget.bits(choices).items() if saved["layers"][n].get("bits") != bits
+    ]
     if edited:
         log.info(f"bits: {len(edited)} choices were edited by hand, such as {edited[0]}")
     if mean > budget.average:

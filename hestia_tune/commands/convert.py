@@ -162,7 +162,8 @@ class ConvertRecipe:
             description["base_model"] = hub_name(self.source.folder)
             self.source.description = description
         key, layers = description["quantizer"], description["layers"]
-        if key != own["quantizer"] or set(layers) != set(self.methods):
+        has_others = description.get("methods") != own.get("methods")
+        if key != own["quantizer"] or set(layers) != set(self.methods) or has_others:
             raise InputError(
                 f"{self.source.folder} was trained with quantizer {key} on {len(layers)} layers, "
                 f"but the config has {own['quantizer']} on {len(self.methods)}; use the config "

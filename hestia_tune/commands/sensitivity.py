@@ -126,10 +126,8 @@ def _draw(
     plot_sensitivity(artifact.traces, path.with_suffix(".png"), curvature)
     tau_init = planned.config.schedule.tau_init
     if tau_init == "auto":  # training resolves it the same way
-        methods = planned.methods
-        names = [n for n in artifact.traces if methods.get(n) == planned.component.method]
-        weights = (w.float().flatten(0, -2) for w in weights_of(names, state).values())
-        tau_init = planned.component.method.fit_temperature(weights)
+        weights = weights_of(artifact.traces, state)
+        tau_init = planned.component.fit_temperature(weights, planned.methods)
     schedule = AnnealingSchedule.of(100, planned.config.schedule, tau_init=tau_init)
     fan = f"{path.stem}_temperatures.png".removeprefix("sensitivity_")
     plot_temperatures(schedule, artifact.scores, path.with_name(fan))

@@ -104,6 +104,11 @@ def mlx_blocks(source: ModelFolder) -> dict[str, int]:
     blocks = {}
     for name, method in source.quantized.items():
         size = method.group_size
+        if method.levels not in _BITS:
+            raise InputError(
+                f"MLX holds codes of up to 2 bits exactly; {name} is {method.key()}; export to "
+                "another format"
+            )
         width = size if isinstance(size, int) else source.shapes[name][1]
         blocks[name] = next((block for block in BLOCKS if width % block == 0), 0)
         if not blocks[name]:

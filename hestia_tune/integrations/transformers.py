@@ -86,9 +86,10 @@ class HestiaCallback(TrainerCallback):
         self.is_pulled_back: bool | None = None  # None before the step's last backward
 
     def on_init_end(self, args, state, control, *, model, **kwargs):  # The optimizer comes later.
-        method, rate = self.component.method, self.component.parameter_lr
-        others = [other.method for other in self.component.layers.values() if other]
-        learns = any(each.trained_parameters for each in (method, *others))
+        rate, others = self.component.parameter_lr, filter(None, self.component.layers.values())
+        methods = [each.method for each in (self.component, *others)]
+        learns = any(method.trained_parameters for method in methods)
+        biased = next((method.name for method in methods if method.needs_training), None)
         needs_group = learns and (args.weight_decay or rate is not None)
         accelerator = AcceleratorState()
         kind = accelerator.distributed_type
@@ -107,7 +108,7 @@ class HestiaCallback(TrainerCallback):
                 "only the last step is hard; no load_best_model_at_end",
             ),
             (needs_group, "learned parameters take no weight_decay and no parameter_lr; unset it"),
-            (method.needs_training, f"{method.name} leaves biases; train with hestia_qat"),
+            (biased, f"{biased} leaves biases; train with hestia_qat"),
         ):
             if is_refused:
                 raise InputError(f"HestiaCallback: {message}")
@@ -121,7 +122,8 @@ class HestiaCallback(TrainerCallback):
             raise InputError(f"latents must be float32; {other[0]}; {remedy}")
         if self.tau_init == "auto":  # Resuming loads other weights later, so fit it now.
             is_first = accelerator.is_main_process  # The others may have no weights yet.
-            found = [method.fit_temperature(weights.values()) if is_first else None]
+            fit, of = self.component.fit_temperature, {n: x.method for n, x in self.layers.items()}
+            found = [fit(weights, of) if is_first else None]
             (self.tau_init,) = broadcast_object_list(found)
 
     def on_train_begin(self, args, state, control, *, model, **kwargs):

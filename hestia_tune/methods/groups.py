@@ -18,8 +18,8 @@ find the codes, because comparisons are exact. A compiler may approximate a divi
 
 Scales have a lower bound, `SCALE_EPS`, so that no formula divides by zero. A scale at the bound
 belongs to a group of zeros, or to a group whose weights or step are below the bound. Two and four
-levels have no code 0, so the hard weights of such a group have the scale 0. Zeros stay zeros in
-every file format.
+levels have no code 0, and 15 levels could lack their code 7, from which a file's reader takes the
+scale. So the hard weights of such a group have the scale 0, and stay zeros in every file format.
 """
 
 from abc import abstractmethod
@@ -41,8 +41,8 @@ from hestia_tune.methods.granularity import (
 )
 
 SCALE_EPS = 1e-8
-# The bound, rounded to the 6 or 8 significant bits of a scale, is at most this number.
-_LEAST_SCALE = SCALE_EPS * (1 + 2**-6)
+# The bound, rounded to the 5, 6 or 8 significant bits of a scale, is at most this number.
+_LEAST_SCALE = SCALE_EPS * (1 + 2**-5)
 # The smallest and the largest magnitude of a code.
 # How many significant bits of a bfloat16 scale stay zero.
 _SPARE_BITS = {2: 0, 3: 0, 4: 2, 15: 3}
@@ -271,8 +271,8 @@ class GroupMethod(Method):
         return self.hard_scale(scale) * code
 
     def hard_scale(self, scale: Tensor) -> Tensor:
-        """Return the scales of hard weights: 0 for a scale at its bound, if no code is 0."""
-        return scale if self.levels % 2 else torch.where(scale <= _LEAST_SCALE, 0.0, scale)
+        """Return the scales of hard weights: 0 for a scale at its bound, but for ternary codes."""
+        return scale if self.levels == 3 else torch.where(scale <= _LEAST_SCALE, 0.0, scale)
 
     def relaxed(
         self, w: Tensor, tau: Tensor, parameters: Sequence[Tensor], total: SumOverRanks | None

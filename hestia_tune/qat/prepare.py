@@ -11,12 +11,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hestia_tune.config import nearest, require_number
 from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.files import digest
-from hestia_tune.methods import GroupMethod
+from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.qat.configs import (
     Fairy2iConfig,
     HestiaConfig,
@@ -133,7 +134,7 @@ class QATQuantizerBase:
             return self.method.key()
         others = {name: other and other.method.key() for name, other in self.layers.items()}
         texts = dict.fromkeys((self.method.key(), *(key or "dense" for key in others.values())))
-        return f"mixed, layers={digest(others)[:8]}: {'; '.join(texts)}"
+        return f"mixed, layers={digest([*others.items()])[:8]}: {'; '.join(texts)}"
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Return the entries of hestia.json about the quantized layers of a prepared model.
@@ -148,6 +149,35 @@ class QATQuantizerBase:
             "layers": [*methods],
             **({"methods": others} if others else {}),
         }
+
+    def fit_temperature(
+        self,
+        weights: Mapping[str, Tensor],
+        methods: Mapping[str, Method],
+        device: torch.device | None = None,
+    ) -> float:
+        """Return the temperature that fits the weights of one method best.
+
+        It is the component's method. If no layer has this method, it is the first method in
+        ``layers`` that has a temperature and a layer. Without any, return the paper's 0.3.
+
+        Args:
+            weights: Name -> latent weight of every quantized layer.
+            methods: Name -> method of every quantized layer.
+            device: Where to compute. None: where each weight is.
+
+        Raises:
+            InputError: If the weights are not finite, or all zero.
+        """
+        components = [self, *filter(None, self.layers.values())]
+        for method in [each.method for each in components if each.has_temperature]:
+            chosen = [weight for name, weight in weights.items() if methods.get(name) == method]
+            if chosen:
+                return method.fit_temperature(
+                    weight.flatten(0, -2).to(device or weight.device, torch.float32)
+                    for weight in chosen
+                )
+        return 0.3
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Swap the selected linears for quantized linears, in place, and return ``model``.

@@ -105,14 +105,10 @@ def _make_schedule(plan: Plan, state: Mapping[str, torch.Tensor]) -> AnnealingSc
     if tau_init == "auto" and plan.resume is not None:
         tau_init = plan.resume.meta["identity"]["schedule.tau_init"]
     elif tau_init == "auto":
-        method = plan.component.method
-        names = [name for name in plan.layers if plan.methods[name] == method]
 
         def fit() -> float:  # the other ranks have no weights
-            weights = weights_of(names, state).values()
-            return method.fit_temperature(
-                weight.flatten(0, -2).to(plan.device, torch.float32) for weight in weights
-            )
+            weights = weights_of(plan.layers, state)
+            return plan.component.fit_temperature(weights, plan.methods, plan.device)
 
         tau_init = on_first_rank(fit)
         log.info(f"tau_init auto: {tau_init:.4f}")

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import gathered, of_all_ranks, on_first_rank, together
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import checksum, digest, remove, require_writable_dir, staged
+from hestia_tune.files import checksum, differences, digest, remove, require_writable_dir, staged
 from hestia_tune.models import checkpoints
 from hestia_tune.qat.linear import plain_shard
 from hestia_tune.qat.prepare import QATQuantizerBase
@@ -260,7 +260,7 @@ def check_same(identity: dict[str, Any], resume_meta: dict[str, Any]) -> None:
     """
     for key, value in identity.items():
         saved = resume_meta["identity"].get(key)
-        if saved != value:
+        if differences({key: value}, {key: saved}):  # an old file may have options removed since
             raise InputError(
                 f"the checkpoint to resume from has {key} {saved}, this run {value}; "
                 "use the same, or start again with resume_from_checkpoint=False"

@@ -324,7 +324,8 @@ def read_starts(
         artifact = SensitivityArtifact.load(config.sensitivity)
         # Linears that stay dense may have been measured, too.
         artifact.check_model({*layers, *set(component.left_dense) & artifact.traces.keys()})
-    if config.reconstruction not in (None, "auto"):
+    # With a budget, the methods of a reconstruction are compared after they are chosen.
+    if config.reconstruction not in (None, "auto") and config.bits.average is None:
         start = read_results(config.reconstruction, component.key(), layers)
     return artifact, start
 

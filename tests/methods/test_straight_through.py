@@ -20,6 +20,7 @@ from hestia_tune.methods import (
 )
 from hestia_tune.methods.groups import least_squares_scale, round_to_bfloat16
 from hestia_tune.qat.linear import QuantizedLinear
+from hestia_tune.tensors import read_hard
 
 LEARNED = [
     LSQMethod(group_size=8),
@@ -197,6 +198,17 @@ def test_hard_is_codes_times_scales_and_exact_in_bfloat16(method, dtype):
         for tau in (0.0, 0.3):  # The method does not read it.
             found = method.effective_weight(w, torch.tensor(tau), ONE, parameters)
             torch.testing.assert_close(found, hard, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("largest", [1e-9, 3e-8, 6e-8, 7.2e-8, 1e-7, 1e-5])
+def test_four_bits_of_a_tiny_group_are_zeros_or_have_the_largest_code(largest):
+    method, w = INT4Method(group_size=8), weight(dtype=torch.float32)
+    w[:, :8] *= largest / w[:, :8].abs().max()
+    hard = method.hard(w)
+    assert torch.equal(read_hard(hard, 8, 15).dequantize(), hard)
+    codes, scales = method.codes(w)
+    kept = codes.unflatten(-1, (-1, 8)).abs().amax(-1)[scales > 0]
+    assert (kept == 7).all()
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
