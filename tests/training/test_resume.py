@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 
 from hestia_tune.models.checkpoints import complete_checkpoints, find_damage
-from hestia_tune.training.checkpoint import random_state, set_random_state
+from hestia_tune.training.checkpoint import check_same, random_state, set_random_state
 
 # 2 epochs of 4 steps with accumulation and shuffling. The last epoch ends in its middle.
 SETTINGS = (
@@ -185,3 +185,10 @@ def test_random_numbers_saved_on_a_cpu_are_restored_on_a_gpu():
     expected = torch.rand(3)
     set_random_state(state, torch.device("cuda"))
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_checkpoint_may_have_options_that_were_removed_since():
+    saved = {"identity": {"distillation": {"weight": 0.5, "temperature": 1.0}, "cage_strength": 0}}
+    check_same({"distillation": {"weight": 0.5}}, saved)
+    with pytest.raises(ValueError, match="has distillation .*0.5.*, this run .*0.4"):
+        check_same({"distillation": {"weight": 0.4}}, saved)
