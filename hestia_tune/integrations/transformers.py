@@ -34,7 +34,7 @@ from hestia_tune.models.folder import DESCRIPTION_FILE, hub_name
 from hestia_tune.qat import shards
 from hestia_tune.qat.configs import HestiaConfig, QATConfigBase
 from hestia_tune.qat.hard_state import hard_state_dict
-from hestia_tune.qat.linear import local_rows, quantized_linears
+from hestia_tune.qat.linear import local_rows, methods_of, quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
 from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
 
@@ -86,8 +86,7 @@ class HestiaCallback(TrainerCallback):
         self.is_pulled_back: bool | None = None  # None before the step's last backward
 
     def on_init_end(self, args, state, control, *, model, **kwargs):  # The optimizer comes later.
-        rate, others = self.component.parameter_lr, filter(None, self.component.layers.values())
-        methods = [each.method for each in (self.component, *others)]
+        rate, methods = self.component.parameter_lr, [x.method for x in self.component.components]
         learns = any(method.trained_parameters for method in methods)
         biased = next((method.name for method in methods if method.needs_training), None)
         needs_group = learns and (args.weight_decay or rate is not None)
@@ -122,8 +121,8 @@ class HestiaCallback(TrainerCallback):
             raise InputError(f"latents must be float32; {other[0]}; {remedy}")
         if self.tau_init == "auto":  # Resuming loads other weights later, so fit it now.
             is_first = accelerator.is_main_process  # The others may have no weights yet.
-            fit, of = self.component.fit_temperature, {n: x.method for n, x in self.layers.items()}
-            found = [fit(weights, of) if is_first else None]
+            fit = self.component.fit_temperature
+            found = [fit(weights, methods_of(model)) if is_first else None]
             (self.tau_init,) = broadcast_object_list(found)
 
     def on_train_begin(self, args, state, control, *, model, **kwargs):

@@ -135,9 +135,9 @@ class INT4Method(StraightThroughMethod):
     """Symmetric four-bit integers: Q(w) = s·clip(round(w/s), -7, 7) with s = max|w|/7 of the group.
 
     The scale is rounded to 5 significant bits, so that every product is a bfloat16 number. The code
-    of the largest weight stays ±7, so a second quantization does not change a hard weight. Codes
-    and scales are those of Q4_0 in GGUF, whose lowest code -8 is not used. MLX would compute some
-    of its products in bfloat16 with a rounding, so this format does not hold them.
+    of the largest weight stays ±7, so a second quantization does not change a hard weight. A group
+    whose scale is at its bound becomes zeros. The type Q4_0 of GGUF holds the codes and the scales.
+    MLX computes a weight in bfloat16 and would round some weights, so it does not hold them.
 
     Args:
         group_size: See `GroupMethod`; not "tensor".

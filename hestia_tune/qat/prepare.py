@@ -74,8 +74,7 @@ class QATQuantizerBase:
         self.layers = self._checked(layers)
         if scale_lr is not None:
             require_number("the method's learning rate", scale_lr, 0, 1)
-            others = [other.method for other in self.layers.values() if other]
-            if not any(method.trained_parameters for method in (self.method, *others)):
+            if not any(each.method.trained_parameters for each in self.components):
                 raise InputError(
                     "scale_lr is read by methods that learn a scale, threshold or offset; "
                     f"{self.method.key()} learns none; leave it out"
@@ -118,6 +117,11 @@ class QATQuantizerBase:
                     "no schedule would set it; make the component with a temperature the main one"
                 )
         return dict(layers or {})
+
+    @property
+    def components(self) -> list["QATQuantizerBase"]:
+        """Return this component and the components in ``layers``."""
+        return [self, *filter(None, self.layers.values())]
 
     @property
     def name(self) -> str:
@@ -169,8 +173,7 @@ class QATQuantizerBase:
         Raises:
             InputError: If the weights are not finite, or all zero.
         """
-        components = [self, *filter(None, self.layers.values())]
-        for method in [each.method for each in components if each.has_temperature]:
+        for method in [each.method for each in self.components if each.has_temperature]:
             chosen = [weight for name, weight in weights.items() if methods.get(name) == method]
             if chosen:
                 return method.fit_temperature(
