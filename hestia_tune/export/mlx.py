@@ -22,7 +22,6 @@ model in float32, after the packed model has been freed.
 """
 
 import importlib.util
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -67,12 +66,13 @@ def write_mlx(source: ModelFolder, target: Path, *, overwrite: bool = False) -> 
         return _affine(source.pack(name, weight), blocks[name])
 
     bits = {name: _BITS[method.levels] for name, method in source.quantized.items()}
-    most = Counter((blocks[name], bits[name]) for name in blocks).most_common(1)[0][0]
-    layout = dict(zip(("group_size", "bits"), most, strict=True)) | {"mode": "affine"}
-    for name, block in blocks.items():
-        if (block, bits[name]) != most:
-            how = {"group_size": block, "bits": bits[name], "mode": "affine"}
-            layout[name.removesuffix(".weight")] = how
+    layers: dict[str, dict[str, Any]] = {
+        name.removesuffix(".weight"): {"group_size": block, "bits": bits[name], "mode": "affine"}
+        for name, block in blocks.items()
+    }
+    kinds = [*layers.values()]
+    default = max(kinds, key=kinds.count)
+    layout = default | {name: how for name, how in layers.items() if how != default}
     # mlx-lm reads the first key. Its own converter writes both, and the hub shows the second.
     config = source.config | {"quantization": layout, "quantization_config": layout}
     config |= _rotary(source.config)
