@@ -1,6 +1,6 @@
 """``hestia_qat``: compute sensitivity, bits and reconstruction if needed, and then train.
 
-``hestia_reconstruct`` makes the reconstruction alone.
+``hestia_reconstruct`` makes the reconstruction alone, after the choice of the bits.
 """
 
 import contextlib
@@ -39,9 +39,7 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
         planned = plan(config)
         # overwrite_output also covers the sensitivity and the reconstruction that a run computes.
         replace = {"overwrite": True} if config.overwrite_output and not planned.resume else {}
-        if config.sensitivity == "auto":
-            estimate(config.changed(sensitivity_estimation=replace))
-            config = config.changed(sensitivity=config.sensitivity_estimation.output)
+        config = _measured(config, replace)
         if config.bits.average is not None:
             config = choose_bits(config, overwrite=bool(replace))
             planned = planned.choosing(config.quantizer)
@@ -68,14 +66,37 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
 
 
 def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
-    """Reconstruct the model of a config, print a summary, and return the exit code."""
+    """Reconstruct the model of a config, print a summary, and return the exit code.
+
+    With a budget of bits, the bits of every linear are chosen first, as in `run_qat`.
+    """
     config = RunConfig.parse(config)
     generate_missing(config)
+    if config.bits.average is not None:
+        if not config.bits.reads_sensitivity:
+            config = config.changed(sensitivity=None)
+        with locked(config.output_dir):
+            plan(config, trains=False)
+            replace = {"overwrite": True} if config.overwrite_output else {}
+            config = choose_bits(_measured(config, replace), overwrite=bool(replace))
     recipe = reconstruct(config)
     if dist.get_rank() == 0:
         print(recipe.summary())
     end_process_group()
     return 0 if recipe.finished else INTERRUPTED
+
+
+def _measured(config: RunConfig, replace: Mapping[str, Any]) -> RunConfig:
+    """Return the config with a path as its sensitivity, and compute the sensitivity for "auto".
+
+    Args:
+        config: The config.
+        replace: Changes to ``sensitivity_estimation``.
+    """
+    if config.sensitivity != "auto":
+        return config
+    estimate(config.changed(sensitivity_estimation=replace))
+    return config.changed(sensitivity=config.sensitivity_estimation.output)
 
 
 def _resume_if_possible(config: RunConfig) -> RunConfig:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from tiny import NUM_QUANTIZED, logged, make_config, run
 
 from hestia_tune.commands.bits import choose_bits
-from hestia_tune.commands.qat import run_qat
+from hestia_tune.commands.qat import run_qat, run_reconstruct
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import write_json
@@ -125,6 +125,23 @@ def test_choices_may_be_edited_and_other_settings_are_refused(finished, tmp_path
     write_json(path, saved)
     with pytest.raises(InputError, match=f"linears differ in {name}; correct the file"):
         choose_bits(config.changed(bits={"by": "uniform"}))
+
+
+def test_a_reconstruction_chooses_and_training_starts_from_it(finished, model_dir, tmp_path):
+    few = ("reconstruct.num_samples=4", "reconstruct.batch_size=4", "reconstruct.epochs=1")
+    config = make_config(model_dir, tmp_path, *SETTINGS, *few)
+    assert run_reconstruct(config) == 0
+    assert choices_in(tmp_path) == choices_in(finished[1])
+    folder, chosen = tmp_path / "reconstruction", (tmp_path / "bits.json").read_text()
+    methods = json.loads((folder / "reconstruction.json").read_text())["methods"]
+    assert methods == json.loads((finished[1] / "hard_model/hestia.json").read_text())["methods"]
+    assert run_qat(OmegaConf.merge(config, {"reconstruction": str(folder)})) == 0
+    assert (tmp_path / "bits.json").read_text() == chosen
+    by_error = make_config(model_dir, tmp_path / "error", *SETTINGS, *few, "bits.by=error")
+    assert run_reconstruct(by_error) == 0
+    assert not (tmp_path / "error" / "sensitivity.json").exists()
+    with pytest.raises(InputError, match="made with another by"):
+        run_reconstruct(OmegaConf.merge(config, {"bits": {"by": "error"}}))
 
 
 REFUSED = {
