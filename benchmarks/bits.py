@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=2 python benchmarks/bits.py --out runs/bits
     python benchmarks/bits.py --out runs/bits_short --steps 6 --seeds 0 --averages 2.2
+    python benchmarks/bits.py --out runs/ternary --averages 1.725 --ways uniform  # all ternary
 
 Each run is `tune run hestia_qat` with overrides. One table has the hard validation losses, as the
 mean and the standard deviation over the seeds. One picture, losses.png, has the same numbers. Each
@@ -47,12 +48,12 @@ def losses_of(results: dict[str, Any], way: str, average: float, seeds: list[int
     return [results[f"{way}, {average}, seed {seed}"]["losses"][HARD] for seed in seeds]
 
 
-def table(results: dict[str, Any], averages: list[float], seeds: list[int]) -> str:
+def table(results: dict[str, Any], ways: list[str], averages: list[float], seeds: list[int]) -> str:
     """The losses as Markdown: one row per budget, one column per way."""
-    lines = [f"| bits per weight, at most | {' | '.join(WAYS)} |", "|---:|" + "---:|" * len(WAYS)]
+    lines = [f"| bits per weight, at most | {' | '.join(ways)} |", "|---:|" + "---:|" * len(ways)]
     for average in averages:
         cells = []
-        for way in WAYS:
+        for way in ways:
             losses = losses_of(results, way, average, seeds)
             spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
             cells.append(f"{statistics.mean(losses):.4f}{spread}")
@@ -60,11 +61,13 @@ def table(results: dict[str, Any], averages: list[float], seeds: list[int]) -> s
     return "\n".join(lines)
 
 
-def plot(results: dict[str, Any], averages: list[float], seeds: list[int], path: Path) -> None:
+def plot(
+    results: dict[str, Any], ways: list[str], averages: list[float], seeds: list[int], path: Path
+) -> None:
     """The losses as a picture, with the pretrained model's as a line."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axis = figure.subplots()
-    for way in WAYS:
+    for way in ways:
         rows = [losses_of(results, way, average, seeds) for average in averages]
         spread = [statistics.stdev(row) if len(row) > 1 else 0.0 for row in rows]
         means = [statistics.mean(row) for row in rows]
@@ -83,6 +86,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: the config's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--averages", type=float, nargs="+", default=[1.8, 2.0, 2.5, 3.0, 4.0, 6.0])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
     options = parser.parse_args()
     common = [*options.overrides, "run_val_every_n_steps=null", "log_level=warning"]
@@ -95,7 +99,7 @@ def main() -> None:
         parser.error(f"{file} has results with other options; take another --out")
     for seed in options.seeds:
         for average in options.averages:
-            for way in WAYS:
+            for way in options.ways:
                 key = f"{way}, {average}, seed {seed}"
                 if key not in saved["results"]:
                     own = [f"seed={seed}", f"bits.average={average}", f"bits.by={way}"]
@@ -103,8 +107,9 @@ def main() -> None:
                     saved["results"][key] = record
                     write_json(file, saved)
                 print(f"{key}: {json.dumps(saved['results'][key])}", flush=True)
-    print(f"\n{table(saved['results'], options.averages, options.seeds)}", flush=True)
-    plot(saved["results"], options.averages, options.seeds, options.out / "losses.png")
+    shown = saved["results"], options.ways, options.averages, options.seeds
+    print(f"\n{table(*shown)}", flush=True)
+    plot(*shown, options.out / "losses.png")
 
 
 if __name__ == "__main__":

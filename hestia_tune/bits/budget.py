@@ -32,6 +32,7 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.methods import Method
 from hestia_tune.models.build import make_component
+from hestia_tune.models.embedding import EMBEDDING_BITS, check_width
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import HestiaQATQuantizer, QATQuantizerBase
 from hestia_tune.sensitivity import SensitivityArtifact
@@ -104,6 +105,8 @@ class Budget:
         by: How to choose; see `hestia_tune.config.bits.BitsConfig`.
         methods: Name of a choice -> its method, in order of the bits. None leaves a linear dense.
         layers: Name of a linear -> its size, in model order.
+        embedding: Numbers of weights and of bits of the embedding and of an output head of its own,
+            which count too. (0, 0): they do not count.
 
     Raises:
         InputError: If even the fewest bits exceed the budget.
@@ -113,14 +116,16 @@ class Budget:
     by: str
     methods: Mapping[str, Method | None]
     layers: Mapping[str, Layer]
+    embedding: tuple[int, Fraction] = 0, Fraction(0)
 
     def __post_init__(self):
         least = Fraction(int(self.costs[:, 0].sum()), _UNITS)
         if least > self.limit:
-            shown = math.ceil(10**4 * least / self.size) / 10**4
+            shown = math.ceil(10**4 * (least + self.embedding[1]) / self.size) / 10**4
             raise InputError(
                 f"bits.average must be at least {shown:.4f}, which is what "
-                f"{next(iter(self.methods))} needs for all linears with its scales; got "
+                f"{next(iter(self.methods))} needs for all linears with its scales"
+                f"{' and for the embedding' * bool(self.embedding[0])}; got "
                 f"{self.average}; raise bits.average, add a choice to bits.choices, or raise "
                 "quantizer.group_size"
             )
@@ -158,17 +163,19 @@ class Budget:
             group = {"channel": in_features, "tensor": size}.get(group_size, group_size)
             layers[name] = Layer(size=size, group=group)
         options = {"average": settings.average, "by": settings.by}
+        if settings.embedding:
+            options["embedding"] = _embedding(model, layers, settings.embedding)
         return cls(methods=methods, layers=layers, **options)
 
     @property
     def size(self) -> int:
-        """Return the number of weights of all linears."""
-        return sum(layer.size for layer in self.layers.values())
+        """Return the number of weights that share the budget."""
+        return sum(layer.size for layer in self.layers.values()) + self.embedding[0]
 
     @property
     def limit(self) -> Fraction:
         """Return the number of bits that all linears together may have."""
-        return Fraction(str(self.average)) * self.size
+        return Fraction(str(self.average)) * self.size - self.embedding[1]
 
     @property
     def costs(self) -> np.ndarray:
@@ -185,10 +192,10 @@ class Budget:
         return {name: float(bits_per_weight(choices[name], x.group)) for name, x in layers}
 
     def mean_bits(self, choices: Mapping[str, str]) -> float:
-        """Return the mean bits per weight over all linears, from name -> choice."""
+        """Return the mean bits per weight that share the budget, from name -> choice."""
         layers = self.layers.items()
         total = sum(x.size * bits_per_weight(choices[name], x.group) for name, x in layers)
-        return float(total / self.size)
+        return float((total + self.embedding[1]) / self.size)
 
     def allocate(self, losses: np.ndarray) -> Allocation:
         """Return one choice per linear, as `by` says.
@@ -260,6 +267,23 @@ class Budget:
             "gap": found.gap if self.by in MINIMISES else None,
             "layers": layers,
         }
+
+
+def _embedding(model: nn.Module, layers: Mapping[str, Layer], choice: str) -> tuple[int, Fraction]:
+    """Return the numbers of weights and of bits of all matrices with a row for each token.
+
+    Args:
+        model: The prepared model.
+        layers: The linears that are quantized, by name.
+        choice: The option ``bits.embedding``.
+    """
+    rows = max(m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+    size = 0
+    for name, weight in model.named_parameters():  # a tied head is the same parameter
+        if weight.dim() == 2 and len(weight) == rows and name.removesuffix(".weight") not in layers:
+            check_width(name, weight.shape[1])
+            size += weight.numel()
+    return size, size * Fraction(EMBEDDING_BITS[choice])
 
 
 def resolved_traces(artifact: SensitivityArtifact) -> dict[str, float]:

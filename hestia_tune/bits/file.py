@@ -1,6 +1,7 @@
 """The file with the choice of every linear, ``bits.json`` in output_dir, and what follows from it.
 
-    "average", "choices", "by", "quantizer"      the settings
+    "average", "choices", "by", "quantizer", "embedding"
+                                                 the settings; the last only if it is set
     "model_fingerprint", "traces"                the weights, and a digest of the traces
     "mean_bits", "predicted_increase", "gap"     the result; see `hestia_tune.bits.budget`
     "layers": {"layers.0.attn.q_proj": {"choice", "bits", "weights", "error", "relative_error",
@@ -50,7 +51,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     """Return the settings in a config that the choices depend on, as plain values."""
     bits = config.bits
     settings = {"average": bits.average, "choices": sorted(bits.choices, key=CHOICES.index)}
-    return settings | {"by": bits.by, "quantizer": {**config.quantizer}}
+    settings |= {"by": bits.by, "quantizer": {**config.quantizer}}
+    return settings | ({"embedding": bits.embedding} if bits.embedding else {})
 
 
 def kept(config: RunConfig, identity: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
@@ -94,13 +96,13 @@ def read_choices(saved: Mapping[str, Any], path: Path) -> dict[str, str]:
 def with_choices(config: RunConfig, choices: Mapping[str, str]) -> RunConfig:
     """Return a config in which ``quantizer.layers`` names the component of every other linear.
 
-    A linear whose choice is the quantizer's own codebook has no entry. ``bits`` is off in the new
-    config.
+    A linear whose choice is the quantizer's own codebook has no entry. The new config has no
+    ``bits.average``.
     """
     sections = {name: component_of(choice, config.quantizer) for name, choice in choices.items()}
     layers = {name: section for name, section in sections.items() if section != config.quantizer}
     quantizer = {**config.quantizer, **({"layers": layers} if layers else {})}
-    return config.changed(quantizer=quantizer, bits=BitsConfig())
+    return config.changed(quantizer=quantizer, bits=BitsConfig(embedding=config.bits.embedding))
 
 
 def chosen(config: RunConfig, required: bool = False) -> RunConfig:

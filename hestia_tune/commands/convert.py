@@ -92,7 +92,11 @@ class ConvertRecipe:
                 "train first, or use AbsMean for the naive model, which has the same codes"
             )
         source = checkpoints.open_source(
-            config.model_type, folder, self.methods, quantize=not self.is_hard
+            config.model_type,
+            folder,
+            self.methods,
+            quantize=not self.is_hard,
+            embedding=config.bits.embedding,
         )
         if not self.is_hard:
             read, methods = partial(SafetensorsFolder.read, source), source.quantized

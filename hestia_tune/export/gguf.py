@@ -3,9 +3,10 @@
 Codes and scales are recovered from the dense hard weight, which is exact, and are stored unchanged.
 Every tensor gets a type. Quantized weights get a block type. Vectors (norms, biases) get float32,
 which llama.cpp expects. Embeddings and other dense matrices get the first of F16, BF16 and F32 that
-holds every value. F16 seldom does, because its smallest step is 2^-24. Every tensor is read back
-from the file, unpacked and compared with its source before the file gets its name. The export needs
-memory for the content of the file and for a few copies of the largest tensor.
+holds every value. F16 seldom does, because its smallest step is 2^-24. Embeddings that
+``bits.embedding`` rounds to 4 or 8 bits get Q4_0 or Q8_0, which hold them exactly. Every tensor is
+read back from the file, unpacked and compared with its source before the file gets its name. The
+export needs memory for the content of the file and for a few copies of the largest tensor.
 
 The gguf package packs and unpacks all but two types. Its Q4_0 chooses its own scales, and version
 0.19 does not know Q2_0, so both are packed here. A block is a run of weights of one row with one
@@ -52,8 +53,9 @@ from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import sizes
 from hestia_tune.export.gguf_model import LlamaModel, add_vocabulary
-from hestia_tune.export.gguf_types import TensorType, block_types
+from hestia_tune.export.gguf_types import EMBEDDING_TYPES, TensorType, block_types
 from hestia_tune.files import staged
+from hestia_tune.models.embedding import embedding_codes
 from hestia_tune.models.folder import ModelFolder, import_optional, is_exact
 
 # The first type that holds every value is taken.
@@ -108,6 +110,9 @@ def write_gguf(
                     f"the scales of a block of {name} differ by more than Q2_K can hold; use "
                     "block_type Q4_0"
                 )
+        elif name in source.embeddings:
+            types[name] = EMBEDDING_TYPES[str(source.embedding)]
+            data = types[name].pack(*embedding_codes(weight, str(source.embedding)), name)
         else:
             types[name], data = _pack_dense(weight, name)
         num_bytes[name] = data.nbytes

@@ -90,6 +90,8 @@ class TensorType:
             return blocks
         if self.name == "Q2_0":  # byte i holds code + 1 of the weights 4i to 4i + 3
             fields, width = (array + 1).reshape(*shape[:2], 16, 4), 2
+        elif self.name == "Q8_0":  # byte i holds the code of weight i
+            fields, width = array.view(np.uint8).reshape(*shape[:2], 32, 1), 8
         else:  # Q4_0: byte i holds code + 8 of the weights i and i + 16
             fields, width = (array + 8).reshape(*shape[:2], 2, 16).swapaxes(-1, -2), 4
         shifts = np.arange(0, 8, width, dtype=np.uint8)
@@ -123,6 +125,8 @@ BLOCK_TYPES = {
     "Q2_K": TensorType("Q2_K", 10, 10, 256, 84, gguf_q2_k.RUN, gguf_q2_k.TOLERANCE),
     "Q4_0": TensorType("Q4_0", 2, 2, 32, 18),
 }
+# Choice of bits.embedding -> type.
+EMBEDDING_TYPES = {"int4": BLOCK_TYPES["Q4_0"], "int8": TensorType("Q8_0", 8, 7, 32, 34)}
 
 
 def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, TensorType]:

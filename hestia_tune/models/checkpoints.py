@@ -145,6 +145,7 @@ def open_source(
     methods: Mapping[str, Method],
     *,
     quantize: bool,
+    embedding: str | None = None,
 ) -> ModelFolder:
     """Open a Hugging Face folder of a config's model for export.
 
@@ -153,6 +154,7 @@ def open_source(
         folder: The folder.
         methods: The model's name -> method of every quantized linear.
         quantize: Whether the folder holds a model that is not hard yet.
+        embedding: The option ``bits.embedding``.
 
     Raises:
         InputError: If the folder lacks a layer, or if `ModelFolder` raises it.
@@ -169,7 +171,8 @@ def open_source(
         if isinstance(method := methods[layer], GroupMethod)
         for name in files
     }
-    return ModelFolder(folder, quantized, quantize=quantize and bool(quantized))
+    quantize = quantize and bool(quantized)
+    return ModelFolder(folder, quantized, quantize=quantize, embedding=embedding)
 
 
 def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:

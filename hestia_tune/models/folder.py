@@ -28,6 +28,7 @@ from hestia_tune.methods import GroupMethod
 from hestia_tune.methods.granularity import GroupSize, check_divides
 from hestia_tune.methods.hard_weights import is_hard
 from hestia_tune.methods.ternary import TernaryMethod
+from hestia_tune.models.embedding import check_width, round_embedding
 from hestia_tune.models.packed_layouts import PackedWeight, dense_config, find_packed
 from hestia_tune.tensors import read_hard
 from hestia_tune.tensors.group_tensor import GroupTensor
@@ -161,9 +162,12 @@ class ModelFolder(SafetensorsFolder):
         quantize: False: the folder holds a hard model. True: it holds a pretrained or latent model.
             Weights in ``quantized`` are then made hard as they are read, unless they are hard
             already. All weights are rounded to bfloat16.
+        embedding: "int4" or "int8": the embedding, and an output head of its own, are rounded as
+            they are read (`hestia_tune.models.embedding`). None: they are not.
 
     Attributes:
         quantized: Name -> method of every quantized weight.
+        embeddings: The names of the weights that are rounded in this way.
         config: The content of config.json, changed to say that the model is in bfloat16.
         description: The content of hestia.json, which says how a hard model was made. None if
             there is no hestia.json.
@@ -180,6 +184,7 @@ class ModelFolder(SafetensorsFolder):
         quantized: Mapping[str, GroupMethod | GroupSize],
         *,
         quantize: bool = False,
+        embedding: str | None = None,
     ):
         self.quantized = {
             name: each if isinstance(each, GroupMethod) else TernaryMethod(group_size=each)
@@ -200,9 +205,26 @@ class ModelFolder(SafetensorsFolder):
             if len(self.shapes.get(name, ())) not in (2, 3):  # 3: a matrix for each expert
                 raise InputError(f"only matrices can be quantized; {name} is none of {folder}")
             check_divides(method.group_size, self.shapes[name][-1], name)
+        self.embedding, self.embeddings = embedding, self._find_embeddings() if embedding else []
+
+    def _find_embeddings(self) -> list[str]:
+        """Return the names of the matrices with a row for each token, after a check."""
+        rows = self.config.get("vocab_size")
+        shapes = {n: s for n, s in self.shapes.items() if len(s) == 2 and s[0] == rows}
+        names = [name for name in shapes if name not in self.quantized]
+        if not names:
+            raise InputError(
+                f"bits.embedding rounds matrices of {rows} rows (vocab_size in config.json), and "
+                f"{self.folder} has none; leave bits.embedding out"
+            )
+        for name in names:
+            check_width(name, shapes[name][1])
+        return names
 
     def read(self, name: str) -> torch.Tensor:
         tensor = super().read(name)
+        if name in self.embeddings:
+            tensor = round_embedding(tensor, str(self.embedding))
         if self.quantize and name in self.quantized:
             latent, method = tensor.float().flatten(0, -2), self.quantized[name]
             if not is_hard(latent, method.group_size, method.levels):

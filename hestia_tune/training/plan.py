@@ -336,8 +336,7 @@ def check_formats(config: RunConfig, model: nn.Module) -> None:
     Without a folder of safetensors, only the method is checked.
 
     Raises:
-        InputError: If a format cannot hold the method, the architecture or a layer, or if its
-            package is missing.
+        InputError: If a format cannot hold the model or one of its layers, or lacks its package.
     """
     folder = checkpoints.pretrained_folder(config)
     formats = [name for name in config.convert.formats or () if name != "all"]
@@ -345,6 +344,7 @@ def check_formats(config: RunConfig, model: nn.Module) -> None:
     check_methods(methods, formats)
     check_experts(model, formats)
     if formats and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        source = checkpoints.open_source(config.model_type, folder, methods, quantize=True)
+        options = {"quantize": True, "embedding": config.bits.embedding}
+        source = checkpoints.open_source(config.model_type, folder, methods, **options)
         for name in formats:
             check_format(name, source, methods, config.convert)

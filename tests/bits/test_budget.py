@@ -147,6 +147,21 @@ def test_without_traces_nothing_is_predicted():
     assert all(entry["trace"] is None for entry in document["layers"].values())
 
 
+@pytest.mark.parametrize("average", [4.0, 5.5, 9.1])
+def test_an_embedding_takes_its_share_of_the_budget(average):
+    linears, size = sum(map(math.prod, SHAPES.values())), 300
+    options = {"by": "error", "methods": METHODS, "layers": budget(2.2).layers}
+    whole = Budget(average=average, embedding=(size, Fraction(8.5) * size), **options)
+    document = whole.choose(weights())
+    rest = (Fraction(str(average)) * (linears + size) - Fraction(8.5) * size) / linears
+    without = Budget(average=float(rest), **options).choose(weights())
+    assert choices_of(document) == choices_of(without)
+    total = mean_bits(choices_of(document)) * linears + Fraction(8.5) * size
+    assert document["mean_bits"] == pytest.approx(float(total / (linears + size)))
+    with pytest.raises(InputError, match="for all linears with its scales and for the embedding"):
+        Budget(average=3.0, embedding=(size, Fraction(8.5) * size), **options)
+
+
 def test_a_budget_below_the_fewest_bits_is_refused():
     ternary = {"ternary": METHODS["ternary"], "bf16": None}
     assert budget(2.6, methods=ternary).choose(weights(), artifact())["mean_bits"] <= 2.6

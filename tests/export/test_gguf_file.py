@@ -23,6 +23,7 @@ from hestia_tune.export.gguf import write_gguf
 from hestia_tune.export.gguf_model import ROPE_FACTORS, LlamaModel
 from hestia_tune.export.gguf_types import BLOCK_TYPES
 from hestia_tune.functional import hard_ternary
+from hestia_tune.models.embedding import round_embedding
 from hestia_tune.models.folder import ModelFolder
 
 
@@ -72,6 +73,23 @@ def test_block_types_in_the_file(tmp_path, group_size, block_type, expected):
     options = {} if block_type is None else {"block_type": block_type}
     summary = write_gguf(ModelFolder(tmp_path / "model", quantized), path, **options)
     assert summary["types"] == {"BF16": 2, "F32": 11, expected: 14}
+
+
+@pytest.mark.parametrize(("embedding", "kind"), [("int4", "Q4_0"), ("int8", "Q8_0")])
+def test_rounded_embeddings_get_a_block_type(demo, tmp_path, embedding, kind):
+    folder, quantized = demo
+    source = ModelFolder(folder, quantized, embedding=embedding)
+    summary = write_gguf(source, tmp_path / "tied.gguf", block_type="Q2_0")
+    assert summary["types"] == {kind: 1, "F32": 9, "Q2_0": 28}
+    quantized = random_qwen2(tmp_path / "untied", "channel")
+    source = ModelFolder(tmp_path / "untied", quantized, embedding=embedding)
+    assert len(source.embeddings) == 2
+    write_gguf(source, tmp_path / "untied.gguf")
+    found = read_stock(tmp_path / "untied.gguf")
+    expected = expected_tensors(tmp_path / "untied")
+    for name in ("token_embd.weight", "output.weight"):
+        expected[name] = round_embedding(expected[name].float(), embedding)
+    assert_same(found, expected)
 
 
 def test_q2_0_does_not_need_the_packages_enum(demo, tmp_path):

@@ -23,6 +23,7 @@ from hestia_tune.export import folder as folder_export
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models.build import llama
 from hestia_tune.models.checkpoints import names_in_files, read_weights
+from hestia_tune.models.embedding import round_embedding
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
@@ -113,6 +114,21 @@ def test_all_writes_what_is_possible_and_says_what_is_missing(
         formats = f"convert.formats=[all,{name}]"
         with pytest.raises(InputError, match=message):
             convert(model_dir, output_dir, formats, "convert.overwrite=True")
+
+
+@pytest.mark.parametrize("source", ["trained", "pretrained"])
+def test_every_format_has_the_same_rounded_embedding(model_dir, output_dir, source):
+    overrides = ["convert.formats=[huggingface,torchao,gguf]", "bits.embedding=int8"]
+    converted, sizes = convert(model_dir, output_dir, f"convert.source={source}", *overrides)
+    folder = output_dir / "hard_model" if source == "trained" else model_dir
+    embedding = torchtune_state(folder)["tok_embeddings.weight"]
+    expected = round_embedding(embedding, "int8").bfloat16()
+    assert not torch.equal(expected, embedding.bfloat16())
+    found = torchtune_state(converted / "huggingface")["tok_embeddings.weight"]
+    assert torch.equal(found, expected)
+    model = hestia_tune.load_quantized(converted / "torchao")
+    assert torch.equal(model.tok_embeddings.weight.bfloat16(), expected)
+    assert sizes["gguf"]["types"]["Q8_0"] == 1
 
 
 def test_all_of_a_method_with_one_format(model_dir, tmp_path):

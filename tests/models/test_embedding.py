@@ -1,0 +1,62 @@
+"""Test the rounding of embeddings to whole-number codes."""
+
+import math
+
+import pytest
+import torch
+
+from hestia_tune.errors import InputError
+from hestia_tune.models.embedding import check_width, embedding_codes, round_embedding
+
+LARGEST = {"int4": 7, "int8": 127}
+
+
+def embedding() -> torch.Tensor:
+    """Return rows of very different sizes, one of them zero, and one with a power of two."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 96, generator=generator) * torch.logspace(-3, 2, 40)[:, None]
+    weight[3] = 0
+    weight[5, :32] = torch.linspace(-127 / 64, 127 / 64, 32)
+    return weight.bfloat16().float()
+
+
+def test_scales_of_8_bits_are_the_least_powers_of_two_that_hold_the_group():
+    weight = embedding()
+    codes, scales = embedding_codes(weight, "int8")
+    for row in range(len(weight)):
+        for group in range(3):
+            values = weight[row, 32 * group : 32 * (group + 1)].tolist()
+            scale = 2.0**-14
+            while max(map(abs, values)) > 127 * scale:
+                scale *= 2
+            assert scales[row, group] == scale
+            expected = [round(value / scale) for value in values]
+            assert codes[row, 32 * group : 32 * (group + 1)].tolist() == expected
+
+
+@pytest.mark.parametrize("choice", ["int4", "int8"])
+def test_rounded_weights_are_bfloat16_and_near(choice):
+    weight = embedding()
+    codes, scales = embedding_codes(weight, choice)
+    rounded = round_embedding(weight, choice)
+    assert codes.abs().max() == LARGEST[choice] and codes.dtype == torch.int8
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    half = scales.double().repeat_interleave(32, 1) / 2
+    # The scale of 4 bits is rounded itself, by up to 1/32, which moves the largest weights.
+    slack = 1 + 7 / 16 if choice == "int4" else 1
+    assert ((rounded.double() - weight.double()).abs() <= half * slack + 1e-8).all()
+    assert not rounded[3].any()
+    assert math.isfinite(float(scales.sum()))
+
+
+@pytest.mark.parametrize("choice", ["int4", "int8"])
+def test_a_second_rounding_changes_nothing(choice):
+    codes, scales = embedding_codes(embedding(), choice)
+    again, same_scales = embedding_codes(round_embedding(embedding(), choice), choice)
+    assert torch.equal(codes, again) and torch.equal(scales, same_scales)
+
+
+def test_rows_with_a_rest_are_refused():
+    check_width("tok_embeddings", 576)
+    with pytest.raises(InputError, match="multiple of 32 weights; head has rows of 100"):
+        check_width("head", 100)
