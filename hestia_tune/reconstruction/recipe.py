@@ -11,10 +11,11 @@ to the device, in float32. The folder ``reconstruct.output`` contains:
     windows/                the windows of an unfinished run (`hestia_tune.reconstruction.folder`)
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import hestia_tune
 from hestia_tune.blocks import (
     BlockChain,
     as_one,
+    copied,
     find_blocks,
     move,
     on_device,
@@ -245,7 +247,7 @@ class ReconstructionRecipe:
         with on_device(model, "cpu", whole=False, dtype=torch.float32):
             first = record_blocks(model, batches[0].tokens[:1, :64])
             first.check(as_one(model(batches[0].tokens[:1, :64])))
-        work = Reconstruction(
+        return Reconstruction(
             model,
             lambda hidden: first.logits(hidden[:, None])[:, 0],  # Sequences of one token.
             self.settings,
@@ -258,9 +260,19 @@ class ReconstructionRecipe:
             checkpointing=recomputes(self.plan, length),
             folder=self.output,
         )
-        if self.settings.kl_blocks:  # The predictions are computed on the device too.
-            move(outside_blocks(model), self.device)
-        return work
+
+    @contextlib.contextmanager
+    def head_on_device(self, model: nn.Module) -> Iterator[None]:
+        """Let the model compute predictions on the device, if ``kl_blocks`` needs them.
+
+        Matrices get the dtype of the matrix products here. Otherwise autocast would copy the matrix
+        of the head to this dtype in every part of every step.
+        """
+        outside = outside_blocks(model) if self.settings.kl_blocks else []
+        move(outside, self.device)
+        matrices = [x for x in outside if isinstance(x, nn.Parameter) and x.dim() > 1]
+        with copied(matrices, self.device, self.dtype):
+            yield
 
     def _reconstruct(
         self, model: nn.Module, windows: Windows, batches: Sequence[CalibrationBatch]
@@ -279,7 +291,7 @@ class ReconstructionRecipe:
         progress, stop = progress_bar(total=sum(passes), initial=done), StopRequest()
         saved, run = time.monotonic(), work.run(len(results), state)
         del state  # It is twice as large as the window.
-        with progress, stop.installed():
+        with self.head_on_device(model), progress, stop.installed():
             for result in run:
                 if result is not None:
                     results.append(result)

@@ -70,6 +70,17 @@ def test_what_it_writes(finished):
     assert torch.equal(stored, scale * codes)
 
 
+def test_the_head_computes_the_same_without_a_copy_of_its_own(model_dir, tmp_path, monkeypatch):
+    """In bfloat16, autocast rounds the matrix of the head to the same numbers in every step."""
+    few = ("dtype=bf16", "reconstruct.epochs=1", "reconstruct.kl_epochs=1")
+    assert run_reconstruct(config(model_dir, tmp_path / "own", *few)) == 0
+    monkeypatch.setattr(reconstruct, "copied", lambda *_: contextlib.nullcontext())
+    assert run_reconstruct(config(model_dir, tmp_path / "none", *few)) == 0
+    files = [tmp_path / f"{name}/reconstruction/latents.safetensors" for name in ("own", "none")]
+    own, expected = map(load_file, files)
+    assert all(torch.equal(value, expected[name]) for name, value in own.items())
+
+
 def test_a_finished_reconstruction_is_used_again_and_not_replaced(model_dir, finished):
     folder, _ = finished
     written = (folder / "reconstruction.json").stat().st_mtime_ns
