@@ -1,7 +1,7 @@
 """The file with the choice of every linear, ``bits.json`` in output_dir, and what follows from it.
 
     "average", "choices", "by", "quantizer", "embedding"
-                                                 the settings; the last only if it is set
+                                                 the settings
     "model_fingerprint", "traces"                the weights, and a digest of the traces
     "mean_bits", "predicted_increase", "gap"     the result; see `hestia_tune.bits.budget`
     "layers": {"layers.0.attn.q_proj": {"choice", "bits", "weights", "error", "relative_error",
@@ -51,8 +51,11 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     """Return the settings in a config that the choices depend on, as plain values."""
     bits = config.bits
     settings = {"average": bits.average, "choices": sorted(bits.choices, key=CHOICES.index)}
-    settings |= {"by": bits.by, "quantizer": {**config.quantizer}}
-    return settings | ({"embedding": bits.embedding} if bits.embedding else {})
+    return settings | {
+        "by": bits.by,
+        "quantizer": {**config.quantizer},
+        "embedding": bits.embedding,
+    }
 
 
 def kept(config: RunConfig, identity: Mapping[str, Any], overwrite: bool) -> dict[str, Any] | None:
@@ -112,16 +115,19 @@ def chosen(config: RunConfig, required: bool = False) -> RunConfig:
 
     Args:
         config: The config.
-        required: Whether there must be a file with these settings. A run that resumes needs it too.
+        required: Whether there must be a file, because the model is trained already. Its embedding
+            may then be rounded in another way. A run that resumes needs a file with all settings.
 
     Raises:
         InputError: If the file has other settings or is damaged, or is missing and needed.
     """
     if config.bits.average is None:
         return config
+    settings, path = settings_of(config), Path(config.output_dir) / BITS_FILE
+    if required:
+        del settings["embedding"]
     required = required or config.resume_from_checkpoint
-    overwrite = config.overwrite_output and not required
-    saved, path = kept(config, settings_of(config), overwrite), Path(config.output_dir) / BITS_FILE
+    saved = kept(config, settings, overwrite=config.overwrite_output and not required)
     if saved is not None:
         return with_choices(config, read_choices(saved, path))
     if required:

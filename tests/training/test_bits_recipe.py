@@ -5,14 +5,18 @@ import re
 import shutil
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from tiny import NUM_QUANTIZED, logged, make_config, run
 
 from hestia_tune.commands.bits import choose_bits
+from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat, run_reconstruct
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import write_json
+from hestia_tune.models.embedding import round_embedding
+from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.training.plan import plan
 
 SETTINGS = (
@@ -94,6 +98,18 @@ def test_a_resumed_run_reads_its_choices(finished, caplog):
     assert path.read_text() == text
 
 
+def test_the_embedding_of_a_trained_model_can_be_rounded(finished, tmp_path):
+    folder, formats = finished[1], "convert.formats=[huggingface]"
+    for embedding in ("null", "int8"):
+        bits = (f"bits.embedding={embedding}", f"convert.output={tmp_path / embedding}")
+        ConvertRecipe(OmegaConf.merge(finished[0], OmegaConf.from_dotlist([*bits, formats]))).run()
+    files = (tmp_path / name / "huggingface" for name in ("null", "int8"))
+    own, rounded = (SafetensorsFolder(path).read("model.embed_tokens.weight") for path in files)
+    assert not torch.equal(own, rounded)
+    assert torch.equal(rounded, round_embedding(own.float(), "int8").bfloat16())
+    assert json.loads((folder / "bits.json").read_text())["embedding"] is None
+
+
 def test_choices_may_be_edited_and_other_settings_are_refused(finished, tmp_path, caplog):
     config, folder = finished
     changes = {"output_dir": str(tmp_path), "sensitivity": str(folder / "sensitivity.json")}
@@ -110,6 +126,10 @@ def test_choices_may_be_edited_and_other_settings_are_refused(finished, tmp_path
     assert "edited by hand" in caplog.text and "exceed bits.average 3.3" in caplog.text
     with pytest.raises(InputError, match=r"bits\.json: it was made with another average; use the"):
         choose_bits(config.changed(bits={"average": 3.4}))
+    write_json(path, (saved := json.loads(path.read_text())) | {"embedding": "int8"})
+    with pytest.raises(InputError, match="made with another embedding"):
+        choose_bits(config)
+    write_json(path, saved)
     with pytest.raises(InputError, match=r"made with another by; use the same settings, delete"):
         plan(config.changed(bits={"by": "error"}), trains=False)
     choose_bits(config.changed(bits={"by": "uniform"}), overwrite=True)
