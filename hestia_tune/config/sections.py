@@ -81,7 +81,8 @@ class ReconstructionConfig(Section):
     """Factor on lr, parameter_lr and norm_lr in the final stage (see kl_blocks)."""
     lr: float = option(1e-2, low=0, high=1)
     """Learning rate of the latent weights. It falls linearly to 0 in every window. With fewer than
-    100 steps per window, try up to twice the default."""
+    100 steps per window, try up to twice the default. Weights of more than four codes (INT4) have a
+    twentieth of this rate."""
     parameter_lr: float = option(2e-2, low=0, high=1)
     """Learning rate of the method's own parameters, such as learned scales."""
     norm_lr: float = option(3e-3, low=0, high=1)

@@ -20,6 +20,8 @@ from hestia_tune.qat.shards import LatentRows
 
 _PLAIN = (bool, int, float, str, type(None))
 _WARMUP_STEPS = 10
+# Factor on the learning rate of latent weights with more than four codes, which lie close together.
+FINE_RATE = 0.05
 
 
 def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int]]:
@@ -233,8 +235,10 @@ class WindowOptimizer:
         latents = {id(value) for x in layers for value in x.layer.latents()}
         parameters = (p for block in blocks for p in block.parameters() if id(p) not in latents)
         others = [p.requires_grad_(settings.norm_lr > 0) for p in parameters if p.dim() < 2]
+        fine = {id(x) for x in layers if getattr(x.layer.method, "levels", 0) > 4}
         rates = (
-            (settings.lr, [x.weight for x in layers]),
+            (settings.lr, [x.weight for x in layers if id(x) not in fine]),
+            (settings.lr * FINE_RATE, [x.weight for x in layers if id(x) in fine]),
             (settings.parameter_lr, [p for x in layers for p in x.parameters]),
             (settings.norm_lr, others),
         )

@@ -43,7 +43,9 @@ def make_model(kind: str = "learned scales") -> nn.ModuleList:
     torch.manual_seed(0)
     model = nn.ModuleList(Block() for _ in range(4)).requires_grad_(False)
     learned = {"scale": "learned", "start": "least_squares"}
-    component = HestiaQATQuantizer(group_size=8, include=["*"], **learned)
+    int4 = {"_component_": "hestia_tune.INT4", "group_size": 8}
+    layers = {"*.down": int4} if kind == "four bits" else None
+    component = HestiaQATQuantizer(group_size=8, include=["*"], layers=layers, **learned)
     if kind == "biases":
         component = Tequila(group_size=8, include=["*"], epsilon=0.3)
     return component.prepare(model)
@@ -133,11 +135,13 @@ def test_windows_grow_move_and_shrink(shape, expected):
 def train_by_hand(blocks, source, loss_of, index, *, epochs, tau_init, last, peaks):
     """Train a window by autograd and torch's AdamW; straight-through from step ``last`` on."""
     layers = [layer for block in blocks for layer in quantized_linears(block).values()]
-    weights, own = [x.weight for x in layers], [x.scale_logit for x in layers if x.latents()[1:]]
+    weights = [x.weight for x in layers if x.method.levels == 3]
+    fine = [x.weight for x in layers if x.method.levels == 15]
+    own = [x.scale_logit for x in layers if x.latents()[1:]]
     known = {id(p) for x in layers for p in x.latents()}
     others = [p for block in blocks for p in block.parameters() if id(p) not in known]
-    groups = [{"params": some} for some in (weights, own, others)]
-    for p in (*weights, *own, *others):
+    groups = [{"params": some} for some in (weights, fine, own, others)]
+    for p in (*weights, *fine, *own, *others):
         p.requires_grad_()
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     generator = torch.Generator().manual_seed(3 + index)
@@ -162,8 +166,9 @@ def train_by_hand(blocks, source, loss_of, index, *, epochs, tau_init, last, pea
         for block in blocks:
             out = out + linear(block.down, torch.tanh(linear(block.up, block.norm(out))))
         ((loss_of(out, batch) * COUNTED).sum() / COUNTED.sum()).backward()
-        nn.utils.clip_grad_norm_([*weights, *own, *others], 1.0)
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        nn.utils.clip_grad_norm_([*weights, *fine, *own, *others], 1.0)
+        rates = (peaks[0], 0.05 * peaks[0], *peaks[1:])
+        for group, peak in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = peak * min(1, (step + 1) / 10) * (1 - step / steps)
         optimizer.step()
         optimizer.zero_grad()
@@ -206,7 +211,7 @@ def assert_same(model, other):
         torch.testing.assert_close(own, value, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["learned scales", "biases"])
+@pytest.mark.parametrize("kind", ["learned scales", "biases", "four bits"])
 def test_a_window_equals_a_loop_by_hand(kind, monkeypatch):
     """Compare every part of a step, on windows of one block."""
     monkeypatch.setattr(engine, "HARD_FRACTION", 0.25)
