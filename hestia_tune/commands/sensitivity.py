@@ -111,7 +111,7 @@ def _measure(
         cheaper = ", or use curvature: fisher" if settings.curvature == "hessian" else ""
         raise InputError(
             f"the sensitivity estimation ran out of memory ({one_line(error)}); lower "
-            f"sensitivity_estimation.batch_size{cheaper}; finished batches are kept"
+            f"sensitivity_estimation.batch_size{cheaper}; the estimation then starts again"
         ) from error
     num_samples = sum(len(batch.tokens) for batch in batches)
     samples = {"dataset": config.dataset, "num_samples": num_samples}
