@@ -86,7 +86,7 @@ def test_out_of_memory_names_the_remedy(model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("hestia_tune.commands.sensitivity.estimate_sensitivity", fail)
     with pytest.raises(ValueError, match="ran out of memory .*; lower .*batch_size, or use curv"):
         estimate(model_dir, tmp_path)
-    with pytest.raises(ValueError, match="batch_size; finished batches are kept"):
+    with pytest.raises(ValueError, match="batch_size; the estimation then starts"):
         estimate(model_dir, tmp_path, *FISHER)
 
 
