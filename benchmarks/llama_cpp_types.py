@@ -48,7 +48,6 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="for llama-imatrix")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--types", nargs="+", required=True)
-    parser.add_argument("--options", nargs="*", default=[], help="of llama-quantize, without --")
     parser.add_argument("--chunks", type=int, default=100, help="of 512 tokens, of the text")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -58,12 +57,10 @@ def main() -> None:
     if not matrix.exists():
         command = ["-m", dense, "-f", options.text, "-o", matrix, "--chunks", str(options.chunks)]
         subprocess.run([options.tools / "llama-imatrix", *command], check=True)
-    extra = [f"--{option}" if "=" not in option else option for option in options.options]
     print("| type | MB | tensors |\n|---|---:|---|", flush=True)
     for kind in options.types:
         file = options.out / f"{kind}.gguf"
-        command = ["--imatrix", matrix, *extra, dense, file, kind]
-        command = [options.tools / "llama-quantize", *command]
+        command = [options.tools / "llama-quantize", "--imatrix", matrix, dense, file, kind]
         log = subprocess.run(command, check=True, capture_output=True, text=True)
         # The tensors without "converting" are small: the norms.
         counts = Counter(re.findall(r"converting to (\w+)", log.stdout + log.stderr))

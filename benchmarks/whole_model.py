@@ -75,26 +75,19 @@ def dense_step(config: RunConfig, model: nn.Module, tokens: torch.Tensor) -> Cal
     return step
 
 
-def products(rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], None]:
-    """A call that computes y = xW', and the gradients of x and W."""
-    weight, x, grad = (
-        torch.randn(s).to(dtype) for s in (shape, (rows, shape[1]), (rows, shape[0]))
-    )
+def products(
+    rows: int, shape: tuple[int, ...], dtype: torch.dtype, *, head: bool = False
+) -> Callable[[], None]:
+    """A call that computes y = xW', and the gradients of x and W.
+
+    With ``head``, W is not trained, and there is a second y, which is the teacher's.
+    """
+    sizes = (shape, (rows, shape[1]), (rows, shape[0]))
+    weight, x, grad = (torch.randn(size).to(dtype) for size in sizes)
 
     def run() -> None:
-        _, _, _ = x @ weight.T, grad @ weight, grad.T @ x
-
-    return run
-
-
-def head_products(rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], None]:
-    """A call that computes the logits of both models, and the gradient of one's hidden states."""
-    weight, x, grad = (
-        torch.randn(s).to(dtype) for s in (shape, (rows, shape[1]), (rows, shape[0]))
-    )
-
-    def run() -> None:
-        _, _, _ = x @ weight.T, x @ weight.T, grad @ weight
+        _, _ = x @ weight.T, grad @ weight
+        _ = x @ weight.T if head else grad.T @ x
 
     return run
 
@@ -136,7 +129,7 @@ def main() -> None:
         parts = {shape: products(rows, shape, dtype) for shape in shapes}
         square = torch.randn(2048, 2048).to(dtype)
         calls |= {f"product {shape}": part for shape, part in parts.items()}
-        calls |= {"head": head_products(rows, head, dtype), "square": lambda: square @ square}
+        calls |= {"head": products(rows, head, dtype, head=True), "square": lambda: square @ square}
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(options.steps + 1):
             for name, call in calls.items():
