@@ -44,10 +44,8 @@ qat() { # NAME SECONDS OVERRIDE...
 }
 
 tests() {
-  step pytest 500 pytest -m gpu tests/test_functional.py tests/training/test_recipe.py tests/tensors/test_packed_tensor.py \
-    tests/reconstruction/test_engine.py tests/training/test_reconstruct_recipe.py
-  step pytest_recipes 590 pytest -m gpu tests/gpu
-  step pytest_kernels 500 pytest -m gpu tests/tensors/test_kernels_cuda.py
+  step pytest 590 pytest -n 8 -m gpu tests/gpu tests/tensors tests/test_functional.py tests/reconstruction \
+    tests/training/test_recipe.py tests/training/test_reconstruct_recipe.py
 }
 
 kernels() {
@@ -75,10 +73,9 @@ recipes() {
     "~quantizer.group_size" convert.formats=[torchao] sensitivity=null max_steps=20
 }
 
-# Step time and memory against plain fine-tuning, 16 x 1024 tokens a step; random weights.
+# Step time and memory against plain fine-tuning, 2 x 16 x 1024 tokens a step; random weights.
 cost() {
-  local shape=(--config llama3_2_1b --overrides compile=True batch_size=4
-    gradient_accumulation_steps=4)
+  local shape=(--config llama3_2_1b)
   step cost_profile 590 python benchmarks/replication/cost.py --out "$out/profile" --rounds 1 --profile \
     --methods plain straight-through "Hestia, uniform" "${shape[@]}"
   step cost 1200 python benchmarks/replication/cost.py --out "$out/cost" "${shape[@]}"

@@ -2,8 +2,7 @@ r"""Step time and peak memory of QAT against plain fine-tuning in the same recip
 
     python benchmarks/replication/cost.py --config smollm2_135m --overrides device=cpu dtype=bf16 \
         batch_size=2 optimizer.fused=False
-    python benchmarks/replication/cost.py --config llama3_2_1b --overrides compile=True \
-        batch_size=4 gradient_accumulation_steps=4
+    python benchmarks/replication/cost.py --config llama3_2_1b
 
 Random weights and tokens (``--seq-len``), so that nothing has to be downloaded. Every measurement
 is a process of its own; the methods take turns for ``--rounds`` rounds, and the fastest counts (the

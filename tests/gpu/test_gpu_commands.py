@@ -49,6 +49,7 @@ def traces(cfg, launch):
     return SensitivityArtifact.load(f"{cfg.output_dir}/sensitivity.json").traces
 
 
+@pytest.mark.usefixtures("draws_of_the_cpu")
 @pytest.mark.parametrize("curvature", ["hessian", "fisher"])
 def test_sensitivity(model_dir, tmp_path, curvature):
     def make(device):
@@ -60,7 +61,7 @@ def test_sensitivity(model_dir, tmp_path, curvature):
 
 
 def test_sensitivity_on_two_ranks(model_dir, tmp_path):
-    one = traces(make_config(model_dir, tmp_path / "one", *FEW), run_sensitivity)
+    one = traces(make_config(model_dir, tmp_path / "one", *FEW, "device=cuda"), run_sensitivity)
     cfg = make_config(model_dir, tmp_path / "two", *FEW, "device=cuda")
     two = traces(cfg, lambda cfg: on_two_ranks(cfg, tmp_path, "hestia_sensitivity"))
     assert two == pytest.approx(one, rel=1e-2)

@@ -4,6 +4,7 @@ import contextlib
 import math
 
 import pytest
+import simulated_cuda
 import torch
 from tiny import logged, make_config, make_model_dir, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -50,8 +51,24 @@ def config(folder, output, *options):
 
 def attention():
     """Compute attention as the device does. The simulated device has no fused kernel for it."""
-    is_simulated = torch.cuda.get_device_name() == "simulated"
-    return sdpa_kernel(SDPBackend.MATH) if is_simulated else contextlib.nullcontext()
+    return sdpa_kernel(SDPBackend.MATH) if simulated_cuda.is_loaded() else contextlib.nullcontext()
+
+
+@pytest.fixture(scope="module")
+def workspace():
+    """Return the bytes that cuBLAS keeps in this process, which an estimate leaves out.
+
+    On an H200 they are 32 MiB for the thread of the forward pass, and as many for the thread of the
+    backward pass. This is much for the small models here, and nothing for a real model.
+    """
+    if simulated_cuda.is_loaded():
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    x = torch.ones(64, 64, device="cuda", requires_grad=True)
+    (x @ x).sum().backward()
+    x.grad = None
+    return torch.cuda.memory_allocated() - before - x.nbytes
 
 
 def planned(cfg):
@@ -63,22 +80,22 @@ def planned(cfg):
     [("dtype=fp32",), ("dtype=bf16", "distillation.weight=1"), ("dtype=bf16", AGAIN)],
     ids=str,
 )
-def test_the_estimate_of_a_training_step(larger, tmp_path, options):
+def test_the_estimate_of_a_training_step(larger, tmp_path, workspace, options):
     cfg = config(larger, tmp_path, *options)
     run(cfg)
     with attention():
         need = estimate(planned(cfg))
-    measured = logged(tmp_path, "peak_memory_alloc")[2] * 2**30
+    measured = logged(tmp_path, "peak_memory_alloc")[2] * 2**30 - workspace
     assert need.peak == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("options", [("dtype=fp32",), ("dtype=bf16", AGAIN)], ids=str)
-def test_the_estimates_of_a_reconstruction(larger, tmp_path, monkeypatch, options):
+def test_the_estimates_of_a_reconstruction(larger, tmp_path, monkeypatch, workspace, options):
     """The largest window has the most blocks."""
     peaks, save = [], Windows.save
 
     def measured(windows, result):
-        peaks.append(torch.cuda.max_memory_allocated())
+        peaks.append(torch.cuda.max_memory_allocated() - workspace)
         save(windows, result)
         torch.cuda.reset_peak_memory_stats()
 

@@ -103,6 +103,7 @@ FAMILY = {"qwen2_5": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3", "gemma3": 
 PARTS = ("base", "distil", "evening")
 
 
+@pytest.mark.usefixtures("draws_of_the_cpu")
 @pytest.mark.parametrize("name", [name for name in packaged_configs() if name not in PARTS])
 def test_packaged_configs_train_small_models(name, tmp_path):
     """Every option of the config stays, but the model has two blocks and is tiny."""

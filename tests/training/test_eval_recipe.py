@@ -100,7 +100,8 @@ def test_every_kind_of_model_in_one_table(model_dir, trained, tasks, text, capsy
     settings = {n: m["settings"] for n, m in found["models"].items()}
     assert settings["checkpoint"]["step"] == 6 and settings["checkpoint"]["pressure"] == 1
     assert settings["naive"]["quantizer"] == "ternary, group_size=32"
-    assert settings["naive"]["identity"]["versions"]["torch"] == torch.__version__
+    installed = settings["naive"]["identity"]["versions"]["torch"]
+    assert installed.split("+")[0] == torch.__version__.split("+")[0]
 
 
 def test_a_checkpoint_in_the_middle_is_relaxed_at_its_own_temperature(model_dir, trained, tasks):
