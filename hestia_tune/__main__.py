@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 from hestia_tune.commands.formats import formats_page
-from hestia_tune.commands.inspect import compare_runs, listing, options_page
+from hestia_tune.commands.inspect import compare_runs, listing, options_page, run_validate
+from hestia_tune.commands.launch import guarded
+from hestia_tune.commands.launch import main as launch
 from hestia_tune.config.files import text_of
 from hestia_tune.errors import InputError
 
@@ -41,14 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     inspect.add_argument("folder", help="a folder with safetensors, or one of hestia_convert")
     arguments = parser.parse_args(argv)
     if arguments.command == "validate":
-        from hestia_tune.commands.inspect import run_validate
-        from hestia_tune.commands.launch import main as launch  # a slow import: torchtune
-
         sys.argv = ["validate", "--config", arguments.name, *arguments.overrides]
         return launch(run_validate, "validate")
     if arguments.command == "init":
         from hestia_tune.commands.init import run_init
-        from hestia_tune.commands.launch import guarded  # a slow import: torchtune
 
         options = {key: value for key, value in vars(arguments).items() if key != "command"}
         return guarded(lambda: run_init(**options), "init")

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import load_file
 
 from hestia_tune.errors import InputError, one_line
 
@@ -176,6 +174,9 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         InputError: If the file cannot be read or is damaged. The message names the file.
     """
+    import torch  # takes a second, and most commands that read no weights need no torch
+    from safetensors.torch import load_file
+
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

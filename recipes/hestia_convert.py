@@ -2,10 +2,15 @@
 
 import sys
 
+from hestia_tune.commands.launch import main
+
+
+def run(config) -> int:
+    """Run the command. Its imports take seconds, so --help does without them."""
+    from hestia_tune.commands.convert import run_convert
+
+    return run_convert(config)
+
+
 if __name__ == "__main__":
-    try:
-        from hestia_tune.commands.convert import run_convert
-        from hestia_tune.commands.launch import main
-    except KeyboardInterrupt:  # the imports take seconds
-        sys.exit(130)
-    sys.exit(main(run_convert, "hestia_convert"))
+    sys.exit(main(run, "hestia_convert"))

@@ -2,10 +2,15 @@
 
 import sys
 
+from hestia_tune.commands.launch import main
+
+
+def run(config) -> int:
+    """Run the command. Its imports take seconds, so --help does without them."""
+    from hestia_tune.commands.evaluate import run_evaluation
+
+    return run_evaluation(config)
+
+
 if __name__ == "__main__":
-    try:
-        from hestia_tune.commands.evaluate import run_evaluation
-        from hestia_tune.commands.launch import main
-    except KeyboardInterrupt:  # the imports take seconds
-        sys.exit(130)
-    sys.exit(main(run_evaluation, "hestia_eval"))
+    sys.exit(main(run, "hestia_eval"))

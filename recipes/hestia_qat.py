@@ -2,10 +2,15 @@
 
 import sys
 
+from hestia_tune.commands.launch import main
+
+
+def run(config) -> int:
+    """Run the command. Its imports take seconds, so --help does without them."""
+    from hestia_tune.commands.qat import run_qat
+
+    return run_qat(config)
+
+
 if __name__ == "__main__":
-    try:
-        from hestia_tune.commands.launch import main
-        from hestia_tune.commands.qat import run_qat
-    except KeyboardInterrupt:  # the imports take seconds
-        sys.exit(130)
-    sys.exit(main(run_qat, "hestia_qat"))
+    sys.exit(main(run, "hestia_qat"))

@@ -2,10 +2,15 @@
 
 import sys
 
+from hestia_tune.commands.launch import main
+
+
+def run(config) -> int:
+    """Run the command. Its imports take seconds, so --help does without them."""
+    from hestia_tune.commands.qat import run_reconstruct
+
+    return run_reconstruct(config)
+
+
 if __name__ == "__main__":
-    try:
-        from hestia_tune.commands.launch import main
-        from hestia_tune.commands.qat import run_reconstruct
-    except KeyboardInterrupt:  # the imports take seconds
-        sys.exit(130)
-    sys.exit(main(run_reconstruct, "hestia_reconstruct"))
+    sys.exit(main(run, "hestia_reconstruct"))

@@ -13,9 +13,6 @@ import sys
 import warnings
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
-
 from hestia_tune.commands.inspect import options_text
 from hestia_tune.config.files import load_config, overridden
 from hestia_tune.config.run import RunConfig
@@ -30,7 +27,8 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
     """Parse ``sys.argv``, run a command, and return the exit code.
 
     Args:
-        command: The command. It takes the config and returns an exit code.
+        command: The command. It takes the config and returns an exit code. It should import torch
+            and torchtune itself: they take seconds, and --help and a wrong option need none.
         name: Name of the command, for error messages.
     """
 
@@ -59,7 +57,9 @@ def guarded(run: Callable[[], int], name: str) -> int:
         return run()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's; torch may not be imported
+            raise
         hint = "lower batch_size and raise gradient_accumulation_steps by the same factor, set "
         hint += "enable_activation_checkpointing=True or fsdp_cpu_offload=True, or use more GPUs"
         _print_once(InputError(f"out of memory ({one_line(error, limit=100)}); {hint}"), name)
@@ -111,6 +111,8 @@ def _print_once(error: InputError, name: str) -> None:
 
     An error before the process group exists belongs to its own rank, so every rank prints it.
     """
+    import torch.distributed as dist
+
     rank = os.environ.get("RANK", "0")
     shared = dist.is_initialized() and getattr(error, "on_every_rank", False)
     if rank == "0" or not shared:

@@ -58,15 +58,25 @@ class WindowResult:
     measure: str = "error"
 
 
+def method_parameters(block: nn.Module) -> set[str]:
+    """Return the names of the parameters that only the methods of a block's linears read."""
+    layers = quantized_linears(block).items()
+    return {f"{name}.{key}" for name, layer in layers for key in layer.method.parameter_names}
+
+
 def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two modules compute the same function of parameters, buffers and inputs."""
+    """Return whether two modules compute the same function of parameters, buffers and inputs.
+
+    The linears are given effective weights, so it does not matter which methods make the weights.
+    """
 
     def describe(module: nn.Module) -> Iterator[Any]:
         for name, part in module.named_modules():
             plain = {k: v for k, v in vars(part).items() if isinstance(v, _PLAIN)}
             plain.pop("layer_idx", None)  # A key into caches of transformers, which are not used.
             yield name, type(part), plain
-        yield from ((name, p.shape) for name, p in module.named_parameters())
+        own = method_parameters(module)
+        yield from ((name, p.shape) for name, p in module.named_parameters() if name not in own)
 
     return [*describe(one)] == [*describe(other)]
 
@@ -149,6 +159,8 @@ def run_blocks(
     for (block, template), inputs in zip(blocks, calls, strict=True):
         tensors = dict(block.named_parameters(remove_duplicate=False))
         tensors |= dict(block.named_buffers(remove_duplicate=False))
+        for name in method_parameters(block):
+            del tensors[name]
         for name, module in quantized_linears(block).items():
             own = effective.get(id(module), {"weight": module.weight.detach()})
             # The weights of experts have the layer's name, and other weights are below it.

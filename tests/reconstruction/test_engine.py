@@ -21,7 +21,7 @@ from hestia_tune.methods.base import effective_weight
 from hestia_tune.qat.tequila_linear import TequilaLinear
 from hestia_tune.reconstruction import Reconstruction, WindowResult, engine, windows
 from hestia_tune.reconstruction.streams import Stream, prefetched
-from hestia_tune.reconstruction.window import call_block
+from hestia_tune.reconstruction.window import call_block, templates
 
 SEQ, DIM, BATCHES, BATCH = 6, 8, 5, 4
 COUNTED = torch.ones(BATCH, SEQ)
@@ -376,6 +376,18 @@ def test_compiled_blocks_share_few_graphs(monkeypatch):
         block.kind = index % 2
     results(reconstruct(model, compiled=True, kl_blocks=3))
     assert counter.frame_count == 2 * 3
+
+
+def test_blocks_whose_methods_differ_share_one_template():
+    """A block is called with effective weights, so the parameters of its methods do not matter."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(Block() for _ in range(3)).requires_grad_(False)
+    int4 = {"_component_": "hestia_tune.INT4", "group_size": 8}
+    layers = {"1.up": int4, "2.down": int4}
+    HestiaQATQuantizer(group_size=8, scale="learned", layers=layers).prepare(model)
+    assert len({*templates(model)}) == 1
+    found = results(reconstruct(model, kl_blocks=3))
+    assert all(one.error < one.naive_error for one in found)
 
 
 def test_only_vectors_and_quantized_weights_are_trained():
