@@ -14,44 +14,65 @@ EXACT = "exact"
 _TITLES = {
     "methods": (
         "Methods",
-        "Each row is a method. The model is a small Llama in groups of 256 weights, after two\n"
-        "steps of training.",
+        "Each row is a method. The model is a small Llama after two steps of training. Every 256\n"
+        "weights of a row share one scale. Only Fairy2i has scales for a whole matrix. INT2 with\n"
+        "`start: absmax` uses only three of its four values.",
     ),
     "groups": (
         "Group sizes",
-        "Each row is a `group_size`. The model is the same Llama with Hestia's ternary codes.",
+        "Each row is a `group_size`, the number of weights that share a scale. The model is the\n"
+        "same Llama, with the method of the first row above: `HestiaQATQuantizer`.",
     ),
     "families": (
         "Families of models",
-        "Each row is a family of models with Hestia's ternary codes in groups of 256. The models\n"
-        "are not trained.",
+        "Each row is a family of models, with `HestiaQATQuantizer` and groups of 256 weights. The\n"
+        "models are not trained.",
     ),
 }
 _HEAD = f"""# What every format holds
 
-Can `convert.formats` write your model, and is the file exact? This command prints this page:
+`hestia_convert` writes a trained model in the file formats that the option `convert.formats` names.
+Which formats can hold your model, and is the file exact? This command prints this page:
 
 ```bash
 python -m hestia_tune formats
 ```
 
-Find the row of your method, your group size and your family of models. A cell says what happens in
-a format:
+There are three tables. Find the row of your method, the row of your group size, and the row of your
+family of models. A format can hold your model if no cell of these three rows says "no". The columns
+of `gguf` are the [block types](convert.md#block-types-of-gguf), the values of `convert.block_type`.
+A cell says what happens in a format:
 
 | cell | meaning |
 |---|---|
-| {EXACT} | The file holds the weights of the hard model without a change. |
+| {EXACT} | The file holds the weights of the hard model without a change. In the hard model, which a run writes at its end, every quantized weight is a code times a scale. |
 | a percentage, for `gguf` | The format rounds the weights. The number is the relative error of the weights. |
 | a percentage, for `onnx, int8 head` | The format rounds the output head to 8 bits. The number is the relative error of the logits. |
 | a percentage, for Gemma in `mlx` | mlx-lm computes another GELU than transformers. The number is the relative error of the logits. |
 | no, and a number | The format refuses the model and writes nothing. The number is the number of the reason under [Why not](#why-not). |
 
-If the config or the shapes already show that a format refuses the model, `hestia_qat` refuses it
-before training. If your cell says "no", choose a format with "{EXACT}" in your row.
+Often the config or the shapes of the weights already show that a format refuses the model. Then
+`hestia_qat` ends with an error before the training.
 
-A script makes this page. For each row it converts a small random model, and loads the file with the
-library of the format. [Convert](convert.md) says which program loads which format, and what the
-programs round while they run. `hestia_convert` also compares every file with the model.
+The command above only prints the page. A script measured the cells: for each row it converted a
+small random model, and loaded the file with the library of the format. [Convert](convert.md) says
+which program loads which format, and what the programs round while they run. `hestia_convert` also
+compares every file with the model.
+"""  # noqa: E501
+_REASONS = """## Why not
+
+The numbers are the numbers in the tables above. The reasons are the errors of `hestia_convert`,
+shortened. These words are in them:
+
+| word | meaning |
+|---|---|
+| even | the method `HestiaQATQuantizer` with `codebook: binary` or `codebook: int2` |
+| fairy2i, int2, int4, dlt, seq | the method of this name in the first table |
+| levels | the number of different codes |
+| block | A GGUF file stores the weights in blocks. The type of the blocks limits the group size and the number of levels ([limits](convert.md#block-types-of-gguf)). |
+| plain | a layer with the forward function of `torch.nn.Linear`; Falcon's layers have their own |
+| packed | stored in few bits |
+| requested group size 256 (GPT-J) | mlx-lm takes the MLP of GPT-J to be four times as wide as the model, and computes the group size from this width. The small GPT-J of the test has a narrower MLP. A GPT-J with the usual width can be written. |
 """  # noqa: E501
 
 
@@ -72,6 +93,6 @@ def formats_page() -> str:
                 shown.append(cell)
             lines.append(f"| {row} | {' | '.join(shown)} |")
         lines.append("")
-    lines += ["## Why not", "", "The numbers are the numbers in the tables above.", ""]
+    lines.append(_REASONS)
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join(lines) + "\n"
