@@ -174,7 +174,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         InputError: If the file cannot be read or is damaged. The message names the file.
     """
-    import torch  # takes a second, and most commands that read no weights need no torch
+    import torch  # only here: it takes a second, and --help does not need it
     from safetensors.torch import load_file
 
     try:

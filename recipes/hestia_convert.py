@@ -2,15 +2,9 @@
 
 import sys
 
-from hestia_tune.commands.launch import main
-
-
-def run(config) -> int:
-    """Run the command. Its imports take seconds, so --help does without them."""
-    from hestia_tune.commands.convert import run_convert
-
-    return run_convert(config)
-
-
 if __name__ == "__main__":
-    sys.exit(main(run, "hestia_convert"))
+    try:
+        from hestia_tune.commands.launch import main
+    except KeyboardInterrupt:  # `main` catches a later one
+        sys.exit(130)
+    sys.exit(main("hestia_tune.commands.convert:run_convert", "hestia_convert"))

@@ -2,15 +2,9 @@
 
 import sys
 
-from hestia_tune.commands.launch import main
-
-
-def run(config) -> int:
-    """Run the command. Its imports take seconds, so --help does without them."""
-    from hestia_tune.commands.evaluate import run_evaluation
-
-    return run_evaluation(config)
-
-
 if __name__ == "__main__":
-    sys.exit(main(run, "hestia_eval"))
+    try:
+        from hestia_tune.commands.launch import main
+    except KeyboardInterrupt:  # `main` catches a later one
+        sys.exit(130)
+    sys.exit(main("hestia_tune.commands.evaluate:run_evaluation", "hestia_eval"))

@@ -2,15 +2,9 @@
 
 import sys
 
-from hestia_tune.commands.launch import main
-
-
-def run(config) -> int:
-    """Run the command. Its imports take seconds, so --help does without them."""
-    from hestia_tune.commands.qat import run_qat
-
-    return run_qat(config)
-
-
 if __name__ == "__main__":
-    sys.exit(main(run, "hestia_qat"))
+    try:
+        from hestia_tune.commands.launch import main
+    except KeyboardInterrupt:  # `main` catches a later one
+        sys.exit(130)
+    sys.exit(main("hestia_tune.commands.qat:run_qat", "hestia_qat"))

@@ -2,15 +2,9 @@
 
 import sys
 
-from hestia_tune.commands.launch import main
-
-
-def run(config) -> int:
-    """Run the command. Its imports take seconds, so --help does without them."""
-    from hestia_tune.commands.sensitivity import run_sensitivity
-
-    return run_sensitivity(config)
-
-
 if __name__ == "__main__":
-    sys.exit(main(run, "hestia_sensitivity"))
+    try:
+        from hestia_tune.commands.launch import main
+    except KeyboardInterrupt:  # `main` catches a later one
+        sys.exit(130)
+    sys.exit(main("hestia_tune.commands.sensitivity:run_sensitivity", "hestia_sensitivity"))

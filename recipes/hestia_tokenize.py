@@ -2,15 +2,9 @@
 
 import sys
 
-from hestia_tune.commands.launch import main
-
-
-def run(config) -> int:
-    """Run the command. Its imports take seconds, so --help does without them."""
-    from hestia_tune.commands.tokenize import run_tokenize
-
-    return run_tokenize(config)
-
-
 if __name__ == "__main__":
-    sys.exit(main(run, "hestia_tokenize"))
+    try:
+        from hestia_tune.commands.launch import main
+    except KeyboardInterrupt:  # `main` catches a later one
+        sys.exit(130)
+    sys.exit(main("hestia_tune.commands.tokenize:run_tokenize", "hestia_tokenize"))

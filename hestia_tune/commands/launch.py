@@ -9,6 +9,7 @@ mistake in the code and keeps its traceback. HESTIA_TRACEBACK=1 shows every trac
 import argparse
 import logging
 import os
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,12 +24,13 @@ INTERRUPTED = 130
 _NOTICES = ("'set_vital' is deprecated", "torch.distributed is disabled, unavailable or uninitia")
 
 
-def main(command: Callable[[RunConfig], int], name: str) -> int:
+def main(command: Callable[[RunConfig], int] | str, name: str) -> int:
     """Parse ``sys.argv``, run a command, and return the exit code.
 
     Args:
-        command: The command. It takes the config and returns an exit code. It should import torch
-            and torchtune itself: they take seconds, and --help and a wrong option need none.
+        command: The command. It takes the config and returns an exit code. "module:function" names
+            a command that is imported only when it runs: its imports take seconds, and --help does
+            not need them.
         name: Name of the command, for error messages.
     """
 
@@ -38,7 +40,8 @@ def main(command: Callable[[RunConfig], int], name: str) -> int:
         except SystemExit as stop:  # --help, or a wrong argument
             return int(stop.code or 0)
         _set_log_level(config.log_level)
-        return command(config)
+        function = pkgutil.resolve_name(command) if isinstance(command, str) else command
+        return function(config)
 
     return guarded(run, name)
 
@@ -58,7 +61,9 @@ def guarded(run: Callable[[], int], name: str) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's; torch may not be imported
+        import torch  # only here, because --help does without it
+
+        if not isinstance(error, torch.OutOfMemoryError):
             raise
         hint = "lower batch_size and raise gradient_accumulation_steps by the same factor, set "
         hint += "enable_activation_checkpointing=True or fsdp_cpu_offload=True, or use more GPUs"
@@ -111,7 +116,7 @@ def _print_once(error: InputError, name: str) -> None:
 
     An error before the process group exists belongs to its own rank, so every rank prints it.
     """
-    import torch.distributed as dist
+    import torch.distributed as dist  # only here, because --help does without it
 
     rank = os.environ.get("RANK", "0")
     shared = dist.is_initialized() and getattr(error, "on_every_rank", False)

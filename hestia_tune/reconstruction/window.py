@@ -58,9 +58,9 @@ class WindowResult:
     measure: str = "error"
 
 
-def method_parameters(block: nn.Module) -> set[str]:
-    """Return the names of the parameters that only the methods of a block's linears read."""
-    layers = quantized_linears(block).items()
+def method_parameters(linears: Mapping[str, QuantizedLayer]) -> set[str]:
+    """Return the names of the parameters that only the methods of the linears read."""
+    layers = linears.items()
     return {f"{name}.{key}" for name, layer in layers for key in layer.method.parameter_names}
 
 
@@ -75,7 +75,7 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
             plain = {k: v for k, v in vars(part).items() if isinstance(v, _PLAIN)}
             plain.pop("layer_idx", None)  # A key into caches of transformers, which are not used.
             yield name, type(part), plain
-        own = method_parameters(module)
+        own = method_parameters(quantized_linears(module))
         yield from ((name, p.shape) for name, p in module.named_parameters() if name not in own)
 
     return [*describe(one)] == [*describe(other)]
@@ -159,9 +159,10 @@ def run_blocks(
     for (block, template), inputs in zip(blocks, calls, strict=True):
         tensors = dict(block.named_parameters(remove_duplicate=False))
         tensors |= dict(block.named_buffers(remove_duplicate=False))
-        for name in method_parameters(block):
+        linears = quantized_linears(block)
+        for name in method_parameters(linears):
             del tensors[name]
-        for name, module in quantized_linears(block).items():
+        for name, module in linears.items():
             own = effective.get(id(module), {"weight": module.weight.detach()})
             # The weights of experts have the layer's name, and other weights are below it.
             own = {name if name in tensors else f"{name}.{k}": v for k, v in own.items()}
