@@ -44,7 +44,7 @@ class TensorType:
         type must hold the codes. Q4_0 has the integers -8 to 7, Q2_K has 0 to 3, and the other
         types have -1 to 1.
         """
-        most = {"Q4_0": 15, "Q2_K": 4}.get(self.name, 3)
+        most = {"Q4_0": 16, "Q2_K": 4}.get(self.name, 3)
         if levels > most:
             return False
         group = in_features if isinstance(group_size, str) else group_size
@@ -62,11 +62,11 @@ class TensorType:
             levels: Number of different codes.
 
         Raises:
-            InputError: If a scale is neither 0 nor in fp16's normal range.
+            InputError: If the magnitude of a scale is neither 0 nor in fp16's normal range.
         """
         # Compare in float32, because bfloat16 rounds half.max up.
         half, single = torch.finfo(torch.float16), scales.float()
-        bad = (single != 0) & ((single < half.smallest_normal) | (single > half.max))
+        bad = (single != 0) & ((single.abs() < half.smallest_normal) | (single.abs() > half.max))
         if bad.any():
             row, group = bad.nonzero()[0].tolist()
             raise InputError(

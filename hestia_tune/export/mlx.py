@@ -137,12 +137,11 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _affine(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:
     """Return the tensors of one weight; see the module docstring."""
-    largest, distance = hard.grid()
     scale = hard.scale.repeat_interleave(hard.block_size[-1] // block, 1).expand(len(hard), -1)
     return {
         "weight": hard.qdata.view(torch.uint32),
-        "scales": (distance * scale).contiguous(),
-        "biases": (-largest * scale).contiguous(),
+        "scales": (hard.distance * scale).contiguous(),
+        "biases": (hard.lowest * scale).contiguous(),
     }
 
 

@@ -156,8 +156,8 @@ def _check(source: ModelFolder, folder: Path) -> int:
                 raise RuntimeError(f"OpenVINO has no constant {missing[0]}")
             num_bytes += sum(constants[key].get_byte_size() for key in keys)
             codes, scale = (_values(constants[key]) for key in keys)
-            offset = (source.quantized[name].levels - 1) / 2
-            found = ((codes - offset) * scale).flatten(1)
+            hard = source.pack(name, weight)
+            found = ((codes + hard.lowest / hard.distance) * scale).flatten(1)
         else:
             found = _values(constants[key]) if key in constants else weight
         if not torch.equal(found.view_as(weight), weight):

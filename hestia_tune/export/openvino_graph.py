@@ -4,13 +4,13 @@ OpenVINO's frontend traces transformers' model, so the graph is the model's own 
 each quantized linear is replaced by a module with its codes. An extension of the frontend builds
 the product with this weight, which is reshaped to (out_features, in_features):
 
-    (codes - (levels - 1) / 2) * scale
-    codes   u2, or u4 for 15 levels (out_features, groups, group): the index of the code, counted
+    (codes - offset) * scale
+    codes   u2, or u4 for 16 levels (out_features, groups, group): the index of the code, counted
             from the lowest
     scale   float16 (out_features, groups, 1): the distance between neighbouring levels. bfloat16
             if float16 would round a scale.
 
-The number that is subtracted is a float (0.5, 1, 1.5 or 7). OpenVINO 2026.4 fails on an integer
+The offset is a float (0.5, 1, 1.5 or 8). OpenVINO 2026.4 fails on an integer
 zero point of 2-bit codes when it rounds activations to 8 bits, which it does by default. The trace
 computes no weight: a trace keeps every tensor that it sees, which is 12 bytes for each weight.
 """
@@ -41,13 +41,12 @@ class _CodedLinear(nn.Module):
 
     def __init__(self, hard: GroupTensor, bias: Tensor | None):
         super().__init__()
-        _, distance = hard.grid()
-        scale = (distance * hard.scale).expand(len(hard), -1).unsqueeze(-1)
+        scale = (hard.distance * hard.scale).expand(len(hard), -1).unsqueeze(-1)
         scale = scale.half() if is_exact(scale, torch.float16) else scale.contiguous()
         fields = unpack_codes(hard.qdata, hard.shape[1], hard.bits)
         self.register_buffer("codes", fields.unflatten(1, (scale.shape[1], -1)))
         self.register_buffer("scale", scale)
-        self.register_buffer("offset", torch.tensor((hard.levels - 1) / 2))
+        self.register_buffer("offset", torch.tensor(-hard.lowest / hard.distance))
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,19 +6,20 @@ A weight is a scale times a code. The number ``levels`` chooses the codes:
     3   -1, 0, 1       The code is 0 up to half a scale.
     4   -3, -1, 1, 3   The outer codes lie beyond two scales. In steps of two, the levels are
                        {-1.5, -0.5, 0.5, 1.5}.
-    15  -7, ..., 7     The nearest integer.
+    16  -8, ..., 7     The nearest integer. The scale has a sign, so that the largest weight of a
+                       group has the code -8, and its product with the scale is positive or negative.
 
 Every product must be a bfloat16 number, so that every export is exact. A bfloat16 scale has 8
 significant bits. Three times such a scale has up to 10, so scales of four levels are rounded to 6.
 This rounding costs a relative error of at most 1/64 of the scale, 3e-5 of the weights' squared
-error. For the same reason, scales of 15 levels are rounded to 5 bits.
+error. For the same reason, scales of 16 levels are rounded to 5 bits.
 
 Scales are sums in float64, so that they depend neither on the device nor on the order. Comparisons
 find the codes, because comparisons are exact. A compiler may approximate a division.
 
 Scales have a lower bound, `SCALE_EPS`, so that no formula divides by zero. A scale at the bound
 belongs to a group of zeros, or to a group whose weights or step are below the bound. Two and four
-levels have no code 0, and 15 levels could lack their code 7, from which a file's reader takes the
+levels have no code 0, and 16 levels could lack their code -8, from which a file's reader takes the
 scale. So the hard weights of such a group have the scale 0, and stay zeros in every file format.
 """
 
@@ -44,16 +45,19 @@ SCALE_EPS = 1e-8
 # The bound, rounded to the 5, 6 or 8 significant bits of a scale, is at most this number.
 _LEAST_SCALE = SCALE_EPS * (1 + 2**-5)
 # The smallest and the largest magnitude of a code.
+# What `searched_scale` tries. A scale of 5 significant bits is rounded by up to 1/32, so multiples
+# below 1.034 keep the scale below 1/7.5 of the largest weight.
+_MULTIPLES = (1.0, 1.03, 0.95, 0.9, 0.85)
 # How many significant bits of a bfloat16 scale stay zero.
-_SPARE_BITS = {2: 0, 3: 0, 4: 2, 15: 3}
+_SPARE_BITS = {2: 0, 3: 0, 4: 2, 16: 3}
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
-_PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",), 15: ("int4",)}
+_PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",), 16: ("int4",)}
 _INTEGERS = "torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino"
 _FILE_FORMATS = {
     2: (*_INTEGERS, "onnx"),
     3: (*_INTEGERS, "onnx", "intx"),
     4: _INTEGERS,
-    15: tuple(name for name in _INTEGERS if name != "mlx"),
+    16: tuple(name for name in _INTEGERS if name != "mlx"),
 }
 
 
@@ -147,6 +151,35 @@ def least_squares_scale(blocks: Tensor, levels: int = 3) -> Tensor:
     return round_scale(scale.clamp(min=SCALE_EPS), levels).to(compute_dtype(blocks))
 
 
+def signed_scale(blocks: Tensor) -> Tensor:
+    """Return the scale that gives the largest weight of each group the code -8; shape (..., 1)."""
+    low, high = blocks.detach().aminmax(dim=-1, keepdim=True)
+    return torch.where(high > -low, high, low) * (-1 / 8)
+
+
+def searched_scale(blocks: Tensor) -> Tensor:
+    """Return a scale of codes from -8 to 7 with a small squared error, rounded; shape (..., 1).
+
+    The function tries a few multiples of `signed_scale`. A smaller scale cuts the largest weights
+    off and rounds all others more finely. With every multiple, the largest weight has the code -8.
+    A multiple must lower the error clearly, so the order of a sum does not decide, and the first
+    one keeps a hard weight as it is.
+    """
+    largest, best, least = signed_scale(blocks), None, None
+    for multiple in _MULTIPLES:
+        size = (multiple * largest.abs()).clamp(min=SCALE_EPS)
+        scale = round_scale(torch.where(largest < 0, -size, size), 16).to(blocks.dtype)
+        difference = (blocks - scale * nearest_code(blocks, scale, 16)).double()
+        error = difference.square().sum(-1, keepdim=True)
+        if best is None or least is None:
+            best, least = scale, error
+        else:
+            is_better = error < least * (1 - 1e-12)
+            best, least = torch.where(is_better, scale, best), torch.where(is_better, error, least)
+    assert best is not None
+    return best
+
+
 def scale_of_hard(blocks: Tensor, levels: int) -> Tensor:
     """Return the scales of groups that are hard already, and 0 for all other groups.
 
@@ -155,7 +188,7 @@ def scale_of_hard(blocks: Tensor, levels: int) -> Tensor:
 
     Args:
         blocks: The weights (..., group).
-        levels: 3, 4 or 15.
+        levels: 3, 4 or 16.
 
     Returns:
         The scales (..., 1).
@@ -164,8 +197,8 @@ def scale_of_hard(blocks: Tensor, levels: int) -> Tensor:
     scale = high
     if levels == 4:  # The smallest code is ±1, or ±3 if all codes are ±3.
         scale = torch.where(round_scale(low, 4) == low, low, low / 3)
-    elif levels == 15:  # The largest code is ±7.
-        scale = high / 7
+    elif levels == 16:
+        scale = signed_scale(blocks)
     is_hard = (nearest_code(blocks, scale, levels) * scale == blocks).all(-1, keepdim=True)
     return torch.where(is_hard & (round_scale(scale, levels) == scale), scale, 0.0)
 
@@ -180,9 +213,11 @@ def nearest_code(w: Tensor, scale: Tensor, levels: int = 3) -> Tensor:
     zero = magnitude * (0.0 * scale)  # A constant would lose a NaN.
     if levels == 3:
         return torch.where(magnitude > 0.5 * scale, torch.sign(w), zero)
-    if levels == 15:
-        passed = [(magnitude > (code - 0.5) * scale).to(w.dtype) for code in range(1, 8)]
-        return torch.sign(w) * sum(passed, zero)
+    if levels == 16:
+        size, turned = scale.abs(), torch.where(scale < 0, -w, w)
+        passed = [(magnitude > (code - 0.5) * size).to(w.dtype) for code in range(1, 8)]
+        last = ((magnitude > 7.5 * size) & (turned < 0)).to(w.dtype)
+        return torch.sign(turned) * sum(passed, zero) - last
     one = zero + 1.0
     sign = torch.where(w < 0, -one, one)
     return sign if levels == 2 else torch.where(magnitude > 2.0 * scale, 3.0 * sign, sign)
@@ -203,7 +238,7 @@ class GroupMethod(Method):
         InputError: If an option is wrong.
     """
 
-    # How many codes there are: 2, 3, 4 or 15; see the module docstring.
+    # How many codes there are: 2, 3, 4 or 16; see the module docstring.
     levels: ClassVar[int] = 3
     group_size: GroupSize = 128
 
@@ -272,7 +307,7 @@ class GroupMethod(Method):
 
     def hard_scale(self, scale: Tensor) -> Tensor:
         """Return the scales of hard weights: 0 for a scale at its bound, but for ternary codes."""
-        return scale if self.levels == 3 else torch.where(scale <= _LEAST_SCALE, 0.0, scale)
+        return scale if self.levels == 3 else torch.where(scale.abs() <= _LEAST_SCALE, 0.0, scale)
 
     def relaxed(
         self, w: Tensor, tau: Tensor, parameters: Sequence[Tensor], total: SumOverRanks | None

@@ -29,7 +29,7 @@ def is_hard(weight: Tensor, group_size: GroupSize, levels: int = 3) -> bool:
     Args:
         weight: The weight (out_features, in_features).
         group_size: An int that divides in_features, "channel" or "tensor".
-        levels: The number of codes: 2, 3, 4 or 15.
+        levels: The number of codes: 2, 3, 4 or 16.
     """
 
     def fits(rows: Tensor) -> bool:
@@ -65,9 +65,9 @@ def find_codes(weight: Tensor) -> tuple[int, GroupSize] | tuple[None, None]:
         weight: The weight (out_features, in_features).
 
     Returns:
-        The number of codes (2, 3, 4 or 15) and the group size; or None and None for another weight.
+        The number of codes (2, 3, 4 or 16) and the group size; or None and None for another weight.
     """
-    for levels in (2, 3, 4, 15):
+    for levels in (2, 3, 4, 16):
         if size := find_group_size(weight, levels):
             return levels, size
     return None, None

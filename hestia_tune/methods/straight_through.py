@@ -19,6 +19,7 @@ from hestia_tune.methods.groups import (
     mean_scale,
     nearest_code,
     round_scale,
+    searched_scale,
 )
 
 Start = Literal["absmax", "least_squares"]
@@ -132,12 +133,14 @@ class INT2Method(StraightThroughMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class INT4Method(StraightThroughMethod):
-    """Symmetric four-bit integers: Q(w) = s·clip(round(w/s), -7, 7) with s = max|w|/7 of the group.
+    """Four-bit integers: Q(w) = s·clip(round(w/s), -8, 7), with a signed scale s for each group.
 
-    The scale is rounded to 5 significant bits, so that every product is a bfloat16 number. The code
-    of the largest weight stays ±7, so a second quantization does not change a hard weight. A group
-    whose scale is at its bound becomes zeros. The type Q4_0 of GGUF holds the codes and the scales.
-    MLX computes a weight in bfloat16 and would round some weights, so it does not hold them.
+    The scale gives the largest weight of the group the code -8, as GGUF's type Q4_0 does. The scale
+    is -w/8 of the largest weight w, or a near number with a smaller squared error
+    (`hestia_tune.methods.groups.searched_scale`). It has 5 significant bits, so that every product
+    is a bfloat16 number. A second quantization does not change a hard weight. A group whose scale
+    is at its bound becomes zeros. MLX computes a weight in bfloat16 and would round some weights,
+    so it does not hold them.
 
     Args:
         group_size: See `GroupMethod`; not "tensor".
@@ -147,14 +150,12 @@ class INT4Method(StraightThroughMethod):
     """
 
     name: ClassVar[str] = "int4"
-    levels: ClassVar[int] = 15
+    levels: ClassVar[int] = 16
 
     def __post_init__(self):
         super().__post_init__()
         self.require_rows("int4")
 
     def scale_and_code(self, w, parameters, total, is_final):
-        # A product, because a compiler may approximate a division.
-        largest = w.abs().amax(-1, keepdim=True) * (1 / 7)
-        scale = round_scale(largest.clamp(min=SCALE_EPS), self.levels).to(w.dtype)
+        scale = searched_scale(w)
         return scale, nearest_code(w, scale, self.levels)

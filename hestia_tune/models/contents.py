@@ -32,7 +32,7 @@ from hestia_tune.models.packed_layouts import PackedWeight
 
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.")
 # Number of codes -> what a weight with so many codes is called.
-KINDS = {2: "binary", 3: "ternary", 4: "four levels", 15: "4-bit integers"}
+KINDS = {2: "binary", 3: "ternary", 4: "four levels", 16: "4-bit integers"}
 
 
 def find_hard(
@@ -127,7 +127,7 @@ class Matrix:
         width: in_features.
         size: The number of its weights.
         zeros: The number of its weights that are 0.
-        levels: The number of its codes: 2, 3, 4 or 15. None: it is dense.
+        levels: The number of its codes: 2, 3, 4 or 16. None: it is dense.
         group_size: The number of weights that share a scale. None: it is dense.
     """
 

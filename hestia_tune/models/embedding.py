@@ -5,7 +5,7 @@ while it is read, after the training, for every file format in the same way. A w
 times the scale of its group of 32 weights, the block of the GGUF types Q4_0 and Q8_0:
 
     choice  codes        scale of a group
-    int4    -7 to 7      max|w|/7, rounded to 5 significant bits (`hestia_tune.methods.INT4Method`)
+    int4    -8 to 7      near -w/8 of the largest w (`hestia_tune.methods.INT4Method`)
     int8    -127 to 127  the least power of two that is not below max|w|/127
 
 Every product is a bfloat16 number, so every format that holds bfloat16 holds the rounded weights.

@@ -62,7 +62,7 @@ def read_hard(
     Args:
         weight: See `GroupTensor.from_hard`, also for ``group_size``.
         group_size: Weights that share a scale.
-        levels: The number of codes: 2, 3, 4 or 15.
+        levels: The number of codes: 2, 3, 4 or 16.
         name: Name of the weight, for errors.
 
     Raises:

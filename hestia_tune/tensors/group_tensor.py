@@ -25,7 +25,7 @@ from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.methods import EvenMethod, INT4Method, TernaryMethod
 from hestia_tune.methods.base import compute_dtype, require_float
 from hestia_tune.methods.granularity import GroupSize, block_view
-from hestia_tune.methods.groups import nearest_code
+from hestia_tune.methods.groups import nearest_code, signed_scale
 from hestia_tune.tensors.bitpack import pack_codes, packed_width, unpack_codes
 from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_bfloat16
 
@@ -61,7 +61,9 @@ class GroupTensor(PackedTensor):
     Each kind of it is made with `from_codes`, `from_hp` or `from_hard`.
 
     Class Attributes:
-        levels: The number of codes. They lie evenly around 0.
+        levels: The number of codes.
+        lowest: The lowest code.
+        distance: The distance between neighbouring codes.
         bits: Bits per code.
         hard_rule: The values of a group in a hard weight, for errors.
 
@@ -75,13 +77,10 @@ class GroupTensor(PackedTensor):
     """
 
     levels: ClassVar[int]
+    lowest: ClassVar[int]
+    distance: ClassVar[int]
     bits: ClassVar[int]
     hard_rule: ClassVar[str]
-
-    @classmethod
-    def grid(cls) -> tuple[int, int]:
-        """Return the largest code, and the distance between neighbouring codes."""
-        return (cls.levels // 2, 1) if cls.levels % 2 else (cls.levels - 1, 2)
 
     def check_shapes(self, shape, qdata_shape, scale_shape):
         if len(shape) != 2 or qdata_shape != (shape[0], packed_width(shape[1], self.bits)):
@@ -121,20 +120,19 @@ class GroupTensor(PackedTensor):
             InputTypeError: If codes, scales or ``dtype`` have another dtype.
             InputError: If a shape or a code is wrong, or bfloat16 would round a scale.
         """
-        largest, distance = cls.grid()
-        check_codes(codes, -largest, largest)
-        if distance == 2 and not codes.is_meta and (codes & 1 == 0).any():
+        check_codes(codes, cls.lowest, cls.lowest + cls.distance * (cls.levels - 1))
+        if cls.distance == 2 and not codes.is_meta and (codes & 1 == 0).any():
             raise InputError(f"codes of a {cls.__name__} must be odd; got an even one")
-        packed = pack_codes((codes + largest) // distance, cls.bits)
+        packed = pack_codes((codes - cls.lowest) // cls.distance, cls.bits)
         return cls(packed, exact_bfloat16(scale).contiguous(), codes.shape, dtype)
 
     @classmethod
     def from_hard(cls: type[T], weight: Tensor, *, group_size: GroupSize = 128) -> T:
         """Recover codes and scales of a hard weight exactly, and present its dtype.
 
-        The scale of a group is its largest absolute value divided by the largest code; with four
-        levels, it is the smallest absolute value. If the
-        codes include 0, a group of zeros leaves no scale to recover. Its scale becomes 0.
+        The scale of a group is its largest absolute value; with four levels, its smallest absolute
+        value; with 16 levels, its largest value divided by -8. If the codes include 0, a group of
+        zeros leaves no scale to recover. Its scale becomes 0.
 
         Args:
             weight: The hard weight (out_features, in_features). Each entry is the product of a code
@@ -150,7 +148,7 @@ class GroupTensor(PackedTensor):
         require_float(weight)
         blocks = block_view(weight.detach(), group_size).to(compute_dtype(weight))
         low, high = blocks.abs().aminmax(dim=-1, keepdim=True)
-        unit = low if cls.levels == 4 else high / cls.grid()[0]
+        unit = {4: low, 16: signed_scale(blocks)}.get(cls.levels, high)
         code, scale = nearest_code(blocks, unit, cls.levels), unit.to(torch.bfloat16)
         exact = (code * scale == blocks).all(-1, keepdim=True) & unit.isfinite()
         if not weight.is_meta and not exact.all():
@@ -171,8 +169,8 @@ class GroupTensor(PackedTensor):
 
     def _unpacked(self, qdata: Tensor, width: int) -> Tensor:
         """Return the codes of packed bytes, in bfloat16."""
-        largest, distance = self.grid()
-        return unpack_codes(qdata, width, self.bits).to(torch.bfloat16) * distance - largest
+        fields = unpack_codes(qdata, width, self.bits).to(torch.bfloat16)
+        return fields * self.distance + self.lowest
 
     def dequantize_weight(self, *, for_now: bool = False) -> Tensor:
         """Return scale times code, (out_features, in_features), in the presented dtype."""
@@ -196,7 +194,7 @@ class TernaryTensor(GroupTensor):
     """Codes -1, 0, 1, four to a byte, stored as code + 1."""
 
     method_type = TernaryMethod
-    levels, bits = 3, 2
+    levels, lowest, distance, bits = 3, -1, 1, 2
     hard_rule = "one absolute value besides 0"
 
 
@@ -207,23 +205,23 @@ class INT2Tensor(GroupTensor):
     """
 
     method_type = partial(EvenMethod, codebook="int2")
-    levels, bits = 4, 2
+    levels, lowest, distance, bits = 4, -3, 2, 2
     hard_rule = "one absolute value and three times it"
 
 
 class INT4Tensor(GroupTensor):
-    """Codes -7 to 7, two to a byte, stored as code + 7."""
+    """Codes -8 to 7, two to a byte, stored as code + 8. The scale has a sign."""
 
     method_type = INT4Method
-    levels, bits = 15, 4
-    hard_rule = "integers from -7 to 7 times one scale, with ±7 among them,"
+    levels, lowest, distance, bits = 16, -8, 1, 4
+    hard_rule = "integers from -8 to 7 times one scale, with -8 among them,"
 
 
 class BinaryTensor(GroupTensor):
     """Codes -1, 1, eight to a byte, stored as (code + 1) / 2."""
 
     method_type = partial(EvenMethod, codebook="binary")
-    levels, bits = 2, 1
+    levels, lowest, distance, bits = 2, -1, 2, 1
     hard_rule = "one absolute value"
 
 

@@ -41,7 +41,7 @@ METHODS = [
     *LEARNED,
 ]
 ZERO, ONE = torch.tensor(0.0), torch.tensor(1.0)
-LEVELS = {2: {-1, 1}, 3: {-1, 0, 1}, 4: {-3, -1, 1, 3}, 15: set(range(-7, 8))}
+LEVELS = {2: {-1, 1}, 3: {-1, 0, 1}, 4: {-3, -1, 1, 3}, 16: set(range(-8, 8))}
 
 
 def weight(seed=0, shape=(6, 32), dtype=torch.float64, std=0.7):
@@ -53,6 +53,16 @@ def rounded(scale, bits=8):
     """Round to this many significant bits, half to even. The gradient passes."""
     mantissa, exponent = torch.frexp(scale.detach().float().double())
     return scale + ((mantissa * 2**bits).round() / 2**bits * 2.0**exponent - scale).detach()
+
+
+def four_bits(row):
+    """Return the nearest of the hard rows whose scales the method may choose."""
+    largest = max(row.tolist(), key=abs)
+    candidates = []
+    for multiple in (1, 1.03, 0.95, 0.9, 0.85):
+        s = rounded(torch.tensor(-multiple * largest / 8), bits=5)
+        candidates.append(s * (row / s).round().clip(-8, 7))
+    return min(candidates, key=lambda hard: float((row - hard).square().sum()))
 
 
 def reference(method, w, step=None):
@@ -75,8 +85,7 @@ def reference(method, w, step=None):
         s = 2 * least_squares_scale(rows, 4)
         out = through(s * ((rows / s - 0.5).round().clip(-2, 1) + 0.5), rows)
     elif isinstance(method, INT4Method):
-        s = rounded(size.amax(1, keepdim=True) / 7, bits=5)
-        out = through(s * (rows / s).round().clip(-7, 7), rows)
+        out = through(torch.stack([four_bits(row.detach()) for row in rows]), rows)
     else:
         norm = math.sqrt(rows.shape[1])
         a = a / norm + (a - a / norm).detach()  # the gradient scale of LSQ
@@ -205,10 +214,10 @@ def test_four_bits_of_a_tiny_group_are_zeros_or_have_the_largest_code(largest):
     method, w = INT4Method(group_size=8), weight(dtype=torch.float32)
     w[:, :8] *= largest / w[:, :8].abs().max()
     hard = method.hard(w)
-    assert torch.equal(read_hard(hard, 8, 15).dequantize(), hard)
+    assert torch.equal(read_hard(hard, 8, 16).dequantize(), hard)
     codes, scales = method.codes(w)
-    kept = codes.unflatten(-1, (-1, 8)).abs().amax(-1)[scales > 0]
-    assert (kept == 7).all()
+    kept = codes.unflatten(-1, (-1, 8)).amin(-1)[scales != 0]
+    assert (kept == -8).all()
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)

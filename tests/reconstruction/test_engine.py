@@ -136,7 +136,7 @@ def train_by_hand(blocks, source, loss_of, index, *, epochs, tau_init, last, pea
     """Train a window by autograd and torch's AdamW; straight-through from step ``last`` on."""
     layers = [layer for block in blocks for layer in quantized_linears(block).values()]
     weights = [x.weight for x in layers if x.method.levels == 3]
-    fine = [x.weight for x in layers if x.method.levels == 15]
+    fine = [x.weight for x in layers if x.method.levels == 16]
     own = [x.scale_logit for x in layers if x.latents()[1:]]
     known = {id(p) for x in layers for p in x.latents()}
     others = [p for block in blocks for p in block.parameters() if id(p) not in known]

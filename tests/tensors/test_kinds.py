@@ -19,7 +19,7 @@ METHODS = [
     SEQMethod(group_size=16, bits=2),
     INT4Method(group_size=16),
 ]
-KINDS = {2: BinaryTensor, 4: INT2Tensor, 15: INT4Tensor}
+KINDS = {2: BinaryTensor, 4: INT2Tensor, 16: INT4Tensor}
 
 
 def latent(seed=0, shape=(6, 64)):
@@ -61,9 +61,9 @@ def test_layout():
     ones = torch.ones(1, 1)
     binary = torch.tensor([[-1, 1, 1, -1, 1, 1, 1, 1, 1]], dtype=torch.int8)
     assert BinaryTensor.from_codes(binary, ones).qdata.tolist() == [[0b11110110, 1]]
-    fifteen = torch.tensor([[-7, 7, 0]], dtype=torch.int8)
-    assert INT4Tensor.from_codes(fifteen, ones).qdata.tolist() == [[0b11100000, 7]]
-    assert torch.equal(INT4Tensor.from_codes(fifteen, ones).codes(), fifteen)
+    sixteen = torch.tensor([[-8, 7, 0]], dtype=torch.int8)
+    assert INT4Tensor.from_codes(sixteen, -ones).qdata.tolist() == [[0b11110000, 8]]
+    assert torch.equal(INT4Tensor.from_codes(sixteen, -ones).codes(), sixteen)
     four = torch.tensor([[-3, -1, 1, 3, 3]], dtype=torch.int8)
     assert INT2Tensor.from_codes(four, ones).qdata.tolist() == [[0b11100100, 3]]
     assert torch.equal(INT2Tensor.from_codes(four, ones).codes(), four)
@@ -96,7 +96,7 @@ def test_groups_of_one_magnitude_keep_their_values():
         (BinaryTensor, [0.5, 1.5, 0.5, 0.5], "one absolute value per group"),
         (TernaryTensor, [0.5, 1.0, 0.5, 0.5], "one absolute value besides 0"),
         (INT2Tensor, [0.2, 0.2, 0.2, 0.2], "a bfloat16 value"),
-        (INT4Tensor, [1.0, 0.5, 0.0, 0.0], "integers from -7 to 7 times one scale"),
+        (INT4Tensor, [1.0, 0.55, 0.0, 0.0], "integers from -8 to 7 times one scale"),
     ],
 )
 def test_weights_that_are_not_hard_are_refused(kind, row, rule):

@@ -65,7 +65,7 @@ def config(model_dir, output_dir, name, *overrides):
     return OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
 
 
-BITS = {2: 1, 3: 2, 4: 2, 15: 4}  # number of codes -> bits
+BITS = {2: 1, 3: 2, 4: 2, 16: 4}  # number of codes -> bits
 QUICK = ("absmean-tensor", "lsq", "seq-2", "tequila", "mixed")  # of every kind one
 
 
