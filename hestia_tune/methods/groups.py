@@ -7,7 +7,7 @@ A weight is a scale times a code. The number ``levels`` chooses the codes:
     4   -3, -1, 1, 3   The outer codes lie beyond two scales. In steps of two, the levels are
                        {-1.5, -0.5, 0.5, 1.5}.
     16  -8, ..., 7     The nearest integer. The scale has a sign, so that the largest weight of a
-                       group has the code -8, and its product with the scale is positive or negative.
+                       group, positive or negative, has the code -8.
 
 Every product must be a bfloat16 number, so that every export is exact. A bfloat16 scale has 8
 significant bits. Three times such a scale has up to 10, so scales of four levels are rounded to 6.
