@@ -172,6 +172,7 @@ def choose_block_type(
             return BLOCK_TYPES[name]
     raise InputError(
         f"no block of {' or '.join(names)} holds {weight} exactly (in_features {in_features}, "
-        f"group_size {group_size}, {levels} levels); use block_type Q4_0 with blocks of 32, or "
-        "leave the weight out of quantized, to be stored densely"
+        f"group_size {group_size}, {levels} levels); use convert.block_type=Q4_0 "
+        "and a group_size that is a multiple of 32, or name the layer in quantizer.exclude and "
+        "train again"
     )

@@ -83,7 +83,7 @@ def test_wrong_options(demo, tmp_path):
     refuse(folder, tmp_path, quantized, ValueError, "no block of TQ2_0 holds", block_type="TQ2_0")
     refuse(folder, tmp_path, {"nothing": 128}, ValueError, "nothing")
     refuse(folder, tmp_path, {name: 100}, ValueError, f"100 does not divide .*{name}")
-    refuse(folder, tmp_path, {name: 16}, ValueError, "no block of .* stored densely")
+    refuse(folder, tmp_path, {name: 16}, ValueError, "no block of .* quantizer.exclude")
     refuse(folder, tmp_path, {name: 0}, ValueError, "positive int")
     embedding = "model.embed_tokens.weight"
     refuse(folder, tmp_path, {embedding: 128}, ValueError, "only weights of linear layers")

@@ -202,7 +202,7 @@ def test_existing_files_are_not_overwritten_without_the_option(model_dir, output
         (["convert.formats=[torchao,gguf]", "convert.block_type=Q8_0"], "TQ1_0, Q2_K; got Q8_0"),
         (
             ["convert.formats=[torchao,gguf]", "convert.block_type=[TQ2_0,Q2_0]"],
-            "no block of TQ2_0 or Q2_0 holds .*; use block_type Q4_0",
+            "no block of TQ2_0 or Q2_0 holds .*; use convert.block_type=Q4_0",
         ),
         (["checkpointer.model_type=GEMMA"], "model_type GEMMA is not supported"),
     ],
