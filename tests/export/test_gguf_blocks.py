@@ -171,7 +171,7 @@ def test_the_smallest_exact_type_is_chosen(in_features, group_size, expected):
 
 
 def test_a_group_that_no_type_holds_is_refused():
-    with pytest.raises(ValueError, match="TQ2_0 or Q2_0 .* blk.0 .*; use block_type Q4_0"):
+    with pytest.raises(ValueError, match="TQ2_0 or Q2_0 .* blk.0 .*; use convert.block_type=Q4_0"):
         choose_block_type(("TQ2_0", "Q2_0"), 576, 96, "blk.0")
     for in_features, group_size in ((172, "channel"), (576, 16)):
         with pytest.raises(
