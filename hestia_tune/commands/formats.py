@@ -22,10 +22,12 @@ _TITLES = {
         "Group sizes",
         "Each row is a `group_size`, the number of weights that share a scale. The model is the\n"
         "same Llama, with the method of the first row above: `HestiaQATQuantizer`. Its\n"
-        "rows have 256 or 512 weights. With `channel` and `tensor`, the rule for the group size\n"
-        "applies to the row length, the `in_features` of a linear layer. A model with rows of 576\n"
-        "weights, for example, does not fit into `TQ1_0`, `TQ2_0` or `Q2_K` with any group size\n"
-        "([limits](convert.md#block-types-of-gguf)).",
+        "weight matrices have rows of 256 or 512 weights. With `channel`, each row has one scale.\n"
+        "With `tensor`, each matrix has one scale.\n\n"
+        "The length of the rows of your matrices (`in_features`) matters too. It must be a\n"
+        "multiple of 256 for `TQ1_0`, `TQ2_0` and `Q2_K`, of 64 for `Q2_0`, and of 32 for `Q4_0`,\n"
+        "`onnx` and `mlx`. So rows of 576 weights do not fit into `TQ1_0`, `TQ2_0` or `Q2_K`,\n"
+        "whatever the group size is.",
     ),
     "families": (
         "Families of models",
@@ -44,8 +46,8 @@ python -m hestia_tune formats
 ```
 
 There are three tables. Find the row of your method, the row of your group size, and the row of your
-family of models. A format can hold your model if no cell of these three rows says "no", and if the
-row length of your model [fits](#group-sizes). If your group size has no row, read
+family of models. A format, which is a column, can hold your model if none of its cells in these
+three rows says "no", and if the row length of your model [fits](#group-sizes). If your group size has no row, read
 [what a format needs](convert.md#what-the-command-checks). If your family has no row, read
 [which models are refused](families.md#what-is-limited-or-refused). The columns of `gguf` are the
 [block types](convert.md#block-types-of-gguf), the values of `convert.block_type`. A cell says what
@@ -53,7 +55,7 @@ happens in a format:
 
 | cell | meaning |
 |---|---|
-| {EXACT} | The file holds the weights of the hard model without a change. In the hard model, which a run writes at its end, every quantized weight is a code times a scale. |
+| {EXACT} | The file holds the weights of the hard model without a change. In the hard model, which a run writes at its end, every quantized weight is a code (a small integer, such as −1, 0 or 1) times a scale. |
 | a percentage, for `gguf` | The format rounds the weights. The number is the relative error of the weights. |
 | a percentage, for `onnx, int8 head` | With the option `convert.onnx_head=int8`, the format `onnx` rounds the output head to 8 bits. The number is the relative error of the logits. |
 | a percentage, for Gemma in `mlx` | mlx-lm computes the activation function GELU with a different formula than transformers. The number is the relative error of the logits. |
@@ -63,7 +65,7 @@ Often the config or the shapes of the weights already show that a format refuses
 training command `hestia_qat` ends with an error before the training. The command
 `python -m hestia_tune validate CONFIG` makes the same checks and trains nothing.
 
-The command above only prints the page. A script measured the cells: for each row it converted a
+The command `python -m hestia_tune formats` only prints the page. A script measured the cells: for each row it converted a
 small model, made with random weights, and loaded the file with the library of the format.
 [Convert](convert.md) says which program loads which format, and what the programs round while they
 run. `hestia_convert` also compares every file with the model.
@@ -77,11 +79,11 @@ shortened. These words are in them:
 |---|---|
 | even | the method `HestiaQATQuantizer` with `codebook: binary` or `codebook: int2` |
 | fairy2i, int2, int4, dlt, seq | the method of this name in the first table |
-| levels | the number of different codes |
+| levels | the number of different codes; 3 for −1, 0 and 1 |
 | block | A GGUF file stores the weights in blocks. The type of the blocks limits the group size and the number of levels ([limits](convert.md#block-types-of-gguf)). |
 | plain | a layer with the forward function of `torch.nn.Linear`; Falcon's layers have their own |
 | packed | stored in few bits |
-| `X` must load (or run) a model with the hard model's logits; it raises: `E` | Before a file gets its name, the program `X` has to load it and compute the logits of the hard model. `X` failed with the error `E`. |
+| `X` must load (or run) a model with the hard model's logits; it raises: `E` | `hestia_convert` writes a file under a temporary name. Then the program `X` must load the file and compute the logits of the hard model. `X` failed with the error `E`. |
 | requested group size 256 (GPT-J) | mlx-lm takes the MLP of GPT-J to be four times as wide as the model, and computes the group size from this width. The small GPT-J of the test has a narrower MLP. A GPT-J with the usual width can be written. |
 """  # noqa: E501
 
