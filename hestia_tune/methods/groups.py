@@ -42,6 +42,7 @@ from hestia_tune.methods.granularity import (
 )
 
 SCALE_EPS = 1e-8
+_TINY = torch.finfo(torch.float32).tiny
 # The bound, rounded to the 5, 6 or 8 significant bits of a scale, is at most this number.
 _LEAST_SCALE = SCALE_EPS * (1 + 2**-5)
 # The smallest and the largest magnitude of a code.
@@ -215,9 +216,11 @@ def nearest_code(w: Tensor, scale: Tensor, levels: int = 3) -> Tensor:
         return torch.where(magnitude > 0.5 * scale, torch.sign(w), zero)
     if levels == 16:
         size, turned = scale.abs(), torch.where(scale < 0, -w, w)
-        passed = [(magnitude > (code - 0.5) * size).to(w.dtype) for code in range(1, 8)]
-        last = ((magnitude > 7.5 * size) & (turned < 0)).to(w.dtype)
-        return torch.sign(turned) * sum(passed, zero) - last
+        # The quotient may be rounded to a neighbour, so comparisons decide.
+        code = (magnitude / size.clamp(min=_TINY)).round()
+        code = code + (magnitude > (code + 0.5) * size).to(w.dtype)
+        code = code - (magnitude <= (code - 0.5) * size).to(w.dtype)
+        return torch.where(turned < 0, -code.clamp(0, 8), code.clamp(0, 7))
     one = zero + 1.0
     sign = torch.where(w < 0, -one, one)
     return sign if levels == 2 else torch.where(magnitude > 2.0 * scale, 3.0 * sign, sign)
