@@ -46,8 +46,9 @@ python -m hestia_tune formats
 ```
 
 There are three tables. Find the row of your method, the row of your group size, and the row of your
-family of models. A format, which is a column, can hold your model if none of its cells in these
-three rows says "no", and if the row length of your model [fits](#group-sizes). If your group size has no row, read
+family of models. A format is a column. It cannot hold your model if one of its cells in these three
+rows says "no", or if the row length of your model does not [fit](#group-sizes). The file is exact
+if the three cells say "exact". `onnx` has [more limits](convert.md#what-the-command-checks). If your group size has no row, read
 [what a format needs](convert.md#what-the-command-checks). If your family has no row, read
 [which models are refused](families.md#what-is-limited-or-refused). The columns of `gguf` are the
 [block types](convert.md#block-types-of-gguf), the values of `convert.block_type`. A cell says what
@@ -61,8 +62,9 @@ happens in a format:
 | a percentage, for Gemma in `mlx` | mlx-lm computes the activation function GELU with a different formula than transformers. The number is the relative error of the logits. |
 | no, and a number | The format refuses the model and writes nothing. The number is the number of the reason under [Why not](#why-not). |
 
-Often the config or the shapes of the weights already show that a format refuses the model. Then the
-training command `hestia_qat` ends with an error before the training. The command
+Often the config or the shapes of the weights already show that a format refuses the model. If
+`convert.formats` names this format, the training command `hestia_qat` ends with an error before the
+training. The command
 `python -m hestia_tune validate CONFIG` makes the same checks and trains nothing.
 
 The command `python -m hestia_tune formats` only prints the page. A script measured the cells: for each row it converted a
@@ -84,7 +86,7 @@ shortened. These words are in them:
 | plain | a layer with the forward function of `torch.nn.Linear`; Falcon's layers have their own |
 | packed | stored in few bits |
 | `X` must load (or run) a model with the hard model's logits; it raises: `E` | `hestia_convert` writes a file under a temporary name. Then the program `X` must load the file and compute the logits of the hard model. `X` failed with the error `E`. |
-| requested group size 256 (GPT-J) | mlx-lm takes the MLP of GPT-J to be four times as wide as the model, and computes the group size from this width. The small GPT-J of the test has a narrower MLP. A GPT-J with the usual width can be written. |
+| requested group size 256 (GPT-J) | mlx-lm assumes that the MLP of GPT-J is four times as wide as the model, and computes the group size from this width. The small GPT-J of the test has a narrower MLP. A GPT-J with the usual width can be written. |
 """  # noqa: E501
 
 
