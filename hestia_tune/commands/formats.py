@@ -47,11 +47,12 @@ python -m hestia_tune formats
 
 There are three tables. Find the row of your method, the row of your group size, and the row of your
 family of models. A format is a column. It cannot hold your model if one of its cells in these three
-rows says "no", or if the row length of your model does not [fit](#group-sizes). The file is exact
+rows says "no", or if the `in_features` of a quantized layer does not [fit](#group-sizes). The file is exact
 if the three cells say "exact". `onnx` has [more limits](convert.md#what-the-command-checks). If your group size has no row, read
 [what a format needs](convert.md#what-the-command-checks). If your family has no row, read
 [which models are refused](families.md#what-is-limited-or-refused). The columns of `gguf` are the
-[block types](convert.md#block-types-of-gguf), the values of `convert.block_type`. A cell says what
+[block types](convert.md#block-types-of-gguf), the values of `convert.block_type`. `intx` is the
+library torchao's own tensor, one byte for each weight. A cell says what
 happens in a format:
 
 | cell | meaning |
