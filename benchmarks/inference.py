@@ -358,7 +358,7 @@ def label(row: str) -> str:
         return f"torch, packed, kernel {row}"
     if row in BLOCK_TYPES:
         return f"llama.cpp {row}"
-    return {"MLX": "MLX on a CPU, which is not its home"}.get(row, row)
+    return {"MLX": "MLX (made for Apple's GPUs)"}.get(row, row)
 
 
 def report(name: str, work: Path, files: dict[str, int], threads: int, *rest: str) -> None:
