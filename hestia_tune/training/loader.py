@@ -18,6 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -85,6 +86,9 @@ class TrainingData:
         self._readers = [self._world_size, config.num_workers]
         build = partial(build_dataset, config, tokenizer, ignore_index=ignore_index)
         self.dataset, collate = build("dataset", batch_size=config.batch_size)
+        if isinstance(self.dataset, StreamingTextDataset):
+            settings = self.dataset.config
+            self.dataset.config = replace(settings, seed=self._order_seed(settings.seed))
         # Streams of text and tokenized sets count their passes over the data themselves.
         self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
         self._sampler = self._make_sampler(self.dataset, config.shuffle)
@@ -118,12 +122,17 @@ class TrainingData:
                 lengths.append(len(dataset[number]["tokens"]))
         return max(lengths)
 
+    def _order_seed(self, seed: int) -> int:
+        """Return ``seed``, or the next one if a reconstruction has learned its first sequences."""
+        return seed + (self._config.reconstruction is not None and seed == self._seed)
+
     def _make_sampler(self, dataset: Any, shuffle: bool) -> PositionSampler | None:
         """Return the sampler of a dataset, or None for a stream with an order of its own."""
         if isinstance(dataset, StreamingTextDataset):
             return None
         order = {"length": len(dataset), "seed": self._seed, "shuffle": shuffle}
         order |= getattr(dataset, "order", {})
+        order["seed"] = self._order_seed(order["seed"])
         ranks = {"rank": self._rank, "world_size": self._world_size}
         return PositionSampler(len(dataset), **ranks, **order)
 

@@ -15,6 +15,8 @@ from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_r
 
 from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.qat import run_qat, run_reconstruct
+from hestia_tune.commands.tokenize import run_tokenize
+from hestia_tune.config.run import RunConfig
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import checkpoints
 from hestia_tune.models.checkpoints import check_can_hold
@@ -22,6 +24,9 @@ from hestia_tune.qat.linear import full_tensor, quantized_linears
 from hestia_tune.reconstruction import engine
 from hestia_tune.reconstruction import recipe as reconstruct
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
+from hestia_tune.training.data import calibration_batches
+from hestia_tune.training.loader import TrainingData
+from hestia_tune.training.plan import plan
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -419,3 +424,38 @@ def test_training_refuses_a_reconstruction_of_another_run(model_dir, finished, t
     stranger = make_model_dir(tmp_path / "stranger", seed=1)
     with pytest.raises(ValueError, match="made from another model"):
         run(config(stranger, tmp_path, f"reconstruction={folder}"))
+
+
+@pytest.mark.parametrize("source", ["samples", "stream", "tokens"])
+def test_training_after_a_reconstruction_has_another_order(model_dir, tmp_path, source):
+    """The reconstruction learns the sequences with which training alone begins."""
+    cfg = config(model_dir, tmp_path, "seed=0", "shuffle=True")
+    if source != "samples":
+        lines = (json.dumps({"text": f"Document {k} " + "word " * (k % 11)}) for k in range(300))
+        (tmp_path / "text.jsonl").write_text("\n".join(lines))
+        cfg.dataset = {
+            "_component_": "hestia_tune.data.streaming_text_dataset",
+            "source": "json",
+            "data_files": str(tmp_path / "text.jsonl"),
+            "seq_len": 16,
+            "shuffle_buffer": 300,
+            "max_tokens": 1600,
+        }
+    if source == "tokens":
+        run_tokenize(cfg)
+        cfg.dataset = cfg.dataset | {
+            "source": "token_shards",
+            "data_files": str(tmp_path / "tokens"),
+        }
+    parsed = RunConfig.parse(cfg)
+    planned = plan(parsed, trains=False)
+    [drawn] = calibration_batches(parsed, planned.tokenizer, num_samples=8, batch_size=8)
+
+    def first(parsed):
+        data = TrainingData(parsed, planned.tokenizer, ignore_index=-100, seed=0)
+        return next(data.begin(0))["tokens"]
+
+    alone = first(parsed)
+    assert torch.equal(alone, drawn.tokens[: len(alone)])
+    after = first(parsed.changed(reconstruction="auto"))
+    assert not any(map(torch.equal, after, drawn.tokens))
