@@ -46,9 +46,6 @@ _TINY = torch.finfo(torch.float32).tiny
 # The bound, rounded to the 5, 6 or 8 significant bits of a scale, is at most this number.
 _LEAST_SCALE = SCALE_EPS * (1 + 2**-5)
 # The smallest and the largest magnitude of a code.
-# What `searched_scale` tries. A scale of 5 significant bits is rounded by up to 1/32, so multiples
-# below 1.034 keep the scale below 1/7.5 of the largest weight.
-_MULTIPLES = (1.0, 1.03, 0.95, 0.9, 0.85)
 # How many significant bits of a bfloat16 scale stay zero.
 _SPARE_BITS = {2: 0, 3: 0, 4: 2, 16: 3}
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
@@ -156,29 +153,6 @@ def signed_scale(blocks: Tensor) -> Tensor:
     """Return the scale that gives the largest weight of each group the code -8; shape (..., 1)."""
     low, high = blocks.detach().aminmax(dim=-1, keepdim=True)
     return torch.where(high > -low, high, low) * (-1 / 8)
-
-
-def searched_scale(blocks: Tensor) -> Tensor:
-    """Return a scale of codes from -8 to 7 with a small squared error, rounded; shape (..., 1).
-
-    The function tries a few multiples of `signed_scale`. A smaller scale cuts the largest weights
-    off and rounds all others more finely. With every multiple, the largest weight has the code -8.
-    A multiple must lower the error clearly, so the order of a sum does not decide, and the first
-    one keeps a hard weight as it is.
-    """
-    largest, best, least = signed_scale(blocks), None, None
-    for multiple in _MULTIPLES:
-        size = (multiple * largest.abs()).clamp(min=SCALE_EPS)
-        scale = round_scale(torch.where(largest < 0, -size, size), 16).to(blocks.dtype)
-        difference = (blocks - scale * nearest_code(blocks, scale, 16)).double()
-        error = difference.square().sum(-1, keepdim=True)
-        if best is None or least is None:
-            best, least = scale, error
-        else:
-            is_better = error < least * (1 - 1e-12)
-            best, least = torch.where(is_better, scale, best), torch.where(is_better, error, least)
-    assert best is not None
-    return best
 
 
 def scale_of_hard(blocks: Tensor, levels: int) -> Tensor:

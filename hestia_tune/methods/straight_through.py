@@ -19,10 +19,13 @@ from hestia_tune.methods.groups import (
     mean_scale,
     nearest_code,
     round_scale,
-    searched_scale,
+    signed_scale,
 )
 
 Start = Literal["absmax", "least_squares"]
+# What `searched_scale` tries. A scale of 5 significant bits is rounded by up to 1/32, so multiples
+# below 1.034 keep the scale below 1/7.5 of the largest weight.
+_MULTIPLES = (1.0, 1.03, 0.95, 0.9, 0.85)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +134,36 @@ class INT2Method(StraightThroughMethod):
         return scale, nearest_code(w, scale, self.levels)
 
 
+def searched_scale(blocks: Tensor) -> Tensor:
+    """Return a scale of codes from -8 to 7 with a small squared error, rounded; shape (..., 1).
+
+    The function tries a few multiples of `signed_scale`. A smaller scale cuts the largest weights
+    off and rounds all others more finely. With every multiple, the largest weight has the code -8.
+    A multiple must lower the error clearly, so the order of a sum does not decide, and the first
+    one keeps a hard weight as it is.
+    """
+    largest, best, least = signed_scale(blocks), None, None
+    for multiple in _MULTIPLES:
+        size = (multiple * largest.abs()).clamp(min=SCALE_EPS)
+        scale = round_scale(torch.where(largest < 0, -size, size), 16).to(blocks.dtype)
+        difference = (blocks - scale * nearest_code(blocks, scale, 16)).double()
+        error = difference.square().sum(-1, keepdim=True)
+        if best is None or least is None:
+            best, least = scale, error
+        else:
+            is_better = error < least * (1 - 1e-12)
+            best, least = torch.where(is_better, scale, best), torch.where(is_better, error, least)
+    assert best is not None
+    return best
+
+
 @dataclass(frozen=True, kw_only=True)
 class INT4Method(StraightThroughMethod):
     """Four-bit integers: Q(w) = s·clip(round(w/s), -8, 7), with a signed scale s for each group.
 
     The scale gives the largest weight of the group the code -8, as GGUF's type Q4_0 does. The scale
     is -w/8 of the largest weight w, or a near number with a smaller squared error
-    (`hestia_tune.methods.groups.searched_scale`). It has 5 significant bits, so that every product
-    is a bfloat16 number. A second quantization does not change a hard weight. A group whose scale
+    (`searched_scale`). It has 5 significant bits, so that every product is a bfloat16 number. A second quantization does not change a hard weight. A group whose scale
     is at its bound becomes zeros. MLX computes a weight in bfloat16 and would round some weights,
     so it does not hold them.
 
