@@ -163,9 +163,9 @@ class INT4Method(StraightThroughMethod):
 
     The scale gives the largest weight of the group the code -8, as GGUF's type Q4_0 does. The scale
     is -w/8 of the largest weight w, or a near number with a smaller squared error
-    (`searched_scale`). It has 5 significant bits, so that every product is a bfloat16 number. A second quantization does not change a hard weight. A group whose scale
-    is at its bound becomes zeros. MLX computes a weight in bfloat16 and would round some weights,
-    so it does not hold them.
+    (`searched_scale`). It has 5 significant bits, so that every product is a bfloat16 number. A
+    second quantization does not change a hard weight. A group whose scale is at its bound becomes
+    zeros. MLX computes a weight in bfloat16 and would round some weights, so it does not hold them.
 
     Args:
         group_size: See `GroupMethod`; not "tensor".
