@@ -47,13 +47,15 @@ python -m hestia_tune formats
 
 There are three tables. Find the row of your method, the row of your group size, and the row of your
 family of models. A format is a column. It cannot hold your model if one of its cells in these three
-rows says "no", or if the `in_features` of a quantized layer does not [fit](#group-sizes). The file is exact
-if the three cells say "exact". `onnx` has [more limits](convert.md#what-the-command-checks). If your group size has no row, read
+rows says "no", or if the `in_features` of a quantized layer does not [fit](#group-sizes). The file
+is exact if the three cells say "exact". `onnx` has
+[more limits](convert.md#what-the-command-checks). If your group size has no row, read
 [what a format needs](convert.md#what-the-command-checks). If your family has no row, read
-[which models are refused](families.md#what-is-limited-or-refused). The columns of `gguf` are the
-[block types](convert.md#block-types-of-gguf), the values of `convert.block_type`. `intx` is the
-library torchao's own tensor, one byte for each weight. A cell says what
-happens in a format:
+[which models are refused](families.md#what-is-limited-or-refused).
+
+The columns of `gguf` are the [block types](convert.md#block-types-of-gguf), the values of
+`convert.block_type`. `intx` is the library torchao's own tensor, one byte for each weight. A cell
+says what happens in a format:
 
 | cell | meaning |
 |---|---|
@@ -65,13 +67,13 @@ happens in a format:
 
 Often the config or the shapes of the weights already show that a format refuses the model. If
 `convert.formats` names this format, the training command `hestia_qat` ends with an error before the
-training. The command
-`python -m hestia_tune validate CONFIG` makes the same checks and trains nothing.
+training. The command `python -m hestia_tune validate CONFIG` makes the same checks and trains
+nothing.
 
-The command `python -m hestia_tune formats` only prints the page. A script measured the cells: for each row it converted a
-small model, made with random weights, and loaded the file with the library of the format.
-[Convert](convert.md) says which program loads which format, and what the programs round while they
-run. `hestia_convert` also compares every file with the model.
+The command `python -m hestia_tune formats` only prints the page. A script measured the cells. For
+each row, it converted a small model with random weights, and loaded the file with the library of
+the format. [Convert](convert.md) says which program loads which format, and what the programs round
+while they run. `hestia_convert` also compares every file with the model.
 """  # noqa: E501
 _REASONS = """## Why not
 

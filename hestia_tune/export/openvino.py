@@ -29,6 +29,7 @@ from hestia_tune.models.folder import (
     import_optional,
 )
 from hestia_tune.models.hugging_face_files import load_hard, require_same_logits
+from hestia_tune.tensors import BY_LEVELS
 from hestia_tune.tensors.bitpack import unpack_codes
 
 _MODEL_FILE = "openvino_model.xml"
@@ -156,8 +157,8 @@ def _check(source: ModelFolder, folder: Path) -> int:
                 raise RuntimeError(f"OpenVINO has no constant {missing[0]}")
             num_bytes += sum(constants[key].get_byte_size() for key in keys)
             codes, scale = (_values(constants[key]) for key in keys)
-            hard = source.pack(name, weight)
-            found = ((codes + hard.lowest / hard.distance) * scale).flatten(1)
+            kind = BY_LEVELS[source.quantized[name].levels]
+            found = ((codes + kind.lowest / kind.distance) * scale).flatten(1)
         else:
             found = _values(constants[key]) if key in constants else weight
         if not torch.equal(found.view_as(weight), weight):

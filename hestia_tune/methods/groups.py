@@ -168,12 +168,12 @@ def scale_of_hard(blocks: Tensor, levels: int) -> Tensor:
     Returns:
         The scales (..., 1).
     """
-    low, high = blocks.detach().abs().aminmax(dim=-1, keepdim=True)
-    scale = high
-    if levels == 4:  # The smallest code is ±1, or ±3 if all codes are ±3.
-        scale = torch.where(round_scale(low, 4) == low, low, low / 3)
-    elif levels == 16:
+    if levels == 16:
         scale = signed_scale(blocks)
+    else:
+        low, scale = blocks.detach().abs().aminmax(dim=-1, keepdim=True)
+        if levels == 4:  # The smallest code is ±1, or ±3 if all codes are ±3.
+            scale = torch.where(round_scale(low, 4) == low, low, low / 3)
     is_hard = (nearest_code(blocks, scale, levels) * scale == blocks).all(-1, keepdim=True)
     return torch.where(is_hard & (round_scale(scale, levels) == scale), scale, 0.0)
 
@@ -185,9 +185,6 @@ def nearest_code(w: Tensor, scale: Tensor, levels: int = 3) -> Tensor:
     NaN if the weight or the scale is NaN.
     """
     magnitude = w.abs()
-    zero = magnitude * (0.0 * scale)  # A constant would lose a NaN.
-    if levels == 3:
-        return torch.where(magnitude > 0.5 * scale, torch.sign(w), zero)
     if levels == 16:
         size, turned = scale.abs(), torch.where(scale < 0, -w, w)
         # The quotient may be rounded to a neighbour, so comparisons decide.
@@ -195,6 +192,9 @@ def nearest_code(w: Tensor, scale: Tensor, levels: int = 3) -> Tensor:
         code = code + (magnitude > (code + 0.5) * size).to(w.dtype)
         code = code - (magnitude <= (code - 0.5) * size).to(w.dtype)
         return torch.where(turned < 0, -code.clamp(0, 8), code.clamp(0, 7))
+    zero = magnitude * (0.0 * scale)  # A constant would lose a NaN.
+    if levels == 3:
+        return torch.where(magnitude > 0.5 * scale, torch.sign(w), zero)
     one = zero + 1.0
     sign = torch.where(w < 0, -one, one)
     return sign if levels == 2 else torch.where(magnitude > 2.0 * scale, 3.0 * sign, sign)

@@ -142,18 +142,15 @@ def searched_scale(blocks: Tensor) -> Tensor:
     A multiple must lower the error clearly, so the order of a sum does not decide, and the first
     one keeps a hard weight as it is.
     """
-    largest, best, least = signed_scale(blocks), None, None
+    largest = best = signed_scale(blocks)
+    least = torch.full_like(largest, torch.inf, dtype=torch.float64)
     for multiple in _MULTIPLES:
         size = (multiple * largest.abs()).clamp(min=SCALE_EPS)
         scale = round_scale(torch.where(largest < 0, -size, size), 16).to(blocks.dtype)
         difference = (blocks - scale * nearest_code(blocks, scale, 16)).double()
         error = difference.square().sum(-1, keepdim=True)
-        if best is None or least is None:
-            best, least = scale, error
-        else:
-            is_better = error < least * (1 - 1e-12)
-            best, least = torch.where(is_better, scale, best), torch.where(is_better, error, least)
-    assert best is not None
+        is_better = error < least * (1 - 1e-12)
+        best, least = torch.where(is_better, scale, best), torch.where(is_better, error, least)
     return best
 
 

@@ -51,7 +51,7 @@ _FROM_CODES = {
     "intx": to_intx,
     "fairy2i": Fairy2iTensor.from_codes,
 }
-_BY_LEVELS = {kind.levels: kind for kind in (BinaryTensor, TernaryTensor, INT2Tensor, INT4Tensor)}
+BY_LEVELS = {kind.levels: kind for kind in (BinaryTensor, TernaryTensor, INT2Tensor, INT4Tensor)}
 
 
 def read_hard(
@@ -69,7 +69,7 @@ def read_hard(
         InputError: If the weight is not hard.
     """
     try:
-        return _BY_LEVELS[levels].from_hard(weight, group_size=group_size)
+        return BY_LEVELS[levels].from_hard(weight, group_size=group_size)
     except InputError as error:
         raise InputError(f"{name} is not a hard weight: {error}") from None
 

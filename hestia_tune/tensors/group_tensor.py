@@ -147,8 +147,11 @@ class GroupTensor(PackedTensor):
         """
         require_float(weight)
         blocks = block_view(weight.detach(), group_size).to(compute_dtype(weight))
-        low, high = blocks.abs().aminmax(dim=-1, keepdim=True)
-        unit = {4: low, 16: signed_scale(blocks)}.get(cls.levels, high)
+        if cls.levels == 16:
+            unit = signed_scale(blocks)
+        else:
+            low, high = blocks.abs().aminmax(dim=-1, keepdim=True)
+            unit = low if cls.levels == 4 else high
         code, scale = nearest_code(blocks, unit, cls.levels), unit.to(torch.bfloat16)
         exact = (code * scale == blocks).all(-1, keepdim=True) & unit.isfinite()
         if not weight.is_meta and not exact.all():

@@ -86,12 +86,11 @@ class TrainingData:
         self._readers = [self._world_size, config.num_workers]
         build = partial(build_dataset, config, tokenizer, ignore_index=ignore_index)
         self.dataset, collate = build("dataset", batch_size=config.batch_size)
-        if isinstance(self.dataset, StreamingTextDataset):
-            settings = self.dataset.config
-            self.dataset.config = replace(settings, seed=self._order_seed(settings.seed))
         # Streams of text and tokenized sets count their passes over the data themselves.
         self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
         self._sampler = self._make_sampler(self.dataset, config.shuffle)
+        if config.reconstruction is not None:
+            self._change_order()
         self.steps_per_epoch, self.total_steps = self._count_steps(config)
         self.loader = StatefulDataLoader(
             self.dataset,
@@ -122,9 +121,17 @@ class TrainingData:
                 lengths.append(len(dataset[number]["tokens"]))
         return max(lengths)
 
-    def _order_seed(self, seed: int) -> int:
-        """Return ``seed``, or the next one if a reconstruction has learned its first sequences."""
-        return seed + (self._config.reconstruction is not None and seed == self._seed)
+    def _change_order(self) -> None:
+        """Take the next seed, because the reconstruction learned the first sequences of this one.
+
+        The reconstruction draws its sequences with the run's seed.
+        """
+        sampler, dataset = self._sampler, self.dataset
+        if sampler is None:
+            if dataset.config.seed == self._seed:
+                dataset.config = replace(dataset.config, seed=self._seed + 1)
+        elif sampler.seed == self._seed:
+            sampler.seed += 1
 
     def _make_sampler(self, dataset: Any, shuffle: bool) -> PositionSampler | None:
         """Return the sampler of a dataset, or None for a stream with an order of its own."""
@@ -132,7 +139,6 @@ class TrainingData:
             return None
         order = {"length": len(dataset), "seed": self._seed, "shuffle": shuffle}
         order |= getattr(dataset, "order", {})
-        order["seed"] = self._order_seed(order["seed"])
         ranks = {"rank": self._rank, "world_size": self._world_size}
         return PositionSampler(len(dataset), **ranks, **order)
 

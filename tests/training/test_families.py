@@ -107,8 +107,9 @@ def test_gguf_is_written_or_refused_before_training(trained, monkeypatch, capsys
         config = write_config(cfg, folder / "untrained.yaml")
         monkeypatch.setattr("sys.argv", ["hestia_qat", "--config", config])
         assert main(run_qat, "hestia_qat") == 1
-        printed = capsys.readouterr().err
-        assert str(error) in printed or "gguf files cannot hold the weights of experts" in printed
+        has_experts = "MoE" in trained[0]
+        expected = "gguf files cannot hold the weights of experts" if has_experts else str(error)
+        assert expected in capsys.readouterr().err
         assert not (folder / "untrained" / "checkpoints").exists()
     else:
         recipe = ConvertRecipe(cfg)
