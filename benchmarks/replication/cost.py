@@ -10,8 +10,8 @@ slowest is printed beside it): of a round the fastest of its ``--steps`` steps a
 memory is that of these steps, on a CPU that of the whole process with its imports. "plain" leaves
 the linears as they are: float32 weights and optimizer, computing in the config's dtype.
 "straight-through" is the same kernel as Hestia's at temperature 0 and pressure 1.
-``--profile`` prints where the time of a step goes. Hestia runs with one temperature for all layers,
-which costs what a temperature each costs.
+``--profile`` prints where the time of a step goes. "Hestia, uniform" has one temperature for all
+layers; "Hestia" has a temperature for each layer, from made-up sensitivity scores between 0 and 1.
 """
 
 import argparse
@@ -22,10 +22,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from common import METHODS, Method, settings_of
+from common import HESTIA, METHODS, Method, settings_of
 from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,7 +37,7 @@ from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.training import build
 from hestia_tune.training.recipe import HestiaQATRecipe
 
-NAMES = ("plain", "straight-through", "Hestia, uniform", "Fairy2i")
+NAMES = ("plain", "straight-through", "Hestia, uniform", "Hestia", "Fairy2i")
 _WARM_UP = 2
 
 
@@ -80,9 +82,14 @@ class NoDriver:
         return {}
 
 
-def make_driver(schedule, layers, *others) -> ScheduleDriver | NoDriver:
-    """The driver of a model that may have no quantized linears."""
-    return ScheduleDriver(schedule, layers, *others) if layers else NoDriver()
+def make_driver(name: str, schedule, layers, scores, *others) -> ScheduleDriver | NoDriver:
+    """The driver of a model that may have no quantized linears, or have made-up scores."""
+    if not layers:
+        return NoDriver()
+    if name == HESTIA.name:
+        schedule = replace(schedule, alpha=HESTIA.schedule["alpha"])
+        scores = dict(zip(layers, torch.linspace(0, 1, len(layers)).tolist(), strict=True))
+    return ScheduleDriver(schedule, layers, scores, *others)
 
 
 def config_of(options: argparse.Namespace, name: str):
@@ -100,7 +107,8 @@ def config_of(options: argparse.Namespace, name: str):
         "num": num,
     }
     cfg.tokenizer = {"_component_": "cost.NoTokenizer"}
-    changes = {"schedule": dict(method.schedule), "dataset_val": None}
+    # The recipe would look for a file of scores: `make_driver` brings made-up ones.
+    changes = {"schedule": dict(method.schedule) | {"alpha": 0.0}, "dataset_val": None}
     changes |= {"num_workers": 0, "overwrite_output": True, "init": "random"}
     # There is no folder of a pretrained model: random weights need no more than its config.
     folder = Path(options.out, "model")
@@ -128,7 +136,7 @@ def peak_resident() -> int:
 
 def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
     """Seconds of the fastest step and peak memory of one method, in this process."""
-    build.ScheduleDriver = make_driver
+    build.ScheduleDriver = partial(make_driver, name)
     recipe = HestiaQATRecipe(config_of(options, name))
     recipe.setup(recipe.config)
     is_cuda = recipe.config.device == "cuda"
