@@ -60,9 +60,11 @@ def test_sensitivity(model_dir, tmp_path, curvature):
     assert traces(make("cuda"), run_sensitivity) == pytest.approx(expected, rel=1e-2)
 
 
-def test_sensitivity_on_two_ranks(model_dir, tmp_path):
-    """Fisher's traces are positive, whatever numbers the GPU draws."""
-    few = (*FEW, "sensitivity_estimation.curvature=fisher", "device=cuda")
+@pytest.mark.parametrize("curvature", ["hessian", "fisher"])
+def test_sensitivity_on_two_ranks(model_dir, tmp_path, curvature):
+    """Both runs draw on the GPU. Few draws could leave every trace of the Hessian unresolved."""
+    few = (FEW[0], "sensitivity_estimation.num_probes=32", "device=cuda")
+    few += (f"sensitivity_estimation.curvature={curvature}",)
     one = traces(make_config(model_dir, tmp_path / "one", *few), run_sensitivity)
     cfg = make_config(model_dir, tmp_path / "two", *few)
     two = traces(cfg, lambda cfg: on_two_ranks(cfg, tmp_path, "hestia_sensitivity"))
