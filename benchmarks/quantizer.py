@@ -5,7 +5,9 @@
 
 Rows of the first table compute a weight and its gradient; "copy" is the time to copy the weight
 once, a floor for anything that reads and writes it. The second table runs a whole linear. Ratios
-are relative to our compiled function, in the same run; each time is the best of several.
+are relative to our compiled function, in the same run; each time is the best of several. On a CPU,
+a third table has low temperatures, where results are denormal numbers. "Flushed" means that such
+numbers become 0, as in all commands.
 """
 
 import argparse
@@ -140,11 +142,20 @@ def main() -> None:
         forward_backward(F.linear, x, plain), args.repeats, args.device
     )
 
+    low = {}
+    for value in (0.3, 0.1, 0.05, 0.01) if args.device == "cpu" else ():
+        for flushed in (False, True):
+            torch.set_flush_denormal(flushed)
+            call = forward_backward(weights[fastest], weight, torch.tensor(value), pressure)
+            low[f"tau {value}{', flushed' * flushed}"] = best_time(call, args.repeats, args.device)
+
     threads = f", {torch.get_num_threads()} threads" if args.device == "cpu" else ""
     print(f"torch {torch.__version__}, {args.device}{threads}; best of {args.repeats}")
     shape = f"{args.rows}x{args.columns} {args.dtype}, group {args.group_size}"
     print_table(f"weight {shape}, forward and backward", times, fastest)
     print_table(f"linear {shape}, {args.tokens} tokens", linear_times, fastest)
+    if low:
+        print_table(f"weight {shape}, by temperature", low, "tau 0.3, flushed")
 
 
 if __name__ == "__main__":

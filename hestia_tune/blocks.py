@@ -199,7 +199,8 @@ class BlockChain:
 
 def as_one(logits: Any) -> torch.Tensor:
     """Return logits as one tensor; a model may return them as a list of chunks of the sequence."""
-    return torch.cat(logits, 1) if isinstance(logits, list) else logits
+    chunks = logits if isinstance(logits, list) else [logits]
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
 
 
 def share_equal(calls: list[BlockCall], others: list[BlockCall]) -> list[BlockCall]:

@@ -41,6 +41,13 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
 
 
+@pytest.fixture(autouse=True)
+def denormal_numbers():
+    """Undo what a command sets for its own process."""
+    yield
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def quick_pictures():
     """Drawing would be a quarter of a small run."""

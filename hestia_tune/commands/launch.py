@@ -40,6 +40,11 @@ def main(command: Callable[[RunConfig], int] | str, name: str) -> int:
         except SystemExit as stop:  # --help, or a wrong argument
             return int(stop.code or 0)
         _set_log_level(config.log_level)
+        import torch  # only here, because --help does without it
+
+        # At low temperatures, many slopes are denormal numbers (below 1e-38), and processors are
+        # many times slower with them. Threads that torch starts later inherit this setting.
+        torch.set_flush_denormal(True)
         function = pkgutil.resolve_name(command) if isinstance(command, str) else command
         return function(config)
 

@@ -104,6 +104,7 @@ def stage_bytes(plan: Plan, stage: Stage, seq_len: int) -> int:
     model = build.build_on_meta(config.model, plan.component).requires_grad_(False).eval()
     for layer in quantized_linears(model).values():
         layer.weight_fake_quantizer.reset_buffers("cpu")
+    model.set_num_output_chunks(1)  # As in the recipe.
     build.build_buffers(model, "cpu")  # With data: their values decide what they compute.
     mixed = torch.autocast("cpu", plan.dtype, enabled=plan.dtype != torch.float32)
     with without_data(model):
@@ -117,7 +118,7 @@ def stage_bytes(plan: Plan, stage: Stage, seq_len: int) -> int:
 
         def head(hidden: torch.Tensor) -> torch.Tensor:
             with mixed:
-                return first.logits(hidden[:, None])[:, 0]
+                return first.logits(hidden[:, None]).squeeze(1)
 
         def loss() -> torch.Tensor:
             with mixed:

@@ -247,9 +247,10 @@ class ReconstructionRecipe:
         with on_device(model, "cpu", whole=False, dtype=torch.float32):
             first = record_blocks(model, batches[0].tokens[:1, :64])
             first.check(as_one(model(batches[0].tokens[:1, :64])))
+        model.set_num_output_chunks(1)  # Without chunks, it would convert the logits to float32.
         return Reconstruction(
             model,
-            lambda hidden: first.logits(hidden[:, None])[:, 0],  # Sequences of one token.
+            lambda hidden: first.logits(hidden[:, None]).squeeze(1),  # Sequences of one token.
             self.settings,
             map(chain, batches),
             [padded(batch.labels != IGNORE_INDEX) for batch in batches],

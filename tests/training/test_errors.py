@@ -1,6 +1,7 @@
 """Test that every wrong config ends before training, with one line and exit code 1."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -167,6 +168,25 @@ def test_the_notices_of_torchtune_need_log_level_debug(model_dir, tmp_path):
         done = tune_run("--config", write_config(config, tmp_path / f"{level}.yaml"))
         assert done.returncode == 0, done.stderr
         assert ("Optimizer is initialized" in done.stderr) == (level == "debug")
+
+
+def test_commands_flush_denormal_numbers_in_all_threads():
+    """Otherwise the formulas of low temperatures are several times slower on many processors."""
+    code = """
+import sys
+from hestia_tune.commands.launch import main
+
+def count(config):
+    import torch
+    products = torch.full((4_000_000,), 1e-30) * torch.full((4_000_000,), 1e-9)
+    return 1 + int(products.count_nonzero()) if torch.get_num_threads() == 2 else -1
+
+sys.argv = ["hestia_qat", "--config", "demo"]
+print(main(count, "hestia_qat") - 1)
+"""
+    threads = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=threads, capture_output=True, text=True)
+    assert done.stdout.split() == ["0"], done.stderr
 
 
 def test_before_the_process_group_exists_each_rank_prints_its_error(monkeypatch, capsys):
