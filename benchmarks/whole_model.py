@@ -13,7 +13,8 @@
 
 The rate of the products is compared with the rate of one product of 2048 by 2048 by 2048. The steps
 of all rows take turns, and the fastest of each counts. ``--profile`` prints where the time of a
-step of the stage goes.
+step of the stage goes. ``--denormals`` computes with denormal numbers, which the commands
+set to 0.
 """
 
 import argparse
@@ -98,7 +99,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--overrides", nargs="*", default=[])
+    parser.add_argument("--denormals", action="store_true", help="compute with denormal numbers")
     options = parser.parse_args()
+    torch.set_flush_denormal(not options.denormals)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         cfg = OmegaConf.merge(
             load_config(options.config), OmegaConf.from_dotlist(options.overrides)

@@ -44,7 +44,7 @@ def plot_training_curves(
         losses.set_ylabel("training and validation loss (nats per token)")
         if losses.get_legend_handles_labels()[0]:
             losses.legend()
-        pressures.set(ylabel="pressure\n(share of the quantizer)", ylim=(-0.05, 1.05))
+        pressures.set(ylabel="pressure\n(share of the relaxed weight)", ylim=(-0.05, 1.05))
         _draw_fan(fan, "training step", temperatures)
 
 
@@ -190,6 +190,6 @@ def _draw_fan(axis: Any, xlabel: str, temperatures: Mapping[str, Sequence[float]
         lines = axis.plot([*zip(*own, strict=True)], style, color=f"C{number}", linewidth=width)
         lines[0].set_label(kind)
     different = len(set(map(tuple, temperatures.values())))
-    title = f"{len(temperatures)} layers, one line each ({different} different)"
+    title = f"{len(temperatures)} layers with {different} different temperatures"
     axis.set(xlabel=xlabel, ylabel="temperature", title=title)
     axis.legend(title="kind of layer", fontsize="small", ncols=2, loc="upper right")

@@ -77,7 +77,7 @@ def test_the_training_curves_have_a_title_and_labels_in_words(tmp_path, saved_fi
     assert "loss, pressure and temperature" in figure.get_suptitle()
     assert [axis.get_ylabel().replace("\n", " ") for axis in figure.axes] == [
         "training and validation loss (nats per token)",
-        "pressure (share of the quantizer)",
+        "pressure (share of the relaxed weight)",
         "temperature",
     ]
     assert figure.axes[-1].get_xlabel() == "training step"
@@ -93,4 +93,4 @@ def test_the_fan_has_one_line_per_layer_and_one_color_per_kind():
     lines = axis.get_lines()
     assert sorted(line.get_ydata()[0] for line in lines) == [0.3, 1.3, 2.3, 3.3]
     assert len({line.get_color() for line in lines}) == 2
-    assert axis.get_title() == "4 layers, one line each (4 different)"
+    assert axis.get_title() == "4 layers with 4 different temperatures"

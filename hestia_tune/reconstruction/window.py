@@ -207,7 +207,7 @@ class TrainedLayer:
 
     def pull_back(self) -> None:
         """Set the gradients of the trained tensors from the effective tensors, and free these."""
-        grads = {name: value.grad.float() for name, value in self.effective.items()}
+        grads = {name: value.grad for name, value in self.effective.items()}
         self.effective = {}
         self.weight.grad, *others = self._rows.pull_back(grads)
         for value, other in zip(self.parameters, others, strict=True):
