@@ -40,8 +40,8 @@ def plot_training_curves(
             if points:
                 axis.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
         for index, (label, value) in enumerate(baselines.items()):
-            style = ("--", ":", "-.")[index % 3]
-            losses.axhline(value, ls=style, color="grey", label=f"validation, {label}")
+            dashes = ("--", ":", "-.")[index % 3]
+            losses.axhline(value, ls=dashes, color="grey", label=f"validation, {label}")
         losses.set_ylabel("training and validation loss (nats per token)")
         if losses.get_legend_handles_labels()[0]:
             losses.legend()
