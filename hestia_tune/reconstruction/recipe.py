@@ -247,7 +247,7 @@ class ReconstructionRecipe:
         with on_device(model, "cpu", whole=False, dtype=torch.float32):
             first = record_blocks(model, batches[0].tokens[:1, :64])
             first.check(as_one(model(batches[0].tokens[:1, :64])))
-        model.set_num_output_chunks(1)  # Without chunks, it would convert the logits to float32.
+        model.set_num_output_chunks(1)  # Otherwise the logits would become float32.
         return Reconstruction(
             model,
             lambda hidden: first.logits(hidden[:, None]).squeeze(1),  # Sequences of one token.
@@ -266,8 +266,7 @@ class ReconstructionRecipe:
     def head_on_device(self, model: nn.Module) -> Iterator[None]:
         """Let the model compute predictions on the device, if ``kl_blocks`` needs them.
 
-        Matrices get the dtype of the matrix products here. Otherwise autocast would copy the matrix
-        of the head to this dtype in every part of every step.
+        Matrices get the dtype of products here. Autocast would convert the head in every part.
         """
         outside = outside_blocks(model) if self.settings.kl_blocks else []
         move(outside, self.device)
