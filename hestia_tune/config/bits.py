@@ -21,7 +21,7 @@ class BitsConfig(Section):
     choices: list[str] = option(["ternary", "int2", "int4", "bf16"], choices=CHOICES)
     """What a linear may become. Codes of "binary" have 1 bit, of "ternary" 1.6, of "int2" 2 and of
     "int4" 4. A linear that becomes "bf16" is not quantized and has 16 bits."""
-    embedding: str | None = option(None, choices=("int4", "int8"))
+    embedding: str | None = option(None, choices=("int4", "int5", "int8"))
     """Bits of the embedding, and of an output head of its own, in the files that hestia_convert
     writes. They are rounded after the training, in groups of 32, and count in the average. null:
     they stay in bfloat16 and do not count."""

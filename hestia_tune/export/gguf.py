@@ -4,13 +4,14 @@ Codes and scales are recovered from the dense hard weight, which is exact, and a
 Every tensor gets a type. Quantized weights get a block type. Vectors (norms, biases) get float32,
 which llama.cpp expects. Embeddings and other dense matrices get the first of F16, BF16 and F32 that
 holds every value. F16 seldom does, because its smallest step is 2^-24. Embeddings that
-``bits.embedding`` rounds to 4 or 8 bits get Q4_0 or Q8_0, which hold them exactly. Every tensor is
-read back from the file, unpacked and compared with its source before the file gets its name. The
-export needs memory for the content of the file and for a few copies of the largest tensor.
+``bits.embedding`` rounds to 4, 5 or 8 bits get Q4_0, Q5_0 or Q8_0, which hold them exactly. Every
+tensor is read back from the file, unpacked and compared with its source before the file gets its
+name. The export needs memory for the content of the file and for a few copies of the largest
+tensor.
 
-The gguf package packs and unpacks all but two types. Its Q4_0 chooses its own scales, and version
-0.19 does not know Q2_0, so both are packed here. A block is a run of weights of one row with one
-fp16 scale, which is the trained scale:
+The gguf package packs the types TQ1_0 and TQ2_0, and unpacks all types except Q2_0, which version
+0.19 does not know. The other types are packed here, because the package would choose scales of its
+own. A block is a run of weights of one row with one fp16 scale, which is the trained scale:
 
     type    block  bytes  bits per weight  groups that it holds exactly
     TQ1_0     256     54           1.6875  multiples of 256, or whole rows

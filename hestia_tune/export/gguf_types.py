@@ -92,11 +92,16 @@ class TensorType:
             fields, width = (array + 1).reshape(*shape[:2], 16, 4), 2
         elif self.name == "Q8_0":  # byte i holds the code of weight i
             fields, width = array.view(np.uint8).reshape(*shape[:2], 32, 1), 8
-        else:  # Q4_0: byte i holds code + 8 of the weights i and i + 16
-            fields, width = (array + 8).reshape(*shape[:2], 2, 16).swapaxes(-1, -2), 4
+        else:  # byte i holds 4 bits of code + 8 (Q4_0) or + 16 (Q5_0) of weights i and i + 16
+            array = array + (16 if self.name == "Q5_0" else 8)
+            fields, width = (array & 15).reshape(*shape[:2], 2, 16).swapaxes(-1, -2), 4
         shifts = np.arange(0, 8, width, dtype=np.uint8)
         packed = np.bitwise_or.reduce(fields.astype(np.uint8) << shifts, axis=-1)
-        return np.concatenate([fp16, packed], axis=-1)
+        if self.name != "Q5_0":
+            return np.concatenate([fp16, packed], axis=-1)
+        # Four more bytes hold the fifth bits, the bit of weight i in bit i.
+        fifth = np.packbits(array.reshape(*shape[:2], 32) >> 4, axis=-1, bitorder="little")
+        return np.concatenate([fp16, fifth, packed], axis=-1)
 
     def holds(self, data: np.ndarray, weight: torch.Tensor) -> bool:
         """Return whether bytes, uint8 (bytes,), are a weight within the type's tolerance."""
@@ -126,7 +131,11 @@ BLOCK_TYPES = {
     "Q4_0": TensorType("Q4_0", 2, 2, 32, 18),
 }
 # Choice of bits.embedding -> type.
-EMBEDDING_TYPES = {"int4": BLOCK_TYPES["Q4_0"], "int8": TensorType("Q8_0", 8, 7, 32, 34)}
+EMBEDDING_TYPES = {
+    "int4": BLOCK_TYPES["Q4_0"],
+    "int5": TensorType("Q5_0", 6, 8, 32, 22),
+    "int8": TensorType("Q8_0", 8, 7, 32, 34),
+}
 
 
 def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, TensorType]:

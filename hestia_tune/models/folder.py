@@ -162,8 +162,8 @@ class ModelFolder(SafetensorsFolder):
         quantize: False: the folder holds a hard model. True: it holds a pretrained or latent model.
             Weights in ``quantized`` are then made hard as they are read, unless they are hard
             already. All weights are rounded to bfloat16.
-        embedding: "int4" or "int8": the embedding, and an output head of its own, are rounded as
-            they are read (`hestia_tune.models.embedding`). None: they are not.
+        embedding: "int4", "int5" or "int8": the embedding, and an output head of its own, are
+            rounded as they are read (`hestia_tune.models.embedding`). None: they are not.
 
     Attributes:
         quantized: Name -> method of every quantized weight.

@@ -75,7 +75,9 @@ def test_block_types_in_the_file(tmp_path, group_size, block_type, expected):
     assert summary["types"] == {"BF16": 2, "F32": 11, expected: 14}
 
 
-@pytest.mark.parametrize(("embedding", "kind"), [("int4", "Q4_0"), ("int8", "Q8_0")])
+@pytest.mark.parametrize(
+    ("embedding", "kind"), [("int4", "Q4_0"), ("int5", "Q5_0"), ("int8", "Q8_0")]
+)
 def test_rounded_embeddings_get_a_block_type(demo, tmp_path, embedding, kind):
     folder, quantized = demo
     source = ModelFolder(folder, quantized, embedding=embedding)

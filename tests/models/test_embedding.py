@@ -8,7 +8,7 @@ import torch
 from hestia_tune.errors import InputError
 from hestia_tune.models.embedding import check_width, embedding_codes, round_embedding
 
-LARGEST = {"int4": 8, "int8": 127}
+LARGEST = {"int4": 8, "int5": 16, "int8": 127}
 
 
 def embedding() -> torch.Tensor:
@@ -34,7 +34,7 @@ def test_scales_of_8_bits_are_the_least_powers_of_two_that_hold_the_group():
             assert codes[row, 32 * group : 32 * (group + 1)].tolist() == expected
 
 
-@pytest.mark.parametrize("choice", ["int4", "int8"])
+@pytest.mark.parametrize("choice", LARGEST)
 def test_rounded_weights_are_bfloat16_and_near(choice):
     weight = embedding()
     codes, scales = embedding_codes(weight, choice)
@@ -43,9 +43,10 @@ def test_rounded_weights_are_bfloat16_and_near(choice):
     assert torch.equal(rounded, rounded.bfloat16().float())
     half = scales.double().repeat_interleave(32, 1) / 2
     error = (rounded.double() - weight.double()).abs()
-    # With 4 bits, the largest weights may be cut off, which leaves less error in all.
-    is_cut = (codes == -8) | (codes == 7) if choice == "int4" else torch.zeros_like(codes).bool()
-    assert (error <= half.abs() + 1e-8)[~is_cut].all()
+    # With 4 and 5 bits, the largest weights may be cut off, which leaves less error in all.
+    largest = LARGEST[choice]
+    is_cut = (codes == -largest) | (codes == largest - 1)
+    assert (error <= half.abs() + 1e-8)[~is_cut | (largest == 127)].all()
     if choice == "int4":
         groups, least = weight.double().unflatten(1, (-1, 32)), error.unflatten(1, (-1, 32))
         plain = (groups.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-12)
@@ -55,11 +56,29 @@ def test_rounded_weights_are_bfloat16_and_near(choice):
     assert math.isfinite(float(scales.sum()))
 
 
-@pytest.mark.parametrize("choice", ["int4", "int8"])
+@pytest.mark.parametrize("choice", LARGEST)
 def test_a_second_rounding_changes_nothing(choice):
-    codes, scales = embedding_codes(embedding(), choice)
-    again, same_scales = embedding_codes(round_embedding(embedding(), choice), choice)
-    assert torch.equal(codes, again) and torch.equal(scales, same_scales)
+    rounded = round_embedding(embedding(), choice)
+    assert torch.equal(round_embedding(rounded, choice), rounded)
+
+
+def test_scales_of_5_bits_have_the_least_error_of_all_scales_of_four_significant_bits():
+    weight = embedding()
+    codes, scales = embedding_codes(weight, "int5")
+    groups = weight.double().unflatten(1, (-1, 32))
+    found = (codes.double().unflatten(1, (-1, 32)) * scales.double()[..., None] - groups).square()
+    for row in range(len(weight)):
+        for group in range(3):
+            values, errors = groups[row, group], []
+            if not values.any():
+                continue
+            for mantissa in range(8, 16):
+                for exponent in range(-18, 8):
+                    scale = mantissa * 2.0**exponent
+                    if 14 <= values.abs().max() / scale <= 16:
+                        code = (values / scale).round().clamp(-16, 15)
+                        errors.append((code * scale - values).square().sum())
+            assert found[row, group].sum() <= min(errors, default=torch.inf) * (1 + 1e-6)
 
 
 def test_rows_with_a_rest_are_refused():
