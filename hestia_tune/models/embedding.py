@@ -6,7 +6,7 @@ times the scale of its group of 32 weights, the block of the GGUF types Q4_0, Q5
 
     choice  codes        scale of a group
     int4    -8 to 7      near -w/8 of the largest w (`hestia_tune.methods.INT4Method`)
-        int5    -16 to 15    near max|w|/15: of three numbers, the one with the least squared error
+    int5    -16 to 15    near max|w|/15: of three numbers, the one with the least squared error
     int8    -127 to 127  the least power of two that is not below max|w|/127
 
 Every product is a bfloat16 number, so every format that holds bfloat16 holds the rounded weights.
