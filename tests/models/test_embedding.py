@@ -61,7 +61,9 @@ def test_a_second_rounding_changes_nothing(choice):
     rounded = round_embedding(embedding(), choice)
     assert torch.equal(round_embedding(rounded, choice), rounded)
     if choice != "int5":  # a group of 5 bits may find its weights with another scale, too
-        pairs = zip(embedding_codes(embedding(), choice), embedding_codes(rounded, choice))
+        pairs = zip(
+            embedding_codes(embedding(), choice), embedding_codes(rounded, choice), strict=True
+        )
         assert all(torch.equal(first, second) for first, second in pairs)
 
 
