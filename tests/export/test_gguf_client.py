@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.export.gguf import write_gguf
+from hestia_tune.models.embedding import round_embedding
 from hestia_tune.models.folder import ModelFolder
 
 xllamacpp = pytest.importorskip("xllamacpp")
@@ -116,10 +117,11 @@ def largest_error(client: Client, reference: Reference) -> float:
     return max(errors)
 
 
-def compare(folder: Path, quantized: dict, tolerance: float, **options) -> dict:
+def compare(folder: Path, quantized: dict, tolerance: float, embedding=None, **options) -> dict:
     """Write the file and compare the client's logits with the reference's logits."""
     path = folder.with_suffix(".gguf")
-    summary = write_gguf(ModelFolder(folder, quantized), path, overwrite=True, **options)
+    source = ModelFolder(folder, quantized, embedding=embedding)
+    summary = write_gguf(source, path, overwrite=True, **options)
     reference = Reference(folder)
     client = Client(path, reference.model.config.vocab_size)
     error = largest_error(client, reference)
@@ -137,6 +139,18 @@ def test_ternary_llama(tmp_path, block_type):
     continuation = both["client"].greedy(ids, 40)
     assert len(continuation) == 40 and len(set(continuation)) > 5
     assert both["reference"].shortfall(ids, continuation) < 0.1
+
+
+@pytest.mark.parametrize(("choice", "kind"), [("int4", "Q4_0"), ("int5", "Q5_0"), ("int8", "Q8_0")])
+def test_rounded_embedding(tmp_path, choice, kind):
+    folder, name = tmp_path / "model", "model.embed_tokens.weight"
+    ternarize(DEMO, folder, 128)
+    state = load_file(folder / "model.safetensors")
+    rounded = round_embedding(state[name], choice)
+    assert not torch.equal(rounded, state[name])
+    save_file(state | {name: rounded}, folder / "model.safetensors")
+    both = compare(folder, {}, 0.01, embedding=choice)
+    assert both["types"][kind] == 1
 
 
 @pytest.mark.parametrize("block_type", ["TQ1_0", "TQ2_0", "Q2_0", "Q4_0"])
