@@ -5,6 +5,7 @@ At every step the latent weights determine scale and code. No gradient flows thr
 dQ/dw = 1 for every w. Methods with a learned step are in `hestia_tune.methods.learned_step`.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -134,24 +135,39 @@ class INT2Method(StraightThroughMethod):
         return scale, nearest_code(w, scale, self.levels)
 
 
+def best_scale(
+    blocks: Tensor, scales: Sequence[Tensor], codes: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the scale of each group with the least squared error; shape (..., 1).
+
+    A scale must lower the error clearly, so the order of a sum does not decide.
+
+    Args:
+        blocks: The weights (..., group).
+        scales: The scales to try, each (..., 1). An earlier one wins a tie.
+        codes: Returns the codes (..., group) for a scale.
+    """
+    best, least = scales[0], torch.full_like(scales[0], torch.inf, dtype=torch.float64)
+    for scale in scales:
+        difference = (blocks - scale * codes(scale)).double()
+        error = difference.square().sum(-1, keepdim=True)
+        is_better = error < least * (1 - 1e-12)
+        best, least = torch.where(is_better, scale, best), torch.where(is_better, error, least)
+    return best
+
+
 def searched_scale(blocks: Tensor) -> Tensor:
     """Return a scale of codes from -8 to 7 with a small squared error, rounded; shape (..., 1).
 
     The function tries a few multiples of `signed_scale`. A smaller scale cuts the largest weights
     off and rounds all others more finely. With every multiple, the largest weight has the code -8.
-    A multiple must lower the error clearly, so the order of a sum does not decide, and the first
-    one keeps a hard weight as it is.
+    The first multiple keeps a hard weight as it is.
     """
-    largest = best = signed_scale(blocks)
-    least = torch.full_like(largest, torch.inf, dtype=torch.float64)
+    largest, scales = signed_scale(blocks), []
     for multiple in _MULTIPLES:
         size = (multiple * largest.abs()).clamp(min=SCALE_EPS)
-        scale = round_scale(torch.where(largest < 0, -size, size), 16).to(blocks.dtype)
-        difference = (blocks - scale * nearest_code(blocks, scale, 16)).double()
-        error = difference.square().sum(-1, keepdim=True)
-        is_better = error < least * (1 - 1e-12)
-        best, least = torch.where(is_better, scale, best), torch.where(is_better, error, least)
-    return best
+        scales.append(round_scale(torch.where(largest < 0, -size, size), 16).to(blocks.dtype))
+    return best_scale(blocks, scales, lambda scale: nearest_code(blocks, scale, 16))
 
 
 @dataclass(frozen=True, kw_only=True)

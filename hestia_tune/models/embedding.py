@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hestia_tune.errors import InputError
 from hestia_tune.methods import INT4Method
+from hestia_tune.methods.straight_through import best_scale
 
 GROUP = 32
 # Bits of a weight with its scale of 16 bits.
@@ -45,9 +46,10 @@ def embedding_codes(weight: Tensor, choice: str) -> tuple[Tensor, Tensor]:
     Returns:
         The codes, int8 (rows, width), and the scales, bfloat16 (rows, width / 32).
     """
-    blocks = weight.float().unflatten(-1, (-1, GROUP))
+    weight = weight.float()
+    blocks = weight.unflatten(-1, (-1, GROUP))
     if choice == "int4":
-        _, scale, code = INT4Method(group_size=GROUP).quantized(weight.float())
+        _, scale, code = INT4Method(group_size=GROUP).quantized(weight)
     elif choice == "int5":
         scale = _scale_of_5_bits(blocks)
         code = _codes_of_5_bits(blocks, scale)
@@ -69,19 +71,13 @@ def _scale_of_5_bits(blocks: Tensor) -> Tensor:
 
     The three scales have 4 significant bits, so every product is a bfloat16 number. The first is
     the largest such number up to max|w|/14. The other two are the numbers below it, and the last
-    one is at most max|w|/16. The largest code of a rounded group is 14, 15 or -16, so a second
-    rounding tries the scale of the first rounding.
+    one is at most max|w|/16. So the largest magnitude of the codes in a group is 14, 15 or 16, and
+    a second rounding tries the scale of the first rounding.
     """
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=14 * 1.25 * _LEAST_SCALE)
     bits = (largest / 14).view(torch.int32) >> 20
-    best, least = largest, torch.full_like(largest, torch.inf, dtype=torch.float64)
-    for step in range(3):
-        scale = ((bits - step) << 20).view(torch.float32)
-        difference = blocks - scale * _codes_of_5_bits(blocks, scale)
-        error = difference.square().sum(-1, keepdim=True, dtype=torch.float64)
-        best = torch.where(error < least, scale, best)
-        least = torch.minimum(error, least)
-    return best
+    scales = [((bits - step) << 20).view(torch.float32) for step in range(3)]
+    return best_scale(blocks, scales, lambda scale: _codes_of_5_bits(blocks, scale))
 
 
 def round_embedding(weight: Tensor, choice: str) -> Tensor:
