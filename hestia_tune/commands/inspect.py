@@ -149,8 +149,8 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
         print(describe_stages(planned, has_device))
     dist.destroy_process_group()
     print(
-        f"valid: {len(planned.layers)} linears by {planned.component.key()}, "
+        f"valid: {len(planned.layers)} linear layers become {planned.component.key()}; "
         f"{planned.data.total_steps} steps of {planned.data.sequences_per_step} sequences (on one "
-        f"process), output in {config.output_dir}"
+        f"process); output in {config.output_dir}"
     )
     return 0
