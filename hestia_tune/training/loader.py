@@ -227,9 +227,9 @@ class TrainingData:
             if position["readers"] != self._readers:
                 ranks, workers = position["readers"]
                 raise InputError(
-                    "a stream of text resumes only on the same number of readers, here "
-                    f"{ranks} ranks with num_workers {workers}; use as many, or a tokenized set "
-                    "(`tune run hestia_tokenize`)"
+                    "a stream of text resumes only on the same number of readers; the checkpoint "
+                    f"is from {ranks} ranks with num_workers {workers}; use as many, or a "
+                    "tokenized set (`tune run hestia_tokenize`)"
                 )
             self.loader.load_state_dict(position["loader"])
 
