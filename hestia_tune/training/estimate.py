@@ -114,9 +114,10 @@ def describe_costs(plan: Plan, has_device: bool = True) -> str:
         need = estimate(plan)
     except Exception as error:  # the code of some models needs data
         return f"memory and time cannot be estimated for this model: {one_line(error)}"
-    state, gathered, rest = gib(need.state), gib(need.gathered), gib(need.activations)
-    parts = f"{state} for the state, which FSDP divides; {gathered} for gathered weights"
-    parts = f"{parts}; {rest} for activations, logits and gradients"
+    parts = (
+        f"{gib(need.state)} for the state, which FSDP divides; {gib(need.gathered)} for gathered "
+        f"weights; {gib(need.activations)} for activations, logits and gradients"
+    )
     lines = [f"memory: about {gib(need.peak)} GiB per process ({parts})"]
     compiled = ", or less, because compiled blocks keep fewer activations"
     lines[0] += compiled if plan.config.compile else ""
