@@ -32,7 +32,8 @@ def clean_fqn(fqn: str) -> str:
 
 def local_rows(value: Tensor) -> Tensor:
     """Return this rank's part of a tensor that FSDP may have sharded, plain and detached."""
-    local = value.to_local() if isinstance(value, DTensor) else value
+    # `to_local` of a parameter runs a view (torch 2.13), which a `LatentShard` does in Python.
+    local = value._local_tensor if isinstance(value, DTensor) else value
     return (local.latent if isinstance(local, LatentShard) else local).detach()
 
 
