@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from hestia_tune.config.files import load_config
 from hestia_tune.files import read_json, write_json
 
+DEMO = str(Path(__file__).resolve().with_name("demo.yaml"))  # a config
 WAYS = ("sensitivity", "error", "uniform", "position")
 HARD = "trained, hard"
 
@@ -82,7 +83,7 @@ def plot(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--config", default="demo")
+    parser.add_argument("--config", default=DEMO)
     parser.add_argument("--steps", type=int, help="default: the config's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--averages", type=float, nargs="+", default=[1.8, 2.0, 2.5, 3.0, 4.0, 6.0])

@@ -24,6 +24,7 @@ from hestia_tune.training.generation import generate_missing
 from hestia_tune.training.outputs import HARD
 from hestia_tune.training.recipe import HestiaQATRecipe
 
+DEMO = str(Path(__file__).resolve().parents[1] / "demo.yaml")  # the settings of the studies
 TERNARY = {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 128}
 COMPLEX = {"_component_": "hestia_tune.Fairy2iQATQuantizer", "num_stages": 2}
 STRAIGHT_THROUGH = {"rho": 0.0, "tau_init": 0.0, "alpha": 0.0}
@@ -71,7 +72,7 @@ def slug(name: str) -> str:
 
 
 def settings_of(config: str, overrides: list[str]) -> DictConfig:
-    """Return a packaged config without a teacher, with a command line's overrides.
+    """Return a config without a teacher, with a command line's overrides.
 
     ``~key`` takes a key away.
     """

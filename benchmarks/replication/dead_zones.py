@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 
 import torch
-from common import HARD, METHODS, Study, many_runs, settings_of
+from common import DEMO, HARD, METHODS, Study, many_runs, settings_of
 
 from hestia_tune.files import write_atomically
 from hestia_tune.methods.granularity import block_view
@@ -137,7 +137,7 @@ def draw(found: dict[str, tuple[list[dict], list[dict]]], path: Path, title: str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="demo")
+    parser.add_argument("--config", default=DEMO)
     parser.add_argument("--out", default="runs/replication/dead_zones")
     parser.add_argument("--lr", type=float, default=1e-3, help="of all methods")
     parser.add_argument("--seed", type=int, default=1)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import HARD, HESTIA, STRAIGHT_THROUGH, Method, Study, many_runs, settings_of
+from common import DEMO, HARD, HESTIA, STRAIGHT_THROUGH, Method, Study, many_runs, settings_of
 from report import differences, draw, spread
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path
@@ -189,7 +189,7 @@ def mean(losses: Mapping[int, float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="demo")
+    parser.add_argument("--config", default=DEMO)
     parser.add_argument("--out", type=Path, default=Path("runs/replication/methods"))
     parser.add_argument("--lrs", nargs="+", type=float, default=LRS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

@@ -16,7 +16,7 @@ import argparse
 import statistics
 from pathlib import Path
 
-from common import FAIRY2I_H, HARD, HESTIA, METHODS, Method, Study, many_runs, settings_of
+from common import DEMO, FAIRY2I_H, HARD, HESTIA, METHODS, Method, Study, many_runs, settings_of
 
 STAGES = ("search", "ablations", "temperatures", "budget")
 LRS = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
@@ -93,7 +93,7 @@ class Small:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="demo")
+    parser.add_argument("--config", default=DEMO)
     parser.add_argument("--out", default="runs/replication/small")
     parser.add_argument("--lrs", nargs="+", type=float, default=LRS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3])

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import HARD, many_runs, require_same, settings_of, slug
+from common import DEMO, HARD, many_runs, require_same, settings_of, slug
 from omegaconf import OmegaConf
 
 from hestia_tune.commands.sensitivity import estimate
@@ -156,7 +156,7 @@ def table(rows: dict[str, list[dict[str, Any]]], label: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="demo")
+    parser.add_argument("--config", default=DEMO)
     parser.add_argument("--out", type=Path, default=Path("runs/replication/small_budgets"))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=250)

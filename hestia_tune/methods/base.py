@@ -108,8 +108,8 @@ class Method(ABC):
             if name not in self.file_formats:
                 known = ", ".join(self.file_formats)
                 raise InputError(
-                    f"a model of {self.key()} can only be written as {known}; got {name}; set "
-                    "convert.formats to one of these"
+                    f"a model of {self.key()} can only be written as {known}; got {name}; remove "
+                    f"{name}, or set convert.formats=[{known}]"
                 )
 
     @property

@@ -133,7 +133,7 @@ def check_finite(model: nn.Module, device: torch.device, step: int) -> None:
         raise NotFiniteError(
             f"NaN or infinity in the weights after step {step}: {', '.join(names[:3])}"
             f"{' ...' if len(names) > 3 else ''}; start again with a lower learning rate "
-            "or clip_grad_norm"
+            "or a smaller clip_grad_norm"
         )
 
 

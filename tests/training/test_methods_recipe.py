@@ -193,7 +193,7 @@ def test_one_override_of_a_packaged_config(tmp_path):
 
 def test_a_format_that_cannot_hold_the_codes_is_refused_before_training(model_dir, tmp_path):
     cfg = config(model_dir, tmp_path, "dlt", "convert.formats=[gguf]")
-    with pytest.raises(ValueError, match="can only be written as huggingface; got gguf; set"):
+    with pytest.raises(ValueError, match="can only be written as huggingface; got gguf; remove"):
         run_qat(RunConfig.parse(cfg))
     assert not (tmp_path / "metrics.jsonl").exists()
     with pytest.raises(ValueError, match="unknown option delta"):

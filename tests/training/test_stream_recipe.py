@@ -269,7 +269,7 @@ def test_text_resumes_on_the_same_number_of_ranks(model_dir, tmp_path, files):
     cfg = config(model_dir, tmp_path / "run", files, *options, max_tokens=6 * 8 * 16)
     cut_on_two_ranks(cfg, tmp_path / "two.yaml")
     cfg.resume_from_checkpoint = True
-    with pytest.raises(ValueError, match="2 ranks with num_workers 0; use as many"):
+    with pytest.raises(ValueError, match="2 ranks with num_workers 0; use the same two"):
         run(OmegaConf.merge(cfg, OmegaConf.from_dotlist(["gradient_accumulation_steps=2"])))
     path = write_config(cfg, tmp_path / "resumed.yaml")
     done = tune_run("--config", path, torchrun=torchrun)
