@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from hestia_tune.config.files import load_config
 from hestia_tune.files import read_json, write_json
 
-DEMO = str(Path(__file__).resolve().with_name("demo.yaml"))  # a config
+DEMO = str(Path(__file__).resolve().with_name("demo.yaml"))  # the settings of the study
 WAYS = ("sensitivity", "error", "uniform", "position")
 HARD = "trained, hard"
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -224,6 +225,10 @@ def test_a_processor_without_bfloat16_gets_float32(model_dir, capsys, data, monk
     assert run_init(capsys, model_dir, data, "--output", "mine.yaml")[0] == 0
     config = load_config("mine.yaml")
     assert (config.dtype, config.max_steps, config.reconstruct.num_samples) == ("fp32", 720, 1200)
+    assert "doubled" in Path("mine.yaml").read_text()
+    monkeypatch.setattr(init, "is_slow_in_bf16", lambda: False)
+    assert run_init(capsys, model_dir, data, "--output", "mine.yaml", "--overwrite")[0] == 0
+    assert "doubled" not in Path("mine.yaml").read_text()
 
 
 def gpt2(folder):
