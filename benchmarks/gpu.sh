@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Everything that only a GPU shows, stage by stage; results under OUT.
-#   benchmarks/gpu.sh MODEL_FOLDER TRAIN_PARQUET VALIDATION_PARQUET OTHER_TEXT TASK_FOLDER OUT [STAGE...]
-# MODEL_FOLDER is a Hugging Face folder of SmolLM2-135M; the parquet files have a column `text`;
-# OTHER_TEXT is a text file that is held out too; TASK_FOLDER holds YAML files of lm-eval tasks named
-# *_local whose rows are local files. STAGE is one of tests, kernels, recipes, cost, budget, real, sensitivity;
-# all of them unless told.
+#   benchmarks/gpu.sh MODEL_FOLDER TRAIN VALIDATION_PARQUET OTHER_TEXT TASK_FOLDER OUT [STAGE...]
+# MODEL_FOLDER is a Hugging Face folder of SmolLM2-135M; TRAIN is a parquet file with a column `text`, or a
+# folder of `hestia_tokenize`; VALIDATION_PARQUET has a column `text`; OTHER_TEXT is a text file that is
+# held out too; TASK_FOLDER holds YAML files of lm-eval tasks named *_local whose rows are local files.
+# STAGE is one of tests, kernels, recipes, cost, budget, real, sensitivity; all of them unless told. The
+# stage quick takes at most 12 minutes and can be cut off anywhere: the cost of a step where the host is
+# the limit (quick_cost), a whole run of smollm2_135m+evening (quick_evening), and then the tests.
 #
 # A stage is made of steps. Each has a limit in seconds, a log OUT/STEP.txt and, once it has succeeded, a
 # file OUT/STEP.done: the same command goes on with what is missing, training from its checkpoints. After
@@ -16,8 +18,12 @@ cd "$(dirname "$0")/.."
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1
 failed=()
-text=(dataset.source=parquet dataset.data_files="$train" dataset.split=train dataset.column=text
-  checkpointer.checkpoint_dir="$model")
+if [[ -d $train ]]; then
+  text=(dataset.source=token_shards dataset.data_files="$train")
+else
+  text=(dataset.source=parquet dataset.data_files="$train" dataset.split=train dataset.column=text)
+fi
+text+=(checkpointer.checkpoint_dir="$model")
 held_out=(dataset_val._component_=hestia_tune.data.streaming_text_dataset
   dataset_val.source=parquet dataset_val.data_files="$validation" dataset_val.seq_len=1024
   dataset_val.max_tokens=100000)
@@ -110,11 +116,42 @@ sensitivity() {
     --overrides "${text[@]}" dataset.seq_len=512
 }
 
+# Prefixes every line with the seconds since the start, so that a log says where the time went.
+timed() {
+  "$@" 2>&1 | python -c 'import sys, time
+start = time.time()
+for line in iter(sys.stdin.readline, ""):
+    print(f"{time.time() - start:7.1f} {line}", end="", flush=True)'
+  return "${PIPESTATUS[0]}"
+}
+export -f timed
+
+quick() {
+  quick_cost
+  quick_evening
+  step quick_tests 60 pytest -n 8 -q -m gpu tests/gpu tests/training/test_recipe.py
+}
+
+quick_cost() {
+  local small=(--rounds 1 --steps 5 --overrides batch_size=4 gradient_accumulation_steps=4)
+  step quick_smollm2 150 python benchmarks/replication/cost.py --config smollm2_135m --out "$out/cost_smollm2" \
+    --methods bare "bare, graphed" plain Hestia "${small[@]}"
+  step quick_llama 120 python benchmarks/replication/cost.py --config llama3_2_1b --out "$out/cost_llama" \
+    --methods "bare, graphed" plain Hestia "${small[@]}"
+}
+
+quick_evening() {
+  local evening=(--config smollm2_135m+evening "${text[@]}" "${held_out[@]}" dataset_val.max_tokens=20000)
+  step quick_evening 480 bash -c 'timed "$@"' timed tune run hestia_qat "${evening[@]}" \
+    output_dir="$out/evening" reconstruct.num_samples=800 run_val_every_n_steps=100 save_every_n_steps=150 'convert.formats=[torchao]'
+}
+
 stages=(tests kernels recipes cost budget real sensitivity)
+short=(quick quick_cost quick_evening)
 (($#)) || set -- "${stages[@]}"
 for stage in "$@"; do
-  if [[ " ${stages[*]} " != *" $stage "* ]]; then
-    echo "STAGE is one of ${stages[*]}; got $stage" >&2
+  if [[ " ${stages[*]} ${short[*]} " != *" $stage "* ]]; then
+    echo "STAGE is one of ${stages[*]} ${short[*]}; got $stage" >&2
     exit 2
   fi
 done

@@ -225,10 +225,11 @@ def test_cost_of_every_method(tmp_path):
     few = ("--seq-len", 16, "--steps", 1, "--rounds", 1)
     table = run("cost.py", "--config", "demo", "--out", tmp_path, *few)
     measured = json.loads((tmp_path / "cost.json").read_text())
-    assert [*measured] == ["plain", "straight-through", "Hestia, uniform", "Hestia", "Fairy2i"]
+    recipes = ["plain", "straight-through", "Hestia, uniform", "Hestia", "Fairy2i"]
+    assert [*measured] == ["bare", *recipes]
     assert all(row["seconds"] > 0 and row["peak"] > 0 for [row] in measured.values())
-    seconds = measured["plain"][0]["seconds"]
-    assert f"| plain | {seconds:.3f} | {seconds:.3f} | 1.000 |" in table
+    seconds = measured["bare"][0]["seconds"]
+    assert f"| bare | {seconds:.3f} | {seconds:.3f} | 1.000 |" in table
 
 
 @pytest.mark.slow

@@ -12,6 +12,10 @@ the linears as they are: float32 weights and optimizer, computing in the config'
 "straight-through" is the same kernel as Hestia's at temperature 0 and pressure 1.
 ``--profile`` prints where the time of a step goes. "Hestia, uniform" has one temperature for all
 layers; "Hestia" has a temperature for each layer, from made-up sensitivity scores between 0 and 1.
+
+"bare" is the floor: the same model, loss and optimizer in a loop of a few lines, without recipe,
+FSDP or quantization. "bare, graphed" (CUDA only) replays the forward and backward pass of a
+micro-batch as one CUDA graph, so that the host launches next to nothing.
 """
 
 import argparse
@@ -30,14 +34,20 @@ import torch
 from common import HESTIA, METHODS, Method, settings_of
 from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
+from torchtune import training
 
+from hestia_tune.config.run import RunConfig
 from hestia_tune.files import write_atomically
+from hestia_tune.models.build import build_buffers, instantiate, plain_on_meta
 from hestia_tune.qat.prepare import HestiaQATQuantizer
 from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.training import build
+from hestia_tune.training.data import shifted_labels
+from hestia_tune.training.loss import training_loss
 from hestia_tune.training.recipe import HestiaQATRecipe
 
-NAMES = ("plain", "straight-through", "Hestia, uniform", "Hestia", "Fairy2i")
+BARE, GRAPHED = "bare", "bare, graphed"
+NAMES = (BARE, GRAPHED, "plain", "straight-through", "Hestia, uniform", "Hestia", "Fairy2i")
 _WARM_UP = 2
 
 
@@ -134,17 +144,104 @@ def peak_resident() -> int:
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
+class BareLoop:
+    """A training step with nothing around it: the floor of what a recipe can reach.
+
+    The parameters are leaves in the compute dtype. AdamW has float32 copies of them and float32
+    gradients, as in a recipe.
+    """
+
+    def __init__(self, config: RunConfig, graphed: bool):
+        self.config, self.device = config, torch.device(config.device)
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype]
+        model = plain_on_meta(config.model).to_empty(device=self.device)
+        build_buffers(model, self.device)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+            parameter.data = parameter.data.to(dtype)
+        self.model, self.loss = model, instantiate(config.loss, "loss")
+        if type(self.loss).__name__ == "CEWithChunkedOutputLoss":
+            model.set_num_output_chunks(self.loss.num_output_chunks)
+        if config.compile:
+            build.compile_blocks(model)
+            training.compile_loss(self.loss, verbose=False)
+        self.weights = list(model.parameters())
+        self.latents = [weight.detach().float().clone() for weight in self.weights]
+        for latent in self.latents:
+            latent.grad = torch.zeros_like(latent)
+        options = {k: v for k, v in config.optimizer.items() if k != "_component_"}
+        self.optimizer = torch.optim.AdamW(self.latents, **options)
+        self.graph, self.tokens = None, None
+        self.graphed = graphed
+
+    def micro_batch(self, tokens: torch.Tensor) -> None:
+        """Forward and backward of ``tokens`` (batch, seq_len), added to the float32 gradients."""
+        labels = shifted_labels(tokens, self.loss.ignore_index)
+        batch = {"tokens": tokens}
+        config = self.config
+        training_loss(
+            self.model, None, batch, labels, self.loss, config, compiled=config.compile
+        ).backward()
+        gradients = [latent.grad for latent in self.latents]
+        torch._foreach_add_(gradients, [weight.grad.float() for weight in self.weights])
+        for weight in self.weights:
+            weight.grad = None
+
+    def capture(self, tokens: torch.Tensor) -> None:
+        """Record `micro_batch` as a CUDA graph that reads ``self.tokens``."""
+        self.tokens = tokens.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.micro_batch(self.tokens)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.micro_batch(self.tokens)
+
+    def step(self, batches: list[torch.Tensor]) -> None:
+        """Make one optimizer step."""
+        if self.graphed and self.graph is None:
+            self.capture(batches[0])
+        for latent in self.latents:
+            latent.grad.zero_()
+        for tokens in batches:
+            if self.graph is None:
+                self.micro_batch(tokens)
+            else:
+                self.tokens.copy_(tokens)
+                self.graph.replay()
+        torch.nn.utils.clip_grad_norm_(self.latents, 1.0)
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.weights, self.latents)
+
+
+def make_step(options: argparse.Namespace, name: str):
+    """A function that makes one step of a method, and whether it runs on a GPU."""
+    cfg = config_of(options, name)
+    if name in (BARE, GRAPHED):
+        loop, count = BareLoop(RunConfig.parse(cfg), name == GRAPHED), cfg.batch_size
+        samples = RandomTokens(None, cfg.dataset.seq_len, cfg.dataset.vocab_size, cfg.dataset.num)
+        parts = iter(samples.tokens.to(loop.device).split(count))
+        accumulation = cfg.get("gradient_accumulation_steps", 1)
+        return lambda: loop.step([next(parts) for _ in range(accumulation)]), cfg.device == "cuda"
+    build.ScheduleDriver = partial(make_driver, name)
+    recipe = HestiaQATRecipe(cfg)
+    recipe.setup(recipe.config)
+    batches = recipe.data.begin(0)
+    return lambda: recipe.train_step(recipe.data.fetch(batches)), recipe.config.device == "cuda"
+
+
 def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
     """Seconds of the fastest step and peak memory of one method, in this process."""
-    build.ScheduleDriver = partial(make_driver, name)
-    recipe = HestiaQATRecipe(config_of(options, name))
-    recipe.setup(recipe.config)
-    is_cuda = recipe.config.device == "cuda"
-    batches, seconds = recipe.data.begin(0), []
+    make_one, is_cuda = make_step(options, name)
+    seconds: list[float] = []
 
     def step() -> None:
         started = time.perf_counter()
-        recipe.train_step(recipe.data.fetch(batches))
+        make_one()
         if is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
@@ -169,7 +266,8 @@ def measure(options: argparse.Namespace, name: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="smollm2_135m")
-    parser.add_argument("--methods", nargs="+", choices=NAMES, default=list(NAMES))
+    on_any_device = [name for name in NAMES if name != GRAPHED]
+    parser.add_argument("--methods", nargs="+", choices=NAMES, default=on_any_device)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=1024)
@@ -184,7 +282,8 @@ def main() -> None:
     logging.disable(logging.INFO)
     if options.child:
         print(json.dumps(measure(options, options.child)))
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         return
     found: dict[str, list[dict[str, float]]] = {name: [] for name in options.methods}
     command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
