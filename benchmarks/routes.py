@@ -12,13 +12,14 @@ import time
 import torch
 from torch.nn.functional import cross_entropy
 
+from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.config.files import load_config
 from hestia_tune.config.run import RunConfig
 from hestia_tune.data import text_dataset
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.qat.schedule import ScheduleDriver
 
 
 def main() -> None:

@@ -4,10 +4,13 @@ The checks of this package raise `InputError`. A command prints an InputError as
 other error is a mistake in the code, here or in a library, and keeps its traceback.
 """
 
+import difflib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +32,22 @@ class InputErrors(InputError):
 
 class NotFiniteError(InputError, FloatingPointError):
     """NaN or infinity in a loss, a gradient, a weight or a model's logits."""
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """Return '; did you mean X?' if a known name is close to ``key``, or else an empty string."""
+    close = difflib.get_close_matches(key, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def require_number(name: str, value: Any, low: float, high: float, remedy: str = "") -> None:
+    """Raise InputTypeError unless ``value`` is a number, InputError unless it is in [low, high]."""
+    remedy = f"; {remedy}" if remedy else ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputTypeError(f"{name} must be a number; got {value!r}{remedy}")
+    if not (low <= value <= high) or math.isinf(value):
+        rule = f"at least {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
+        raise InputError(f"{name} must be {rule}; got {value}{remedy}")
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

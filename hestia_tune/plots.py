@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.files import staged
-from hestia_tune.qat.schedule import AnnealingSchedule
 
 
 def plot_training_curves(

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hestia_tune
 from hestia_tune import quantized_linears
-from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.annealing import AnnealingSchedule
+from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.qat.shards import LatentRows
 
 COMPONENTS = {

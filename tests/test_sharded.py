@@ -20,10 +20,11 @@ from hestia_tune import (
     Tequila,
     quantized_linears,
 )
+from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.distributed import ensure_process_group
 from hestia_tune.qat.latent_shard import LatentShard
 from hestia_tune.qat.linear import full_tensor
-from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.qat.shards import pull_back, quantize_shards, refresh
 
 STEPS = 4

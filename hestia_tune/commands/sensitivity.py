@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError, one_line
@@ -24,7 +25,6 @@ from hestia_tune.files import digest, kept_result, remove, require_writable_dir
 from hestia_tune.models import build
 from hestia_tune.plots import plot_sensitivity, plot_temperatures
 from hestia_tune.qat.linear import weights_of
-from hestia_tune.qat.schedule import AnnealingSchedule
 from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.sensitivity.artifact import estimation_identity
 from hestia_tune.sensitivity.estimation import Journal

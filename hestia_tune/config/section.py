@@ -8,11 +8,10 @@ The same checks run when Python code makes a section.
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
@@ -20,25 +19,9 @@ from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hestia_tune.errors import InputError, InputTypeError, collecting
+from hestia_tune.errors import InputError, InputTypeError, collecting, nearest, require_number
 
 T = TypeVar("T", bound="Section")
-
-
-def nearest(key: str, known: Iterable[str]) -> str:
-    """Return '; did you mean X?' if a known name is close to ``key``, or else an empty string."""
-    close = difflib.get_close_matches(key, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def require_number(name: str, value: Any, low: float, high: float, remedy: str = "") -> None:
-    """Raise InputTypeError unless ``value`` is a number, InputError unless it is in [low, high]."""
-    remedy = f"; {remedy}" if remedy else ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputTypeError(f"{name} must be a number; got {value!r}{remedy}")
-    if not (low <= value <= high) or math.isinf(value):
-        rule = f"at least {low:g}" if math.isinf(high) else f"in [{low:g}, {high:g}]"
-        raise InputError(f"{name} must be {rule}; got {value}{remedy}")
 
 
 def option(

@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hestia_tune.annealing import RANGES, check_shares
 from hestia_tune.config.section import Section, option
 from hestia_tune.errors import InputError
 
@@ -15,29 +16,23 @@ class ScheduleConfig(Section):
     """The ``schedule`` section: pressure and temperature (Eqs. 8, 12, 13)."""
 
     section: ClassVar[str] = "schedule"
-    rho: float = option(0.2, low=0, high=1, remedy="the paper uses 0.2")
+    rho: float = option(0.2, **RANGES["rho"])
     """Fraction of the steps in which the pressure rises from 0 to 1 (Eq. 8). The default is the
     paper's value."""
-    tau_init: int | float | str = option(
-        0.3, low=0, high=100, choices=("auto",), remedy='or use "auto"'
-    )
+    tau_init: int | float | str = option(0.3, choices=("auto",), **RANGES["tau_init"])
     """Temperature while the pressure rises (Eq. 12). The default is the paper's value. "auto" takes
     the temperature that fits the model's own weights best. tau_init 0 with rho 0 is
     straight-through training."""
-    alpha: float = option(0.4, low=-4, high=4, remedy="the paper uses 0.4")
+    alpha: float = option(0.4, **RANGES["alpha"])
     """Strength of the sensitivity in the temperature (Eq. 13). The default is the paper's value.
     0 gives all layers the same temperature."""
-    hard_fraction: float = option(0.0, low=0, high=0.9, remedy="0 is the paper's")
+    hard_fraction: float = option(0.0, **RANGES["hard_fraction"])
     """Fraction of the steps, at the end of training, with temperature 0. In these steps the model
     computes with hard codes and trains straight-through, so that scales and norms adapt to the
     codes. The cosine of Eq. 12 ends before them. The default is the paper's schedule."""
 
     def check(self) -> None:
-        if self.hard_fraction and self.rho + self.hard_fraction > 1:
-            raise InputError(
-                f"schedule.rho + hard_fraction must be at most 1; got {self.rho} + "
-                f"{self.hard_fraction}; lower one of them"
-            )
+        check_shares(self.rho, self.hard_fraction)
 
 
 @dataclass(frozen=True, kw_only=True)

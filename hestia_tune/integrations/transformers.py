@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
 import hestia_tune
+from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.config import ScheduleConfig
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import write_card
@@ -36,7 +37,7 @@ from hestia_tune.qat.configs import HestiaConfig, QATConfigBase
 from hestia_tune.qat.hard_state import hard_state_dict
 from hestia_tune.qat.linear import local_rows, methods_of, quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
-from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.qat.schedule import ScheduleDriver
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from hestia_tune.config import require_number
-from hestia_tune.errors import InputError, InputTypeError, NotFiniteError
+from hestia_tune.errors import InputError, InputTypeError, NotFiniteError, require_number
 from hestia_tune.methods.temperature import search_temperature
 
 Scalar = float | Tensor

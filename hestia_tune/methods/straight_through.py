@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hestia_tune.config import require_number
+from hestia_tune.errors import require_number
 from hestia_tune.methods.groups import (
     SCALE_EPS,
     GroupMethod,

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from hestia_tune.config import require_number
+from hestia_tune.errors import require_number
 from hestia_tune.methods.groups import round_to_bfloat16
 from hestia_tune.methods.straight_through import AbsMeanMethod
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hestia_tune.annealing import SCHEDULE_OPTIONS, AnnealingSchedule
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import digest, read_json
@@ -24,7 +25,7 @@ from hestia_tune.models import build, checkpoints
 from hestia_tune.models.folder import DESCRIPTION_FILE
 from hestia_tune.models.packed import load_quantized
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.qat.schedule import SCHEDULE_OPTIONS, AnnealingSchedule, ScheduleDriver
+from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.sensitivity import SensitivityArtifact
 
 NAMES = ("pretrained", "naive", "trained", "packed", "checkpoint", "checkpoint_hard")

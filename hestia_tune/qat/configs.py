@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from hestia_tune.config import require_number
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, require_number
 from hestia_tune.methods import EvenMethod, Fairy2iMethod, Method, TernaryMethod
 from hestia_tune.methods.fairy2i import Granularity
 from hestia_tune.methods.granularity import GroupSize

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hestia_tune.config import nearest, require_number
-from hestia_tune.errors import InputError, InputTypeError
+from hestia_tune.errors import InputError, InputTypeError, nearest, require_number
 from hestia_tune.files import digest
 from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.qat.configs import (

@@ -1,102 +1,22 @@
-"""Compute pressure, temperature and learning rate from the step, and write the first two.
+"""Writes pressure and temperature into quantized linears; the schedule of the learning rate.
 
-Legend: t global step (optimizer steps done so far), T total steps, rho compress ratio,
-T_comp = rho·T (a real number, not rounded), alpha sensitivity strength, s sensitivity score.
-
-Training step t uses the values at t, so the last step, T - 1, is still slightly soft. At t = T the
-pressure is 1 and the temperature 0: the hard model. All values follow from the global step, so a
-resumed run needs no state of its own.
+`hestia_tune.annealing` has the formulas of pressure and temperature.
 """
 
 import contextlib
-import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hestia_tune.config import ScheduleConfig, Section, require_number
-from hestia_tune.errors import InputError, InputTypeError
+from hestia_tune.annealing import AnnealingSchedule
+from hestia_tune.errors import InputError, require_number
 
 if TYPE_CHECKING:
     from hestia_tune.qat.linear import QuantizedLayer
-
-SCHEDULE_OPTIONS = tuple(field.name for field in dataclasses.fields(ScheduleConfig))
-
-
-@dataclass(frozen=True)
-class AnnealingSchedule(ScheduleConfig):
-    """Compute the pressure and the temperature of every step of a run.
-
-    Args:
-        total_steps: T, at least 1.
-        rho: See `hestia_tune.config.ScheduleConfig`, also for ``alpha`` and ``hard_fraction``.
-        tau_init: The temperature while the pressure rises. It must be a number here.
-
-    Raises:
-        InputTypeError: If an option has a wrong type.
-        InputError: If an option is out of range.
-    """
-
-    total_steps: int
-
-    def __post_init__(self):
-        if isinstance(self.total_steps, bool) or not isinstance(self.total_steps, int):
-            raise InputTypeError(f"total_steps must be an int; got {self.total_steps!r}")
-        if self.total_steps < 1:
-            raise InputError(f"total_steps must be at least 1; got {self.total_steps}")
-        super().__post_init__()
-        if isinstance(self.tau_init, str):
-            raise InputTypeError(
-                'tau_init must be a number here; resolve "auto" by optimal_temperature'
-            )
-        if self.rho == 1:
-            warnings.warn(
-                "schedule.rho 1 leaves no step to anneal: the pressure rises over the whole run, "
-                "straight into the hard model; the paper uses 0.2",
-                stacklevel=3,
-            )
-
-    @classmethod
-    def of(cls, total_steps: int, section: Section, **changes: float) -> "AnnealingSchedule":
-        """Return the schedule of a section's options.
-
-        Args:
-            total_steps: T.
-            section: A section with the options of `ScheduleConfig`, under the same names.
-            **changes: Options that replace the section's options.
-        """
-        options = {name: getattr(section, name) for name in SCHEDULE_OPTIONS}
-        return cls(total_steps, **options | changes)
-
-    def pressure(self, step: int) -> float:
-        """Return p_t = min(1, t / (rho·T)), or 1 if rho is 0 (Eq. 8)."""
-        if self.rho == 0 or step >= self.total_steps:
-            return 1.0
-        return min(1.0, step / (self.rho * self.total_steps))
-
-    def temperature(self, step: int, score: float = 0.0) -> float:
-        """Return the temperature of a tensor with the sensitivity score ``score``.
-
-        It is e^{alpha·s} times a base (Eq. 13), so a more sensitive tensor is hotter at every step.
-        The base is tau_init until T_comp. Then it is (tau_init/2)·(1 +
-        cos(pi·(t - T_comp)/(T_hard - T_comp))) until T_hard = (1 - hard_fraction)·T (Eq. 12, where
-        T_hard is T), and 0 afterwards.
-        """
-        compress_steps = self.rho * self.total_steps
-        hard_from = (1.0 - self.hard_fraction) * self.total_steps
-        if step >= hard_from:
-            return 0.0
-        base = float(self.tau_init)
-        if step > compress_steps:
-            progress = (step - compress_steps) / (hard_from - compress_steps)
-            base = 0.5 * base * (1.0 + math.cos(math.pi * progress))
-        return base * math.exp(self.alpha * score)
 
 
 class ScheduleDriver:

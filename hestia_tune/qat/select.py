@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from hestia_tune.config import nearest
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, nearest
 from hestia_tune.methods import Method
 from hestia_tune.qat.experts import ExpertsWeight, experts_weights
 from hestia_tune.qat.linear import clean_fqn

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.blocks import (
     BlockCall,
     BlockChain,
@@ -47,7 +48,7 @@ from hestia_tune.distributed import gathered, of_all_ranks, summed
 from hestia_tune.errors import NotFiniteError
 from hestia_tune.losses import divergence
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.qat.schedule import AnnealingSchedule, ScheduleDriver
+from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.reconstruction.streams import MEMORY_GIB, Stream, prefetched
 from hestia_tune.reconstruction.window import (
     TrainedLayer,

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torchtune import training
 
+from hestia_tune.annealing import SCHEDULE_OPTIONS, AnnealingSchedule
 from hestia_tune.blocks import find_blocks
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import on_first_rank
@@ -33,7 +34,7 @@ from hestia_tune.models.checkpoints import (
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import quantized_linears, weights_of
-from hestia_tune.qat.schedule import SCHEDULE_OPTIONS, AnnealingSchedule, ScheduleDriver
+from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.training import checkpoint
 from hestia_tune.training.outputs import validation_identity
 from hestia_tune.training.plan import Plan

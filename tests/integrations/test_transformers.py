@@ -14,12 +14,12 @@ transformers = pytest.importorskip("transformers")
 from accelerate.utils import DistributedType  # noqa: E402
 
 from hestia_tune import HestiaConfig, HestiaQATQuantizer, Tequila  # noqa: E402
+from hestia_tune.annealing import AnnealingSchedule  # noqa: E402
 from hestia_tune.distributed import ensure_process_group  # noqa: E402
 from hestia_tune.functional import hard_ternary  # noqa: E402
 from hestia_tune.integrations import transformers as integration  # noqa: E402
 from hestia_tune.integrations.transformers import HestiaCallback  # noqa: E402
 from hestia_tune.qat.linear import QuantizedLinear  # noqa: E402
-from hestia_tune.qat.schedule import AnnealingSchedule  # noqa: E402
 
 STEPS = 6
 SCHEDULE = {"rho": 0.5, "tau_init": 0.3}
