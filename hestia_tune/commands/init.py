@@ -34,6 +34,7 @@ from hestia_tune.blocks import find_blocks, record_blocks
 from hestia_tune.commands.inspect import run_validate
 from hestia_tune.config import ConvertConfig
 from hestia_tune.config.files import load_config, packaged_configs
+from hestia_tune.config.machine import is_slow_in_bf16
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.export.folder import check_experts
@@ -43,7 +44,6 @@ from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes, open_source
 from hestia_tune.models.folder import SafetensorsFolder, hub_name, local_folder
 from hestia_tune.models.hugging_face_files import model_on_meta
-from hestia_tune.training.plan import is_slow_in_bf16
 
 _TEMPLATE = Path(__file__).with_name("init.yaml")
 _ENDING = re.compile(r"\.(parquet|json|txt)(?:(?<=json)l)?(\.gz|\.zst|\.bz2)?$")

@@ -33,6 +33,7 @@ from hestia_tune.errors import one_line
 from hestia_tune.models import build
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.training.loss import training_loss
+from hestia_tune.training.optimizer import state_bytes
 from hestia_tune.training.plan import Plan
 
 # A GPU that is assumed if there is none here.
@@ -187,7 +188,7 @@ def estimate(plan: Plan) -> Estimate:
     distils = bool(config.distillation.weight)
     latents = [v for layer in quantized_linears(plan.model).values() for v in layer.latents()[:1]]
     # The effective weights of a rank's share stay from one step to the next.
-    state = whole * (4 + size * distils) + trained * _optimizer_bytes(plan)
+    state = whole * (4 + size * distils) + trained * state_bytes(config.optimizer)
     state += sum(value.numel() for value in latents) * size
     # The weights outside the blocks, and two blocks: the next block is gathered ahead of time.
     ahead = 2 * max(blocks) if config.fsdp_reshard_after_forward else sum(blocks)
@@ -198,20 +199,8 @@ def estimate(plan: Plan) -> Estimate:
         state=state / ranks,
         gathered=gathered,
         activations=activations,
-        flops=flops * config.gradient_accumulation_steps,
+        flops=flops * (config.gradient_accumulation_steps or 1),
     )
-
-
-def _optimizer_bytes(plan: Plan) -> float:
-    """Return the bytes of optimizer state per trained weight, from one step on a small matrix."""
-    weight = nn.Parameter(torch.zeros(64, 64))
-    options = {k: v for k, v in plan.config.optimizer.items() if k != "fused"}
-    optimizer = build.instantiate(options, "optimizer", [weight])
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    values = tree_leaves(list(optimizer.state.values()))
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return sum(value.numel() * value.element_size() for value in tensors) / weight.numel()
 
 
 @contextmanager
@@ -257,7 +246,7 @@ def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
         with LiveBytes() as live:
             live.count([*model.parameters()])  # otherwise their views would count
             weights = live.peak
-            if config.gradient_accumulation_steps > 1:  # the micro-batches before have left them
+            if config.gradient_accumulation_steps != 1:  # the micro-batches before have left them
                 for value in trained:
                     take_gradient(value)
             teacher = model if config.distillation.weight else None  # it has the same shape
