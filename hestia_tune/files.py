@@ -10,6 +10,7 @@ error. The sensitivity, the reconstruction, token files, generated text and the 
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -109,6 +110,15 @@ def locked(folder: str | Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def literal(path: str) -> str:
+    """Return a path for a library that takes globs, such as `datasets`.
+
+    A file or folder that exists stands for itself, although its name may have the characters ``[``,
+    ``*`` or ``?``. Anything else is a glob.
+    """
+    return glob.escape(path) if glob.has_magic(path) and Path(path).exists() else path
 
 
 def inside(folder: Path, name: str) -> Path:

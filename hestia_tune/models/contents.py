@@ -28,7 +28,7 @@ from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.methods.hard_weights import find_codes, find_group_size, is_hard
 from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder
-from hestia_tune.models.packed_layouts import PackedWeight
+from hestia_tune.models.packed_layouts import Packed
 
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.")
 # Number of codes -> what a weight with so many codes is called.
@@ -168,7 +168,7 @@ def read_matrices(folder: Path) -> tuple[list[Matrix], int]:
         if isinstance(value, TorchAOBaseTensor):
             stored = type(value).__name__
             nbytes = sum(getattr(value, part).nbytes for part in value.tensor_data_names)
-        elif isinstance(value, PackedWeight):
+        elif isinstance(value, Packed):
             stored = f"{value.bits} bits of {value.layout}, {stored}"
         num_bytes += nbytes
         if len(value.shape) != 2:
