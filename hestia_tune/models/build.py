@@ -88,7 +88,7 @@ def instantiate(section: Mapping | None, key: str, *args: Any, **options: Any) -
         if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
             component = find_component(section["_component_"], key)
             remedy = nearest(unknown[1], inspect.signature(component).parameters) + remedy
-        raise InputError(f"{key}: {one_line(error)}{remedy}") from error
+        raise InputError(f"{key}: {one_line(error, limit=1000)}{remedy}") from error
 
 
 def find_component(name: Any, key: str) -> Any:

@@ -16,12 +16,14 @@ from torch import nn
 from torchtune.models import convert_weights
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
+from hestia_tune.config.files import download_command
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, digest, read_json
 from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.models import hugging_face_files
 from hestia_tune.models.folder import (
+    HUB_NAME,
     ModelFolder,
     SafetensorsFolder,
     local_folder,
@@ -74,6 +76,24 @@ def pretrained_folder(config: RunConfig) -> Path:
     """Return the folder of a config's pretrained model."""
     folder = str(config.checkpointer["checkpoint_dir"])
     return local_folder(folder) if config.is_transformers_model else Path(folder)
+
+
+def require_pretrained(config: RunConfig) -> None:
+    """Raise InputError if the folder of a config's pretrained model is missing.
+
+    The message has the command that fetches the model, if a packaged config names the folder. A
+    name on the hub needs no folder: its model is fetched.
+    """
+    path = str(config.checkpointer["checkpoint_dir"])
+    if (Path(path) / "config.json").is_file():
+        return
+    is_on_hub = config.is_transformers_model and HUB_NAME.fullmatch(path)
+    if is_on_hub or (Path(path).is_dir() and any(Path(path).iterdir())):
+        local_folder(path)  # fetches the model, or says what the folder holds instead
+        return
+    command = download_command(path)
+    remedy = f"fetch the model: {command}" if command else "give the folder of a model"
+    raise InputError(f"{path} has no config.json; {remedy}")
 
 
 def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:

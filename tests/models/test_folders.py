@@ -133,7 +133,7 @@ def test_a_builder_without_the_option_names_the_way_out(tmp_path):
     cfg.model = {"_component_": "torchtune.models.llama3_2.llama3_2", "scale_factor": 1} | shape
     with pytest.raises(
         InputError,
-        match="has weights of its own; with torchtune.*always the embedding.*hestia_tune init",
+        match="of its own; with torchtune.*always the embedding.*tune init",
     ):
         check_model_section(RunConfig.parse(cfg))
 
