@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     report.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
     where = "default: report.html in the run's folder, or in this folder for several runs"
     report.add_argument("--output", metavar="FILE", help=where)
-    inspect = commands.add_parser("inspect", help="say what the weights of a model folder are")
-    inspect.add_argument("folder", help="a folder with safetensors, or one of hestia_convert")
+    inspect = commands.add_parser("inspect", help="say what the weights of a model are")
+    inspect.add_argument("folder", help="a model's folder, one of hestia_convert, or a GGUF file")
     arguments = parser.parse_args(argv)
     if arguments.command == "validate":
         sys.argv = ["validate", "--config", arguments.name, *arguments.overrides]

@@ -128,7 +128,7 @@ def on_device(
 
     blocks = [] if whole else [*find_blocks(model).values()]
     values = tensors_of(model) if whole else outside_blocks(model)
-    with _replaced(blocks, make), copied(values, device, dtype):
+    with replaced(blocks, make), copied(values, device, dtype):
         yield
 
 
@@ -171,7 +171,7 @@ class BlockChain:
         """
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         output = (hidden,) if self.gives_tuple else hidden
-        with _replaced(self.blocks, lambda block: lambda *_, **__: output):
+        with replaced(self.blocks, lambda block: lambda *_, **__: output):
             return as_one(self.model(tokens))
 
     @torch.no_grad()
@@ -231,7 +231,7 @@ class _AllSeen(Exception):
 
 
 @contextlib.contextmanager
-def _replaced(
+def replaced(
     blocks: Sequence[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]
 ) -> Iterator[None]:
     """Replace the forward of each block by ``make(block)``, until the end of the context.
@@ -289,7 +289,7 @@ def record_blocks(
 
         return forward
 
-    with _replaced(blocks, make), contextlib.suppress(_AllSeen):
+    with replaced(blocks, make), contextlib.suppress(_AllSeen):
         model(tokens, **(inputs or {}))
     in_order = [id(block) for block, *_ in seen] == [id(block) for block in blocks]
     if not seen or not in_order or not all(args for _, args, _ in seen):

@@ -10,6 +10,7 @@ error. The sensitivity, the reconstruction, token files, generated text and the 
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -109,6 +110,37 @@ def locked(folder: str | Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def literal(paths: Any) -> Any:
+    """Return paths for a library that takes globs, such as `datasets`.
+
+    A file or folder that exists stands for itself, although its name may have the characters ``[``,
+    ``*`` or ``?``. Anything else is a glob.
+
+    Args:
+        paths: A path, a list of paths, or a mapping with these.
+    """
+    if isinstance(paths, Mapping):
+        return {key: literal(value) for key, value in paths.items()}
+    if isinstance(paths, list | tuple):
+        return [literal(value) for value in paths]
+    is_path = isinstance(paths, str) and glob.has_magic(paths) and Path(paths).exists()
+    return glob.escape(paths) if is_path else paths
+
+
+def first_missing(paths: Any) -> str | None:
+    """Return the first of some paths that does not exist, and is neither a glob nor a URL.
+
+    Args:
+        paths: A path, a list of paths, or a mapping with these.
+    """
+    if isinstance(paths, Mapping):
+        paths = list(paths.values())
+    if isinstance(paths, list | tuple):
+        return next((path for path in map(first_missing, paths) if path is not None), None)
+    is_path = isinstance(paths, str) and "://" not in paths and not glob.has_magic(paths)
+    return paths if is_path and not Path(paths).exists() else None
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -281,7 +281,7 @@ def test_it_refuses_models_that_cannot_be_trained(make, message, tmp_path, capsy
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("none.txt", None, "found none; give a file, a folder or a glob"),
+        ("none.txt", None, "none.txt does not exist; give a file, a folder or a glob"),
         ("data.csv", "a,b", "found none"),
         ("a.txt", "", "no column of .* holds text"),
         ("a.jsonl", '{"id": 1, "text": null}', "it has the columns id, text; put the text"),

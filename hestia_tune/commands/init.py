@@ -39,7 +39,7 @@ from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.export.folder import check_experts
 from hestia_tune.export.formats import check_format
-from hestia_tune.files import staged
+from hestia_tune.files import first_missing, literal, staged
 from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes, open_source
 from hestia_tune.models.folder import SafetensorsFolder, hub_name, local_folder
@@ -121,7 +121,12 @@ def _look_at_data(data: str) -> dict[str, Any]:
             if they cannot be read, or if no column holds text.
     """
     path = Path(data)
-    files = sorted(map(str, path.iterdir())) if path.is_dir() else glob.glob(data, recursive=True)
+    if missing := first_missing(data):
+        raise InputError(f"{missing} does not exist; give a file, a folder or a glob in quotes")
+    if path.is_dir():
+        files = sorted(map(str, path.iterdir()))
+    else:
+        files = [data] if path.exists() else glob.glob(data, recursive=True)
     endings = [match for match in map(_ENDING.search, files) if match]
     kinds = sorted({match[1] for match in endings})
     if len(kinds) != 1:
@@ -131,10 +136,13 @@ def _look_at_data(data: str) -> dict[str, Any]:
             "or a glob in quotes"
         )
     source = {"txt": "text"}.get(kinds[0], kinds[0])
-    globs = sorted({str(path / f"*{match[0]}") for match in endings})
+    folder = Path(glob.escape(str(path)))
+    globs = sorted({str(folder / f"*{match[0]}") for match in endings})
     given: Any = data if not path.is_dir() else globs[0] if len(globs) == 1 else globs
     try:
-        rows = datasets.load_dataset(source, data_files=given, split="train", streaming=True)
+        rows = datasets.load_dataset(
+            source, data_files=literal(given), split="train", streaming=True
+        )
         first: Any = list(rows.take(_ROWS))
     except Exception as error:  # the library raises many unrelated types
         raise InputError(f"{data} cannot be read: {one_line(error)}; check the file") from error

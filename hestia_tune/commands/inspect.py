@@ -7,8 +7,8 @@ show how much the setting matters. With the schedule rho=0 tau_init=0 alpha=0 th
 straight-through training.
 
 ``validate`` plans a run in one process and stops there. It trains nothing and changes no file. It
-reads weights only to compare the logits of a transformers model, and estimates the memory and the
-time of a step. It computes no sensitivity and no reconstruction (``sensitivity: auto``,
+reads weights only to compare the logits with those of transformers, and estimates the memory and
+the time of a step. It computes no sensitivity and no reconstruction (``sensitivity: auto``,
 ``reconstruction: auto``).
 
 ``inspect`` reads a model folder and prints what its weights are (`hestia_tune.models.contents`).
@@ -123,7 +123,7 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
     import torch.distributed as dist
 
     from hestia_tune.models import checkpoints
-    from hestia_tune.models.build import plain_on_meta
+    from hestia_tune.models.build import read_checkpoint
     from hestia_tune.reconstruction.estimate import describe_stages
     from hestia_tune.training.estimate import describe_costs
     from hestia_tune.training.plan import plan
@@ -141,9 +141,8 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
             print(f"resuming a run of {ranks} processes: not checked here; everything else is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
     planned = plan(config)
-    if config.is_transformers_model and config.needs_pretrained:
-        folder, plain = checkpoints.pretrained_folder(config), plain_on_meta(config.model)
-        checkpoints.read_checked(config.model_type, folder, plain)
+    if config.needs_pretrained:
+        read_checkpoint(planned.checkpointer, config, planned.shapes)
     print(describe_costs(planned, has_device))
     if config.reconstruction == "auto":
         print(describe_stages(planned, has_device))

@@ -101,6 +101,25 @@ def _lay_over(section: dict[str, Any], changes: Any, remove_nulls: bool = True) 
             section[key] = value
 
 
+def download_command(folder: str) -> str | None:
+    """Return the command that fetches the model of a packaged config into its folder.
+
+    Args:
+        folder: A folder that a config names.
+
+    Returns:
+        The ``tune download`` line in the header of a packaged config with this folder, on one line.
+        None if no packaged config names the folder.
+    """
+    for path in packaged_configs().values():
+        header = re.sub(r" \\\n# +", " ", path.read_text(encoding="utf-8"))
+        for line in re.findall(r"(?m)^# +(tune download .*)$", header):
+            _, _, target = line.partition("--output-dir ")
+            if target and Path(target.split()[0]) == Path(folder):
+                return line
+    return None
+
+
 def text_of(name: str) -> str:
     """Return the YAML of NAME with its comments, or the composed YAML of NAME+OTHER, to edit.
 

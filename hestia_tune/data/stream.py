@@ -35,6 +35,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hestia_tune.config import StreamConfig, nearest
 from hestia_tune.data.sequences import SequenceDataset, encode_each, training_sample
 from hestia_tune.errors import InputError, InputTypeError, one_line
+from hestia_tune.files import first_missing, literal
 
 BLOCK_CHARACTERS = 1 << 24
 
@@ -64,13 +65,18 @@ def open_rows(config: StreamConfig) -> tuple[datasets.IterableDataset, str, list
     known = ("parquet", "json", "text", "token_shards")
     if config.source in known and not config.data_files:
         raise InputError(f"source {config.source} needs data_files; give a path, a list or a glob")
+    if config.source in known and (missing := first_missing(config.data_files)):
+        raise InputError(f"dataset.data_files: {missing} does not exist; check the path")
     near = nearest(config.source, known)
     if near and config.source not in known and not os.path.exists(config.source):
         # This check comes first, because asking the hub without a network takes half a minute.
         raise InputError(f"there is no source {config.source}{near}")
     try:
         builder: Any = datasets.load_dataset_builder(
-            config.source, config.name, data_files=config.data_files, revision=config.revision
+            config.source,
+            config.name,
+            data_files=literal(config.data_files),
+            revision=config.revision,
         )
         if hasattr(builder.config, "batch_size"):  # Parquet reads a whole row group by default.
             builder.config.batch_size = 256

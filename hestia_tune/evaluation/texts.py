@@ -26,6 +26,7 @@ import torch
 
 from hestia_tune.config import TextConfig, require_number
 from hestia_tune.errors import InputError, one_line
+from hestia_tune.files import literal
 
 # A fact, a list, a sentence, code, a question, a story, arithmetic, a letter, an explanation and a
 # translation. hestia_eval evaluates every model again if they change.
@@ -153,7 +154,7 @@ def read_documents(text: TextConfig) -> list[str]:
         options: Any = {"path": text.source, "name": text.name, "split": text.split}
         if path.is_file():
             kind = _FILES[path.suffix]
-            options = {"path": kind, "data_files": text.source, "split": "train"}
+            options = {"path": kind, "data_files": literal(text.source), "split": "train"}
         try:
             rows = datasets.load_dataset(**options)
         except ConnectionError:  # an OSError, which `Evaluator` explains

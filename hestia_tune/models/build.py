@@ -8,6 +8,7 @@ config therefore fails within a second, even for a large model.
 import inspect
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from hestia_tune.config import nearest
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError, InputTypeError, one_line
 from hestia_tune.files import read_json
-from hestia_tune.models.checkpoints import MODEL_TYPES, check_shapes, packed_weights
-from hestia_tune.models.hugging_face_files import check_logits
+from hestia_tune.models import checkpoints
+from hestia_tune.models.checkpoints import MODEL_TYPES, check_shapes
+from hestia_tune.models.folder import EMBEDDING, HEAD, SafetensorsFolder
+from hestia_tune.models.reference import check_architecture, check_logits, use_transformers
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
 
@@ -85,7 +88,7 @@ def instantiate(section: Mapping | None, key: str, *args: Any, **options: Any) -
         if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
             component = find_component(section["_component_"], key)
             remedy = nearest(unknown[1], inspect.signature(component).parameters) + remedy
-        raise InputError(f"{key}: {one_line(error)}{remedy}") from error
+        raise InputError(f"{key}: {one_line(error, limit=1000)}{remedy}") from error
 
 
 def find_component(name: Any, key: str) -> Any:
@@ -131,12 +134,52 @@ def check_model_section(run: RunConfig) -> None:
             f"checkpointer.model_type is {run.model_type}, but {file} has model_type {stored_type};"
             f" use {' or '.join(fitting)}, or give another model's folder"
         )
-    if run.model["_component_"] != "hestia_tune.models.llama":
+    has_options = run.model["_component_"] == "hestia_tune.models.llama"
+    if has_options:
+        _check_options(run.model, stored, file)
+    _check_head(run, has_options)
+    if run.model_type in MODEL_TYPES and fitting:
+        check_architecture(plain_on_meta(run.model), dict(stored), file.parent)
+
+
+def _check_head(run: RunConfig, has_options: bool) -> None:
+    """Raise InputError if torchtune's model shares its head with the embedding, or not, in error.
+
+    Not config.json alone decides, but transformers' reading of the files.
+    """
+    try:
+        source = checkpoints.pretrained_source(run)
+    except InputError:  # reading the weights raises it, if they are read
         return
+    if source is None:
+        return
+    if not source.is_tied and (missing := {HEAD, EMBEDDING} - source.shapes.keys()):
+        raise InputError(
+            f"weights are missing in {source.folder}: {min(missing)}, and config.json does not say "
+            'that head and embedding are one; get the files again, or write "tie_word_embeddings": '
+            "true there if they are"
+        )
+    is_tied = isinstance(plain_on_meta(run.model).output, TiedLinear)
+    if is_tied == source.is_tied:
+        return
+    found = "is the embedding" if source.is_tied else "has weights of its own"
+    remedy = f"set model.tie_word_embeddings={source.is_tied}"
+    if not has_options:
+        builds = "is always the embedding" if is_tied else "never is the embedding"
+        name = run.model["_component_"]
+        remedy = f"with {name} it {builds}; {use_transformers(source.folder)}"
+    raise InputError(f"the output head in {source.folder} {found}; {remedy}")
+
+
+def _check_options(section: Mapping, stored: dict[str, Any], file: Path) -> None:
+    """Compare the options of `llama` with the content of config.json, and name the option."""
     rope = stored.get("rope_parameters") or {}  # the key of transformers 5
-    stored |= rope if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
+    stored = stored | (
+        rope if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
+    )
     defaults = {k: p.default for k, p in inspect.signature(llama).parameters.items()}
-    given = {"rope_scaling": None} | defaults | run.model  # `llama` cannot scale RoPE
+    given = {"rope_scaling": None} | defaults | dict(section)  # `llama` cannot scale RoPE
+    del given["tie_word_embeddings"]  # `_check_head` knows more
     for ours, value in given.items():
         theirs = _HF_NAMES.get(ours, ours)
         if theirs in stored and value != stored[theirs]:
@@ -280,24 +323,41 @@ def read_checkpoint(
         InputError: If the checkpoint cannot be read, belongs to another model, is quantized, or
             holds NaN or infinity; or if `check_logits` raises it.
     """
-    source, packed = run.checkpointer["checkpoint_dir"], packed_weights(run)
+    source = run.checkpointer["checkpoint_dir"]
     try:
-        loaded = packed or checkpointer.load_checkpoint()[training.MODEL_KEY]
+        files = checkpoints.pretrained_source(run)
+        if files is not None:
+            loaded = dict(checkpoints.read_weights(run.model_type, files))
+            _remember_files(checkpointer, files)
+        else:
+            loaded = checkpointer.load_checkpoint()[training.MODEL_KEY]
+    except InputError:
+        raise
     except Exception as error:  # torchtune's converters raise errors of many unrelated types
         reason = f"could not be read as {run.model_type}: {one_line(error)}"
         raise InputError(f"the checkpoint in {source} {reason}") from error
     check_shapes(shapes, {name: value.shape for name, value in loaded.items()}, source)
-    for name, value in loaded.items():
+    for name, value in loaded.items():  # `files` has checked what it has read
         if not value.is_floating_point():
             raise InputError(
                 f"the checkpoint in {source} is quantized already; {name} is {value.dtype}; give "
                 "the folder of the original model"
             )
-        if not torch.isfinite(value).all():
+        if files is None and not torch.isfinite(value).all():
             raise InputError(f"NaN or infinity in the pretrained weights: {name}; get it again")
-    if run.is_transformers_model:
-        check_logits(plain_on_meta(run.model), loaded)
+    check_logits(plain_on_meta(run.model), loaded, files or SafetensorsFolder(Path(source)))
     return loaded
+
+
+def _remember_files(checkpointer: Any, source: SafetensorsFolder) -> None:
+    """Let torchtune's checkpointer write each weight into the file that it was read from.
+
+    It learns the files only when it reads the weights itself.
+    """
+    if isinstance(checkpointer, training.FullModelHFCheckpointer):
+        numbers = {file: f"{number:04}" for number, file in enumerate(source.files, 1)}
+        found = {name: numbers[file] for name, file in source.file_of.items()}
+        checkpointer._weight_map = defaultdict(lambda: "0001", found)
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:

@@ -16,13 +16,21 @@ from torch import nn
 from torchtune.models import convert_weights
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
+from hestia_tune.config.files import download_command
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, digest, read_json
 from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.models import hugging_face_files
-from hestia_tune.models.folder import ModelFolder, SafetensorsFolder, local_folder
-from hestia_tune.models.hugging_face_files import check_logits
+from hestia_tune.models.folder import (
+    HUB_NAME,
+    ModelFolder,
+    SafetensorsFolder,
+    local_folder,
+    ties_embeddings,
+)
+from hestia_tune.models.hugging_face_model import loading_of
+from hestia_tune.models.reference import check_logits
 from hestia_tune.qat.linear import weights_of
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
@@ -68,6 +76,24 @@ def pretrained_folder(config: RunConfig) -> Path:
     """Return the folder of a config's pretrained model."""
     folder = str(config.checkpointer["checkpoint_dir"])
     return local_folder(folder) if config.is_transformers_model else Path(folder)
+
+
+def require_pretrained(config: RunConfig) -> None:
+    """Raise InputError if the folder of a config's pretrained model is missing.
+
+    The message has the command that fetches the model, if a packaged config names the folder. A
+    name on the hub needs no folder: its model is fetched.
+    """
+    path = str(config.checkpointer["checkpoint_dir"])
+    if (Path(path) / "config.json").is_file():
+        return
+    is_on_hub = config.is_transformers_model and HUB_NAME.fullmatch(path)
+    if is_on_hub or (Path(path).is_dir() and any(Path(path).iterdir())):
+        local_folder(path)  # fetches the model, or says what the folder holds instead
+        return
+    command = download_command(path)
+    remedy = f"fetch the model: {command}" if command else "give the folder of a model"
+    raise InputError(f"{path} has no config.json; {remedy}")
 
 
 def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -116,8 +142,12 @@ def read_checked(model_type: str, folder: Path, plain: nn.Module) -> dict[str, t
     Raises:
         InputError: If `read_weights` or `check_logits` raises it.
     """
-    state = dict(read_weights(model_type, SafetensorsFolder(folder)))
-    check_logits(plain, state)
+    source = SafetensorsFolder(folder)
+    state = dict(read_weights(model_type, source))
+    add_biases(plain, state)
+    shapes = {name: value.shape for name, value in plain.state_dict().items()}
+    check_shapes(shapes, {name: value.shape for name, value in state.items()}, str(folder))
+    check_logits(plain, state, source)
     return state
 
 
@@ -135,7 +165,7 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
     """
     source = SafetensorsFolder(folder)
     if model_type == TRANSFORMERS_MODEL_TYPE:
-        return hugging_face_files.names_in_files(folder, source.shapes)
+        return hugging_face_files.names_in_files(source)
     return {ours: [theirs] for theirs, ours, _ in _converted(model_type, source)}
 
 
@@ -172,39 +202,45 @@ def open_source(
         for name in files
     }
     quantize = quantize and bool(quantized)
-    return ModelFolder(folder, quantized, quantize=quantize, embedding=embedding)
+    source = ModelFolder(folder, quantized, quantize=quantize, embedding=embedding)
+    used = {name for files in names.values() for name in files}
+    source.shapes = {name: shape for name, shape in source.shapes.items() if name in used}
+    if model_type == TRANSFORMERS_MODEL_TYPE and ties_embeddings(source.config):
+        source.config["tie_word_embeddings"] = bool(loading_of(source).tied)
+    return source
+
+
+def pretrained_source(config: RunConfig) -> SafetensorsFolder | None:
+    """Return the pretrained weights of a config, mapped from their files.
+
+    Returns:
+        None if only torchtune's checkpointer can read them: if its ``model_type`` is another than
+        those of `MODEL_TYPES`, or if ``checkpoint_files`` is no list of files in the folder.
+    """
+    folder = pretrained_folder(config)
+    if config.is_transformers_model:
+        return SafetensorsFolder(folder)
+    names = config.checkpointer.get("checkpoint_files")
+    if config.model_type not in MODEL_TYPES or not isinstance(names, list) or not names:
+        return None
+    if not all((folder / name).is_file() for name in names):
+        return None
+    return SafetensorsFolder(folder, names)
 
 
 def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:
     """Return the model's name -> shape of each weight in a checkpoint's files, without reading it.
 
     Returns:
-        None if the files do not show it: if weights are not safetensors, if transformers converts
-        them, or if there are no files.
+        None if the files do not show it: see `pretrained_source`. A folder that transformers reads
+        is checked by `loading_of`.
     """
-    names, folder = config.checkpointer.get("checkpoint_files"), pretrained_folder(config)
-    if config.model_type not in MODEL_TYPES or not isinstance(names, list) or not names:
+    if (source := pretrained_source(config)) is None:
         return None
-    if not all(name.endswith(".safetensors") and (folder / name).is_file() for name in names):
+    if config.is_transformers_model:
+        loading_of(source)
         return None
-    source = SafetensorsFolder(folder, names)
     return {ours: value.shape for _, ours, value in _converted(config.model_type, source)}
-
-
-def packed_weights(config: RunConfig) -> dict[str, torch.Tensor]:
-    """Return the state dict of a pretrained model that torchtune cannot read, because it is packed.
-
-    Returns:
-        Name -> dense weight. Empty if the weights are dense, or if torchtune does not build the
-        model.
-    """
-    names, folder = config.checkpointer.get("checkpoint_files"), pretrained_folder(config)
-    if config.model_type not in MODEL_TYPES or not (folder / "config.json").is_file():
-        return {}
-    if not {"quantization", "quantization_config"} & read_json(folder / "config.json").keys():
-        return {}
-    source = SafetensorsFolder(folder, names if isinstance(names, list) else None)
-    return dict(read_weights(config.model_type, source))
 
 
 def split_biases(
@@ -331,8 +367,8 @@ def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
     config = read_json(folder / "config.json")
     if model_type != "QWEN2":
         return partial(_llama_to_torchtune, **_sizes(config))
-    tied = config.get("tie_word_embeddings", False)
-    return partial(qwen2_hf_to_tune, tie_word_embeddings=tied, **_sizes(config))
+    # The source leaves out a head that is tied, so here is none to leave out.
+    return partial(qwen2_hf_to_tune, tie_word_embeddings=False, **_sizes(config))
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:

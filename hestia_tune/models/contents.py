@@ -18,17 +18,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.distributed import progress_bar
-from hestia_tune.errors import InputError, warn_once
+from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.files import inside, read_json, read_state
 from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.methods.hard_weights import find_codes, find_group_size, is_hard
-from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder
-from hestia_tune.models.packed_layouts import PackedWeight
+from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder, import_optional
+from hestia_tune.models.packed_layouts import Packed, is_float8
 
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.")
 # Number of codes -> what a weight with so many codes is called.
@@ -122,7 +123,8 @@ class Matrix:
 
     Attributes:
         name: Its name in the files, without ".weight".
-        stored: How the files hold it, for example "bfloat16" or "2 bits of MLX".
+        stored: How the files hold it, for example "bfloat16", "2 bits of MLX", or "Q4_0" in a GGUF
+            file.
         nbytes: Its bytes in the files.
         width: in_features.
         size: The number of its weights.
@@ -144,7 +146,8 @@ class Matrix:
     def kind(self) -> str:
         """Return the codes and groups, or the dtype, in words."""
         if self.levels is None or self.group_size is None:
-            return f"dense {self.stored}"
+            is_block_type = self.stored.startswith(("Q", "IQ", "TQ", "MX", "NV"))  # of llama.cpp
+            return self.stored if is_block_type else f"dense {self.stored}"
         return f"{KINDS[self.levels]} {groups_text([self.group_size])}"
 
 
@@ -152,39 +155,31 @@ def read_matrices(folder: Path) -> tuple[list[Matrix], int]:
     """Return what every matrix of a folder is, by name, and the bytes of all tensors.
 
     Args:
-        folder: A folder with safetensors, dense or packed by compressed-tensors or MLX; or a packed
-            folder that hestia_convert wrote for torchtune.
+        folder: A folder with safetensors, dense or packed by compressed-tensors or MLX; a packed
+            folder that hestia_convert wrote for torchtune; or a GGUF file.
 
     Raises:
         InputError: If the folder has no such weights, or if they are damaged.
     """
-    file, matrices, num_bytes = folder / DESCRIPTION_FILE, [], 0
-    packed = read_json(file).get("weights") if file.is_file() else None
-    tensors: dict[str, Any] = (
-        read_state(inside(folder, packed)) if packed else SafetensorsFolder(folder).tensors
-    )
-    for name, value in progress_bar(tensors.items(), desc=f"reading {folder.name}", unit="tensor"):
-        stored, nbytes = str(value.dtype).removeprefix("torch."), value.nbytes
-        if isinstance(value, TorchAOBaseTensor):
-            stored = type(value).__name__
-            nbytes = sum(getattr(value, part).nbytes for part in value.tensor_data_names)
-        elif isinstance(value, PackedWeight):
-            stored = f"{value.bits} bits of {value.layout}, {stored}"
+    matrices, num_bytes = [], 0
+    tensors = _tensors(folder).items()
+    for name, value in progress_bar(tensors, desc=f"reading {folder.name}", unit="tensor"):
+        stored, nbytes = _storage(value)
         num_bytes += nbytes
         if len(value.shape) != 2:
             continue
-        if not value.dtype.is_floating_point:
+        if isinstance(value, Tensor) and not value.dtype.is_floating_point:
             raise InputError(f"{name} in {folder} is {stored} and no weight; give another folder")
-        dense = value.dequantize()
-        levels, group_size = find_codes(dense)
+        dense = value.to(torch.bfloat16) if _is_raw_float8(value) else value.dequantize()
+        levels, group_size = find_codes(dense) if dense is not None else (None, None)
         matrices.append(
             Matrix(
                 name=name.removesuffix(".weight"),
                 stored=stored,
                 nbytes=nbytes,
-                width=dense.shape[1],
-                size=dense.numel(),
-                zeros=int((dense == 0).sum()),
+                width=value.shape[1],
+                size=math.prod(value.shape),
+                zeros=0 if dense is None else int((dense == 0).sum()),
                 levels=levels,
                 group_size=group_size,
             )
@@ -193,6 +188,91 @@ def read_matrices(folder: Path) -> tuple[list[Matrix], int]:
     alike = named_alike(sizes, {m.name: m.width for m in matrices})
     matrices.sort(key=lambda m: re.sub(r"\d+", lambda number: number[0].zfill(9), m.name))
     return [replace(m, group_size=alike.get(m.name)) for m in matrices], num_bytes
+
+
+def _is_raw_float8(value: Any) -> bool:
+    """Return whether a value is a plain tensor of float8, with which torch cannot compute."""
+    return type(value) is Tensor and is_float8(value.dtype)
+
+
+def _storage(value: Any) -> tuple[str, int]:
+    """Return how a file holds a value, in words, and its bytes."""
+    if isinstance(value, GGUFTensor):
+        return value.stored, value.nbytes
+    stored = str(value.dtype).removeprefix("torch.")
+    if isinstance(value, TorchAOBaseTensor):
+        parts = [getattr(value, part).nbytes for part in value.tensor_data_names]
+        return type(value).__name__, sum(parts)
+    if isinstance(value, Packed):
+        return f"{value.bits} bits of {value.layout}, {stored}", value.nbytes
+    return stored, value.nbytes
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    """Return name -> tensor of a folder or a GGUF file, packed as they are stored."""
+    if path.suffix == ".gguf" and path.is_file():
+        return read_gguf(path)
+    if not path.is_dir():
+        what = "is no folder and no .gguf file" if path.exists() else "does not exist"
+        raise InputError(f"{path} {what}; give the folder of a model, or a .gguf file")
+    file = path / DESCRIPTION_FILE
+    packed = read_json(file).get("weights") if file.is_file() else None
+    if packed:
+        return read_state(inside(path, packed))
+    others = sorted(path.glob("*.gguf"))
+    if others and not any(path.glob("*.safetensors")):
+        raise InputError(f"{path} has no safetensors; inspect its GGUF file: {others[0]}")
+    return SafetensorsFolder(path).tensors
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GGUFTensor:
+    """Hold a tensor of a GGUF file, mapped from the file.
+
+    Attributes:
+        shape: Its shape; the last dimension is in_features.
+        stored: The name of its type in llama.cpp, such as "Q4_0".
+        nbytes: Its bytes in the file.
+        values: Its blocks, as the package gguf reads them.
+    """
+
+    shape: tuple[int, ...]
+    stored: str
+    nbytes: int
+    values: Any
+
+    def dequantize(self) -> Tensor | None:
+        """Return the dense weight in float32, or None for a type that gguf cannot read."""
+        gguf = import_optional("gguf")
+        kind = getattr(gguf.GGMLQuantizationType, self.stored)
+        try:
+            dense = gguf.quants.dequantize(self.values, kind)
+        except NotImplementedError:
+            return None
+        return torch.from_numpy(dense.copy()).float().view(self.shape)
+
+
+def read_gguf(path: Path) -> dict[str, GGUFTensor]:
+    """Return name -> tensor of a GGUF file.
+
+    Raises:
+        InputError: If the package gguf is missing or cannot read the file.
+    """
+    gguf = import_optional("gguf")
+    try:
+        tensors = gguf.GGUFReader(path).tensors
+    except Exception as error:  # the package raises many types for damaged bytes, and new types
+        reason = f"cannot be read by the package gguf ({one_line(error)})"
+        raise InputError(f"{path} {reason}; get it again") from error
+    return {
+        each.name: GGUFTensor(
+            shape=tuple(int(size) for size in reversed(each.shape)),
+            stored=each.tensor_type.name,
+            nbytes=int(each.n_bytes),
+            values=each.data,
+        )
+        for each in tensors
+    }
 
 
 def contents_table(folder: Path) -> str:

@@ -9,12 +9,17 @@ Linears that are hard already keep their weights.
 
 Weights may be dense, or packed by compressed-tensors or MLX (`hestia_tune.models.packed_layouts`).
 A packed weight is made dense when it is read.
+
+A folder may hold more than the model: a second copy of the weights in the format of their makers,
+an adapter, an optimizer, the index of an earlier save. `weight_files` chooses as transformers does,
+so that the model here is the model that everybody else loads from the folder.
 """
 
 import importlib
 import re
+import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,23 +27,33 @@ from typing import Any
 import huggingface_hub
 import torch
 
-from hestia_tune.errors import InputError, one_line
+from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.files import inside, read_json, read_state
 from hestia_tune.methods import GroupMethod
 from hestia_tune.methods.granularity import GroupSize, check_divides
 from hestia_tune.methods.hard_weights import is_hard
 from hestia_tune.methods.ternary import TernaryMethod
 from hestia_tune.models.embedding import check_width, round_embedding
-from hestia_tune.models.packed_layouts import PackedWeight, dense_config, find_packed
+from hestia_tune.models.packed_layouts import Packed, dense_config, find_packed, is_float8
 from hestia_tune.tensors import read_hard
 from hestia_tune.tensors.group_tensor import GroupTensor
 
 DESCRIPTION_FILE = "hestia.json"
-INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+# The files that transformers looks for, in its order. It reads the first that exists.
+_PRECEDENCE = (WEIGHTS_FILE, INDEX_FILE, "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Names in the files of torchtune's models, of the output head and of the embedding.
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_UNTIED_BY_DEFAULT = ("llama", "mistral", "qwen2")  # those of torchtune's models
+# Buffers that old checkpoints hold although the model computes them: rotary angles, positions, and
+# causal masks, which have 4 dimensions or, for the masked value, none.
+_COMPUTED = re.compile(r"rotary_emb\.|(^|\.)position_ids$")
+_MASK = re.compile(r"\.(attention|attn|self_attn)\.(bias|masked_bias)$")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
 # The files that are fetched from the hub: configuration, weights and tokenizer, but no code.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*"]
+_NOT_FETCHED = ["consolidated*", "original/*", "onnx/*", "*.fp16.safetensors"]  # second copies
 # Tokenizer, chat template, generation settings and licences.
 _SETTINGS = ("*token*.json", "merges.txt", "*chat_template*", "generation_config.json")
 _SIDE_FILES = (*_SETTINGS, *_TOKENIZER_FILES[1:], "LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -74,14 +89,18 @@ def local_folder(path: str) -> Path:
     folder = Path(path)
     if folder.is_dir() or not HUB_NAME.fullmatch(path):
         if not (folder / "config.json").is_file():
-            raise InputError(f"{folder} has no config.json; give the folder of a model")
+            remedy = _adapter_remedy(folder) or "give the folder of a model"
+            raise InputError(f"{folder} has no config.json; {remedy}")
         return folder
+    patterns = {"allow_patterns": _HUB_FILES, "ignore_patterns": _NOT_FETCHED}
     try:
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(path, **patterns))
     except Exception as error:  # the network, the hub or a file may fail in any way
         raise InputError(
-            f"{path} is no folder here and could not be fetched from the hub: {one_line(error)}; "
-            "check the name and the network"
+            f"{path} is no folder here and could not be fetched from the hub: "
+            f"{one_line(error, limit=150)}; "
+            "check the name and the network, or fetch it elsewhere and give its folder: tune "
+            f"download {path} --output-dir ./models/{path.rpartition('/')[2]}"
         ) from error
 
 
@@ -100,41 +119,142 @@ def hub_name(path: str | Path) -> str:
     return Path(path).resolve().name if str(path) and Path(path).is_dir() else str(path)
 
 
+def files_in(folder: Path, *patterns: str) -> Iterator[Path]:
+    """Yield the files of a folder that match one of several shell patterns."""
+    for pattern in patterns:
+        yield from sorted(folder.glob(pattern))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights of a folder, by transformers' order of precedence.
+
+    ``transformers_weights`` in config.json names them. Otherwise they are model.safetensors, or
+    else the files of its index, or else the same of pytorch_model.bin. All other files are no part
+    of the model.
+
+    Raises:
+        InputError: If there are none, or if one of an index is missing. The message says what the
+            folder holds instead, and what to do.
+    """
+    config = folder / "config.json"
+    named = read_json(config).get("transformers_weights") if config.is_file() else None
+    for name in [named] if named else _PRECEDENCE:
+        if not (file := inside(folder, name)).is_file():
+            continue
+        if name == WEIGHTS_FILE and (folder / INDEX_FILE).is_file():
+            warn_once(f"{file} is read, and not the files of {INDEX_FILE}, as transformers does")
+        if (folder / "adapter_config.json").is_file():
+            warn_once(f"the adapter in {folder} is not applied; {_adapter_remedy(folder)}")
+        if not name.endswith(".index.json"):
+            return [file]
+        files = sorted({inside(folder, part) for part in read_json(file)["weight_map"].values()})
+        if absent := [part.name for part in files if not part.is_file()]:
+            raise InputError(
+                f"{file} names {len(files)} files, and {folder} lacks {len(absent)} of them: "
+                f"{', '.join(absent[:3])}; get them, too"
+            )
+        return files
+    raise InputError(f"{folder} has no {named or WEIGHTS_FILE}; {_instead(folder)}")
+
+
+def _adapter_remedy(folder: Path) -> str:
+    """Return how to merge the adapter in a folder into its model, or "" if there is none."""
+    if not any(files_in(folder, "adapter_config.json", "adapter_model.*")):
+        return ""
+    code = (
+        "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as "
+        f"T; p = {str(folder)!r}; M.from_pretrained(p).merge_and_unload().save_pretrained('merged')"
+        "; T.from_pretrained(p).save_pretrained('merged')"
+    )
+    return f"it holds a LoRA adapter; merge it first: python -c {shlex.quote(code)}"
+
+
+def _instead(folder: Path) -> str:
+    """Return what a folder holds instead of weights in transformers' names, and what to do."""
+    if remedy := _adapter_remedy(folder):
+        return remedy
+    if any(files_in(folder, "model-*-of-*.safetensors")):
+        return f"it has shards and no {INDEX_FILE}; get the index, too"
+    if variant := next(files_in(folder, "model.*.safetensors"), None):
+        command = shlex.join(["cp", str(variant), str(folder / WEIGHTS_FILE)])
+        return f"it has the variant {variant.name} alone; use it: {command}"
+    if any(files_in(folder, "consolidated*", "original/consolidated*", "*.pth")):
+        return (
+            "it holds weights in the format of their makers (consolidated, .pth); give the folder "
+            "in Hugging Face's format, which the hub usually has under the same name or with -hf"
+        )
+    if gguf := next(files_in(folder, "*.gguf"), None):
+        return f"{gguf.name} is a finished file; give the folder of the model it was made from"
+    others = [file.name for file in files_in(folder, "*.safetensors", "*.bin")]
+    found = f"it has {', '.join(others[:3])}, which transformers does not read; " if others else ""
+    return f"{found}copy the model's"
+
+
 class SafetensorsFolder:
     """The tensors of a Hugging Face folder, mapped from its files, so that they take no memory.
 
     Args:
         folder: The folder.
-        names: The safetensors files to read. None: the files of the index, or all files if the
-            folder has no index.
+        names: The files to read. None: see `weight_files`.
 
     Attributes:
         tensors: Name -> every weight as the files hold it.
-        shapes: Name -> shape of every weight. Rotary buffers of old checkpoints are left out,
-            because the model computes them.
+        shapes: Name -> shape of every weight. Buffers of old checkpoints that the model computes
+            (rotary angles, causal masks) and a head that repeats a tied embedding are left out.
+        files: The files.
+        file_of: Name of each tensor -> its file.
+        is_tied: Whether the output head is the embedding, as transformers decides it.
 
     Raises:
-        InputError: If the folder has no safetensors file, or lacks a file of its index; or if its
-            weights are in a layout that cannot be read.
+        InputError: If `weight_files` raises it, or if weights are in a layout that cannot be read.
     """
 
     def __init__(self, folder: Path, names: Iterable[str] | None = None):
         self.folder = folder
-        files = folder.glob("*.safetensors")
-        if names is None and (index := folder / INDEX_FILE).is_file():
-            names = read_json(index)["weight_map"].values()
-        if names is not None:
-            files = {inside(folder, name) for name in names}
+        self.files = (
+            weight_files(folder)
+            if names is None
+            else sorted({inside(folder, name) for name in names})
+        )
         tensors: dict[str, torch.Tensor] = {}
-        for file in sorted(files):
-            tensors |= sorted(read_state(file).items())
+        self.file_of: dict[str, Path] = {}
+        for file in self.files:
+            part = dict(sorted(read_state(file).items()))
+            self.file_of |= dict.fromkeys(part, file)
+            tensors |= part
         file = folder / "config.json"
         config = read_json(file) if file.is_file() else {}
         self.tensors = find_packed(tensors, config)
+        has_tied_config = ties_embeddings(config)
         dense_config(config, folder)
-        self.shapes = {n: t.shape for n, t in self.tensors.items() if "rotary_emb." not in n}
+        self.shapes = {n: t.shape for n, t in self.tensors.items() if not _is_computed(n, t)}
         if not self.shapes:
             raise InputError(f"{folder} has no model.safetensors; copy the model's")
+        self.is_tied = has_tied_config and self._join_head()
+
+    def _join_head(self) -> bool:
+        """Leave out a head that repeats the embedding, and return whether the two are one weight.
+
+        config.json says so already. transformers believes it unless the files have a head with
+        other values. If they have no embedding, the head is the embedding, too.
+        """
+        if HEAD in self.shapes and EMBEDDING in self.shapes:
+            if self.shapes[HEAD] != self.shapes[EMBEDDING] or not torch.equal(
+                self.dense(HEAD), self.dense(EMBEDDING)
+            ):
+                return False
+            del self.shapes[HEAD]
+        elif HEAD in self.shapes:
+            self.shapes[EMBEDDING] = self.shapes.pop(HEAD)
+            self.tensors[EMBEDDING] = self.tensors[HEAD]
+        return True
+
+    def dense(self, name: str) -> torch.Tensor:
+        """Return one tensor, dense, in a dtype that can be computed with, unchecked."""
+        tensor = self.tensors[name]
+        tensor = tensor.dequantize() if isinstance(tensor, Packed) else tensor
+        # bfloat16 holds every number of 8 bits.
+        return tensor.to(torch.bfloat16) if is_float8(tensor.dtype) else tensor
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor, dense.
@@ -142,14 +262,40 @@ class SafetensorsFolder:
         Raises:
             InputError: If the tensor is not floating point, or has NaN or infinity.
         """
-        tensor = self.tensors[name]
-        tensor = tensor.dequantize() if isinstance(tensor, PackedWeight) else tensor
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
+        tensor = SafetensorsFolder.dense(self, name)
+        if not tensor.is_floating_point():
             raise InputError(
-                f"weights must be floating point and finite; {name} ({tensor.dtype}) in "
-                f"{self.folder} is not; repair the folder"
+                f"{self.folder} is quantized already, in a way that config.json does not name: "
+                f"{name} is {tensor.dtype}; give the folder of the original model"
+            )
+        if not tensor.isfinite().all():
+            raise InputError(
+                f"weights must be finite; {name} in {self.folder} has NaN or infinity; get the "
+                "file again"
             )
         return tensor
+
+
+def ties_embeddings(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json ties the output head to the embedding, as transformers reads it.
+
+    Without the key, the model type decides. A model type that no transformers here knows is not
+    tied.
+    """
+    tied, kind = config.get("tie_word_embeddings"), config.get("model_type")
+    if tied is None and kind not in (None, *_UNTIED_BY_DEFAULT):
+        try:
+            mapping = importlib.import_module("transformers").CONFIG_MAPPING
+            tied = getattr(mapping[kind](), "tie_word_embeddings", False)
+        except (ImportError, KeyError):
+            return False
+    return bool(tied)
+
+
+def _is_computed(name: str, tensor: Any) -> bool:
+    """Return whether a tensor in a file is a buffer that the model computes itself."""
+    is_mask = _MASK.search(name) and len(tensor.shape) in (0, 4)
+    return bool(_COMPUTED.search(name) or is_mask)
 
 
 class ModelFolder(SafetensorsFolder):
@@ -168,7 +314,8 @@ class ModelFolder(SafetensorsFolder):
     Attributes:
         quantized: Name -> method of every quantized weight.
         embeddings: The names of the weights that are rounded in this way.
-        config: The content of config.json, changed to say that the model is in bfloat16.
+        config: The content of config.json, changed to say that the model is in bfloat16, and that
+            a head of its own is not the embedding.
         description: The content of hestia.json, which says how a hard model was made. None if
             there is no hestia.json.
 
@@ -205,6 +352,8 @@ class ModelFolder(SafetensorsFolder):
             if len(self.shapes.get(name, ())) not in (2, 3):  # 3: a matrix for each expert
                 raise InputError(f"only matrices can be quantized; {name} is none of {folder}")
             check_divides(method.group_size, self.shapes[name][-1], name)
+        if ties_embeddings(self.config) and not self.is_tied:
+            self.config["tie_word_embeddings"] = False  # what other programs read
         self.embedding, self.embeddings = embedding, self._find_embeddings() if embedding else []
 
     def _find_embeddings(self) -> list[str]:

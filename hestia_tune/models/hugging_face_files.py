@@ -4,24 +4,19 @@ In most folders the files have the model's names. A mixture of experts is differ
 a tensor for each expert, and the model has one tensor for all experts. transformers converts these
 tensors in both directions.
 
-`hestia_tune.models.hugging_face_model` runs the parts of a class in its own way. Every time that
-weights are loaded, `check_logits` shows that this gives the right logits.
+`loading_of` asks transformers itself which tensor of a folder becomes which weight.
 """
 
-import re
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torchtune.training import MODEL_KEY
 
-from hestia_tune.blocks import as_one, on_device
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
-from hestia_tune.errors import InputError, one_line
+from hestia_tune.errors import InputError, one_line, warn_once
+from hestia_tune.files import read_json, write_json
 from hestia_tune.models.folder import (
     ModelFolder,
     SafetensorsFolder,
@@ -29,11 +24,15 @@ from hestia_tune.models.folder import (
     import_optional,
     local_folder,
     side_files,
+    ties_embeddings,
 )
-from hestia_tune.models.hugging_face_model import Decoder, hugging_face, read_config
-
-# Largest relative difference of logits. A product of half of the rows may round differently.
-_LOGITS_TOLERANCE = 1e-4
+from hestia_tune.models.hugging_face_model import (
+    hugging_face,
+    load_in_transformers,
+    loading_of,
+    placeholder,
+    read_config,
+)
 
 
 def model_on_meta(folder: str | Path) -> Any:
@@ -43,49 +42,44 @@ def model_on_meta(folder: str | Path) -> Any:
 
 
 def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a folder with the model's name.
+    """Yield every weight of a folder with the model's name, as transformers reads the folder.
 
-    Copies of tied weights, and tensors that the model's class says to ignore, are left out.
+    Weights that are tied to others are left out, and so are tensors that transformers ignores.
 
     Raises:
-        InputError: If transformers has to convert the tensors, and a weight is missing, unexpected
-            or mismatched.
+        InputError: If a weight is missing or has another shape.
     """
-    model = model_on_meta(source.folder)
-    names, ignored = model.state_dict(), model._keys_to_ignore_on_load_unexpected or ()
-    if names.keys() <= source.shapes.keys():
-        for name in source.shapes:
-            dropped = name in model.tied or any(re.search(p, name) for p in ignored)
-            if name in names or not dropped:
-                yield name, source.read(name)
-        return
-    transformers, config = import_optional("transformers"), read_config(str(source.folder))
-    state = {name: source.read(name) for name in source.shapes}  # hard, if the source makes it so
-    loaded, report = transformers.AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
-        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
-    )
-    for kind in ("missing", "unexpected", "mismatched"):
-        if wrong := sorted(map(str, report[f"{kind}_keys"])):
-            raise InputError(f"weights are {kind} in {source.folder}: {wrong[0]}; get it again")
-    for name, value in loaded.state_dict().items():
-        if name in names:
-            yield name, source.read(name) if name in source.shapes else value
+    loading, values = loading_of(source), {}
+    if unexpected := loading.unexpected:
+        warn_once(
+            f"transformers ignores {len(unexpected)} tensors of {source.folder}, such as "
+            f"{unexpected[0]}, and so does this package; if the model needs them, its config.json "
+            "is another model's"
+        )
+    if None in loading.names.values():  # of these, transformers makes weights
+        state = {n: placeholder(s) for n, s in source.shapes.items() if n in loading.used}
+        state |= {n: source.read(n) for n in source.shapes if n not in state}
+        values = load_in_transformers(read_config(str(source.folder)), state)[0].state_dict()
+    for name, origin in loading.names.items():
+        yield name, values[name] if origin is None else source.read(origin)
 
 
-def names_in_files(folder: Path, names: Collection[str]) -> dict[str, list[str]]:
+def names_in_files(source: SafetensorsFolder) -> dict[str, list[str]]:
     """Return the model's name of each weight -> the names of its parts in the files.
 
     Args:
-        folder: The folder of the model.
-        names: Names of all tensors in its files. Weights without such tensors are left out.
+        source: The folder of the model. Weights without tensors in its files are left out.
     """
-    loading = import_optional("transformers.core_model_loading", "transformers")
-    model = model_on_meta(folder)
-    found = {
-        name: [name] if name in names else [*loading.revert_weight_conversion(model, {name: value})]
-        for name, value in model.state_dict().items()
-    }
-    return {name: parts for name, parts in found.items() if all(part in names for part in parts)}
+    loading_module = import_optional("transformers.core_model_loading", "transformers")
+    model, found = model_on_meta(source.folder), {}
+    weights = model.state_dict()
+    for name, origin in loading_of(source).names.items():
+        parts = [origin]
+        if origin is None:
+            parts = [*loading_module.revert_weight_conversion(model, {name: weights[name]})]
+        if all(part in source.shapes for part in parts):
+            found[name] = parts
+    return found
 
 
 def load_hard(source: ModelFolder, dtype: torch.dtype) -> Any:
@@ -100,37 +94,6 @@ def load_hard(source: ModelFolder, dtype: torch.dtype) -> Any:
     kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     weights = {name: source.read_hard(name) for name in source.shapes}
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
-
-
-@torch.no_grad()
-def check_logits(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise InputError unless a `Decoder` gives the logits of its transformers class.
-
-    Both forwards run once on 8 tokens, in float32 on the CPU, with the same weights. Only a part of
-    ``state`` is copied to float32 at any time: the block that runs, and the tensors outside the
-    blocks. A model that torchtune builds is not checked.
-
-    Args:
-        model: A plain model on the meta device. It is not changed.
-        state: The state dict of the model, on the CPU, in any floating-point dtypes.
-    """
-    if not isinstance(model, Decoder):
-        return
-    model = deepcopy(model).eval()
-    model.load_state_dict(state, assign=True)
-    model.set_num_output_chunks(2)
-    with torch.device("cpu"):
-        model.rope_init()
-    embedding: Any = model.tok_embeddings
-    tokens = torch.arange(8)[None] % embedding.num_embeddings  # (1, 8)
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        with on_device(model, "cpu", whole=False, dtype=torch.float32):
-            expected = model.class_logits(tokens)
-            return as_one(model(tokens)), expected
-
-    rule = f"{type(model).__name__} must give the same logits here as in transformers"
-    require_same_logits(run, _LOGITS_TOLERANCE, rule, "train a model of another class")
 
 
 def require_same_logits(
@@ -208,5 +171,8 @@ class HuggingFaceCheckpointer:
         model_on_meta(self.folder).save_pretrained(folder, state_dict=state_dict[MODEL_KEY])
         for written in folder.glob("*config.json"):  # by transformers; replaced by the originals
             written.unlink()
-        shutil.copyfile(self.folder / "config.json", folder / "config.json")
+        config = read_json(self.folder / "config.json")
+        if ties_embeddings(config) and not loading_of(SafetensorsFolder(self.folder)).tied:
+            config["tie_word_embeddings"] = False  # transformers sees it in the files, others here
+        write_json(folder / "config.json", config)
         copy_side_files(self.folder, folder)

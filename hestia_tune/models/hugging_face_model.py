@@ -8,7 +8,8 @@ Three things differ from transformers:
 
 - Weights are left empty, because they are loaded at once.
 - A head that is tied to the embedding becomes torchtune's `TiedLinear`, which holds no weight of
-  its own. FSDP2 and safetensors both need each weight exactly once.
+  its own. FSDP2 and safetensors both need each weight exactly once. config.json does not decide
+  alone: if the files hold a head with other values than the embedding, the model has that head.
 - Buffers that no checkpoint holds (rotary frequencies) are kept in memory, because a model that
   moves away from the meta device loses them.
 
@@ -23,6 +24,9 @@ logits with the class's own whenever weights are loaded.
 
 import contextlib
 import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +36,7 @@ from torchtune.modules import TiedLinear
 from hestia_tune.blocks import find_blocks
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import read_json
-from hestia_tune.models.folder import import_optional, local_folder
+from hestia_tune.models.folder import SafetensorsFolder, import_optional, local_folder
 from hestia_tune.models.packed_layouts import dense_config
 
 log = logging.getLogger(__name__)
@@ -72,6 +76,156 @@ def read_config(path: str) -> Any:
     # config.json may name kernels on the hub here. Kernels are code, so they are not used.
     config._attn_implementation = config._experts_implementation = None
     return config
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from printing bars and tables while it loads a model."""
+    logging_of = import_optional("transformers.utils.logging", "transformers")
+    level, has_bars = logging_of.get_verbosity(), logging_of.is_progress_bar_enabled()
+    logging_of.set_verbosity_error()
+    logging_of.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging_of.set_verbosity(level)
+        if has_bars:
+            logging_of.enable_progress_bar()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What transformers makes of the tensors in a folder.
+
+    Attributes:
+        names: The model's name -> the name in the files, or None if transformers makes the weight
+            from several tensors, as it does for experts.
+        tied: Name of a weight -> name of the weight that it is.
+        unexpected: Names in the files that transformers ignores, and warns about.
+    """
+
+    names: dict[str, str | None]
+    tied: dict[str, str]
+    unexpected: list[str]
+
+    @property
+    def used(self) -> set[str]:
+        """Return the names in the files of the weights that the model has as they are."""
+        return {name for name in self.names.values() if name is not None}
+
+
+def load_in_transformers(config: Any, state: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+    """Load tensors as transformers' own class does, in float32 on the CPU.
+
+    Args:
+        config: The model's configuration, from `read_config`.
+        state: The tensors of the files. One that is float32 already becomes the model's own
+            without a copy.
+
+    Returns:
+        The model, and transformers' report of missing, unexpected and mismatched tensors.
+    """
+    transformers = import_optional("transformers")
+    kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    options |= {"ignore_mismatched_sizes": True}  # the report names them
+    with quiet(), torch.device("cpu"):
+        return kind.from_pretrained(None, config=config, state_dict=dict(state), **options)
+
+
+def placeholder(shape: Sequence[int], value: float = 0.0) -> torch.Tensor:
+    """Return a float32 tensor with one value that takes the memory of a few numbers.
+
+    Its elements overlap. No two dimensions have the same stride, so that neither a transposed nor a
+    permuted view of it has its shape and strides.
+    """
+    strides = range(len(shape), 0, -1)
+    size = 1 + sum((number - 1) * stride for number, stride in zip(shape, strides, strict=True))
+    return torch.full((max(size, 1),), float(value), device="cpu").as_strided(
+        tuple(shape), tuple(strides)
+    )
+
+
+_loadings: dict[Any, Loading] = {}
+
+
+def loading_of(source: SafetensorsFolder) -> Loading:
+    """Return what transformers makes of a folder, without reading more than head and embedding.
+
+    transformers loads placeholders that have the names and shapes of the files. A weight that is
+    one of the placeholders afterwards has just another name. Values matter only for a head that may
+    be the embedding: it is, if config.json says so and the files do not hold two different ones.
+
+    Raises:
+        InputError: If a weight of the model is missing, or has another shape. transformers would
+            fill it with random numbers.
+    """
+    files = (*source.files, source.folder / "config.json")
+    key = tuple((file.absolute(), *_version(file)) for file in files)
+    if key not in _loadings:
+        _loadings[key] = _find_loading(source)
+    return _loadings[key]
+
+
+def _version(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def _find_loading(source: SafetensorsFolder) -> Loading:
+    config, folder = read_config(str(source.folder)), source.folder
+    shapes = source.shapes.items()
+    state = {name: placeholder(shape, value) for value, (name, shape) in enumerate(shapes)}
+    try:
+        model, report = load_in_transformers(config, state)
+    except Exception as error:  # transformers converts some tensors, and may raise anything
+        raise InputError(
+            f"transformers cannot load {folder}: {one_line(error)}; get the files again"
+        ) from error
+    if missing := sorted(report["missing_keys"]):
+        hint = ""
+        if missing == ["lm_head.weight"]:
+            hint = '. If its head is the embedding, write "tie_word_embeddings": true there'
+        raise InputError(
+            f"weights are missing in {folder}: {missing[0]}; get the files again, or the "
+            f"config.json of this model{hint}"
+        )
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise InputError(
+            f"weights are mismatched in {folder}: {name} is {tuple(found)} instead of "
+            f"{tuple(expected)}; use the config.json of this model"
+        )
+    places = {_place(value): name for name, value in state.items()}
+    weights = model.state_dict(keep_vars=True).items()
+    names = {name: places.get(_place(value)) for name, value in weights}
+    tied = dict(model.all_tied_weights_keys)
+    # The placeholders of a head and an embedding differ, so transformers has untied the two.
+    for head, embedding in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        parts = [names.get(name) for name in (head, embedding)]
+        if head not in tied and None not in parts:
+            one, other = (source.dense(str(name)) for name in parts)
+            if one.shape == other.shape and torch.equal(one, other):
+                tied[head] = embedding
+    names = {name: origin for name, origin in names.items() if name not in tied}
+    return Loading(names=names, tied=tied, unexpected=sorted(report["unexpected_keys"]))
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what only a tensor and its unchanged views have in common."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _unties(path: str, config: Any) -> bool:
+    """Return whether the files of a model hold a head of its own, although config.json ties it."""
+    if not getattr(config, "tie_word_embeddings", False):
+        return False
+    try:
+        source = SafetensorsFolder(local_folder(path))
+    except InputError:  # no weights: the model is built for others, or reading raises the error
+        return False
+    rows = getattr(config, "vocab_size", None)
+    like_embeddings = [n for n, s in source.shapes.items() if len(s) == 2 and s[0] == rows]
+    return len(like_embeddings) > 1 and not loading_of(source).tied
 
 
 # Names of the longest sequence in a config.json.
@@ -222,6 +376,9 @@ def hugging_face(
     transformers = import_optional("transformers")
     initialization = import_optional("transformers.initialization", "transformers")
     accelerate = import_optional("accelerate", "transformers")
+
+    if _unties(path, config):
+        config.tie_word_embeddings = False
 
     device, dtype = torch.get_default_device(), torch.get_default_dtype()
     # Weights are on the meta device, whatever their size. Buffers are on the CPU, with values.

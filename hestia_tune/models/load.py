@@ -68,6 +68,14 @@ def locate(name: str, config: RunConfig) -> tuple[str, Path]:
     return ("naive" if name == "naive" else "folder"), folder
 
 
+def section_of(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Return the model section for the weights in a folder, which may be another's than the run's.
+
+    transformers builds the model of the folder's own config.json.
+    """
+    return config.model | ({"path": str(folder)} if config.is_transformers_model else {})
+
+
 def load_model(
     name: str,
     config: RunConfig,
@@ -102,7 +110,7 @@ def load_model(
     component = build.make_component(config.quantizer)
     key = component.key()
     if kind in ("folder", "naive"):
-        model = build.plain_on_meta(config.model)
+        model = build.plain_on_meta(section_of(config, folder))
         state = checkpoints.read_checked(config.model_type, folder, model)
         checkpoints.load_weights(model, state, str(folder))
         if kind == "naive":

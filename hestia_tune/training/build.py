@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,13 @@ from torchtune import training
 
 from hestia_tune.annealing import SCHEDULE_OPTIONS, AnnealingSchedule
 from hestia_tune.blocks import find_blocks
-from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.files import digest
 from hestia_tune.models import build as models
 from hestia_tune.models.build import build_buffers
-from hestia_tune.models.checkpoints import (
-    check_shapes,
-    read_weights,
-)
-from hestia_tune.models.folder import SafetensorsFolder
+from hestia_tune.models.checkpoints import read_checked
+from hestia_tune.models.load import section_of
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.qat.schedule import ScheduleDriver
@@ -245,23 +241,26 @@ def _make_teacher(plan: Plan, pretrained: State, mesh: DeviceMesh) -> nn.Module:
         mesh: The ranks that share the model.
 
     Raises:
-        InputError: If the teacher's folder holds no model of the same shape.
+        InputError: If the teacher's folder holds no such model, or one with another vocabulary.
     """
     config = plan.config
-    teacher = models.plain_on_meta(config.model).requires_grad_(False).eval()
+    folder = None
     if config.distillation.teacher != "pretrained":
-        shapes = models.shapes_of(teacher)
-        pretrained = on_first_rank(_read_teacher, config, shapes, share=False) or {}
+        folder = Path(config.distillation.teacher)
+    section = config.model if folder is None else section_of(config, folder)
+    teacher: Any = models.plain_on_meta(section).requires_grad_(False).eval()
+    if folder is not None:
+        own, model = teacher.tok_embeddings.num_embeddings, cast(Any, plan.model)
+        if own != (expected := model.tok_embeddings.num_embeddings):
+            raise InputError(
+                f"distillation.teacher {folder} has a vocabulary of {own} tokens, but the model "
+                f"has {expected}; use a teacher with the model's tokenizer"
+            )
+        plain = models.plain_on_meta(section)
+        read = partial(read_checked, config.model_type, folder, plain)
+        pretrained = on_first_rank(read, share=False) or {}
     if config.compile:
         compile_blocks(teacher)
     _shard(teacher, mesh, plan)
     _load(teacher.to(plan.dtype), pretrained, plan, plan.dtype)
     return teacher
-
-
-def _read_teacher(config: RunConfig, shapes: dict[str, torch.Size]) -> State:
-    """Return the state dict in the teacher's folder, with torchtune's names."""
-    folder = Path(config.distillation.teacher)
-    state = dict(read_weights(config.model_type, SafetensorsFolder(folder)))
-    check_shapes(shapes, {name: value.shape for name, value in state.items()}, str(folder))
-    return state

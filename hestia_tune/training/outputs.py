@@ -136,10 +136,13 @@ def write_hard_model(
     with staged(folder) as temporary, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         writer = copy.copy(checkpointer)
         writer._output_dir = Path(scratch)  # it writes into the subfolder epoch_0
-        biases = {}
+        biases, head = {}, {}
         if isinstance(writer, FullModelHFCheckpointer):  # the state has torchtune's names
             if writer._weight_map is None:  # it has read no weights: write all into one file
                 writer._weight_map = defaultdict(lambda: "00001")
+            # The pretrained files decide whether the head is the embedding, not config.json alone.
+            head = {"tie_word_embeddings": "output.weight" not in state}
+            writer._config = writer._config | head
             state, biases = checkpoints.split_biases(state, writer._config)
         logging.disable(logging.INFO)  # its log would name the temporary folder
         try:
@@ -150,7 +153,7 @@ def write_hard_model(
         for code in temporary.rglob("*.py"):  # torchtune copies all files but weights
             code.unlink()
         config = dense_config(read_json(temporary / "config.json"), temporary)
-        config |= {"torch_dtype": "bfloat16"}
+        config |= {"torch_dtype": "bfloat16"} | head
         config.pop("dtype", None)
         if biases:
             config |= {"attention_bias": True, "mlp_bias": True}

@@ -181,6 +181,7 @@ def plan(config: RunConfig, *, trains: bool = True) -> Plan:
         config = config.changed(seed=on_first_rank(lambda: random.randrange(2**31)))
     decided = tokenizer = loss = data = path = None
     with together(), collecting() as check:
+        checkpoints.require_pretrained(config)
         with check():
             config = cast(RunConfig, on_first_rank(chosen, config))
         with check():

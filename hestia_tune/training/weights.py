@@ -19,7 +19,7 @@ from hestia_tune.methods.hard_weights import latent_of_hard
 from hestia_tune.models import build as models
 from hestia_tune.models.checkpoints import pretrained_folder
 from hestia_tune.models.contents import describe, find_hard
-from hestia_tune.models.hugging_face_files import check_logits
+from hestia_tune.models.reference import check_logits
 from hestia_tune.qat.linear import weights_of
 from hestia_tune.sensitivity import model_fingerprint
 from hestia_tune.training.outputs import reconstructed_weights

@@ -13,8 +13,9 @@ from hestia_tune.commands.qat import run_reconstruct
 from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.hugging_face_files import check_logits, model_on_meta, read_weights
+from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
 from hestia_tune.models.load import load_model
+from hestia_tune.models.reference import check_logits
 
 transformers = pytest.importorskip("transformers")
 

@@ -76,8 +76,9 @@ def test_documents_do_not_see_each_other(family):
 
 def test_names_lead_to_the_names_in_the_folder(family):
     name, folder, model = family
-    in_files = SafetensorsFolder(folder).shapes
-    parts = names_in_files(folder, in_files)
+    source = SafetensorsFolder(folder)
+    in_files = source.shapes
+    parts = names_in_files(source)
     assert parts.keys() == model.state_dict().keys()
     assert sorted(sum(parts.values(), [])) == sorted(in_files)
     renamed = [key for key in parts if parts[key] != [key]]

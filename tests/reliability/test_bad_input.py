@@ -269,12 +269,13 @@ def test_weights_that_are_already_quantized(command, tmp_path):
     state["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64, dtype=torch.int8)
     save_file(state, model / "model.safetensors")
     code, (error,) = command("qat", model)
-    assert code == 1 and "layers.0.mlp.w3.weight is torch.int8; give the folder of the" in error
+    assert code == 1 and "layers.0.mlp.up_proj.weight is torch.int8; give the folder of" in error
 
 
 def test_an_index_that_leads_outside(command, tmp_path):
     model = make_model_dir(tmp_path / "model")
     index = {"weight_map": {"model.norm.weight": "../other/model.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "model.safetensors").unlink()  # it would be read instead
     code, (error,) = command(f"convert {PRETRAINED}", model)
     assert code == 1 and "../other/model.safetensors reaches outside of" in error
