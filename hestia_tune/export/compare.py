@@ -303,7 +303,9 @@ def compare(
         raise InputError(f"{rule}; it raises: {one_line(error)}; {remedy}") from error
     for text, logits, right in zip(texts, found, expected, strict=True):
         start = sum(part.shape[1] for part in text.parts[: text.skip])
-        _require_near(logits, right, max(limits.longest - start, 0), tolerance, rule, remedy, limits)
+        _require_near(
+            logits, right, max(limits.longest - start, 0), tolerance, rule, remedy, limits
+        )
     if not reaches:
         log.info(
             f"compared on {sum(_SHORT)} tokens, because a text behind the {limits} takes minutes "
@@ -352,21 +354,22 @@ def check_small(name: str, source: ModelFolder, write: Callable[[ModelFolder, Pa
         small = limits_of(json.loads(text))
         error = error.replace(str(small), str(limits_of(config)))
         rule, *rest = error.removesuffix(REMEDY).rstrip("; ").split("; ", 1)
-        measured = f"measured on a small random model with {features_of(source.folder)}"
+        unusual = ", ".join(unusual_values(source.folder)) or "kinds of layers"
+        measured = f"measured on a small random model with the {unusual} of config.json"
         raise InputError("; ".join([rule, *rest, measured, f"leave {name} out of convert.formats"]))
 
 
-def features_of(folder: Path) -> str:
-    """Return the values of config.json that are not the defaults of its class, for an error."""
+def unusual_values(folder: Path) -> list[str]:
+    """Return the values of config.json that change what is computed and are no class defaults."""
     config = read_config(str(folder))
     defaults, found = type(config)().to_dict(), []
     for key, value in config.to_dict().items():
         is_size = key in _SIZES or key.endswith(("_token_id", "_embeddings", "_std", "_range"))
-        if type(value) in (bool, int, float, str) and value != defaults.get(key) and not is_size:
+        known = type(value) in (bool, int, float, str) and key in defaults
+        if known and value != defaults[key] and not is_size:
             found.append(f"{key} {value}")
     types = {rope.get("rope_type") for rope in _ropes(config.to_dict())} - {None, "default"}
-    found += [f"rope_type {kind}" for kind in sorted(types)]
-    return f"the {', '.join(found)} of config.json" if found else "the kinds of layers of the model"
+    return found + [f"rope_type {kind}" for kind in sorted(types)]
 
 
 @lru_cache(maxsize=64)

@@ -31,7 +31,9 @@ METHODS = {2: "even, codebook=binary", 3: "ternary", 4: "even, codebook=int2"}
 def naive(folder, group_size, levels=3) -> ModelFolder:
     """Return a model whose linears are quantized while they are read."""
     shapes = SafetensorsFolder(folder).shapes
-    names = [name for name in shapes if is_linear(name) or "dense" in name and len(shapes[name]) > 1]
+    names = [
+        name for name in shapes if is_linear(name) or "dense" in name and len(shapes[name]) > 1
+    ]
     method = replace(Method.from_key(METHODS[levels]), group_size=group_size)
     return ModelFolder(folder, dict.fromkeys(names, method), quantize=True)
 
@@ -176,7 +178,9 @@ def test_configs_that_mlx_lm_computes(tmp_path, family, changes):
     assert (found - expected).norm() < 1e-3 * expected.norm()
 
 
-BEHIND = r"at most 0\.001 behind the window of 24 tokens; measured on a small random model with the "
+BEHIND = (
+    r"at most 0\.001 behind the window of 24 tokens; measured on a small random model with the "
+)
 
 
 @pytest.mark.parametrize(
