@@ -415,8 +415,9 @@ def _make_small(config: dict[str, Any], folder: Path) -> Path:
     model.save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "float32"}))
-    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}}}
-    tokenizer["model"]["unk_token"] = "a"
+    tokenizer = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    tokenizer |= {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}
+    tokenizer["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "a", "bos_token": "a"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

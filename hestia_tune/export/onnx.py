@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, one_line
 from hestia_tune.export.compare import (
     REMEDY,
     Text,
@@ -183,6 +183,14 @@ def _write(
     return sizes(source.shapes, source.quantized, num_bytes, quantized_bytes)
 
 
+def _write_small(source: ModelFolder, target: Path) -> None:
+    """Write and compare a small model. The builder's own error shows what it does not know."""
+    try:
+        _write(source, target)
+    except RuntimeError as error:
+        raise InputError(f"{one_line(error).rpartition(';')[0]}; {REMEDY}") from error
+
+
 def block_of(source: ModelFolder) -> int:
     """Return the number of columns that share a scale in a model's ONNX file.
 
@@ -199,7 +207,7 @@ def block_of(source: ModelFolder) -> int:
     config = full_config(source.folder)
     if limits_of(config).longest or unusual_values(source.folder):
         log.info(f"building a small {config['model_type']} for onnxruntime, which takes seconds")
-        check_small("onnx", source, _write)
+        check_small("onnx", source, _write_small)
     return block
 
 
