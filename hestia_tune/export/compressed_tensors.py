@@ -21,21 +21,22 @@ unpacks all layers by the first config group alone. This works for one int group
 per-channel layers too if that size divides their rows. transformers refuses two int group sizes.
 compressed-tensors 0.15 to 0.20 (transformers 5.23) and 0.12.2 (transformers 4.57) load the folder.
 
-Before the folder gets its name, transformers loads it and runs it on 8 tokens. Its logits are
-compared with the hard model's logits. The two models are in memory one after the other. Each is
-dense in bfloat16 in the end, which takes 2 bytes per weight beside the packed weights.
+Before the folder gets its name, transformers loads it and computes logits
+(`hestia_tune.export.compare`). The two models are in memory one after the other. Each is dense in
+bfloat16 in the end, which takes 2 bytes per weight beside the packed weights.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hestia_tune.export.compare import REMEDY, Text, compare, expected_logits
 from hestia_tune.export.folder import split_weights, write_safetensors
 from hestia_tune.export.linears import plain_linears
 from hestia_tune.models.folder import ModelFolder, import_optional
-from hestia_tune.models.hugging_face_files import load_hard, require_same_logits
 
 _FORMAT = "pack-quantized"
 # Largest relative difference of logits in bfloat16. Both models multiply the same weights, but the
@@ -85,7 +86,6 @@ def write_compressed_tensors(
     return write_safetensors(source, target, entries, config, description, overwrite, check)
 
 
-@torch.no_grad()
 def _check_logits(source: ModelFolder, folder: Path) -> None:
     """Raise InputError unless transformers gives the hard model's logits for a packed folder.
 
@@ -95,19 +95,15 @@ def _check_logits(source: ModelFolder, folder: Path) -> None:
     """
     import transformers
 
-    tokens = torch.arange(8)[None] % source.config["vocab_size"]  # (1, 8)
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
+    def run(texts: Sequence[Text]) -> list[torch.Tensor]:
         packed = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False
         )
-        logits = packed(tokens).logits
-        del packed  # before the hard model is loaded
-        return logits, load_hard(source, torch.bfloat16)(tokens).logits
+        return [expected_logits(packed, text) for text in texts]
 
     kind = source.config["model_type"]
     rule = f"transformers must load a packed {kind} with the hard model's logits"
-    require_same_logits(run, _LOGITS_TOLERANCE, rule, "export to another format")
+    compare(source, run, _LOGITS_TOLERANCE, rule, REMEDY, torch.bfloat16)
 
 
 def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -108,7 +108,10 @@ def write_safetensors(
 
 
 def split_weights(
-    source: ModelFolder, split: Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
+    source: ModelFolder,
+    split: Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]],
+    *,
+    whole_names: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of every tensor in a layout that splits each quantized weight.
 
@@ -116,6 +119,7 @@ def split_weights(
         source: The model.
         split: A function from a quantized weight's name and value to its parts. "weight" at the end
             of the name is replaced by the name of a part.
+        whole_names: The names of the parts are whole names.
     """
     for name in source.shapes:
         weight = source.read_hard(name)
@@ -123,7 +127,7 @@ def split_weights(
             yield name, weight
             continue
         for part, value in split(name, weight).items():
-            yield f"{name.removesuffix('weight')}{part}", value
+            yield part if whole_names else f"{name.removesuffix('weight')}{part}", value
 
 
 def sizes(

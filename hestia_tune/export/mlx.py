@@ -15,14 +15,19 @@ of two times the scale, c * scale is a value of the hard weight, and so is the s
 The product of a scale and a field is 0, 1, 2 or 3 times d * scale, and each is exact for the same
 reasons. The tests run through all codes and scales.
 
+config.json gets every value that transformers uses, by the names that mlx-lm reads. Where a key is
+missing, mlx-lm would use a default of its own.
+
 Before the folder gets its name, MLX dequantizes every weight, which must equal the hard model's.
-mlx-lm then loads the folder and runs it on 8 tokens in float32. Its logits are compared with the
-logits of transformers, because mlx-lm has its own code for every architecture. Memory: the hard
+mlx-lm then loads the folder and computes logits in float32 (`hestia_tune.export.compare`), because
+it has its own code for every architecture, and ignores keys that it does not know. Memory: the hard
 model in float32, after the packed model has been freed.
 """
 
 import importlib.util
-from collections.abc import Mapping
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +36,9 @@ import numpy as np
 import torch
 
 from hestia_tune.errors import InputError
+from hestia_tune.export.compare import REMEDY, Text, check_small, compare, full_config
 from hestia_tune.export.folder import split_weights, write_safetensors
 from hestia_tune.models.folder import ModelFolder, import_optional
-from hestia_tune.models.hugging_face_files import load_hard, require_same_logits
 from hestia_tune.tensors.group_tensor import GroupTensor
 from hestia_tune.tensors.kernels import BLOCKS
 
@@ -60,7 +65,13 @@ def write_mlx(source: ModelFolder, target: Path, *, overwrite: bool = False) -> 
         OSError: If the disk is full.
         RuntimeError: If a file that is read back, or a weight that MLX dequantizes, differs.
     """
-    blocks = mlx_blocks(source)
+    mlx_blocks(source)
+    return _write(source, target, overwrite)
+
+
+def _write(source: ModelFolder, target: Path, overwrite: bool = False) -> dict[str, Any]:
+    """Write and compare a folder, without the comparison of a small model."""
+    blocks = _blocks(source)
 
     def split(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         return _affine(source.pack(name, weight), blocks[name])
@@ -74,8 +85,7 @@ def write_mlx(source: ModelFolder, target: Path, *, overwrite: bool = False) -> 
     default = max(kinds, key=kinds.count)
     layout = default | {name: how for name, how in layers.items() if how != default}
     # mlx-lm reads the first key. Its own converter writes both, and the hub shows the second.
-    config = source.config | {"quantization": layout, "quantization_config": layout}
-    config |= _rotary(source.config)
+    config = _explicit(source) | {"quantization": layout, "quantization_config": layout}
     entries, check = split_weights(source, split), partial(_check, source, blocks, bits)
     return write_safetensors(source, target, entries, config, source.description, overwrite, check)
 
@@ -87,11 +97,19 @@ def mlx_blocks(source: ModelFolder) -> dict[str, int]:
         source: The model.
 
     Raises:
-        InputError: If mlx or mlx-lm is missing; if mlx-lm does not have the architecture; if no
-            layer is quantized; or if no block divides the groups of a weight.
+        InputError: If mlx or mlx-lm is missing; if mlx-lm does not have the architecture, or
+            computes it otherwise than transformers; if no layer is quantized; or if no block
+            divides the groups of a weight.
     """
+    blocks = _blocks(source)
+    check_small("mlx", source, _write)
+    return blocks
+
+
+def _blocks(source: ModelFolder) -> dict[str, int]:
+    """Return what `mlx_blocks` returns, without the comparison of a small model."""
     import_optional("mlx.core", "mlx")
-    # An import of mlx_lm would lower this process's limit of open files, so only its path is read.
+    # Importing mlx_lm takes seconds, so only its path is read.
     spec = importlib.util.find_spec("mlx_lm")
     package = Path((spec or import_optional("mlx_lm", "mlx").__spec__).origin).parent
     kind = source.config.get("model_type")
@@ -119,19 +137,33 @@ def mlx_blocks(source: ModelFolder) -> dict[str, int]:
     return blocks
 
 
+def _explicit(source: ModelFolder) -> dict[str, Any]:
+    """Return config.json with all values that transformers uses, by the keys that mlx-lm reads."""
+    full = full_config(source.folder)
+    config = {key: value for key, value in full.items() if value is not None} | source.config
+    config |= _rotary(full)
+    kinds = [kind == "full_attention" for kind in full.get("layer_types") or ()]
+    if "sliding_window_pattern" not in full and True in kinds:  # every so many layers see all
+        config["sliding_window_pattern"] = kinds.index(True) + 1
+    return config
+
+
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary embedding by the keys of transformers 4, which mlx-lm reads.
 
-    transformers 5 writes ``rope_parameters`` instead. A model with several rotary embeddings keeps
-    its keys.
+    transformers 5 writes ``rope_parameters`` instead.
     """
-    rope = config.get("rope_parameters") or {}
+    rope, keys = config.get("rope_parameters") or {}, {}
+    if "full_attention" in rope:  # layers with a window have an embedding of their own
+        local, rope = rope.get("sliding_attention") or {}, rope["full_attention"]
+        keys = {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
     if "rope_theta" not in rope:
         return {}
     scaled = rope.get("rope_type", "default") != "default"
-    keys = {"rope_theta": rope["rope_theta"], "rope_scaling": rope if scaled else None}
+    keys |= {"rope_theta": rope["rope_theta"], "rope_scaling": rope if scaled else None}
+    keys |= {"rotary_emb_base": rope["rope_theta"]}  # the name in GPT-NeoX
     if (part := rope.get("partial_rotary_factor")) is not None:
-        keys["partial_rotary_factor"] = part
+        keys |= {"partial_rotary_factor": part, "rotary_pct": part}
     return keys
 
 
@@ -159,7 +191,6 @@ def _check(source: ModelFolder, blocks: dict[str, int], bits: dict[str, int], fo
         InputError: If the logits differ, or if mlx-lm does not load or run the folder.
     """
     import mlx.core as mx
-    from mlx_lm.utils import load_model
 
     tensors: dict[str, Any] = {}
     for file in folder.glob("*.safetensors"):
@@ -170,15 +201,38 @@ def _check(source: ModelFolder, blocks: dict[str, int], bits: dict[str, int], fo
         found = torch.from_numpy(np.array(dense.astype(mx.float32)))
         if not torch.equal(found, source.read_hard(name).float()):
             raise RuntimeError(f"{name} dequantized by MLX differs from its source")
-    tokens = np.arange(8)[None] % source.config["vocab_size"]  # (1, 8)
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        model, _ = load_model(folder)
-        model.set_dtype(mx.float32)
-        logits = torch.from_numpy(np.array(model(mx.array(tokens))))
-        del model  # before the hard model is loaded
-        with torch.no_grad():
-            return logits, load_hard(source, torch.float32)(torch.from_numpy(tokens)).logits
-
     rule = f"mlx-lm must load a packed {source.config['model_type']} with the hard model's logits"
-    require_same_logits(run, _LOGITS_TOLERANCE, rule, "export to another format")
+    compare(source, partial(_logits, folder), _LOGITS_TOLERANCE, rule, REMEDY)
+
+
+def _logits(folder: Path, texts: Sequence[Text]) -> list[torch.Tensor]:
+    """Return the logits of each text, as `hestia_tune.export.compare.Run` says."""
+    import mlx.core as mx
+
+    with _same_limits():
+        from mlx_lm.models.cache import make_prompt_cache
+        from mlx_lm.utils import load_model
+    model, _ = load_model(folder)
+    model.set_dtype(mx.float32)
+    found = []
+    for text in texts:
+        cache, kept = make_prompt_cache(model), []
+        for index, part in enumerate(text.parts):
+            logits = model(mx.array(part.numpy()), cache=cache)
+            if index < text.skip:
+                mx.eval([layer.state for layer in cache])  # the logits are never computed
+            else:
+                kept.append(torch.from_numpy(np.array(logits)))
+        found.append(torch.cat(kept, 1))
+    return found
+
+
+@contextmanager
+def _same_limits() -> Iterator[None]:
+    """Keep an import of mlx_lm from lowering this process's limit of open files."""
+    before = resource.setrlimit
+    resource.setrlimit = lambda *_: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = before

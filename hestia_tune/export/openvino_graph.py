@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hestia_tune.export.compare import cache_name
 from hestia_tune.models.folder import ModelFolder, is_exact
 from hestia_tune.tensors.bitpack import unpack_codes
 from hestia_tune.tensors.group_tensor import GroupTensor
@@ -107,8 +108,8 @@ class _WithCache(nn.Module):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=cache,
             use_cache=True,
+            **{cache_name(self.model): cache},
         ).logits
         return logits, *(part for layer in cache.layers for part in (layer.keys, layer.values))
 

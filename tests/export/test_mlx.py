@@ -30,7 +30,10 @@ METHODS = {2: "even, codebook=binary", 3: "ternary", 4: "even, codebook=int2"}
 
 def naive(folder, group_size, levels=3) -> ModelFolder:
     """Return a model whose linears are quantized while they are read."""
-    names = [name for name in SafetensorsFolder(folder).shapes if is_linear(name)]
+    shapes = SafetensorsFolder(folder).shapes
+    names = [
+        name for name in shapes if is_linear(name) or "dense" in name and len(shapes[name]) > 1
+    ]
     method = replace(Method.from_key(METHODS[levels]), group_size=group_size)
     return ModelFolder(folder, dict.fromkeys(names, method), quantize=True)
 
@@ -128,8 +131,79 @@ def test_layers_that_differ_have_entries_of_their_own(tmp_path):
 )
 def test_families(tmp_path, family):
     layers = {"num_hidden_layers": 6} if family == "Gemma 3" else {}  # every sixth is global
+    if family == "Gemma 2":
+        layers = {"sliding_window": 64}  # as long as the longest text, so that it changes nothing
     source = naive(make_family(tmp_path / "model", family, **layers), 32)
     write_mlx(source, tmp_path / "out")  # this compares the logits
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+WINDOW = {"sliding_window": 24, "max_position_embeddings": 256}
+KINDS = ["sliding_attention", "full_attention"]
+LAST = [*KINDS, "full_attention"]
+SOME = {"use_sliding_window": True, "max_window_layers": 1} | WINDOW
+NESTED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+}
+
+
+def with_rope(**rope):
+    return {"rope_parameters": {"rope_theta": 10000.0} | rope, "max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Llama", with_rope(rope_type="linear", factor=4.0)),
+        ("Llama", with_rope(rope_type="dynamic", factor=4.0)),
+        ("Qwen2", with_rope(**YARN)),
+        ("Qwen2", SOME | {"use_sliding_window": False}),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Gemma 3", {"num_hidden_layers": 6, "rope_parameters": NESTED} | WINDOW),
+        ("Gemma 3", {"num_hidden_layers": 4, "layer_types": KINDS * 2} | WINDOW),
+        ("SmolLM3", {"use_sliding_window": True, "layer_types": KINDS * 2} | WINDOW),
+        ("GPT-NeoX", {"intermediate_size": 256}),
+    ],
+)
+def test_configs_that_mlx_lm_computes(tmp_path, family, changes):
+    source = naive(make_family(tmp_path / "model", family, **changes), 32)
+    write_mlx(source, tmp_path / "out")
+    tokens = torch.randint(2, 264, (1, 200), generator=torch.Generator().manual_seed(1))
+    write_huggingface(source, tmp_path / "hard")
+    expected = transformers_logits(tmp_path / "hard", tokens)
+    found = mlx_logits(tmp_path / "out", tokens)
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+BEHIND = (
+    r"at most 0\.001 behind the window of 24 tokens; measured on a small random model with the "
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "match"),
+    [
+        ("Qwen2", SOME, BEHIND + "use_sliding_window True, sliding_window 24 of config.json"),
+        ("Qwen3", SOME | {"max_window_layers": 0}, BEHIND),
+        ("Mistral", WINDOW, BEHIND + "sliding_window 24"),
+        ("Gemma 2", WINDOW, BEHIND),
+        ("Phi-3", WINDOW, BEHIND + "sliding_window 24 of config.json; leave mlx out of"),
+        ("Llama", with_rope(**LONG), r"model with the rope_type longrope of config\.json"),
+        ("Gemma", with_rope(rope_type="linear", factor=4.0), "rope_type linear"),
+        ("StableLM", with_rope(rope_type="linear", factor=4.0), "rope_type linear"),
+        ("Qwen3", {"attention_bias": True}, "it raises: Received 8 parameters not in model"),
+        ("Gemma 3", {"num_hidden_layers": 6, "layer_types": LAST * 2} | WINDOW, "difference is"),
+    ],
+)
+def test_configs_that_mlx_lm_ignores_are_refused_before_training(tmp_path, family, changes, match):
+    """`mlx_blocks` reads config.json only: the weights are those of a small random model."""
+    source = naive(make_family(tmp_path / "model", family, **changes), 32)
+    source.read = None  # no weight of the model is read
+    with pytest.raises(InputError, match=match):
+        mlx_export.mlx_blocks(source)
 
 
 def refuse(source, tmp_path, error, match):
@@ -161,7 +235,7 @@ def test_a_model_that_mlx_computes_otherwise_is_refused(tmp_path):
     folder = tmp_path / "model"
     write_huggingface(source, folder)
     edit_json(folder / "config.json", hidden_act="relu")
-    message = "packed llama with the hard model's logits; their relative difference is .* export to"
+    message = "logits; their relative difference is .* with the hidden_act relu of .* leave mlx out"
     refuse(ModelFolder(folder, source.quantized), tmp_path, InputError, message)
 
 
