@@ -195,18 +195,20 @@ def open_source(
             f"{folder} holds another model than the config's: it lacks {missing[0]}; use the "
             "config of its model"
         )
-    quantized = {
-        name: method
+    layers = {
+        name: layer
         for layer, files in weights_of(methods, names).items()
-        if isinstance(method := methods[layer], GroupMethod)
+        if isinstance(methods[layer], GroupMethod)
         for name in files
     }
+    quantized = {name: methods[layer] for name, layer in layers.items()}
     quantize = quantize and bool(quantized)
     source = ModelFolder(folder, quantized, quantize=quantize, embedding=embedding)
     used = {name for files in names.values() for name in files}
     source.shapes = {name: shape for name, shape in source.shapes.items() if name in used}
     if model_type == TRANSFORMERS_MODEL_TYPE and ties_embeddings(source.config):
         source.config["tie_word_embeddings"] = bool(loading_of(source).tied)
+    source.layers = layers
     return source
 
 

@@ -314,6 +314,8 @@ class ModelFolder(SafetensorsFolder):
     Attributes:
         quantized: Name -> method of every quantized weight.
         embeddings: The names of the weights that are rounded in this way.
+        layers: Name of a quantized weight -> the name of its layer in the config's model, which
+            options such as ``quantizer.exclude`` know. `checkpoints.open_source` fills it.
         config: The content of config.json, changed to say that the model is in bfloat16, and that
             a head of its own is not the embedding.
         description: The content of hestia.json, which says how a hard model was made. None if
@@ -337,7 +339,7 @@ class ModelFolder(SafetensorsFolder):
             name: each if isinstance(each, GroupMethod) else TernaryMethod(group_size=each)
             for name, each in quantized.items()
         }
-        self.quantize = quantize
+        self.quantize, self.layers = quantize, dict[str, str]()
         if quantize and not quantized:
             raise InputError("quantize=True needs the names of weights in quantized; got none")
         self.config = dense_config(read_json(folder / "config.json"), folder)
@@ -351,7 +353,8 @@ class ModelFolder(SafetensorsFolder):
         for name, method in self.quantized.items():
             if len(self.shapes.get(name, ())) not in (2, 3):  # 3: a matrix for each expert
                 raise InputError(f"only matrices can be quantized; {name} is none of {folder}")
-            check_divides(method.group_size, self.shapes[name][-1], name)
+            widths = [self.shapes[n][-1] for n in self.quantized if len(self.shapes.get(n, ())) > 1]
+            check_divides(method.group_size, self.shapes[name][-1], name, widths=widths)
         if ties_embeddings(self.config) and not self.is_tied:
             self.config["tie_word_embeddings"] = False  # what other programs read
         self.embedding, self.embeddings = embedding, self._find_embeddings() if embedding else []
