@@ -59,7 +59,7 @@ def build_dataset(
         for part in parts:
             if not isinstance(part, Stream):
                 _try_first(part, collate)
-        if None not in weights and len(parts) > 1:
+        if isinstance(value, list) and None not in weights:
             dataset: Any = MixtureDataset(parts, weights, config.seed or 0)
         elif len(parts) > 1 and any(isinstance(part, Stream) for part in parts):
             raise InputError(

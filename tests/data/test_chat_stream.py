@@ -33,9 +33,7 @@ def chats_in(sample):
     """Return the (tokens, labels) of each chat of a sample, and its padding."""
     tokens, labels = (torch.as_tensor(sample[key]).tolist() for key in ("tokens", "labels"))
     ends = torch.as_tensor(sample.get("seq_lens", [len(tokens)])).cumsum(0).tolist()
-    parts = [
-        (tokens[a:b], labels[a:b]) for a, b in itertools.pairwise([0, *ends])
-    ]  # in order
+    parts = [(tokens[a:b], labels[a:b]) for a, b in itertools.pairwise([0, *ends])]  # in order
     return [part for part in parts if set(part[0]) != {PAD}]
 
 

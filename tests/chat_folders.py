@@ -43,8 +43,9 @@ THINKING = (
 INSTRUCT = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}"
     "{{ raise_exception('no system message is allowed') }}{% endif %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content | trim + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '[INST] ' + m.content | trim + ' [/INST]' }}{% else %}"
+    "{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
 )
 # The generation prompt opens a thought that finished replies do not have, as DeepSeek R1.
 OPENED = TURNS.replace("'<|start|>assistant\n' }}", "'<|start|>assistant\n<think>\n' }}")
