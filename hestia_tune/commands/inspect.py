@@ -1,6 +1,6 @@
 """Commands that start no run: ``configs``, ``options``, ``compare``, ``validate`` and ``inspect``.
 
-``python -m hestia_tune COMMAND`` calls them.
+``hestia COMMAND`` calls them.
 
 ``compare`` prints one table with the losses of finished runs. Two runs that differ in one setting
 show how much the setting matters. With the schedule rho=0 tau_init=0 alpha=0 the method is plain
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hestia_tune.config import GeneratedConfig, StreamConfig, TextConfig
-from hestia_tune.config.files import load_config, packaged_configs
+from hestia_tune.config.files import load_config, packaged_configs, text_of
 from hestia_tune.config.run import RunConfig
 from hestia_tune.config.section import describe
 from hestia_tune.errors import InputError
@@ -115,6 +115,32 @@ def compare_runs(runs: Sequence[str]) -> str:
         same = len(set(measured.values())) == 1
         rows |= {label if same else f"{label} ({run})": x for run, x in measured.items()}
     return results_table(rows | hard)
+
+
+def print_configs(name: str | None) -> int:
+    """Print a packaged config, or the names of all, and return 0."""
+    print(listing() if name is None else text_of(name).rstrip("\n"))
+    return 0
+
+
+def print_options() -> int:
+    """Print the reference of all options, and return 0."""
+    print(options_page(), end="")
+    return 0
+
+
+def print_comparison(runs: Sequence[str]) -> int:
+    """Print the validation losses of several runs, and return 0."""
+    print(compare_runs(runs))
+    return 0
+
+
+def print_contents(folder: str) -> int:
+    """Print what the weights of a model folder are, and return 0."""
+    from hestia_tune.models.contents import contents_table  # a slow import: torchtune
+
+    print(contents_table(Path(folder)))
+    return 0
 
 
 def run_validate(config: RunConfig | Mapping[str, Any]) -> int:

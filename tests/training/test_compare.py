@@ -1,4 +1,4 @@
-"""Test ``python -m hestia_tune compare``: one table of several runs."""
+"""Test ``hestia compare``: one table of several runs."""
 
 import json
 import re
@@ -56,4 +56,4 @@ def test_errors_are_one_line(tmp_path, capsys, content, message):
         (tmp_path / "results.json").write_text(content)
     assert main(["compare", str(tmp_path)]) == 1
     told = capsys.readouterr()
-    assert re.fullmatch(f"error: .*{message}.*\\n", told.err) and told.out == ""
+    assert re.fullmatch(f"compare: error: .*{message}.*\\n", told.err) and told.out == ""
