@@ -1,25 +1,34 @@
-"""Tokenizer components: for a ``tokenizer.json``, and for any tokenizer of transformers in Rust."""
+"""Tokenizer components: for a ``tokenizer.json``, and for any tokenizer of transformers in Rust.
 
-import tempfile
-from collections.abc import Mapping, Sequence
+transformers reads the folder and renders its chat template, so ids and chats are those of
+transformers. Two kinds of state in a ``tokenizer.json`` would change a text for good. Truncation
+and padding are switched off, as transformers does for a plain text. A post-processor that ends
+every text with a token loses this token: documents get their end from the data, and prompts must
+not have one.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Encoding, Tokenizer, processors
 from torchtune.data import Message
-from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
+from hestia_tune.data.chats import Chat, reply_spans
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import read_json
 from hestia_tune.models.folder import import_optional, local_folder
 
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
-class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
-    """torchtune's Hugging Face tokenizer with what torchtune's datasets and collators need besides.
 
-    torchtune's generate recipe calls the tokenizer with messages. The tokenizer renders the chat
-    template of the folder. Without a chat template it joins the texts of the messages, and a base
-    model continues this text.
+class HuggingFaceTokenizer:
+    """The tokenizer of a Hugging Face folder, for torchtune's recipes and for ours.
+
+    torchtune's datasets and its generate recipe call the tokenizer with messages. The tokenizer
+    renders the chat template of the folder. Without a chat template it joins the texts of the
+    messages, and a base model continues this text.
 
     Args:
         path: A Hugging Face folder with ``tokenizer.json`` and ``tokenizer_config.json``.
@@ -28,8 +37,15 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         max_seq_len: The longest sequence in tokens that torchtune's datasets make of a document.
 
     Attributes:
+        tokenizer: The tokenizer of the tokenizers library. It adds BOS if the folder's does, and
+            never EOS.
+        bos_id: The id of BOS, or of EOS if there is no BOS (Qwen2.5 has none).
+        eos_id: The id of the token that ends a document.
         stop_tokens: The ids that end a generation.
         pad_id: The id of the configured padding token, or the id of EOS if there is none.
+        neutralized: The state of ``tokenizer.json`` that was switched off: "truncation", "padding",
+            or the token that it appends.
+        chat_template: The chat template. None if the folder has none.
 
     Raises:
         InputError: If a file is missing or damaged, or if ``eos_token`` is not in the vocabulary.
@@ -41,69 +57,273 @@ class HuggingFaceTokenizer(HuggingFaceBaseTokenizer):
         if missing := [file for file in files if not file.is_file()]:
             raise InputError(f"{missing[0]} does not exist; check tokenizer.path")
         read_json(files[1])
+        kind = import_optional("transformers").PreTrainedTokenizerFast
         try:
-            super().__init__(str(files[0]), tokenizer_config_json_path=str(files[1]))
+            loaded = _load(kind, folder)
         except Exception as error:  # tokenizers raises plain exceptions
             raise InputError(f"{files[0]} is damaged ({one_line(error)}); get it again") from error
-        self.max_seq_len = max_seq_len
-        if eos_token is not None:
-            self.eos_id = self.tokenizer.token_to_id(eos_token)
-            if self.eos_id is None:
-                raise InputError(f"tokenizer.eos_token {eos_token!r} is not in {files[0]}")
-        pad = self._special_token("pad_token")
-        pad_id = None if pad is None else self.tokenizer.token_to_id(pad)
-        self.pad_id = self.eos_id if pad_id is None else pad_id
-        turn_end = self.tokenizer.token_to_id(self._special_token("eos_token"))
-        self.stop_tokens = sorted({self.eos_id, turn_end})
-        self.chat_template: str | None = self.config.get("chat_template")
-        if isinstance(self.chat_template, list):  # older folders have several templates with names
-            templates = {entry["name"]: entry["template"] for entry in self.chat_template}
-            self.chat_template = templates.get("default")
-        if (template := folder / "chat_template.jinja").is_file():
-            self.chat_template = template.read_text(encoding="utf-8")
+        self._adopt(loaded, folder, eos_token, max_seq_len)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts at once, which is faster, without adding our BOS and EOS."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
-
-    def _special_token(self, key: str) -> str | None:
-        return super()._get_token_from_config(self.config, key) if self.config.get(key) else None
-
-    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """Add the key "tokens" to a sample, as a transform of torchtune.
-
-        Args:
-            sample: A sample with the key "messages".
-            inference: Whether the model will answer. An empty last message is then left out.
-        """
-        messages: Sequence[Message] = sample["messages"]
-        if inference and messages and not messages[-1].text_content:
-            messages = messages[:-1]
-        if self.chat_template is None:
-            text = "".join(message.text_content for message in messages)
-            # Add BOS only if the model was trained with BOS at the start of texts.
-            add_bos = self.config.get("add_bos_token") is True
-            tokens = self.encode(text, add_bos=add_bos, add_eos=not inference)
-        else:
-            environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-            text = environment.from_string(self.chat_template).render(
-                messages=[{"role": m.role, "content": m.text_content} for m in messages],
-                add_generation_prompt=inference,
-                bos_token=self._special_token("bos_token") or "",
-                eos_token=self._special_token("eos_token") or "",
+    def _adopt(
+        self, loaded: Any, folder: Path, eos_token: str | None, max_seq_len: int | None
+    ) -> None:
+        """Take over a tokenizer of transformers, and switch off the state that changes texts."""
+        self._transformers, self.tokenizer = loaded, loaded.backend_tokenizer
+        self.max_seq_len, self.neutralized = max_seq_len, []
+        for name in ("truncation", "padding"):
+            if getattr(self.tokenizer, name) is not None:
+                getattr(self.tokenizer, f"no_{name}")()
+                self.neutralized.append(name)
+        self._prefix, suffix = added_tokens(self.tokenizer)
+        if suffix:
+            names = [self.tokenizer.id_to_token(number) for number in (*self._prefix, *suffix)]
+            self.neutralized += names[len(self._prefix) :]
+            kept = list(zip(names, self._prefix, strict=False))
+            single = " ".join([*(name for name, _ in kept), "$A"])
+            self.tokenizer.post_processor = processors.TemplateProcessing(
+                single=[*(name for name, _ in kept), "$A"] if kept else single, special_tokens=kept
             )
-            tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return {**sample, "tokens": tokens}
-
-    def _get_token_from_config(self, config, key):
-        """Return a configured token, and EOS in place of a missing BOS (Qwen2.5 has none)."""
-        missing_bos = key == "bos_token" and config.get(key) is None
-        return super()._get_token_from_config(config, "eos_token" if missing_bos else key)
+        turn_end = loaded.eos_token or _generation_end(folder, self.tokenizer)
+        name = eos_token if eos_token is not None else turn_end
+        if name is None:
+            raise InputError(
+                f"{folder} names no eos_token; set tokenizer.eos_token to the token that ends a "
+                "document"
+            )
+        eos_id = self.tokenizer.token_to_id(name)
+        if eos_id is None:
+            file = folder / "tokenizer.json"
+            raise InputError(f"tokenizer.eos_token {name!r} is not in {file}; check the token")
+        self.eos_id = eos_id
+        self.bos_id = loaded.bos_token_id
+        if self.bos_id is None:
+            self.bos_id = eos_id if turn_end is None else self.tokenizer.token_to_id(turn_end)
+        self.pad_id = eos_id if loaded.pad_token_id is None else loaded.pad_token_id
+        ends = {eos_id, None if turn_end is None else self.tokenizer.token_to_id(turn_end)}
+        self.stop_tokens = sorted(ends - {None})
+        template = loaded.chat_template
+        self.chat_template = template.get("default") if isinstance(template, dict) else template
 
     @property
     def vocab_size(self) -> int:
         """Return the number of token ids, special tokens included."""
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            text: The text.
+            add_bos: Whether to begin with BOS. A folder whose texts begin with BOS always does.
+            add_eos: Whether to end with EOS.
+        """
+        ids = self.tokenizer.encode(text).ids
+        before = [self.bos_id] if add_bos and self.bos_id not in self._prefix else []
+        return [*before, *ids, *([self.eos_id] if add_eos else [])]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode several texts at once, which is faster, without adding our BOS and EOS.
+
+        A text without tokens of its own gives an empty list.
+        """
+        least = len(self._prefix)
+        encodings = self.tokenizer.encode_batch_fast(list(texts))
+        return [ids if len(ids := encoding.ids) > least else [] for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
+        return self.tokenizer.decode(list(token_ids))
+
+    def render(
+        self, chat: Chat, messages: list[dict[str, Any]] | None = None, prompt: bool = False
+    ) -> str:
+        """Return a chat as the text that the chat template makes of it.
+
+        Args:
+            chat: The chat.
+            messages: The messages to render. None: all messages of the chat.
+            prompt: Whether to add the prompt of the next reply.
+
+        Raises:
+            InputError: If there is no chat template, or it refuses the chat.
+        """
+        return self._apply(chat, messages, add_generation_prompt=prompt, tokenize=False)
+
+    def _apply(self, chat: Chat, messages: Any = None, **how: Any) -> Any:
+        if self.chat_template is None:
+            raise InputError(
+                "the tokenizer has no chat template; use the tokenizer of a chat model, or put "
+                "its chat_template.jinja beside tokenizer.json"
+            )
+        try:
+            return self._transformers.apply_chat_template(
+                chat.messages if messages is None else messages,
+                tools=chat.tools,
+                chat_template=self.chat_template if chat.tools is None else None,
+                **chat.options,
+                **how,
+            )
+        except Exception as error:  # a template may fail in any way
+            raise InputError(
+                f"the chat template refuses this chat ({one_line(error)}); change the chat, or the "
+                "template"
+            ) from error
+
+    def encode_chats(
+        self, chats: Sequence[Chat], loss_on: str = "replies"
+    ) -> list[tuple[list[int], list[bool]]]:
+        """Return the token ids of chats, and whether each token has a loss.
+
+        Replies are the tokens that the template has in ``{% generation %}``. If it has none, they
+        are found by `hestia_tune.data.chats.reply_spans`. A reply includes the token that ends it.
+
+        Args:
+            chats: The chats.
+            loss_on: "replies", or "all" for all tokens.
+
+        Raises:
+            InputError: If there is no chat template, or it refuses a chat, or does not show where
+                the replies are. The message begins with the place of the chat.
+        """
+        encoded = []
+        for chat in chats:
+            try:
+                encoded.append(self._encode_chat(chat, loss_on))
+            except InputError as error:
+                raise InputError(f"{chat.place}: {error}" if chat.place else str(error)) from error
+        return encoded
+
+    def _encode_chat(self, chat: Chat, loss_on: str) -> tuple[list[int], list[bool]]:
+        if self.chat_template is None and chat.is_plain:
+            prompt, reply = (str(message["content"]) for message in chat.messages)
+            encoding = self.tokenizer.encode(prompt + reply)
+            mask = _overlaps(encoding, [(len(prompt), len(prompt + reply))])
+            ids, mask = [*encoding.ids, self.eos_id], [*mask, True]
+            return ids, mask if loss_on == "replies" else [True] * len(ids)
+        replies = [index for index, is_trained in enumerate(chat.trained) if is_trained]
+        if loss_on == "all":
+            encoding = self._encode_rendered(self.render(chat))
+            return encoding.ids, [True] * len(encoding.ids)
+        assistants = [m["role"] == "assistant" for m in chat.messages]
+        if replies and "generation" in str(self.chat_template):
+            out = self._apply(chat, return_dict=True, return_assistant_tokens_mask=True)
+            marked = [bool(value) for value in out["assistant_masks"]]
+            if any(marked):
+                if assistants != chat.trained:  # some replies have no loss
+                    own = _overlaps(out.encodings[0], self._spans(chat, replies))
+                    marked = [both and one for both, one in zip(marked, own, strict=True)]
+                return out["input_ids"], marked
+        encoding = self._encode_rendered(self.render(chat))
+        return encoding.ids, _overlaps(encoding, self._spans(chat, replies))
+
+    def _spans(self, chat: Chat, replies: Sequence[int]) -> list[tuple[int, int]]:
+        return reply_spans(
+            lambda messages, prompt: self.render(chat, messages, prompt), chat.messages, replies
+        )
+
+    def _encode_rendered(self, text: str) -> Encoding:
+        """Encode a rendered chat. The template has written BOS, if the model expects one."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Add the keys "tokens" and "mask" to a sample, as a transform of torchtune.
+
+        Args:
+            sample: A sample with the key "messages".
+            inference: Whether the model will answer. An empty last message is then left out.
+
+        Returns:
+            The sample with the token ids, and with True in the mask for tokens without a loss.
+        """
+        messages: Sequence[Message] = sample["messages"]
+        if inference and messages and not messages[-1].text_content:
+            messages = messages[:-1]
+        ids, has_loss = self._encode_messages(messages, inference)
+        most = None if inference else self.max_seq_len
+        ids, has_loss = ids[:most], has_loss[:most]
+        return {**sample, "tokens": ids, "mask": [not value for value in has_loss]}
+
+    def _encode_messages(
+        self, messages: Sequence[Message], inference: bool
+    ) -> tuple[list[int], list[bool]]:
+        texts, trained = [m.text_content for m in messages], [not m.masked for m in messages]
+        if self.chat_template is None:
+            encoding, spans, end = self.tokenizer.encode("".join(texts)), [], 0
+            for text, is_trained in zip(texts, trained, strict=True):
+                begin, end = end, end + len(text)
+                spans += [(begin, end)] if is_trained else []
+            ids, has_loss = encoding.ids, _overlaps(encoding, spans)
+            return (ids, has_loss) if inference else ([*ids, self.eos_id], [*has_loss, trained[-1]])
+        roles = ["tool" if m.role == "ipython" else m.role for m in messages]
+        rows = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+        chat = Chat(rows, [t and r == "assistant" for t, r in zip(trained, roles, strict=True)])
+        if inference:
+            encoding = self._encode_rendered(self.render(chat, prompt=True))
+            return encoding.ids, [False] * len(encoding.ids)
+        return self.encode_chats([chat], "all" if all(trained) else "replies")[0]
+
+
+def _load(kind: Any, folder: Path) -> Any:
+    """Return the tokenizer of a folder, without special tokens that its vocabulary lacks.
+
+    transformers would give them new ids, for which the model has no embedding.
+    """
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    lacking = {}
+    if file.is_file() and settings.is_file():
+        config, content = read_json(settings), file.read_bytes()
+        tables = [content, repr(config.get("added_tokens_decoder")).encode()]
+        for key in _SPECIAL:
+            token = config.get(key)
+            token = token.get("content") if isinstance(token, dict) else token
+            # Tokens are written as they are, or with escapes.
+            forms = {token, ascii(token)[1:-1]} if isinstance(token, str) else set()
+            if forms and not any(form.encode() in table for form in forms for table in tables):
+                lacking[key] = None
+    name = "transformers.tokenization_utils_base"
+    logger, level = logging.getLogger(name), logging.getLogger(name).level
+    logger.setLevel(logging.ERROR)  # no warning that the class differs: the file says it all
+    try:
+        return kind.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **lacking
+        )
+    finally:
+        logger.setLevel(level)
+
+
+def added_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer puts before and behind every text."""
+    for text in ("a", "1", " ", "."):
+        plain = tokenizer.encode(text, add_special_tokens=False).ids
+        whole = tokenizer.encode(text).ids
+        for begin in range(len(whole) - len(plain) + 1 if plain else 0):
+            if whole[begin : begin + len(plain)] == plain:
+                return whole[:begin], whole[begin + len(plain) :]
+    return [], []
+
+
+def _generation_end(folder: Path, tokenizer: Tokenizer) -> str | None:
+    """Return the token that ends a generation, from generation_config.json or config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        number = read_json(file).get("eos_token_id") if file.is_file() else None
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(number, int) and not isinstance(number, bool):
+            return tokenizer.id_to_token(number)
+    return None
+
+
+def _overlaps(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return whether each token has a character of one of the spans, which are in order."""
+
+    def found() -> Iterator[bool]:
+        index = 0
+        for begin, end in encoding.offsets:
+            while index < len(spans) and begin >= spans[index][1]:
+                index += 1
+            yield index < len(spans) and end > spans[index][0]
+
+    return list(found())
 
 
 class AutoTokenizer(HuggingFaceTokenizer):
@@ -122,9 +342,7 @@ class AutoTokenizer(HuggingFaceTokenizer):
     def __init__(self, path: str, eos_token: str | None = None, max_seq_len: int | None = None):
         transformers, folder = import_optional("transformers"), local_folder(path)
         try:
-            loaded = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            loaded = _load(transformers.AutoTokenizer, folder)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise InputError(f"no tokenizer in {folder} can be loaded: {error}") from error
         if not loaded.is_fast:
@@ -132,9 +350,4 @@ class AutoTokenizer(HuggingFaceTokenizer):
                 f"the tokenizer must be of the tokenizers library (Rust); {folder} has a "
                 f"{type(loaded).__name__}; convert it to tokenizer.json"
             )
-        with tempfile.TemporaryDirectory() as copy:
-            loaded.save_pretrained(copy)
-            try:
-                super().__init__(copy, eos_token, max_seq_len)
-            except ValueError as error:
-                raise InputError(str(error).replace(copy, str(folder))) from error
+        self._adopt(loaded, folder, eos_token, max_seq_len)
