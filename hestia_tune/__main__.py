@@ -159,7 +159,13 @@ def _run(name: str, *words: str) -> int:
         own = vars(parser.parse_args(words))
     except SystemExit as stop:  # --help, or a wrong argument
         return int(stop.code or 0)
-    return launch.guarded(lambda: pkgutil.resolve_name(function)(**own), name)
+
+    def run() -> int:
+        if name in ("init", "report", "compare", "inspect"):
+            launch.say_loading()
+        return pkgutil.resolve_name(function)(**own)
+
+    return launch.guarded(run, name)
 
 
 def _overview() -> str:

@@ -16,6 +16,7 @@ time of a step. It computes no sensitivity and no reconstruction (``sensitivity:
 
 import ast
 import importlib.util
+import logging
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.config.section import describe
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
+
+log = logging.getLogger(__name__)
 
 
 def listing() -> str:
@@ -143,8 +146,32 @@ def print_contents(folder: str) -> int:
     return 0
 
 
-def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
-    """Check a config, print a summary of its run, and return the exit code."""
+def run_validate(config: RunConfig | Mapping[str, Any], gpu_memory: float | None = None) -> int:
+    """Check a config, print what its run needs and the next command, and return the exit code.
+
+    Args:
+        config: The config.
+        gpu_memory: Gigabytes of a GPU, which need not be here. What would fit into it is printed.
+    """
+    config = RunConfig.parse(config)
+    for line in check_run(config):
+        print(line)
+    if gpu_memory is not None:
+        from hestia_tune.training.memory import fit_to_memory
+
+        print(fit_to_memory(config, gpu_memory).table())
+    from hestia_tune.commands.launch import next_command  # it imports this module
+
+    print(f"Next: {next_command('qat')}")
+    return 0
+
+
+def check_run(config: RunConfig | Mapping[str, Any]) -> list[str]:
+    """Check a config as a run would, and return lines about what its run needs.
+
+    Raises:
+        InputError: If a run would be refused.
+    """
     import torch
     import torch.distributed as dist
 
@@ -154,29 +181,30 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
     from hestia_tune.training.estimate import describe_costs
     from hestia_tune.training.plan import plan
 
-    config = RunConfig.parse(config)
+    config, lines = RunConfig.parse(config), []
     has_device = config.device == "cpu" or torch.cuda.is_available()
     if not has_device:
-        print("device cuda: not here; everything else is checked")
+        lines.append("device cuda: not here; everything else is checked")
         offload = {"fsdp_cpu_offload": False, "enable_activation_offloading": False}
         config = config.changed(device="cpu", **offload)
     saved = checkpoints.complete_checkpoints(Path(config.output_dir) / "checkpoints")
     if config.resume_from_checkpoint and saved:
         ranks = checkpoints.read_meta(saved[-1][1])["world_size"]
         if ranks > 1:
-            print(f"resuming a run of {ranks} processes: not checked here; everything else is")
+            lines.append(f"resuming a run of {ranks} processes: not checked here; the rest is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
     planned = plan(config)
     if config.is_transformers_model and config.needs_pretrained:
         folder, plain = checkpoints.pretrained_folder(config), plain_on_meta(config.model)
+        log.info("comparing the model with transformers, and estimating memory and time")
         checkpoints.read_checked(config.model_type, folder, plain)
-    print(describe_costs(planned, has_device))
+    lines += describe_costs(planned, has_device).splitlines()
     if config.reconstruction == "auto":
-        print(describe_stages(planned, has_device))
+        lines.append(describe_stages(planned, has_device))
     dist.destroy_process_group()
-    print(
+    lines.append(
         f"valid: {len(planned.layers)} linear layers become {planned.component.key()}; "
         f"{planned.data.total_steps} steps of {planned.data.sequences_per_step} sequences (on one "
         f"process); output in {config.output_dir}"
     )
-    return 0
+    return lines

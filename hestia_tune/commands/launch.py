@@ -7,6 +7,7 @@ mistake in the code and keeps its traceback. HESTIA_TRACEBACK=1 shows every trac
 """
 
 import argparse
+import contextlib
 import errno
 import logging
 import os
@@ -26,6 +27,8 @@ from hestia_tune.config.files import load_config, overridden
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError, InputErrors, one_line
 
+_log = logging.getLogger(__name__)
+
 INTERRUPTED = 130
 # Overrides that say how one command starts, and that the next command does not need.
 _ONCE = ("resume_from_checkpoint", "overwrite_output")
@@ -33,6 +36,10 @@ _ONCE = ("resume_from_checkpoint", "overwrite_output")
 _NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 # Warnings of other packages that users of this package cannot act on.
 _NOTICES = ("'set_vital' is deprecated", "torch.distributed is disabled, unavailable or uninitia")
+
+
+class Stopped(Exception):
+    """The user has stopped a command, which has saved what it had. The text says how to go on."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ def main(
             raise InputError(f"{rule}; got {ranks!r}")
         if ranks is not None:
             return _run_on_ranks(name, ranks)
+        say_loading()
         import torch  # only here, because --help does without it
 
         # At low temperatures, many slopes are denormal numbers (below 1e-38), and processors are
@@ -137,7 +145,11 @@ def guarded(run: Callable[[], int], name: str) -> int:
     _set_log_level("info")
     try:
         return run()
+    except Stopped as stop:
+        _print_rank_zero(str(stop))
+        return INTERRUPTED
     except KeyboardInterrupt:
+        _print_rank_zero(f"{name}: stopped; results that were written before are kept")
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -166,6 +178,19 @@ class _AboveProgressBars(logging.StreamHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=self.stream)
+
+
+def say_loading() -> None:
+    """Log that the imports begin, which take seconds."""
+    if os.environ.get("RANK", "0") == "0":
+        _log.info("loading PyTorch, and looking at the model and the data")
+
+
+def _print_rank_zero(text: str) -> None:
+    """Print a last message, unless the terminal is closed."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def _set_log_level(level: str) -> None:

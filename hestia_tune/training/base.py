@@ -5,9 +5,11 @@ not as importable modules. Its package ``recipes`` raises an error on import. Th
 loads the FSDP2 full fine-tune by its path. No other file does.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,12 +100,13 @@ class RecipeBase(FullFinetuneRecipeDistributed):
         self._identity, self.validation_losses = built.identity, built.losses
         self._hard_start = built.hard_start
         if self._is_rank_zero:
-            self._metric_logger = models.instantiate(config.metric_logger, "metric_logger")
+            is_disk = str(config.metric_logger["_component_"]).endswith(".DiskLogger")
+            with contextlib.redirect_stdout(None if is_disk else sys.stdout):  # it prints its path
+                self._metric_logger = models.instantiate(config.metric_logger, "metric_logger")
             self._metric_logger.log_config(OmegaConf.create(dataclasses.asdict(config)))
         self._loss_fn = planned.loss
         if config.compile:
-            log.info("compile=True: the first steps compile, which takes a minute or more")
-            training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
+            training.compile_loss(self._loss_fn, verbose=False)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
         if self._teacher is not None:
@@ -118,7 +121,8 @@ class RecipeBase(FullFinetuneRecipeDistributed):
         scheduler = config.lr_scheduler and OmegaConf.create(config.lr_scheduler)
         self._lr_scheduler = self._setup_lr_scheduler(scheduler, self.total_steps, -1)
         profiler = config.profiler and OmegaConf.create(config.profiler)
-        self._profiler = self._setup_profiler(profiler)
+        # torchtune's own function would warn that there is no profiler.
+        self._profiler = self._setup_profiler(profiler) if profiler else training.DummyProfiler()
         if planned.resume is not None:
             self._resume(planned.resume)
         if self._is_rank_zero:
@@ -158,7 +162,7 @@ class RecipeBase(FullFinetuneRecipeDistributed):
             self._lr_scheduler.load_state_dict(resume.rank_state["lr_scheduler"])
         if resume.meta["world_size"] == self.world_size:
             self._restored_random_state = resume.rank_state["random"]
-        log.info(f"resumed from {resume.path} at step {self.global_step}")
+        log.info(f"continuing after step {self.global_step}, from {resume.path}")
 
     def loss_sum(
         self, batch: dict[str, Any], teacher: torch.nn.Module | None = None
@@ -197,6 +201,7 @@ class RecipeBase(FullFinetuneRecipeDistributed):
 
     def _evaluate_baselines(self) -> None:
         """Measure the validation losses of the models before training."""
+        log.info("measuring the validation loss before training")
         hard = f"naive {self.plan.component.name}"  # quantized without training
         if self.config.reconstruction is None:
             with self.driver.latent(self._hard_start):
