@@ -21,7 +21,7 @@ text=(dataset.source=parquet dataset.data_files="$train" dataset.split=train dat
 held_out=(dataset_val._component_=hestia_tune.data.streaming_text_dataset
   dataset_val.source=parquet dataset_val.data_files="$validation" dataset_val.seq_len=1024
   dataset_val.max_tokens=100000)
-paper=(--config smollm2_135m "${text[@]}" "${held_out[@]}" gradient_accumulation_steps=4)
+paper=(--config smollm2_135m "${text[@]}" "${held_out[@]}" global_batch_size=128)
 
 step() { # NAME SECONDS COMMAND...
   local name=$1 seconds=$2 status
@@ -77,8 +77,9 @@ recipes() {
 cost() {
   local shape=(--config llama3_2_1b)
   step cost_profile 590 python benchmarks/replication/cost.py --out "$out/profile" --rounds 1 --profile \
-    --methods plain straight-through "Hestia, uniform" "${shape[@]}"
-  step cost 1200 python benchmarks/replication/cost.py --out "$out/cost" "${shape[@]}"
+    --methods plain straight-through "Hestia, uniform" "${shape[@]}" --overrides global_batch_size=32
+  step cost 1200 python benchmarks/replication/cost.py --out "$out/cost" "${shape[@]}" \
+    --overrides global_batch_size=32
 }
 
 # A small budget: the config as it is (2.5M tokens of reconstruction, and as many of the whole model
@@ -87,7 +88,7 @@ budget() {
   local common=(--config smollm2_135m+evening "${text[@]}" "${held_out[@]}")
   step reconstruct 590 tune run hestia_reconstruct "${common[@]}" output_dir="$out/budget"
   [[ -e $out/reconstruct.done ]] || return
-  qat budget 590 "${common[@]}" gradient_accumulation_steps=4 max_steps=60 optimizer.lr=1e-3
+  qat budget 590 "${common[@]}" global_batch_size=128 max_steps=60 optimizer.lr=1e-3
   step budget_eval 590 tune run hestia_eval "${common[@]}" output_dir="$out/budget" eval.limit=300 \
     eval.models=[pretrained,"$out/budget/reconstruction/hard_model",trained] \
     eval.include_path="$tasks" \
@@ -100,7 +101,7 @@ real() {
     --steps 150 --curvature fisher --limit 1000 \
     --texts "validation=$validation,column=text" "other=$other" \
     --tasks arc_easy_local arc_challenge_local hellaswag_local piqa_local winogrande_local \
-    --tasks-path "$tasks" --overrides "${text[@]}" "${held_out[@]}" gradient_accumulation_steps=4
+    --tasks-path "$tasks" --overrides "${text[@]}" "${held_out[@]}" global_batch_size=128
 }
 
 # Four layers, each way: the authors', adaptive, Fisher.

@@ -67,7 +67,7 @@ def test_every_packaged_config_is_expected():
         for overlay in ("+distil", "+evening")
     ],
 )
-def test_config_builds_at_its_real_size(name, overlay, tmp_path):
+def test_config_builds_at_its_real_size(name, overlay, tmp_path, monkeypatch):
     blocks, parameters, group_size = EXPECTED[name]
     cfg = load_config(name + overlay)
     if name in FOLDERS:
@@ -107,8 +107,13 @@ def test_config_builds_at_its_real_size(name, overlay, tmp_path):
         assert sum(p.numel() for p in model.parameters()) - scales == parameters
         assert options.optimizer["lr"] == (1e-3 if is_evening else 1.5e-3)
         assert options.optimizer["weight_decay"] == (0.0 if is_evening else 0.1)
-        # One step is 256 sequences of 1024 tokens on 8 GPUs.
-        assert options.batch_size * options.gradient_accumulation_steps * 8 == 256
+        # One step is 256 sequences of 1024 tokens, on 1, 8 and 16 GPUs or on two CPUs.
+        assert options.global_batch_size == 256
+        assert options.batch_size * options.gradient_accumulation_steps == 256
+        for ranks in (2, 8) if name == "smollm2_135m" else (2, 8, 16):
+            monkeypatch.setenv("WORLD_SIZE", str(ranks))
+            options = RunConfig.parse(cfg)
+            assert options.batch_size * options.gradient_accumulation_steps * ranks == 256
         assert options.dataset["seq_len"] == 1024
 
 

@@ -1,8 +1,8 @@
 r"""Step time and peak memory of QAT against plain fine-tuning in the same recipe.
 
     python benchmarks/replication/cost.py --config smollm2_135m --overrides device=cpu dtype=bf16 \
-        batch_size=2 optimizer.fused=False
-    python benchmarks/replication/cost.py --config llama3_2_1b
+        batch_size=2 global_batch_size=2 optimizer.fused=False
+    python benchmarks/replication/cost.py --config llama3_2_1b --overrides global_batch_size=32
 
 Random weights and tokens (``--seq-len``), so that nothing has to be downloaded. Every measurement
 is a process of its own; the methods take turns for ``--rounds`` rounds, and the fastest counts (the
@@ -99,12 +99,14 @@ def config_of(options: argparse.Namespace, name: str):
     plain = {"_component_": "cost.PlainQuantizer"}
     method = methods.get(name, Method(name, plain, methods["straight-through"].schedule))
     cfg.quantizer = dict(method.fitted(cfg).quantizer)
-    num = (options.steps + _WARM_UP) * cfg.batch_size * cfg.get("gradient_accumulation_steps", 1)
+    step = cfg.get("global_batch_size") or cfg.batch_size * cfg.get(
+        "gradient_accumulation_steps", 1
+    )
     cfg.dataset = {
         "_component_": "cost.RandomTokens",
         "seq_len": options.seq_len,
         "vocab_size": cfg.model.get("vocab_size", options.vocab_size),
-        "num": num,
+        "num": (options.steps + _WARM_UP) * step,
     }
     cfg.tokenizer = {"_component_": "cost.NoTokenizer"}
     # The recipe would look for a file of scores: `make_driver` brings made-up ones.

@@ -34,7 +34,7 @@ from hestia_tune.files import digest, kept_result, require_writable_dir, write_j
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
 from hestia_tune.training.data import calibration_batches
-from hestia_tune.training.plan import join_ranks
+from hestia_tune.training.plan import join_ranks, say_choices
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
         raise InputError(f"eval.output must be a file whose name ends in .json; got {path}")
     results_folder = require_writable_dir(path.with_suffix(""))
     device = join_ranks(config.device, config.dtype)
+    say_choices(config)
     dtype = training.get_dtype(config.dtype, device)
     sensitivity = config.sensitivity
     if sensitivity == "auto":

@@ -39,6 +39,7 @@ from hestia_tune.blocks import find_blocks, record_blocks
 from hestia_tune.commands.inspect import check_run
 from hestia_tune.config import ConvertConfig, nearest
 from hestia_tune.config.files import load_config, packaged_configs
+from hestia_tune.config.machine import is_slow_in_bf16
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
 from hestia_tune.config.sections import FILE_FORMATS
 from hestia_tune.errors import InputError, one_line
@@ -55,18 +56,10 @@ try:
     from hestia_tune.data import chat_format
 except ImportError:
 
-    def chat_format(row):
+    def chat_format(row):  # noqa: D103
         return None
 
 
-try:
-    from hestia_tune.config.machine import is_slow_in_bf16
-
-    _machine = True
-except ImportError:
-    from hestia_tune.training.plan import is_slow_in_bf16
-
-    _machine = False
 log = logging.getLogger(__name__)
 
 _TEMPLATE = Path(__file__).with_name("init.yaml")
@@ -338,17 +331,6 @@ def _fill_template(values: dict[str, Any]) -> str:
         "yaml": lambda value: json.dumps(value, ensure_ascii=False),  # JSON is YAML
     }
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
-    if not _machine:
-        text = re.sub(
-            r"(?m)^global_batch_size.*$",
-            f"gradient_accumulation_steps: {values['accumulation']}",
-            text,
-        )
-        text = (
-            text.replace("fused: auto", "fused: False")
-            .replace("device: auto", "dtype: bf16\ndevice: cpu")
-            .replace("compile: auto", "compile: True")
-        )
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^[ #]+$\n(?=\s)", "", text))
 
 

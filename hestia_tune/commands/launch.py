@@ -159,7 +159,7 @@ def guarded(run: Callable[[], int], name: str) -> int:
 
         if not isinstance(error, torch.OutOfMemoryError):
             raise
-        hint = "lower batch_size and raise gradient_accumulation_steps by the same factor, set "
+        hint = "lower batch_size, set "
         hint += "enable_activation_checkpointing=True or fsdp_cpu_offload=True, or use more GPUs"
         _print_once(InputError(f"out of memory ({one_line(error, limit=100)}); {hint}"), name)
         return 1

@@ -15,7 +15,9 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from hestia_tune.config import machine
 from hestia_tune.config.bits import BitsConfig
+from hestia_tune.config.machine import AUTO
 from hestia_tune.config.section import Section, option, require_number
 from hestia_tune.config.sections import (
     ConvertConfig,
@@ -79,7 +81,8 @@ class RunConfig(Section):
     checkpointer: Any
     """Checkpointer component. It names the pretrained model's folder, in Hugging Face format."""
     optimizer: Any
-    """Optimizer component. Weight decay does not apply to norms, biases and learned scales."""
+    """Optimizer component. Weight decay does not apply to norms, biases and learned scales. Its
+    option fused may be "auto": the optimizer's fused kernel if it has one."""
     dataset: Any
     """Dataset component, or a list of dataset components."""
     batch_size: int = option(low=1)
@@ -92,10 +95,11 @@ class RunConfig(Section):
     """Metric logger component. null: use the default, which writes files in output_dir."""
     profiler: Any = None
     """Options of torchtune's profiler. null: do not profile."""
-    device: str = "cuda"
-    """Device to run on: "cpu" or "cuda"."""
-    dtype: str = option("bf16", choices=("bf16", "fp32"))
-    """Dtype of the matrix products. Latent weights are always float32."""
+    device: str = AUTO
+    """Device to run on: "cpu" or "cuda". "auto" uses a GPU if there is one."""
+    dtype: str = option(AUTO, choices=("bf16", "fp32", AUTO))
+    """Dtype of the matrix products. Latent weights are always float32. "auto" uses "bf16" where the
+    device has products in bfloat16, and "fp32" elsewhere."""
     seed: int | None = option(0, low=0, high=2**31, remedy="numpy takes 32 bits")
     """Seed for the order of the samples, for the choice of samples in reconstruction and
     sensitivity, and for random initial weights. null: draw a random seed."""
@@ -103,15 +107,21 @@ class RunConfig(Section):
     """Passes over the dataset."""
     max_steps_per_epoch: int | None = option(None, low=1)
     """Largest number of optimizer steps per epoch. null: no limit."""
-    gradient_accumulation_steps: int = option(1, low=1)
-    """Micro-batches per optimizer step."""
+    gradient_accumulation_steps: int | None = option(None, low=1)
+    """Micro-batches per optimizer step. null: as many as global_batch_size needs, or 1 without
+    it."""
+    global_batch_size: int | None = option(None, low=1)
+    """Sequences per optimizer step on all ranks together. The number of micro-batches follows from
+    it, from batch_size and from the number of ranks. null: batch_size x gradient_accumulation_steps
+    x ranks."""
     shuffle: bool = True
     """Whether to shuffle the samples of a dataset in every epoch."""
     clip_grad_norm: Any = None
     """Largest norm of the gradient of latent weights and all other trained parameters. A larger
     gradient is scaled down. "inf" only logs the norm. null: neither clip nor log."""
-    compile: bool = False
-    """Whether to compile the blocks, the loss and the method's formulas with torch.compile."""
+    compile: bool | str = option(False, choices=(AUTO,))
+    """Whether to compile the blocks, the loss and the method's formulas with torch.compile. "auto"
+    compiles if the compilers for the device are here."""
     resume_from_checkpoint: bool = False
     """Whether to resume from the newest complete checkpoint in output_dir."""
     log_level: str = option("info", choices=("debug", "info", "warning"))
@@ -163,8 +173,9 @@ class RunConfig(Section):
     """Largest number of batches per validation and rank. null: use all batches."""
     max_steps: int | None = option(None, low=1)
     """Largest number of optimizer steps of the whole run. null: no limit."""
-    num_workers: int = option(0, low=0)
-    """Processes per rank that read data. 0 reads the data in the training process."""
+    num_workers: int | str = option(AUTO, low=0, choices=(AUTO,))
+    """Processes per rank that read data. 0 reads the data in the training process. "auto" is 2 on a
+    GPU and 0 on a CPU."""
     save_every_n_steps: int | None = option(None, low=1)
     """Number of steps between two resumable checkpoints. null: save at the end only."""
     keep_last_checkpoints: int = option(2, low=1)
@@ -218,9 +229,12 @@ class RunConfig(Section):
 
     def __post_init__(self):
         super().__post_init__()
+        self._fit_machine()
         with collecting() as check:
             with check():
                 self._check_components()
+            with check():
+                self._count_micro_batches()
             with check():
                 self._check_checkpointer()
             with check():
@@ -241,6 +255,65 @@ class RunConfig(Section):
                     f"training writes output_dir {self.output_dir} and hard_model and checkpoints "
                     "in it; choose another folder"
                 )
+
+    def _fit_machine(self) -> None:
+        """Replace every "auto" that depends on the machine by the value that fits it."""
+        chosen: dict[str, Any] = {}
+        if self.device == AUTO:
+            chosen["device"] = machine.find_device()
+        device = chosen.get("device", self.device)
+        finders = {
+            "dtype": machine.find_dtype,
+            "compile": machine.can_compile,
+            "num_workers": machine.find_workers,
+        }
+        for key, find in finders.items():
+            if getattr(self, key) == AUTO:
+                chosen[key] = find(device)
+        for key, value in chosen.items():
+            object.__setattr__(self, key, value)
+        section = self.optimizer
+        if isinstance(section, dict) and section.get("fused") == AUTO:
+            is_fused = machine.takes_fused(section.get("_component_"))
+            rest = {key: value for key, value in section.items() if key != "fused"}
+            rest |= {"fused": True} if is_fused else {}
+            object.__setattr__(self, "optimizer", rest)
+            chosen |= {"optimizer.fused": True} if is_fused else {}
+        object.__setattr__(self, "_chosen", chosen)
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Return the values that stand for "auto" in the config that was given, by key."""
+        return dict(getattr(self, "_chosen", {}))
+
+    @property
+    def machine_settings(self) -> dict[str, Any]:
+        """Return the settings that another machine may change without changing the run."""
+        keys = ("device", "dtype", "compile", "num_workers", "batch_size")
+        values = {key: getattr(self, key) for key in keys}
+        values["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+        return values | {"ranks": machine.num_ranks()}
+
+    def _count_micro_batches(self) -> None:
+        """Find the number of micro-batches of a step, or compare it with global_batch_size."""
+        given, whole = self.gradient_accumulation_steps, self.global_batch_size
+        if whole is None:
+            object.__setattr__(self, "gradient_accumulation_steps", given or 1)
+            return
+        ranks = machine.num_ranks()
+        count = machine.accumulation(whole, self.batch_size, ranks)
+        text = f"batch_size {self.batch_size} x {ranks} rank{'s' * (ranks > 1)}"
+        if isinstance(count, str):
+            raise InputError(
+                f"global_batch_size must be a multiple of {text}; got {whole}; set {count}"
+            )
+        if given not in (None, count):
+            raise InputError(
+                f"gradient_accumulation_steps must be {count}, because global_batch_size is {whole}"
+                f" and a micro-batch has {text}; got {given}; leave gradient_accumulation_steps "
+                "out, or set global_batch_size=null"
+            )
+        object.__setattr__(self, "gradient_accumulation_steps", count)
 
     def _check_components(self) -> None:
         for key in _COMPONENTS:
@@ -282,7 +355,13 @@ class RunConfig(Section):
 
     def _check_training(self) -> None:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise InputError(f"device must be cpu, cuda or cuda:NUMBER; got {self.device}")
+            reason = ""
+            if self.device.startswith("mps"):
+                reason = "; PyTorch's sharded training (FSDP2) does not run on Apple's GPU"
+            raise InputError(
+                f"device must be auto, cpu, cuda or cuda:NUMBER; got {self.device}{reason}; leave "
+                "device out"
+            )
         if self.clip_grad_norm is not None and self.clip_grad_norm != "inf":
             remedy = "null switches it off"
             require_number("clip_grad_norm", self.clip_grad_norm, 1e-9, 1e30, remedy)
@@ -330,4 +409,9 @@ class RunConfig(Section):
         for key, value in changes.items():
             if isinstance(old := getattr(self, key), Section) and isinstance(value, Mapping):
                 changes[key] = dataclasses.replace(old, **value)
-        return dataclasses.replace(self, **changes)
+        if changes.get("global_batch_size", self.global_batch_size) is not None:
+            changes.setdefault("gradient_accumulation_steps", None)  # it follows
+        new = dataclasses.replace(self, **changes)
+        chosen = {key: value for key, value in self.chosen.items() if key not in changes}
+        object.__setattr__(new, "_chosen", chosen | new.chosen)
+        return new

@@ -163,6 +163,7 @@ class Section:
         for word in value if isinstance(value, list) else [value]:
             if isinstance(word, str) and rules["choices"] and word not in rules["choices"]:
                 kind = "" if math.isinf(rules["low"]) else "a number or "
+                kind = "true, false or " if "bool" in str(field.type) else kind
                 choices = ", ".join(rules["choices"])
                 raise InputError(f"{key} must be {kind}one of {choices}; got {word}")
         if isinstance(value, int | float) and not isinstance(value, bool):

@@ -260,7 +260,7 @@ class ReconstructionRecipe:
             seed=self.config.seed or 0,
             device=self.device,
             dtype=self.dtype,
-            compiled=self.config.compile,
+            compiled=bool(self.config.compile),
             checkpointing=recomputes(self.plan, length),
             folder=self.output,
         )

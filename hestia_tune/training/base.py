@@ -163,6 +163,8 @@ class RecipeBase(FullFinetuneRecipeDistributed):
         if resume.meta["world_size"] == self.world_size:
             self._restored_random_state = resume.rank_state["random"]
         log.info(f"continuing after step {self.global_step}, from {resume.path}")
+        if odd := checkpoint.machine_differences(self.config.machine_settings, resume.meta):
+            log.info(f"the checkpoint is from a run with {odd}")
 
     def loss_sum(
         self, batch: dict[str, Any], teacher: torch.nn.Module | None = None
@@ -185,7 +187,7 @@ class RecipeBase(FullFinetuneRecipeDistributed):
             labels,
             self._loss_fn,
             self.config,
-            compiled=self.config.compile,
+            compiled=bool(self.config.compile),
             recompute=self.plan.recomputes_logits,
             context=self.activations_handling_ctx,
         )
@@ -308,6 +310,7 @@ class RecipeBase(FullFinetuneRecipeDistributed):
             },
             meta={
                 "identity": self._identity,
+                "machine": self.config.machine_settings,
                 # Without the loss of the hard model, which `_measure` reads from the history.
                 "validation_losses": {
                     k: v for k, v in self.validation_losses.items() if k != outputs.HARD

@@ -87,7 +87,7 @@ def build(plan: Plan) -> Built:
     if plan.config.distillation.weight:
         teacher = _make_teacher(plan, pretrained, mesh)
         models.make_head_contiguous(teacher)
-    requantize = partial(shards.refresh, model, plan.dtype, compiled=plan.config.compile)
+    requantize = partial(shards.refresh, model, plan.dtype, compiled=bool(plan.config.compile))
     return Built(
         model=model,
         teacher=teacher,

@@ -261,7 +261,20 @@ def check_same(identity: dict[str, Any], resume_meta: dict[str, Any]) -> None:
     for key, value in identity.items():
         saved = resume_meta["identity"].get(key)
         if differences({key: value}, {key: saved}):  # an old file may have options removed since
+            remedy = f"set {key}={saved}" if key == "dtype" else "use the same"
             raise InputError(
                 f"the checkpoint to resume from has {key} {saved}, this run {value}; "
-                "use the same, or start again with resume_from_checkpoint=False"
+                f"{remedy}, or start again with resume_from_checkpoint=False"
             )
+
+
+def machine_differences(now: Mapping[str, Any], resume_meta: Mapping[str, Any]) -> str:
+    """Return what differs between this machine and that of a checkpoint, or an empty text.
+
+    Args:
+        now: `RunConfig.machine_settings` of this run.
+        resume_meta: The meta.json of the checkpoint to resume from.
+    """
+    saved = resume_meta.get("machine") or {}
+    odd = [f"{key} {saved[key]}, now {now[key]}" for key in saved if saved[key] != now.get(key)]
+    return "; ".join(odd)

@@ -195,7 +195,7 @@ def estimate(plan: Plan) -> Estimate:
         state=state / ranks,
         gathered=gathered,
         activations=activations,
-        flops=flops * config.gradient_accumulation_steps,
+        flops=flops * (config.gradient_accumulation_steps or 1),
     )
 
 
@@ -254,7 +254,7 @@ def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
         with LiveBytes() as live:
             live.count([*model.parameters()])  # otherwise their views would count
             weights = live.peak
-            if config.gradient_accumulation_steps > 1:  # the micro-batches before have left them
+            if config.gradient_accumulation_steps != 1:  # the micro-batches before have left them
                 for value in trained:
                     take_gradient(value)
             teacher = model if config.distillation.weight else None  # it has the same shape

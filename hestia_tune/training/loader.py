@@ -78,13 +78,14 @@ class TrainingData:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._config, self._ignore_index, self._seed = config, ignore_index, seed
         most = max(16, 4 * (os.cpu_count() or 1))
-        if config.num_workers > most:
-            raise InputError(f"num_workers must be at most {most} here; got {config.num_workers}")
-        self._accumulation = config.gradient_accumulation_steps
+        workers = int(config.num_workers)  # a config has no "auto" any more
+        if workers > most:
+            raise InputError(f"num_workers must be at most {most} here; got {workers}")
+        self._accumulation = config.gradient_accumulation_steps or 1
         self.sequences_per_step = config.batch_size * self._accumulation * self._world_size
         self.taken = 0
         self.seconds_waited = 0.0
-        self._readers = [self._world_size, config.num_workers]
+        self._readers = [self._world_size, workers]
         build = partial(build_dataset, config, tokenizer, ignore_index=ignore_index)
         self.dataset, collate = build("dataset", batch_size=config.batch_size)
         # Streams of text and tokenized sets count their passes over the data themselves.
@@ -99,11 +100,11 @@ class TrainingData:
             sampler=self._sampler,
             collate_fn=collate,
             drop_last=True,
-            num_workers=config.num_workers,
-            timeout=DATALOADER_TIMEOUT if config.num_workers else 0,
+            num_workers=workers,
+            timeout=DATALOADER_TIMEOUT if workers else 0,
             worker_init_fn=_outlive_signals,
         )
-        if config.num_workers:
+        if workers:
             atexit.register(_end_workers)  # runs before the exit handlers registered earlier
         self.val_loader = None
         self._val_samples = None  # this rank's samples without the repeated ones; None: all
@@ -184,8 +185,8 @@ class TrainingData:
         if steps == 0:
             raise InputError(
                 f"dataset has {sequences} samples, one step takes {self.sequences_per_step} "
-                "(batch_size x gradient_accumulation_steps x ranks); give it more data, a larger "
-                "max_tokens, or smaller batches"
+                "(global_batch_size, or batch_size x gradient_accumulation_steps x ranks); give it "
+                "more data, a larger max_tokens, or smaller batches"
             )
         per_epoch = min(steps, config.max_steps_per_epoch or steps)
         total = min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)

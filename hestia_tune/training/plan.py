@@ -7,6 +7,7 @@ builds the model of a plan. ``python -m hestia_tune validate`` makes a plan and 
 """
 
 import dataclasses
+import functools
 import inspect
 import logging
 import random
@@ -21,6 +22,7 @@ from torch import nn
 from torchtune import training, utils
 
 from hestia_tune.bits import Budget, chosen
+from hestia_tune.config.machine import is_slow_in_bf16
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
 from hestia_tune.errors import InputError, collecting, one_line, warn_once
@@ -130,7 +132,9 @@ def join_ranks(device_name: str, dtype: str) -> torch.device:
         InputError: If there is no such device.
     """
     if device_name.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device {device_name}: torch finds no GPU here; use device=cpu")
+        raise InputError(
+            f"device {device_name}: torch finds no GPU here; set device=auto or device=cpu"
+        )
     try:
         device = utils.get_device(device_name)
     except RuntimeError as error:
@@ -145,10 +149,15 @@ def join_ranks(device_name: str, dtype: str) -> torch.device:
     return device
 
 
-def is_slow_in_bf16() -> bool:
-    """Return whether this processor has no products in bfloat16, as far as torch knows."""
-    has_mkldnn = torch.backends.mkldnn.is_available()
-    return has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def say_choices(config: RunConfig) -> None:
+    """Log the values that were chosen for this machine, on the first rank and once."""
+    if config.chosen and dist.get_rank() == 0:
+        _say_once(", ".join(f"{key}: {value}" for key, value in config.chosen.items()) + " (auto)")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.info(text)
 
 
 def plan(config: RunConfig, *, trains: bool = True) -> Plan:
@@ -164,6 +173,9 @@ def plan(config: RunConfig, *, trains: bool = True) -> Plan:
             check that failed on that rank.
     """
     device = join_ranks(config.device, config.dtype)
+    if config.global_batch_size is not None:  # the config may have been read in another process
+        config = config.changed()
+    say_choices(config)
     if config.seed is None:
         config = config.changed(seed=on_first_rank(lambda: random.randrange(2**31)))
     decided = tokenizer = loss = data = path = None

@@ -110,7 +110,7 @@ class HestiaQATRecipe(RecipeBase):
         # FSDP averages gradients over ranks. The loss is a mean over the tokens on every rank.
         scale = totals.new_full((), self.world_size) / totals[1]
         training.scale_grads(self._model, scale.float())
-        shards.pull_back(self.driver.layers.values(), compiled=self.config.compile)
+        shards.pull_back(self.driver.layers.values(), compiled=bool(self.config.compile))
         norm = self.clip_gradients()
         # One copy to the host, and so one wait for the GPU, before bad gradients reach the weights.
         found = [*totals] if norm is None else [*totals, norm.double()]
@@ -190,7 +190,8 @@ class HestiaQATRecipe(RecipeBase):
             outputs.write_hard_model(state, checkpointer, folder / "hard_model", description)
             modules = (hestia_tune, torch, torchao, torchtune)
             versions = {module.__name__: module.__version__ for module in modules}
-            write_json(folder / "results.json", description | {"versions": versions})
+            machine = {"versions": versions, "machine": self.config.machine_settings}
+            write_json(folder / "results.json", description | machine)
             by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
             temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
             others = {label: loss for label, loss in losses.items() if label != outputs.HARD}
