@@ -215,6 +215,9 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--embed-dim", type=int, default=ARCHITECTURE["embed_dim"])
+    parser.add_argument("--intermediate-dim", type=int, default=ARCHITECTURE["intermediate_dim"])
+    parser.add_argument("--num-layers", type=int, default=ARCHITECTURE["num_layers"])
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of 256 tokens")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
@@ -230,6 +233,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    for key in ("embed_dim", "intermediate_dim", "num_layers"):
+        ARCHITECTURE[key] = getattr(args, key)
     torch.manual_seed(args.seed)
     topics, held_out = demo_documents("train"), demo_documents("validation")
     tokenizer = train_tokenizer(topics)

@@ -101,7 +101,9 @@ WRONG = {
         *of_type(("source",), STRINGS),
         *of_type(("onnx_head",), ([1],)),
         *of_type(("block_type",), (3, None)),
-        *in_range("one of Q4_0, Q2_0, TQ2_0, TQ1_0", ("block_type",), ("auto", ["Q4_0", "Q8_0"])),
+        *in_range(
+            "one of auto, Q4_0, Q2_0, TQ2_0, TQ1_0", ("block_type",), ("Q8_0", ["Q4_0", "Q8_0"])
+        ),
         *of_type(("output",), ([1],)),
         *of_type(("overwrite",), ("maybe", None)),
     ],
@@ -168,6 +170,7 @@ def test_every_option_has_a_wrong_value():
         ),
         (ConvertConfig, {"formats": []}, "convert.formats must name at least one"),
         (ConvertConfig, {"block_type": []}, "convert.block_type must name at least one"),
+        (ConvertConfig, {"block_type": ["auto", "Q4_0"]}, "or leave auto out of the list"),
         (EvalConfig, {"models": []}, "eval.models must name at least one model"),
         (ConvertConfig, {"format": ["gguf"]}, "unknown key convert.format; did you mean formats"),
         (ReconstructionConfig, {"num_samples": 4}, "num_samples 4 must be at least batch_size 8"),

@@ -238,9 +238,13 @@ class ConvertConfig(Section):
     ternary already (or hold the method's other codes) are written as they are."""
     output: str | None = None
     """Folder to write into. null: use the folder converted in output_dir."""
-    block_type: str | list[str] = option("Q4_0", choices=("Q4_0", "Q2_0", "TQ2_0", "TQ1_0", "Q2_K"))
-    """Block type of the quantized weights in a GGUF file. With a list, each weight gets the first
-    type in the list that can hold its groups. docs/convert.md says which type to choose."""
+    block_type: str | list[str] = option(
+        "auto", choices=("auto", "Q4_0", "Q2_0", "TQ2_0", "TQ1_0", "Q2_K")
+    )
+    """Block type of the quantized weights in a GGUF file. "auto": the smallest type that holds the
+    weights exactly and runs well, which is TQ2_0 if every group is a multiple of 256 weights, else
+    Q2_0, and Q4_0 for weights that Q2_0 cannot hold. With a list, each weight gets the first type
+    in the list that can hold its groups. docs/convert.md compares the types."""
     onnx_head: str = option("float32", choices=("float32", "int8"))
     """Output head of an ONNX file. "float32" is exact. "int8" is faster and rounds the head to 8
     bits in blocks of 32."""
@@ -251,6 +255,11 @@ class ConvertConfig(Section):
         for name in ("formats", "block_type"):
             if getattr(self, name) == []:
                 raise InputError(f"convert.{name} must name at least one; the list is empty")
+        if isinstance(self.block_type, list) and "auto" in self.block_type:
+            raise InputError(
+                f"convert.block_type is auto or a list of types; got {self.block_type}; set "
+                "convert.block_type=auto, or leave auto out of the list"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,9 +34,10 @@ llama.cpp uses the weights as they were trained, but its CPU kernels round the a
 multiplied by a block type to 8 bits. One scale covers a run of 32 activations for Q2_0 and Q4_0. It
 covers 256 for TQ1_0 and TQ2_0, so one outlier makes 255 other activations coarser. On a
 SmolLM2-135M with five ternary down projections this moved the logits by 2.6% (Q2_0, Q4_0) and 10%
-(TQ1_0, TQ2_0). Activations that are rounded in the same way in transformers give the same. Q4_0 is
-the default because it runs everywhere, holds all codes, and rounds activations in short runs.
-``docs/convert.md`` says when another type is the better choice.
+(TQ1_0, TQ2_0). Activations that are rounded in the same way in transformers give the same.
+
+The default, "auto", is the smallest type that holds the model and runs well: TQ2_0, or else Q2_0,
+or else Q4_0 (`gguf_types.block_types`). `type_table` compares the sizes of a model's files.
 """
 
 import statistics
@@ -53,8 +54,13 @@ import hestia_tune
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError
 from hestia_tune.export.folder import sizes
-from hestia_tune.export.gguf_model import LlamaModel, add_vocabulary
-from hestia_tune.export.gguf_types import EMBEDDING_TYPES, TensorType, block_types
+from hestia_tune.export.gguf_families import LlamaModel
+from hestia_tune.export.gguf_tokenizer import add_vocabulary, check_tokens
+from hestia_tune.export.gguf_types import (
+    EMBEDDING_TYPES,
+    TensorType,
+    block_types,
+)
 from hestia_tune.files import staged
 from hestia_tune.models.embedding import embedding_codes
 from hestia_tune.models.folder import ModelFolder, import_optional, is_exact
@@ -65,13 +71,14 @@ _DENSE_TYPES = {
     torch.bfloat16: TensorType("BF16", 30, 32, 1, 2),
     torch.float32: TensorType("F32", 0, 0, 1, 4),
 }
+_ROUTER = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 
 
 def write_gguf(
     source: ModelFolder,
     path: Path,
     *,
-    block_type: str | Sequence[str] = "Q4_0",
+    block_type: str | Sequence[str] = "auto",
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write a Hugging Face model of a family in `gguf_families` as one GGUF file.
@@ -79,8 +86,8 @@ def write_gguf(
     Args:
         source: The model.
         path: The file to write.
-        block_type: One of `BLOCK_TYPES`, or several. Every quantized weight gets the first type
-            that holds its groups. The module docstring says what each type costs.
+        block_type: "auto", or one of `BLOCK_TYPES`, or several, of which every quantized weight
+            gets the first type that holds its groups. The module docstring says what each costs.
         overwrite: Replace a file that exists, once the new file is complete.
 
     Returns:
@@ -97,32 +104,32 @@ def write_gguf(
     gguf = import_optional("gguf")
     if path.is_dir() or (path.exists() and not overwrite):
         raise InputError(f"{path} exists; choose another name, or set overwrite=True for a file")
-    model, types, num_bytes = LlamaModel(source), block_types(source, block_type), {}
-    for name in source.quantized:
-        if name not in model.names or name == "model.embed_tokens.weight":
-            raise InputError(f"only weights of linear layers can be quantized; got {name}")
+    model, num_bytes = LlamaModel(source), {}
+    types, entry_types = block_types(source, block_type), {}
+    check_entries(source, model, types)
     writer = _new_writer(source, model)
     for name, weight in progress_bar(model.tensors(), desc="packing for GGUF", unit="tensor"):
-        if name in source.quantized:
-            hard = source.pack(name, weight)
-            data = types[name].pack(hard.codes(), hard.scale, name, hard.levels)
-            if types[name].tolerance and not types[name].holds(data.reshape(-1), weight):
+        origin = next(iter(model.entries[name].sources), "")
+        if origin in source.quantized:
+            kind, hard = types[origin], source.pack(origin, weight)
+            layer = source.layers.get(origin)
+            data = kind.pack(hard.codes(), hard.scale, origin, hard.levels, layer)
+            if kind.tolerance and not kind.holds(data.reshape(-1), weight):
                 raise InputError(
-                    f"the scales of a block of {name} differ by more than Q2_K can hold; use "
-                    "block_type Q4_0"
+                    f"the scales of a block of {origin} differ by more than Q2_K can hold; use "
+                    "convert.block_type=Q4_0"
                 )
-        elif name in source.embeddings:
-            types[name] = EMBEDDING_TYPES[str(source.embedding)]
-            data = types[name].pack(*embedding_codes(weight, str(source.embedding)), name)
+        elif origin in source.embeddings:
+            kind = EMBEDDING_TYPES[str(source.embedding)]
+            data = kind.pack(*embedding_codes(weight, str(source.embedding)), origin)
         else:
-            types[name], data = _pack_dense(weight, name)
-        num_bytes[name] = data.nbytes
+            kind, data = _pack_dense(weight, origin, is_router=name.endswith(_ROUTER))
+        num_bytes[name], entry_types[name] = data.nbytes, kind
         # The package looks a type up in its own table if the type is an enum or the data are uint8.
         # A plain int and int8 avoid that, so the package may be older than the type.
-        gguf_name, data, ggml_id = model.names[name], data.view(np.int8), types[name].ggml_id
-        writer.add_tensor(gguf_name, data, raw_shape=weight.shape, raw_dtype=ggml_id)
-    matrices = [name for name in model.names if len(source.shapes.get(name, ())) == 2]
-    writer.add_file_type(statistics.mode(types[name] for name in matrices).file_type)
+        writer.add_tensor(name, data.view(np.int8), raw_shape=weight.shape, raw_dtype=kind.ggml_id)
+    matrices = [name for name in entry_types if name not in _vectors(source, model)]
+    writer.add_file_type(statistics.mode(entry_types[name] for name in matrices).file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     with staged(path) as temporary:
         try:
@@ -131,22 +138,60 @@ def write_gguf(
             writer.write_tensors_to_file(progress=True)
         finally:
             writer.close()
-        _read_back(temporary, model, types, num_bytes, writer.data_alignment)
-        quantized_bytes = sum(num_bytes[name] for name in source.quantized)
+        _read_back(temporary, model, entry_types, num_bytes, writer.data_alignment)
+        quantized_bytes = sum(num_bytes[name] for name in _quantized(source, model))
         return sizes(source.shapes, source.quantized, temporary.stat().st_size, quantized_bytes) | {
-            "types": dict(Counter(types[name].name for name in model.names))
+            "types": dict(Counter(kind.name for kind in entry_types.values()))
         }
 
 
-def check_gguf(source: ModelFolder, block_type: str | Sequence[str] = "Q4_0") -> None:
+def check_gguf(source: ModelFolder, block_type: str | Sequence[str] = "auto") -> None:
     """Raise InputError if a GGUF file cannot hold a model, its groups or its tokenizer.
 
     Args:
         source: The model. No weight is read.
         block_type: See `write_gguf`.
     """
-    block_types(source, block_type)
-    _new_writer(source, LlamaModel(source))
+    model = LlamaModel(source)
+    check_entries(source, model, block_types(source, block_type))
+    _new_writer(source, model)
+    check_tokens(source.folder, model.config)
+
+
+def check_entries(source: ModelFolder, model: LlamaModel, types: Mapping[str, TensorType]) -> None:
+    """Raise InputError if a quantized weight is no linear, or if one tensor would have two types.
+
+    Args:
+        source: The model.
+        model: The same model with llama.cpp's names.
+        types: Name of a quantized weight in the safetensors -> its type.
+    """
+    held = {name for entry in model.entries.values() for name in entry.sources}
+    for name in source.quantized:
+        if name not in held or name == model.embedding:
+            raise InputError(f"only weights of linear layers can be quantized; got {name}")
+    for entry in model.entries.values():
+        methods = {source.quantized.get(name) for name in entry.sources}
+        if len(methods) > 1 or len({types.get(name) for name in entry.sources}) > 1:
+            raise InputError(
+                f"llama.cpp has the experts of a block in one tensor; {entry.sources[0]} and "
+                "others have several methods; quantize them alike"
+            )
+
+
+def _quantized(source: ModelFolder, model: LlamaModel) -> list[str]:
+    """Return the tensors of the file that hold quantized weights."""
+    entries = model.entries.items()
+    return [name for name, each in entries if set(each.sources) & source.quantized.keys()]
+
+
+def _vectors(source: ModelFolder, model: LlamaModel) -> set[str]:
+    """Return the tensors of the file with one dimension."""
+    return {
+        name
+        for name, entry in model.entries.items()
+        if all(len(source.shapes[each]) == 1 for each in entry.sources)
+    }
 
 
 def _new_writer(source: ModelFolder, model: LlamaModel) -> Any:
@@ -163,13 +208,18 @@ def _new_writer(source: ModelFolder, model: LlamaModel) -> Any:
     metadata.quantized_by = f"hestia_tune {hestia_tune.__version__}"
     metadata.set_gguf_meta_model(writer)
     model.add_to(writer)
-    add_vocabulary(writer, source.folder, source.config)
+    add_vocabulary(writer, source.folder, model.config)
     return writer
 
 
-def _pack_dense(weight: torch.Tensor, name: str) -> tuple[TensorType, np.ndarray]:
-    """Return a dense tensor's type and bytes, or raise InputError if float32 does not hold it."""
-    dtypes = _DENSE_TYPES if weight.dim() > 1 else (torch.float32,)
+def _pack_dense(
+    weight: torch.Tensor, name: str, *, is_router: bool = False
+) -> tuple[TensorType, np.ndarray]:
+    """Return a dense tensor's type and bytes, or raise InputError if float32 does not hold it.
+
+    Vectors and the routers of experts get float32, as llama.cpp's own converter writes them.
+    """
+    dtypes = _DENSE_TYPES if weight.dim() > 1 and not is_router else (torch.float32,)
     dtype = next((dtype for dtype in dtypes if is_exact(weight, dtype)), None)
     if dtype is None:
         raise InputError(f"GGUF export holds up to float32; {name} has more digits; round it")
@@ -199,7 +249,8 @@ def _read_back(
     for name, weight in progress_bar(model.tensors(), desc="reading it back", unit="tensor"):
         data = np.fromfile(path, np.uint8, num_bytes[name], offset=position)
         if not types[name].holds(data, weight):
+            source = next(iter(model.entries[name].sources), name)
             raise RuntimeError(
-                f"{name} ({types[name].name}) read back differs from its source; check the disk"
+                f"{source} ({types[name].name}) read back differs from its source; check the disk"
             )
         position += padded[name]

@@ -3,7 +3,7 @@
 `hestia_tune.export.gguf` describes the types.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +51,12 @@ class TensorType:
         return in_features % self.block == 0 and group % (self.run or self.block) == 0
 
     def pack(
-        self, codes: torch.Tensor, scales: torch.Tensor, name: str, levels: int = 3
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        name: str,
+        levels: int = 3,
+        layer: str | None = None,
     ) -> np.ndarray:
         """Return the blocks as bytes, uint8 (out_features, in_features / block, num_bytes).
 
@@ -60,6 +65,7 @@ class TensorType:
             scales: bfloat16 (out_features or 1, groups). Every group consists of whole runs.
             name: Name of the weight, for the error.
             levels: Number of different codes.
+            layer: The name by which the model knows the layer, for the error. None: ``name``.
 
         Raises:
             InputError: If the magnitude of a scale is neither 0 nor in fp16's normal range.
@@ -72,7 +78,7 @@ class TensorType:
             raise InputError(
                 f"a GGUF scale is 0 or a float16 of the normal range; group {group} of row {row} "
                 f"of {name} has the scale {scales[row, group].item():.9g}; leave gguf out of "
-                "convert.formats, or name the layer in quantizer.exclude and train again"
+                f"convert.formats, or {exclude_remedy(layer or name)} and train again"
             )
         array = codes.numpy()
         if self.name == "Q2_K":
@@ -138,31 +144,57 @@ EMBEDDING_TYPES = {
 }
 
 
+# What "auto" chooses from, the smallest type first. TQ1_0 is smaller than TQ2_0, but half as fast.
+AUTO = ("TQ2_0", "Q2_0", "Q4_0")
+
+
 def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, TensorType]:
     """Return the block type of every quantized weight, by the weight's name.
 
     Args:
         source: The model.
-        names: One of `BLOCK_TYPES`, or several, of which the first that fits is taken.
+        names: One of `BLOCK_TYPES`, or several, of which the first that fits is taken; or "auto".
+            "auto" is TQ2_0 if it holds every weight of up to three levels. Otherwise it is the
+            first of Q2_0 and Q4_0 that fits, so that the file runs on GPUs as a whole.
 
     Raises:
         InputError: If a type is unknown, or if no type holds the groups of a weight.
     """
-    names = [names] if isinstance(names, str) else names
+    names = [names] if isinstance(names, str) else list(names)
+    if names == ["auto"]:
+        ternary = {name: m for name, m in source.quantized.items() if m.levels <= 3}
+        held = [
+            BLOCK_TYPES[AUTO[0]].fits(source.shapes[name][-1], method.group_size, method.levels)
+            for name, method in ternary.items()
+        ]
+        names = list(AUTO if all(held) else AUTO[1:])
     if not names or set(names) - set(BLOCK_TYPES):
         raise InputError(
-            f"block_type must be one or several of {', '.join(BLOCK_TYPES)}; got {names!r}"
+            f"block_type must be auto, or one or several of {', '.join(BLOCK_TYPES)}; got {names!r}"
         )
     return {
         name: choose_block_type(
-            names, source.shapes[name][1], method.group_size, name, method.levels
+            names,
+            source.shapes[name][-1],
+            method.group_size,
+            name,
+            method.levels,
+            widths=[source.shapes[each][-1] for each in source.quantized],
+            layer=source.layers.get(name),
         )
         for name, method in source.quantized.items()
     }
 
 
 def choose_block_type(
-    names: Sequence[str], in_features: int, group_size: GroupSize, weight: str, levels: int = 3
+    names: Sequence[str],
+    in_features: int,
+    group_size: GroupSize,
+    weight: str,
+    levels: int = 3,
+    *,
+    widths: Iterable[int] = (),
+    layer: str | None = None,
 ) -> TensorType:
     """Return the first block type of ``names`` that holds such groups exactly.
 
@@ -172,16 +204,43 @@ def choose_block_type(
         group_size: The weight's group size.
         weight: Name of the weight, for the error.
         levels: Number of different codes.
+        widths: Length of the rows of every quantized weight. A remedy must fit all of them.
+        layer: The name by which the model knows the layer, for the error. None: ``weight``.
 
     Raises:
-        InputError: If no type of ``names`` holds the groups.
+        InputError: If no type of ``names`` holds the groups. It gives the remedies that help.
     """
     for name in names:
         if BLOCK_TYPES[name].fits(in_features, group_size, levels):
             return BLOCK_TYPES[name]
+    remedies = []
+    fitting = [
+        name for name, kind in BLOCK_TYPES.items() if kind.fits(in_features, group_size, levels)
+    ]
+    if fitting := [name for name in AUTO if name in fitting] or fitting:
+        remedies.append(f"use convert.block_type={fitting[0]}")
+    # Another size helps if a type of the list holds groups of this size in all rows. Q4_0 is the
+    # last resort.
+    every, lists = {in_features, *widths}, [names, *([] if fitting else [["Q4_0"]])]
+    for allowed in lists if isinstance(group_size, int) else ():
+        sizes = [
+            size
+            for size in (256, 128, 64, 32, "channel")
+            if size != group_size
+            and all(isinstance(size, str) or width % size == 0 for width in every)
+            and all(any(BLOCK_TYPES[n].fits(w, size, levels) for n in allowed) for w in every)
+        ]
+        if sizes:
+            also = "" if allowed is names else f" and convert.block_type={allowed[0]}"
+            remedies.append(f"train again with quantizer.group_size={sizes[0]}{also}")
+            break
+    remedies.append(exclude_remedy(layer or weight) + " and train again")
     raise InputError(
         f"no block of {' or '.join(names)} holds {weight} exactly (in_features {in_features}, "
-        f"group_size {group_size}, {levels} levels); use convert.block_type=Q4_0 "
-        "and a group_size that is a multiple of 32, or name the layer in quantizer.exclude and "
-        "train again"
+        f"group_size {group_size}, {levels} levels); {', or '.join(remedies)}"
     )
+
+
+def exclude_remedy(layer: str) -> str:
+    """Return the option that leaves out a layer and those of the same name in other blocks."""
+    return f"""set quantizer.exclude='["*.{layer.removesuffix(".weight").rpartition(".")[2]}"]'"""

@@ -165,14 +165,17 @@ def open_source(
             f"{folder} holds another model than the config's: it lacks {missing[0]}; use the "
             "config of its model"
         )
-    quantized = {
-        name: method
+    layers = {
+        name: layer
         for layer, files in weights_of(methods, names).items()
-        if isinstance(method := methods[layer], GroupMethod)
+        if isinstance(methods[layer], GroupMethod)
         for name in files
     }
+    quantized = {name: methods[layer] for name, layer in layers.items()}
     quantize = quantize and bool(quantized)
-    return ModelFolder(folder, quantized, quantize=quantize, embedding=embedding)
+    source = ModelFolder(folder, quantized, quantize=quantize, embedding=embedding)
+    source.layers = layers
+    return source
 
 
 def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:

@@ -168,6 +168,8 @@ class ModelFolder(SafetensorsFolder):
     Attributes:
         quantized: Name -> method of every quantized weight.
         embeddings: The names of the weights that are rounded in this way.
+        layers: Name of a quantized weight -> the name of its layer in the config's model, which
+            options such as ``quantizer.exclude`` know. `checkpoints.open_source` fills it.
         config: The content of config.json, changed to say that the model is in bfloat16.
         description: The content of hestia.json, which says how a hard model was made. None if
             there is no hestia.json.
@@ -190,7 +192,7 @@ class ModelFolder(SafetensorsFolder):
             name: each if isinstance(each, GroupMethod) else TernaryMethod(group_size=each)
             for name, each in quantized.items()
         }
-        self.quantize = quantize
+        self.quantize, self.layers = quantize, dict[str, str]()
         if quantize and not quantized:
             raise InputError("quantize=True needs the names of weights in quantized; got none")
         self.config = dense_config(read_json(folder / "config.json"), folder)

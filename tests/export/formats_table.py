@@ -46,7 +46,7 @@ from hestia_tune.commands.formats import DATA_FILE, formats_page
 from hestia_tune.config.sections import FILE_FORMATS
 from hestia_tune.errors import InputError
 from hestia_tune.export import onnx
-from hestia_tune.export.gguf_model import LlamaModel
+from hestia_tune.export.gguf_families import LlamaModel
 from hestia_tune.export.gguf_types import BLOCK_TYPES
 from hestia_tune.models.hugging_face_files import load_hard
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hestia_tune.config import ConvertConfig
-from hestia_tune.export.gguf_types import BLOCK_TYPES, choose_block_type
+from hestia_tune.export.gguf_types import AUTO, BLOCK_TYPES, choose_block_type
 from hestia_tune.functional import hard_ternary
 from hestia_tune.tensors import TernaryTensor
 
@@ -89,13 +89,13 @@ def test_types_are_sorted_by_size():
     assert bits == sorted(bits) == [1.6875, 2.0625, 2.25, 2.625, 4.5]
 
 
-def test_the_config_allows_every_type_and_defaults_to_the_most_general():
-    for names in (*NAMES, [*NAMES]):
+def test_the_config_allows_every_type_and_the_last_choice_is_the_most_general():
+    for names in (*NAMES, [*NAMES], "auto"):
         assert ConvertConfig(block_type=names).block_type == names
-    default = BLOCK_TYPES[ConvertConfig().block_type]
+    assert ConvertConfig().block_type == "auto"
     for group_size in (32, 64, 96, 128, 256, "channel", "tensor"):
         for levels in (2, 3, 4):
-            assert default.fits(768, group_size, levels)
+            assert BLOCK_TYPES[AUTO[-1]].fits(768, group_size, levels)
 
 
 @pytest.mark.parametrize("rows", [1, 12])
@@ -170,11 +170,39 @@ def test_the_smallest_exact_type_is_chosen(in_features, group_size, expected):
     assert choose_block_type(("Q4_0",), in_features, group_size, "layer").name == "Q4_0"
 
 
-def test_a_group_that_no_type_holds_is_refused():
-    with pytest.raises(ValueError, match="TQ2_0 or Q2_0 .* blk.0 .*; use convert.block_type=Q4_0"):
-        choose_block_type(("TQ2_0", "Q2_0"), 576, 96, "blk.0")
-    for in_features, group_size in ((172, "channel"), (576, 16)):
-        with pytest.raises(
-            ValueError, match=f"group_size {group_size}.* name the layer in quantizer.exclude"
-        ):
-            choose_block_type(NAMES, in_features, group_size, "blk.0")
+EXCLUDE = r"""set quantizer.exclude='\["\*.up_proj"\]' and train again$"""
+
+
+@pytest.mark.parametrize(
+    ("names", "in_features", "group_size", "levels", "widths", "remedies"),
+    [
+        # Another type holds the groups; or groups of another size fit the type.
+        (["TQ2_0", "Q2_0"], 576, 96, 3, [], ["convert.block_type=Q4_0", "group_size=64"]),
+        (["TQ2_0"], 512, 128, 3, [], ["convert.block_type=Q2_0", "group_size=256"]),
+        # 256 does not divide 640, and 64 divides both.
+        (["Q2_0"], 1280, 32, 3, [640], ["convert.block_type=Q4_0", "group_size=128"]),
+        (["TQ2_0"], 1280, 128, 3, [640], ["convert.block_type=Q2_0", None]),
+        # Q4_0 is the type that was asked for, so it is no remedy.
+        (["Q4_0"], 576, 16, 3, [1536], [None, "group_size=64"]),
+        (["Q2_0", "Q4_0"], 96, 16, 3, [], [None, "group_size=32"]),
+        (["Q4_0"], 160, 10, 3, [48], [None, None]),
+        (["Q4_0"], 172, "channel", 3, [], [None, None]),
+        (["Q2_0"], 512, 128, 4, [], ["convert.block_type=Q4_0", None]),
+        (["Q2_0"], 96, 48, 3, [], [None, "group_size=32 and convert.block_type=Q4_0"]),
+    ],
+)
+def test_a_refusal_names_what_helps_and_is_not_set(
+    names, in_features, group_size, levels, widths, remedies
+):
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(ValueError, match=EXCLUDE) as caught:
+        choose_block_type(names, in_features, group_size, name, levels, widths=widths)
+    text = str(caught.value).partition("; ")[2]
+    found = [f"use {remedies[0]}"] if remedies[0] else []
+    found += [f"train again with quantizer.{remedies[1]}"] if remedies[1] else []
+    assert text.split(", or ")[:-1] == found
+
+
+def test_the_layer_has_the_name_that_exclude_knows():
+    with pytest.raises(ValueError, match=r"""exclude='\["\*.w2"\]'"""):
+        choose_block_type(["Q4_0"], 40, "channel", "model.mlp.down_proj.weight", layer="0.mlp.w2")

@@ -47,10 +47,10 @@ TEXTS = [
 class Client:
     """A file that llama.cpp has loaded."""
 
-    def __init__(self, path: Path, vocab_size: int):
+    def __init__(self, path: Path, vocab_size: int, length: int = 256):
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
-        params.n_ctx, params.n_parallel, params.n_gpu_layers = 256, 1, 0
+        params.n_ctx, params.n_parallel, params.n_gpu_layers = length, 1, 0
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
         params.warmup = params.fit_params = False
         params.verbosity = -1
@@ -182,6 +182,7 @@ def test_dense_qwen2(tmp_path):
             "original_max_position_embeddings": 128,
         },
         {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     ],
 )
 def test_rotary_scaling(tmp_path, scaling):
@@ -240,6 +241,13 @@ GRANITE = {
     "logits_scaling": 4.0,
     "tie_word_embeddings": True,
 }
+# The window is shorter than the longest of `TEXTS`.
+GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 8}
+LOCAL_AND_SCALED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000000.0},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
 NEOX = {"num_key_value_heads": 4}  # GPT-NeoX has a key for every query
 
 
@@ -280,6 +288,15 @@ def random_model(folder: Path, kind: str, differences: dict, group_size=None) ->
         ("MistralConfig", {"sliding_window": None, "head_dim": 64}),
         ("Olmo2Config", {}),
         ("GraniteConfig", GRANITE),
+        ("GemmaConfig", {"head_dim": 64}),
+        ("Gemma2Config", GEMMA),
+        ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 7}),
+        ("Gemma3TextConfig", GEMMA | {"rope_parameters": LOCAL_AND_SCALED}),
+        ("Qwen3MoeConfig", EXPERTS | {"norm_topk_prob": True}),
+        ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 128}),
+        ("OlmoeConfig", EXPERTS | {"num_key_value_heads": 4}),
+        ("MixtralConfig", {"num_local_experts": 4}),
+        ("GraniteMoeConfig", GRANITE | {"num_local_experts": 4}),
         ("Phi3Config", {"sliding_window": 256}),
         ("PhiConfig", {}),
         ("GPTNeoXConfig", NEOX),
@@ -294,7 +311,8 @@ def test_dense_models_of_transformers(tmp_path, kind, differences):
         config = json.loads(file.read_text())
         del config["tie_word_embeddings"]
         file.write_text(json.dumps(config))
-    compare(tmp_path / "model", {}, 0.002)
+    # Four norms in a block and large embeddings round more in llama.cpp's float16.
+    compare(tmp_path / "model", {}, 0.005 if kind == "Gemma3TextConfig" else 0.002)
 
 
 @pytest.mark.parametrize(

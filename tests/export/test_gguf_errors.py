@@ -53,9 +53,9 @@ def test_a_failed_overwrite_keeps_the_old_file(demo, tmp_path):
         ),
         ({"architectures": None}, "LlamaForCausalLM or Mistral.*Qwen2"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
-        ({"num_hidden_layers": 3}, "layers.3.* is unknown"),
+        ({"model_type": "mistral", "sliding_window": 64}, "without sliding windows"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+        ({"num_hidden_layers": 3}, "layers.3.* has no place"),
         ({"num_hidden_layers": 5}, "layers.4.* is missing"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
         ({"vocab_size": 1000}, "ids up to 1023"),
@@ -77,8 +77,8 @@ def test_missing_files(demo, tmp_path, file):
 def test_wrong_options(demo, tmp_path):
     folder, quantized = demo
     name = next(iter(quantized))
-    for wrong in ("Q8_0", "auto", ["Q4_0", "Q8_0"], []):
-        match = "block_type must be one or several of TQ1_0, TQ2_0"
+    for wrong in ("Q8_0", ["Q4_0", "auto"], ["Q4_0", "Q8_0"], []):
+        match = "block_type must be auto, or one or several of TQ1_0, TQ2_0"
         refuse(folder, tmp_path, quantized, ValueError, match, block_type=wrong)
     refuse(folder, tmp_path, quantized, ValueError, "no block of TQ2_0 holds", block_type="TQ2_0")
     refuse(folder, tmp_path, {"nothing": 128}, ValueError, "nothing")

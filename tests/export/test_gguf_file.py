@@ -20,7 +20,7 @@ from gguf_models import (
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.export.gguf import write_gguf
-from hestia_tune.export.gguf_model import ROPE_FACTORS, LlamaModel
+from hestia_tune.export.gguf_families import ROPE_FACTORS, LlamaModel
 from hestia_tune.export.gguf_types import BLOCK_TYPES
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models.embedding import round_embedding
@@ -56,8 +56,10 @@ def test_qwen2_comes_back_through_the_stock_reader(tmp_path, group_size, block_t
 @pytest.mark.parametrize(
     ("group_size", "block_type", "expected"),
     [
-        ("channel", None, "Q4_0"),
-        (256, None, "Q4_0"),
+        ("channel", None, "TQ2_0"),
+        (256, None, "TQ2_0"),
+        (128, None, "Q2_0"),
+        (64, "auto", "Q2_0"),
         ("channel", ("Q2_0", "Q4_0"), "Q2_0"),
         (256, "Q2_0", "Q2_0"),
         (32, ["Q2_0", "Q4_0"], "Q4_0"),

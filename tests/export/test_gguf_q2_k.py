@@ -84,7 +84,9 @@ def test_scales_that_differ_too_much_are_refused(tmp_path):
     state = load_file(folder / "model.safetensors")
     state[name][5, :128] *= 2.0**-6
     save_file(state, folder / "model.safetensors")
-    with pytest.raises(InputError, match=f"scales of a block of {name} differ .* block_type Q4_0"):
+    with pytest.raises(
+        InputError, match=f"scales of a block of {name} differ .* use convert.block_type=Q4_0"
+    ):
         write_gguf(ModelFolder(folder, quantized), tmp_path / "model.gguf", block_type="Q2_K")
     assert not (tmp_path / "model.gguf").exists()
 

@@ -8,7 +8,8 @@ import gguf
 import pytest
 from gguf_models import DEMO, edit_json, pre_tokenizer
 
-from hestia_tune.export.gguf_model import add_vocabulary
+from hestia_tune.errors import InputError
+from hestia_tune.export.gguf_tokenizer import add_vocabulary
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 CONFIG = {"vocab_size": 1024, "bos_token_id": 7, "eos_token_id": [8, 9]}
@@ -58,8 +59,11 @@ def test_names_of_pre_tokenizers(folder, digits, name):
     assert "scores" not in vocabulary and len(vocabulary["merges"]) == 767
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     edit_json(folder / "tokenizer.json", model=model | {"ignore_merges": True})
-    name = "llama-bpe" if name == "dbrx" else name  # as Llama 3 has it
-    assert read_vocabulary(folder, CONFIG)["pre"] == name
+    if name == "dbrx":  # Llama 3 is the same with words that need no merges
+        assert read_vocabulary(folder, CONFIG)["pre"] == "llama-bpe"
+    else:
+        with pytest.raises(InputError, match="ByteLevel, ignore_merges"):
+            read_vocabulary(folder, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +107,16 @@ def test_tokens_that_are_added_to_a_text(folder, processor, flags, expected):
 
 
 def test_special_ids_come_from_the_tokenizer_then_from_the_config(folder):
-    assert special_ids(read_vocabulary(folder, CONFIG)) == {"bos": 0, "eos": 0, "padding": 0}
+    # 8 of config.json is not eos_token, so it ends replies.
+    found = {"bos": 0, "eos": 0, "padding": 0, "eot": 8}
+    assert special_ids(read_vocabulary(folder, CONFIG)) == found
     edit_json(folder / "tokenizer_config.json", eos_token={"content": "!"}, pad_token=None)
-    assert special_ids(read_vocabulary(folder, CONFIG)) == {"bos": 0, "eos": 1}
+    assert special_ids(read_vocabulary(folder, CONFIG)) == {"bos": 0, "eos": 1, "eot": 8}
     (folder / "tokenizer_config.json").unlink()
+    assert special_ids(read_vocabulary(folder, CONFIG)) == {"bos": 7, "eos": 8, "eot": 9}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 8]}')
+    assert special_ids(read_vocabulary(folder, CONFIG)) == {"bos": 7, "eos": 8, "eot": 9}
+    (folder / "generation_config.json").write_text('{"eos_token_id": 8}')
     assert special_ids(read_vocabulary(folder, CONFIG)) == {"bos": 7, "eos": 8}
 
 
@@ -138,7 +148,8 @@ def test_chat_templates(folder):
 
 @pytest.mark.parametrize("space", ["Prepend", "Metaspace", "none"])
 def test_sentencepiece(folder, space, caplog):
-    pieces = ["<unk>", "<s>", "</s>", "<0x00>", "▁", "a", "b", "ab", "▁ab", "aa", "▁a"]
+    pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "ab", "▁ab", "aa", "▁a"]
+    pieces += [f"<0x{index:02X}>" for index in range(256)]
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"] |= {
         "vocab": {piece: index for index, piece in enumerate(pieces)},
@@ -155,10 +166,10 @@ def test_sentencepiece(folder, space, caplog):
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"}
     tokenizer["pre_tokenizer"] = metaspace if space == "Metaspace" else None
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    vocabulary = read_vocabulary(folder, {"vocab_size": 11})
+    vocabulary = read_vocabulary(folder, {"vocab_size": 266})
     assert (vocabulary["model"], vocabulary["tokens"]) == ("llama", pieces)
-    assert vocabulary["token_type"] == [2, 3, 3, 6, 1, 1, 1, 1, 1, 1, 1]
-    assert vocabulary["scores"] == [0, 0, 0, 0, 0, 0, 0, 0, -1, 0, -3]
+    assert vocabulary["token_type"] == [2, 3, 3, *[1] * 7, *[6] * 256]
+    assert vocabulary["scores"] == [0, 0, 0, 0, 0, 0, 0, -1, 0, -3, *[0] * 256]
     assert vocabulary["add_space_prefix"] == (space != "none")
     assert "merges" not in vocabulary
     assert "no merge makes aa" in caplog.text

@@ -366,7 +366,7 @@ def test_torchtunes_own_generate_runs_it(model_dir, output_dir, tmp_path, name):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), {"Q4_0": NUM_QUANTIZED}),
+        ((), {"Q2_0": NUM_QUANTIZED - 2, "Q4_0": 2}),
         (("convert.block_type=Q4_0",), {"Q4_0": NUM_QUANTIZED}),
         # The rows of the down projections have 96 weights, which blocks of 64 do not divide.
         (("convert.block_type=[Q2_0,Q4_0]",), {"Q2_0": NUM_QUANTIZED - 2, "Q4_0": 2}),
