@@ -19,7 +19,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
-NEEDS = re.compile(r"#.*\bneeds (the hub|a GPU|several (GPUs|nodes)|an account|a browser)", re.I)
+NEEDS = re.compile(
+    r"#.*\bneeds (the hub|a GPU|several (GPUs|nodes)|an account|a browser|llama\.cpp)", re.I
+)
 # What makes the demo a matter of seconds, in every recipe.
 SMALL = (
     "max_steps_per_epoch=3 max_val_batches=1 run_val_every_n_steps=null dataset.docstrings=False "

@@ -71,6 +71,7 @@ _STEPS = {
     "eval": "compares the ternary model with the pretrained model",
     "convert": "writes the files",
 }
+_HUB_TASKS = "measures five tasks, which come from the hub"  # without held-out data
 _ROWS = 100  # rows of the data that are looked at
 # Tokens that end a document in well-known vocabularies. The tokenizer's own end token may end a
 # turn of a chat instead.
@@ -190,7 +191,10 @@ def run_init(
         "held_out": held_out,
         "validation": validation,
         "command": shlex.join(["hestia", "init", model, data, *options, "--output", str(path)]),
-        "steps": [f"hestia {step} {file}   # {about}" for step, about in _STEPS.items()],
+        "steps": [
+            f"hestia {step} {file}   # {about if validation or step != 'eval' else _HUB_TASKS}"
+            for step, about in _STEPS.items()
+        ],
     }
     with staged(path) as temporary:
         text = _fill_template(values)
@@ -262,6 +266,18 @@ def _summary(values: Mapping[str, Any], tokens: int, passes: float | None) -> li
     lines.append(("formats", ", ".join(values["formats"])))
     lines += [(f"not {form}", reason) for form, reason in values["absent"].items()]
     return lines
+
+
+def _without_repeats(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return reasons that name a layer once, and call it "the same layer" from then on."""
+    named, shorter = set(), {}
+    for form, reason in reasons.items():
+        for name in dict.fromkeys(re.findall(r"\w+(?:\.\w+){2,}", reason)):
+            if name in named:
+                reason = reason.replace(name, "the same layer")
+            named.add(name)
+        shorter[form] = reason
+    return shorter
 
 
 def _count_tokens(train: Found, values: Mapping[str, Any]) -> tuple[int, float | None]:
@@ -470,7 +486,7 @@ def _look_at_model(
         "group_size": group_size,
         "group_reason": group_reason,
         "widths": widths,
-        "absent": absent,
+        "absent": _without_repeats(absent),
         "formats": [form for form in asked or method.file_formats if form not in absent],
         # A chat ends as its template says.
         "eos_token": None if train.form is not None or end == own_end else end,

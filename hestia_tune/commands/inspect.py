@@ -97,14 +97,18 @@ def compare_runs(runs: Sequence[str]) -> str:
     Raises:
         InputError: If a path is not a finished training run, or the run has no validation losses.
     """
-    from hestia_tune.training.outputs import HARD, results_table  # a slow import: torchtune
+    # A slow import: torchtune.
+    from hestia_tune.training.outputs import HARD, RECONSTRUCTED, results_table
 
     runs_losses: dict[str, dict[str, float]] = {}
     for run in runs:
         path = Path(run)
         path = path / "results.json" if path.is_dir() else path
         if not path.is_file():
-            raise InputError(f"{run} has no results.json; let the run finish first")
+            reason = "has no results.json; let the run finish first"
+            if not Path(run).exists():
+                reason = "does not exist; give the output_dir of a run"
+            raise InputError(f"{run} {reason}")
         try:
             runs_losses[run] = read_json(path)["validation_loss"]
         except (ValueError, KeyError, TypeError):
@@ -115,7 +119,7 @@ def compare_runs(runs: Sequence[str]) -> str:
     rows: dict[str, float] = {}
     for label in dict.fromkeys(label for losses in runs_losses.values() for label in losses):
         measured = {run: losses[label] for run, losses in runs_losses.items() if label in losses}
-        same = len(set(measured.values())) == 1
+        same = len(set(measured.values())) == 1 and label != RECONSTRUCTED
         rows |= {label if same else f"{label} ({run})": x for run, x in measured.items()}
     return results_table(rows | hard)
 

@@ -149,7 +149,9 @@ def guarded(run: Callable[[], int], name: str) -> int:
         _print_rank_zero(str(stop))
         return INTERRUPTED
     except KeyboardInterrupt:
-        _print_rank_zero(f"{name}: stopped; results that were written before are kept")
+        command = name.removeprefix("hestia_")
+        again = f"; to go on: {next_command(command)}" if _typed != _CommandLine() else ""
+        _print_rank_zero(f"{name}: stopped; what was written before is kept{again}")
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

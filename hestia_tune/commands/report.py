@@ -47,7 +47,8 @@ def write_report(runs: Sequence[str], output: str | None = None) -> Path:
     """
     for run in runs:
         if not (Path(run) / "metrics.jsonl").is_file():
-            raise InputError(f"{run} has no metrics.jsonl; give an output_dir of hestia_qat")
+            reason = "has no metrics.jsonl" if Path(run).is_dir() else "is no folder"
+            raise InputError(f"{run} {reason}; give an output_dir of hestia_qat")
     parts = {run: _parts(Path(run)) for run in runs}
     facts = {run: _facts(Path(run), parts[run]) for run in parts}
     labels = dict.fromkeys(label for values in facts.values() for label in values)
