@@ -33,7 +33,7 @@ from hestia_tune.evaluation.texts import PROMPTS
 from hestia_tune.files import digest, kept_result, require_writable_dir, write_json
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
-from hestia_tune.training.data import calibration_batches
+from hestia_tune.training.data import calibration_batches, texts_of
 from hestia_tune.training.plan import join_ranks, say_choices
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def _validation_documents(config: RunConfig, tokenizer: Any) -> dict[str, list[s
     except InputError as error:
         log.warning(f"no text is measured: {error}")
         return {}
-    texts = [tokenizer.decode(batch.tokens[0].tolist()) for batch in batches]
+    texts = texts_of(batches, tokenizer)
     return {"dataset_val": texts} if any(texts) else {}
 
 

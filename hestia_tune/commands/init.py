@@ -42,6 +42,7 @@ from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.machine import is_slow_in_bf16
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
 from hestia_tune.config.sections import FILE_FORMATS
+from hestia_tune.data import chat_format
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.export.folder import check_experts
 from hestia_tune.export.formats import check_format
@@ -51,14 +52,6 @@ from hestia_tune.models.checkpoints import check_shapes, open_source
 from hestia_tune.models.folder import SafetensorsFolder, hub_name, local_folder
 from hestia_tune.models.hugging_face_files import model_on_meta
 from hestia_tune.units import count_text, duration_text, size_text
-
-try:
-    from hestia_tune.data import chat_format
-except ImportError:
-
-    def chat_format(row):  # noqa: D103
-        return None
-
 
 log = logging.getLogger(__name__)
 

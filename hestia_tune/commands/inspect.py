@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hestia_tune.config import GeneratedConfig, StreamConfig, TextConfig
+from hestia_tune.config import ChatConfig, GeneratedConfig, StreamConfig, TextConfig
 from hestia_tune.config.files import load_config, packaged_configs, text_of
 from hestia_tune.config.run import RunConfig
 from hestia_tune.config.section import describe
@@ -74,6 +74,7 @@ def options_page() -> str:
     parts = {
         "A run": (RunConfig, ""),
         "`dataset` with `hestia_tune.data.streaming_text_dataset`": (StreamConfig, "dataset."),
+        "`dataset` with `hestia_tune.data.streaming_chat_dataset`": (ChatConfig, "dataset."),
         "`dataset` with `hestia_tune.data.self_generated_dataset`": (GeneratedConfig, "dataset."),
         "A text of `eval.perplexity`": (TextConfig, "eval.perplexity.NAME."),
     }

@@ -3,6 +3,7 @@
 from hestia_tune.config.bits import BitsConfig
 from hestia_tune.config.section import Section, nearest, option, require_number
 from hestia_tune.config.sections import (
+    ChatConfig,
     ConvertConfig,
     DistillationConfig,
     EstimationConfig,
@@ -10,12 +11,14 @@ from hestia_tune.config.sections import (
     GeneratedConfig,
     ReconstructionConfig,
     ScheduleConfig,
+    SourceConfig,
     StreamConfig,
     TextConfig,
 )
 
 __all__ = [
     "BitsConfig",
+    "ChatConfig",
     "ConvertConfig",
     "DistillationConfig",
     "EstimationConfig",
@@ -24,6 +27,7 @@ __all__ = [
     "ReconstructionConfig",
     "ScheduleConfig",
     "Section",
+    "SourceConfig",
     "StreamConfig",
     "TextConfig",
     "nearest",

@@ -67,6 +67,37 @@ _OUTPUTS = {
 _COMPONENTS = ("model", "tokenizer", "checkpointer", "optimizer", "quantizer", "loss")
 
 
+def _check_parts(key: str, parts: list[Any]) -> None:
+    """Check a list of datasets: all have a weight, or none has.
+
+    Raises:
+        InputError: If an item is no component, or a weight is missing or not positive.
+    """
+    if not parts:
+        raise InputError(f"{key} is an empty list; give at least one section")
+    for number, part in enumerate(parts):
+        if not isinstance(part, dict) or "_component_" not in part:
+            raise InputTypeError(
+                f"{key}[{number}] must be a section with a _component_; got {part!r}"
+            )
+    weights = [part.get("weight") for part in parts]
+    if all(weight is None for weight in weights):
+        return
+    for number, weight in enumerate(weights):
+        if weight is None:
+            raise InputError(
+                f"{key}[{number}] has no weight, but other sections of the list have; give every "
+                f"section of {key} a weight, such as 0.75 and 0.25, or none"
+            )
+        require_number(f"{key}[{number}].weight", weight, 1e-9, 1e9, "0.75 and 0.25 are usual")
+    lengths = {part["seq_len"] for part in parts if part.get("seq_len") is not None}
+    if len(lengths) > 1:
+        raise InputError(
+            f"the sections of {key} have the seq_len {', '.join(map(str, sorted(lengths)))}; a "
+            "mixture has one seq_len; set the same in each"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
     """Hold all keys of the YAML file. Components stay mappings with a ``_component_``."""
@@ -84,7 +115,9 @@ class RunConfig(Section):
     """Optimizer component. Weight decay does not apply to norms, biases and learned scales. Its
     option fused may be "auto": the optimizer's fused kernel if it has one."""
     dataset: Any
-    """Dataset component, or a list of dataset components."""
+    """Dataset component, or a list of them. In a list, a weight in every section (0.75, 0.25) mixes
+    the datasets: it is the share of the sequences. Without weights, one dataset follows the
+    other."""
     batch_size: int = option(low=1)
     """Sequences per micro-batch and rank."""
     loss: Any = option({"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"})
@@ -164,7 +197,8 @@ class RunConfig(Section):
     convert: ConvertConfig = ConvertConfig()
     eval: EvalConfig = EvalConfig()
     dataset_val: Any = None
-    """Dataset component for the validation losses. null: do not validate."""
+    """Dataset component for the validation losses, or a list as for dataset. null: do not
+    validate."""
     batch_size_val: int | None = option(None, low=1)
     """Sequences per validation batch and rank. null: use batch_size."""
     run_val_every_n_steps: int | None = option(None, low=1)
@@ -324,10 +358,17 @@ class RunConfig(Section):
             dataset = getattr(self, key)
             if not isinstance(dataset, dict | list | None):
                 raise InputTypeError(f"{key} must be a section or a list; got {dataset!r}")
-            for section in dataset if isinstance(dataset, list) else [dataset]:
+            sections = dataset if isinstance(dataset, list) else [dataset]
+            for section in sections:
                 if isinstance(section, dict) and section.get("seq_len") is not None:
                     length = section["seq_len"]
                     require_number(f"{key}.seq_len", length, 1, math.inf, "count tokens")
+            if isinstance(dataset, list):
+                _check_parts(key, dataset)
+            elif isinstance(dataset, dict) and "weight" in dataset:
+                raise InputError(
+                    f"{key}.weight is for a list of datasets that are mixed; write {key} as a list"
+                )
         for key in ("lr_scheduler", "metric_logger", "profiler"):
             if not isinstance(getattr(self, key), dict | None):
                 raise InputTypeError(f"{key} must be a section; got {getattr(self, key)!r}")

@@ -188,12 +188,13 @@ def describe(section: type[Section], prefix: str = "") -> Iterator[tuple[str, st
 
     The meaning is the string below the field in the source code.
     """
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     texts = {}
-    for pair in pairwise(cast(ast.ClassDef, tree).body):
-        match pair:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
-                texts[name] = " ".join(text.split())
+    for kind in reversed(section.__mro__[:-1]):  # without object
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        for pair in pairwise(cast(ast.ClassDef, tree).body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
     for field in dataclasses.fields(section):
         if isinstance(field.type, type) and issubclass(field.type, Section):
             yield from describe(field.type, f"{prefix}{field.name}.")

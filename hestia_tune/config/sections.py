@@ -105,18 +105,17 @@ class ReconstructionConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamConfig(Section):
-    """The options of ``hestia_tune.data.streaming_text_dataset`` and ``text_dataset``."""
+class SourceConfig(Section):
+    """The options that streams of text and streams of chats share."""
 
     section: ClassVar[str] = "dataset"
     source: str
     """What to read. A hub name of a dataset, as in `datasets.load_dataset`. Or "parquet", "json" or
     "text" for the files in data_files, also compressed as .gz, .zst or .bz2; every line of a text
-    file is a document. Or "token_shards" for the tokenized set in the folder data_files."""
+    file is a document. Or, for text, "token_shards" for the tokenized set in the folder
+    data_files."""
     seq_len: int = option(low=1)
     """Tokens per sequence."""
-    column: str = "text"
-    """Name of the column that holds the text."""
     data_files: Any = None
     """Paths, globs or URLs, or a mapping with one of these for each split. null: the source is a
     hub dataset."""
@@ -134,17 +133,52 @@ class StreamConfig(Section):
     """Seed of the shuffle. The number of the epoch changes the order too."""
     max_tokens: int | None = option(None, low=1)
     """Tokens to read, summed over all ranks and rounded down to whole sequences on each rank. If
-    the data hold fewer tokens, they are read again in a new order. null: no limit."""
+    the data hold fewer tokens, they are read again in a new order. Padding counts, so that a
+    sequence of chats always counts as seq_len tokens. null: no limit."""
     epochs: int | None = option(None, low=1)
-    """Passes over the data. A stream of text also needs max_tokens or max_steps, because its number
-    of tokens is not known in advance. null: no limit."""
-    document_masks: bool = False
-    """Whether a token attends to its own document only, as in torchtune's packed datasets."""
+    """Passes over the data. A stream also needs max_tokens or max_steps, because its number of
+    tokens is not known in advance. null: no limit."""
 
     @property
     def files(self) -> str:
         """Return the name of the data for messages."""
         return str(self.data_files or self.source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig(SourceConfig):
+    """The options of ``hestia_tune.data.streaming_text_dataset`` and ``text_dataset``."""
+
+    column: str = "text"
+    """Name of the column that holds the text."""
+    document_masks: bool = False
+    """Whether a token attends to its own document only, as in torchtune's packed datasets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(SourceConfig):
+    """The options of ``hestia_tune.data.streaming_chat_dataset`` and ``chat_dataset``."""
+
+    column: str | None = None
+    """Name of the column that holds the messages. null: recognise the form of the rows."""
+    loss_on: str = option("replies", choices=("replies", "all"))
+    """Tokens that have a loss: those of the assistant's replies, with the token that ends each
+    reply, or all tokens."""
+    packed: bool = True
+    """Whether several chats share a sequence. A chat is never split: what remains of a sequence is
+    padded. false makes a sequence of every chat, padded to the longest of its micro-batch."""
+    document_masks: bool = True
+    """Whether a token of a packed sequence attends to its own chat only."""
+    chat_template_kwargs: dict[str, Any] = option({})
+    """Variables of the chat template, such as `{enable_thinking: False}`. A column with this name
+    sets them for its row."""
+
+    def check(self) -> None:
+        if self.source in ("text", "token_shards"):
+            raise InputError(
+                f"dataset.source {self.source} holds no chats; use parquet, json or the name of a "
+                "hub dataset"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -342,10 +342,11 @@ def reply_spans(render: Render, messages: list[dict[str, Any]], wanted: Iterable
         if begin is None or end is None or end < begin:
             begin, end = _marked(render, messages, index, whole, prompt, begin)
         else:
+            # The text may begin before the reply, in a thought that the prompt has opened.
             text = str(messages[index].get("content") or "").strip()
-            at = whole.rfind(text, begin, end) if text else -1
-            if at >= 0:
-                end = at + len(text) + len(_turn_end(whole[at + len(text) : end]))
+            text_end = whole.rfind(text, 0, end) + len(text) if text else -1
+            if begin < text_end:
+                end = text_end + len(_turn_end(whole[text_end:end]))
         spans.append((begin, end))
     return spans
 
@@ -365,11 +366,13 @@ def _turn_end(tail: str) -> str:
 
 def _common(one: str, other: str) -> int:
     """Return the length of the common beginning of two texts."""
-    same = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        same += 1
+    same, different = 0, min(len(one), len(other)) + 1
+    while different - same > 1:
+        middle = (same + different) // 2
+        if one[:middle] == other[:middle]:
+            same = middle
+        else:
+            different = middle
     return same
 
 

@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
+# Label of a token without a loss, as in torch and torchtune.
+IGNORE_INDEX = -100
+
 
 class SequenceDataset(Dataset):
     """Torchtune samples from tokens that are held in memory, 8 bytes per token.

@@ -55,7 +55,13 @@ class TokenizedSet(Dataset):
         folder = Path(config.files)
         index = _read_index(folder)
         if index["tokenizer"] != _tokenizer_digest(tokenizer):
-            raise InputError(f"{folder} was made with another tokenizer; {_REMEDY}")
+            state = getattr(tokenizer, "neutralized", [])
+            why = (
+                f", or with the {' and '.join(state)} of tokenizer.json, which changed its texts"
+                if state
+                else ""
+            )
+            raise InputError(f"{folder} was made with another tokenizer{why}; {_REMEDY}")
         self.path, self._dtype = folder / TOKENS, np.dtype(index["dtype"])
         size = index["num_tokens"] * self._dtype.itemsize
         if self.path.stat().st_size != size:
@@ -236,7 +242,10 @@ def write_set(
 def _tokenizer_digest(tokenizer: Any) -> str:
     """Return a digest of what the tokenizer makes of a short text."""
     ids = tokenizer.encode("A probe: déjà vu,\n\n  2 + 2 = 4.", add_bos=False, add_eos=False)
-    described = repr((ids, tokenizer.eos_id, getattr(tokenizer, "vocab_size", None)))
+    values = [ids, tokenizer.eos_id, getattr(tokenizer, "vocab_size", None)]
+    # Earlier versions wrote texts as this state left them: cut, padded, or ended twice.
+    values += filter(None, [getattr(tokenizer, "neutralized", None)])
+    described = repr(tuple(values))
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 

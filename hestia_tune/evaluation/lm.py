@@ -69,6 +69,7 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
                 bos_token=None if bos is None else inner.id_to_token(bos),
                 eos_token=inner.id_to_token(tokenizer.eos_id),
                 clean_up_tokenization_spaces=False,
+                split_special_tokens=inner.encode_special_tokens,
             )
         else:
             tokenizer = PlainTokenizer(tokenizer)

@@ -8,6 +8,7 @@ not have one.
 """
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import read_json
 from hestia_tune.models.folder import import_optional, local_folder
 
+# The tag of transformers around what the model generates.
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -79,9 +82,8 @@ class HuggingFaceTokenizer:
             names = [self.tokenizer.id_to_token(number) for number in (*self._prefix, *suffix)]
             self.neutralized += names[len(self._prefix) :]
             kept = list(zip(names, self._prefix, strict=False))
-            single = " ".join([*(name for name, _ in kept), "$A"])
             self.tokenizer.post_processor = processors.TemplateProcessing(
-                single=[*(name for name, _ in kept), "$A"] if kept else single, special_tokens=kept
+                single=[*(name for name, _ in kept), "$A"], special_tokens=kept
             )
         turn_end = loaded.eos_token or _generation_end(folder, self.tokenizer)
         name = eos_token if eos_token is not None else turn_end
@@ -205,7 +207,7 @@ class HuggingFaceTokenizer:
             encoding = self._encode_rendered(self.render(chat))
             return encoding.ids, [True] * len(encoding.ids)
         assistants = [m["role"] == "assistant" for m in chat.messages]
-        if replies and "generation" in str(self.chat_template):
+        if replies and _GENERATION.search(str(self.chat_template)):
             out = self._apply(chat, return_dict=True, return_assistant_tokens_mask=True)
             marked = [bool(value) for value in out["assistant_masks"]]
             if any(marked):

@@ -97,7 +97,8 @@ class Reconstruction:
         settings: The options of the reconstruction.
         chains: The model on each batch of this rank's sequences, with hidden states (batch_size /
             ranks, seq_len, dim). Every rank has the same number of batches.
-        loss_masks: The positions with a loss, for each batch: bool (batch_size / ranks, seq_len).
+        loss_masks: The positions whose hidden states are compared, for each batch: bool
+            (batch_size / ranks, seq_len). Padding is not compared.
         seed: Seed of the order of the batches.
         device: The device that trains the windows.
         dtype: Dtype of the matrix products.
@@ -106,6 +107,8 @@ class Reconstruction:
             windows of more than one block.
         folder: Folder for the hidden states if they need more than `MEMORY_GIB`. None: they stay in
             memory.
+        predicted_masks: The positions whose predictions are compared, in the form of
+            ``loss_masks``. None: ``loss_masks``.
 
     Attributes:
         windows: (begin, end) of every window, in order.
@@ -127,6 +130,7 @@ class Reconstruction:
         compiled: bool = False,
         checkpointing: bool = False,
         folder: Path | None = None,
+        predicted_masks: Sequence[torch.Tensor] | None = None,
     ):
         self.blocks, self.head, self.settings = [*find_blocks(model).values()], head, settings
         self.device, self.dtype = torch.device(device), dtype
@@ -160,6 +164,11 @@ class Reconstruction:
                 stream.write(batch, chain.hidden)
         self._loss_masks = torch.stack(list(loss_masks)).to(self.device)
         self._tokens = summed(self._loss_masks.sum((1, 2)).double()).clamp(min=1)
+        self._predicted_masks, self._num_predicted = self._loss_masks, self._tokens
+        if predicted_masks is not None:
+            self._predicted_masks = torch.stack(list(predicted_masks)).to(self.device)
+            counts = summed(self._predicted_masks.sum((1, 2)).double())
+            self._num_predicted = counts.clamp(min=1)
         # Rotary angles and masks that all batches share are copied to the device once.
         shared = (v for v in tree_leaves(self._calls[0]) if isinstance(v, torch.Tensor))
         self._on_device = {id(value): value.to(self.device) for value in shared}
@@ -256,23 +265,21 @@ class Reconstruction:
         with self._autocast():
             return run_blocks(pairs, layers, states, calls, call=self._call, checkpointing=again)
 
-    def _mean(self, errors: torch.Tensor, batch: int) -> torch.Tensor:
-        """Return this rank's part of the mean error over the tokens of a batch, over all ranks."""
-        return errors.sum() / self._tokens[batch].float()
-
     def _difference(
         self, norms: torch.Tensor, out: torch.Tensor, target: torch.Tensor, batch: int
     ) -> torch.Tensor:
         errors = (out - target).square().sum(-1) / norms[batch]  # (batch, seq_len)
-        return self._mean(errors * self._loss_masks[batch], batch)
+        # This rank's part of the mean over the tokens of the batch, on all ranks.
+        return (errors * self._loss_masks[batch]).sum() / self._tokens[batch].float()
 
     def _divergence(self, out: torch.Tensor, target: torch.Tensor, batch: int) -> torch.Tensor:
         def head(hidden: torch.Tensor) -> torch.Tensor:
             with self._autocast():
                 return self.head(hidden)
 
-        mask = self._loss_masks[batch]
-        return self._mean(divergence(out[mask], target[mask], head, self._compiled), batch)
+        mask = self._predicted_masks[batch]
+        total = divergence(out[mask], target[mask], head, self._compiled)
+        return total / self._num_predicted[batch].float()
 
     @torch.no_grad()
     def _norms(self) -> torch.Tensor:
@@ -284,16 +291,29 @@ class Reconstruction:
 
     @torch.no_grad()
     def _error(
-        self, blocks: Iterable[int], window: nn.Module, source: Stream, measure: _Loss
+        self,
+        blocks: Iterable[int],
+        window: nn.Module,
+        source: Stream,
+        measure: _Loss,
+        tokens: torch.Tensor,
     ) -> float:
-        """Return a measure with hard weights, averaged over the tokens of a few batches."""
+        """Return a measure with hard weights, averaged over the tokens of a few batches.
+
+        Args:
+            blocks: Numbers of the blocks of the window.
+            window: The blocks.
+            source: The hidden states before the window.
+            measure: The measure of a batch.
+            tokens: Number of tokens that are measured in each batch, over all ranks.
+        """
         layers, stride = self._hard_layers(window), -(-self.num_batches // _ERROR_BATCHES)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = prefetched(range(0, self.num_batches, stride), source, self.full)
         for batch, (states, target) in batches:
             out = self._forward(blocks, layers, states, batch)
-            total += measure(out, target, batch) * self._tokens[batch]
-        return float(summed(total) / self._tokens[::stride].sum())
+            total += measure(out, target, batch) * tokens[batch]
+        return float(summed(total) / tokens[::stride].sum())
 
     def _train(self, index: int, state: Mapping[str, Any] | None) -> Iterator[WindowResult | None]:
         """Train one window, from its start or from a state; see `run` for what it yields."""
@@ -303,8 +323,9 @@ class Reconstruction:
         self._advance(self.full, end, hard=False)  # Its latents are still the pretrained weights.
         if self.is_final(index):
             name, source, settings = "divergence", self._streams[-1], _kl_settings(settings)
-            measure = self._divergence
+            measure, tokens = self._divergence, self._num_predicted
         else:
+            tokens = self._tokens
             name, measure = "error", partial(self._difference, self._norms())
         self._advance(source, begin, hard=True)
         blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
@@ -317,7 +338,7 @@ class Reconstruction:
         if self._compiled and (self._is_first or name == "divergence"):
             log.info("compiling the first step, which takes a minute or two")
         self._is_first = False
-        naive = self._error(blocks, window, source, measure)
+        naive = self._error(blocks, window, source, measure, tokens)
         self._optimizer = WindowOptimizer(window, layers, settings, steps)
         if state is not None:
             self._started -= state["seconds"]
@@ -335,7 +356,7 @@ class Reconstruction:
             yield None
         del self._optimizer  # This frees its moments.
         window.requires_grad_(False)
-        error = self._error(blocks, window, source, measure)
+        error = self._error(blocks, window, source, measure, tokens)
         if not math.isfinite(error):
             key = "lr" if name == "error" else "kl_rate"
             with of_all_ranks():

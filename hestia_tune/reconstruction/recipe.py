@@ -198,11 +198,17 @@ class ReconstructionRecipe:
         settings = dataclasses.asdict(self.settings)
         for key in ("output", "overwrite"):
             del settings[key]
+
+        def content(batch: CalibrationBatch) -> list[Any]:
+            has_all = torch.equal(batch.labels != IGNORE_INDEX, batch.has_successor)
+            parts = [batch.tokens] if has_all else [batch.tokens, batch.labels]
+            return [row for part in parts for row in part.tolist()]
+
         return {
             "model_fingerprint": fingerprint(self.plan, state),
             "quantizer": self.plan.component.key(),
             "settings": settings | {"seed": self.config.seed},
-            "samples": digest([batch.tokens.tolist() for batch in batches]),
+            "samples": digest([content(batch) for batch in batches]),
             "dtype": str(self.dtype),
         }
 
@@ -256,7 +262,8 @@ class ReconstructionRecipe:
             lambda hidden: first.logits(hidden[:, None]).squeeze(1),  # Sequences of one token.
             self.settings,
             map(chain, batches),
-            [padded(batch.labels != IGNORE_INDEX) for batch in batches],
+            [padded(batch.has_successor) for batch in batches],
+            predicted_masks=[padded(batch.labels != IGNORE_INDEX) for batch in batches],
             seed=self.config.seed or 0,
             device=self.device,
             dtype=self.dtype,

@@ -54,6 +54,15 @@ class CalibrationBatch:
     labels: torch.Tensor  # The next token of each position, or -100 for none: int64, same shape.
     # Further keyword inputs of the model (``mask``, ``input_pos``).
     model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    # Which tokens are no padding: bool, same shape. None: all of them.
+    is_real: torch.Tensor | None = None
+
+    @property
+    def has_successor(self) -> torch.Tensor:
+        """Positions whose next token is real, with or without a label: bool (batch, seq_len)."""
+        real = torch.ones_like(self.tokens, dtype=torch.bool)
+        real = real if self.is_real is None else self.is_real
+        return torch.hstack((real[:, 1:], torch.zeros_like(real[:, :1])))
 
     @property
     def num_predicted(self) -> int:
@@ -64,6 +73,7 @@ class CalibrationBatch:
         """Return the same batch on another device."""
         inputs = {key: value.to(device) for key, value in self.model_inputs.items()}
         moved = {"tokens": self.tokens.to(device), "labels": self.labels.to(device)}
+        moved["is_real"] = None if self.is_real is None else self.is_real.to(device)
         return dataclasses.replace(self, model_inputs=inputs, **moved)
 
 

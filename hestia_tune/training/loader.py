@@ -18,7 +18,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -28,14 +27,24 @@ import torch.distributed as dist
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hestia_tune.config.run import RunConfig
-from hestia_tune.data import DataStreamError, PositionSampler, StreamingTextDataset, TokenizedSet
+from hestia_tune.data import (
+    DataStreamError,
+    MixtureDataset,
+    PositionSampler,
+    Stream,
+    StreamingChatDataset,
+    TokenizedSet,
+)
+from hestia_tune.data.stream import RowStream
 from hestia_tune.distributed import STOP_SIGNALS, raise_together, totals_over_ranks
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, warn_once
 from hestia_tune.training.data import build_dataset
 from hestia_tune.units import count_text
 
 # A step waits this many seconds for data workers. Then the run saves a checkpoint and stops.
 DATALOADER_TIMEOUT = 300
+# Passes over the data that nobody needs to be told about.
+_FEW_PASSES = 4
 
 
 def _outlive_signals(worker: int) -> None:
@@ -89,11 +98,12 @@ class TrainingData:
         build = partial(build_dataset, config, tokenizer, ignore_index=ignore_index)
         self.dataset, collate = build("dataset", batch_size=config.batch_size)
         # Streams of text and tokenized sets count their passes over the data themselves.
-        self.is_stream = isinstance(self.dataset, StreamingTextDataset | TokenizedSet)
+        self.is_stream = isinstance(self.dataset, Stream | TokenizedSet)
         self._sampler = self._make_sampler(self.dataset, config.shuffle)
         if config.reconstruction is not None:
             self._change_order()
         self.steps_per_epoch, self.total_steps = self._count_steps(config)
+        self._report_passes()
         self.loader = StatefulDataLoader(
             self.dataset,
             batch_size=config.batch_size,
@@ -115,6 +125,8 @@ class TrainingData:
     def seq_len(self) -> int:
         """Tokens per sequence of the training data: the longest of the first samples."""
         dataset: Any = self.dataset
+        if isinstance(dataset, Stream):
+            return dataset.seq_len
         if self.is_stream:
             return dataset.config.seq_len
         lengths = [1]
@@ -128,16 +140,15 @@ class TrainingData:
 
         The reconstruction draws its sequences with the run's seed.
         """
-        sampler, dataset = self._sampler, self.dataset
+        sampler = self._sampler
         if sampler is None:
-            if dataset.config.seed == self._seed:
-                dataset.config = replace(dataset.config, seed=self._seed + 1)
+            self.dataset.avoid_seed(self._seed)
         elif sampler.seed == self._seed:
             sampler.seed += 1
 
     def _make_sampler(self, dataset: Any, shuffle: bool) -> PositionSampler | None:
         """Return the sampler of a dataset, or None for a stream with an order of its own."""
-        if isinstance(dataset, StreamingTextDataset):
+        if isinstance(dataset, Stream):
             return None
         order = {"length": len(dataset), "seed": self._seed, "shuffle": shuffle}
         order |= getattr(dataset, "order", {})
@@ -153,8 +164,10 @@ class TrainingData:
             self._val_samples = len(range(self._rank, whole, world_size))
             sampler.length = -(-whole // world_size) * world_size  # repeats some samples
         elif dataset.num_sequences is None and config.max_val_batches is None:
-            raise InputError("dataset_val is a stream without end; give it max_tokens")
-        elif dataset.config.epochs and world_size > 1:
+            raise InputError(
+                "dataset_val is a stream without end; give it max_tokens, or set max_val_batches"
+            )
+        elif dataset.epochs and world_size > 1:
             raise InputError(
                 "dataset_val: the epochs of a stream differ between ranks; leave epochs out"
             )
@@ -179,9 +192,8 @@ class TrainingData:
             sequences *= self.dataset.world_size
         steps = config.max_steps if sequences is None else sequences // self.sequences_per_step
         if steps is None:
-            raise InputError(
-                "the number of steps is not known; give dataset.max_tokens or max_steps"
-            )
+            limit = "" if isinstance(self.dataset, MixtureDataset) else "dataset.max_tokens or "
+            raise InputError(f"the number of steps is not known; give {limit}max_steps")
         if steps == 0:
             raise InputError(
                 f"dataset has {sequences} samples, one step takes {self.sequences_per_step} "
@@ -189,19 +201,88 @@ class TrainingData:
                 "more data, a larger max_tokens, or smaller batches"
             )
         per_epoch = min(steps, config.max_steps_per_epoch or steps)
-        total = min(config.epochs * per_epoch, config.max_steps or config.epochs * per_epoch)
+        available = config.epochs * per_epoch
+        total = min(available, config.max_steps or available)
+        if config.max_steps and available < config.max_steps and sequences is not None:
+            self._report(self._describe_end(config, config.max_steps, available, sequences))
         return (total if self.is_stream else per_epoch), total
+
+    def _report(self, text: str) -> None:
+        """Log a warning once, on rank 0."""
+        if self._rank == 0:
+            warn_once(text)
+
+    def _describe_end(self, config: RunConfig, wanted: int, available: int, sequences: int) -> str:
+        """Return why a run ends before ``max_steps``, and the option that makes it longer.
+
+        Args:
+            config: The run's config.
+            wanted: ``max_steps``.
+            available: Number of steps that the run makes.
+            sequences: Number of sequences of an epoch, or of the whole stream.
+        """
+        per_step = self.sequences_per_step
+        if self.is_stream:
+            tokens = wanted * per_step * self.seq_len
+            limits: Any = self.dataset.config
+            limit = f"dataset.max_tokens={limits.max_tokens}"
+            remedy = f"dataset.max_tokens={tokens}"
+            if limits.max_tokens is None or (limits.epochs and len(self.dataset) == sequences):
+                limit, remedy = f"dataset.epochs={limits.epochs}", "dataset.epochs=null"
+        elif config.max_steps_per_epoch and config.max_steps_per_epoch * config.epochs == available:
+            limit = f"max_steps_per_epoch={config.max_steps_per_epoch}"
+            remedy = "max_steps_per_epoch=null"
+        else:
+            limit = f"epochs={config.epochs}"
+            remedy = f"epochs={-(-wanted * config.epochs // available)}"
+        return (
+            f"the run has {available:,} steps, not the {wanted:,} of max_steps: {limit} ends it "
+            f"({sequences:,} sequences, {per_step} in a step); set {remedy} for {wanted:,} steps"
+        )
+
+    def _report_passes(self) -> None:
+        """Log how often the run reads its data, if it reads them more than a few times."""
+        most = self.total_steps * self.sequences_per_step
+        dataset: Any = self.dataset
+        if isinstance(dataset, MixtureDataset):
+            for part in dataset.parts:
+                source = getattr(part.stream, "dataset", part.stream)
+                self._report_passes_of(source, round(most * part.weight))
+        elif self.is_stream:
+            self._report_passes_of(dataset, most)
+
+    def _report_passes_of(self, dataset: Any, sequences: int) -> None:
+        """Log how often a run reads a dataset to get a number of sequences."""
+        if isinstance(dataset, RowStream):
+            if self._rank:  # the count reads data, and only rank 0 reports
+                return
+            found = dataset.count_pass(-(-sequences // _FEW_PASSES))
+            if found is None:
+                return
+            count, size = found
+        else:
+            count, size = float(len(dataset)), ""
+        passes = sequences / count
+        if passes > _FEW_PASSES:
+            files = getattr(getattr(dataset, "config", None), "files", "dataset")
+            about = f"{size}, " if size else ""
+            self._report(
+                f"{files} is short ({about}{max(1, round(count)):,} sequences of up to "
+                f"{self.seq_len} tokens): the run will read it {passes:,.0f} times; add data, or "
+                f"lower max_steps (now {self.total_steps:,})"
+            )
 
     def tokens_read(self, step: int, seen: int) -> str:
         """Return the number of tokens that all ranks have read, as a text for the progress bar.
 
         Args:
-            step: Number of finished steps. It gives the number of tokens of a stream.
-            seen: Number of tokens so far. It is shown for datasets with sequences of any length.
+            step: Number of finished steps. It gives the number of tokens of a stream of text.
+            seen: Number of predicted tokens so far. It is shown for chats, and for datasets with
+                sequences of any length.
         """
-        if not self.is_stream:
+        if not self.is_stream or isinstance(self.dataset, MixtureDataset | StreamingChatDataset):
             return f"{count_text(seen)} tokens"
-        each = self.sequences_per_step * self.dataset.config.seq_len
+        each = self.sequences_per_step * self.seq_len
         return f"{count_text(step * each)} of {count_text(self.total_steps * each)} tokens"
 
     def identity(self) -> dict[str, Any]:

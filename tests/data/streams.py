@@ -79,8 +79,8 @@ def tokens_of(items):
 
 
 def reference(texts, seq_len):
-    """Return the sequences of the texts, in order, and the number of tokens left over."""
-    joined = [*b"".join(text.encode() + b"\0" for text in texts)]
+    """Return the sequences of the texts that are not empty, and the number of tokens left over."""
+    joined = [*b"".join(text.encode() + b"\0" for text in texts if text)]
     end = len(joined) - len(joined) % seq_len
     return [joined[first : first + seq_len] for first in range(0, end, seq_len)], len(joined) - end
 

@@ -89,14 +89,14 @@ def test_resuming_reads_no_more_than_one_block(tmp_path, monkeypatch, kind):
     state, following = dataset.state_dict(), next(items)
     resumed = stream(arguments, seq_len=256)
     resumed.load_state_dict(state)
-    given, read = [], stream_module.text_blocks
+    given, read = [], stream_module.row_blocks
 
     def count(*args):
-        for block in read(*args):
+        for block, row in read(*args):
             given.extend(block)
-            yield block
+            yield block, row
 
-    monkeypatch.setattr(stream_module, "text_blocks", count)
+    monkeypatch.setattr(stream_module, "row_blocks", count)
     decoded = []
     monkeypatch.setattr(
         Parquet, "_cast_table", lambda self, table: decoded.append(len(table)) or table
