@@ -51,7 +51,7 @@ from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes, open_source
 from hestia_tune.models.folder import SafetensorsFolder, hub_name, local_folder
 from hestia_tune.models.hugging_face_files import model_on_meta
-from hestia_tune.units import count_text, duration_text, size_text
+from hestia_tune.units import count_text, duration_text
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,6 @@ _ROWS = 100  # rows of the data that are looked at
 _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 # Hours of one core for this number of parameters: docs/evening.md, "On CPU cores".
 _HOURS, _PARAMETERS = 3.0, 135e6
-_MANY_PASSES = 20  # so often may a text be read before it is called short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,10 @@ class Found:
             f"text (column {self.column})" if self.source != "text" else "text, a line a document"
         )
         kind = kind if self.form is None else f"chats ({self.form})"
-        return kind if self.num_rows is None else f"{kind}, {count_text(self.num_rows)} rows"
+        if self.num_rows is None:
+            return kind
+        about = "" if self.num_rows == len(self.rows) or self.source == "parquet" else "about "
+        return f"{kind}, {about}{count_text(self.num_rows)} row{'s' * (self.num_rows != 1)}"
 
 
 def run_init(
@@ -242,11 +244,6 @@ def _summary(values: Mapping[str, Any], tokens: int, passes: float | None) -> li
     if passes is not None and passes > 1:
         times = f"{count_text(round(passes))} times" if passes >= 1.5 else "a little more than once"
         lines[1] = (lines[1][0], f"{lines[1][1]}, so the data {times}")
-    if passes is not None and passes > _MANY_PASSES:
-        total = sum(len(json.dumps(row)) for row in train.rows)
-        few = size_text(total * (train.num_rows or 0) / max(1, len(train.rows)))
-        lines.append(("warning", f"{few} of data is little: give more data, or lower max_steps and "
-                      "reconstruct.num_samples"))  # fmt: skip
     if train.form is None and values["has_template"]:
         lines.append(("note", "this is a chat model, and plain text alone makes it forget how to "
                       "end a reply; train on chats, or on a mixture (docs/data.md)"))  # fmt: skip

@@ -175,11 +175,21 @@ def guarded(run: Callable[[], int], name: str) -> int:
         return 1
 
 
+class _NoNotices(logging.Filter):
+    """A filter that lets warnings and errors through."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
+
 class _AboveProgressBars(logging.StreamHandler):
     """A handler that leaves progress bars in the terminal whole."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=self.stream)
+        if self.stream.isatty():
+            tqdm.write(self.format(record), file=self.stream)
+        else:  # a log file gets lines of bars now and then, and no bar again after each message
+            super().emit(record)
 
 
 def say_loading() -> None:
@@ -203,8 +213,11 @@ def _set_log_level(level: str) -> None:
             library.addHandler(_AboveProgressBars())
         if library.handlers:  # a program that uses this package may have handlers of its own
             library.setLevel(level.upper())
-    for handler in torchtune.handlers:
-        handler.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    # A filter, because torchtune sets the level of its logger when it is imported.
+    for old in [found for found in torchtune.filters if isinstance(found, _NoNotices)]:
+        torchtune.removeFilter(old)
+    if level != "debug":
+        torchtune.addFilter(_NoNotices())
 
 
 def parse_command_line(

@@ -14,6 +14,7 @@ to the device, in float32. The folder ``reconstruct.output`` contains:
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -133,6 +134,8 @@ class ReconstructionRecipe:
         fakes = [layer.weight_fake_quantizer for layer in quantized_linears(model).values()]
         for fake in fakes:
             fake.enabled, fake.is_hard = False, True
+        if self.data.val_loader is not None:
+            log.info("measuring the validation loss before training")
         self._validate(model, outputs.PRETRAINED)
         for fake in fakes:
             fake.enabled = True
@@ -224,7 +227,6 @@ class ReconstructionRecipe:
         """
         if self.data.val_loader is None:
             return
-        log.info(f"measuring the validation loss: {label}")
 
         def loss_sum(tensors: dict[str, Any]) -> tuple[torch.Tensor, int]:
             batch = data.calibration_batch(tensors).to(self.device)
@@ -288,6 +290,7 @@ class ReconstructionRecipe:
         self, model: nn.Module, windows: Windows, batches: Sequence[CalibrationBatch]
     ) -> None:
         """Train all windows, or until the first Ctrl-C."""
+        log.info("preparing the blocks and their inputs")
         work = self._make_engine(model, batches)
         stages = [work.place(index) for index in range(len(work.windows))]
         self.results = results = windows.load(work)
@@ -299,13 +302,15 @@ class ReconstructionRecipe:
         if done:
             place = stages[min(len(results), len(stages) - 1)]
             log.info(f"continuing where the run stopped: step {step} of {place}")
-        progress, stop = progress_bar(total=sum(passes), initial=done), StopRequest()
+        # The unit is a pass of a batch through a block, so a rate would say nothing.
+        shown = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+        progress = progress_bar(total=sum(passes), initial=done, bar_format=shown)
+        stop, is_terminal = StopRequest(), sys.stderr.isatty()
         saved, run = time.monotonic(), work.run(len(results), state)
         del state  # It is twice as large as the window.
         self._announce(work, len(results))
-        progress.set_description_str(
-            f"{stages[len(results)]}" if len(results) < len(stages) else ""
-        )
+        place = stages[len(results)] if len(results) < len(stages) else ""
+        progress.set_description_str(place, refresh=is_terminal)
         with self.head_on_device(model), progress, stop.installed():
             for result in run:
                 if result is not None:
@@ -319,7 +324,7 @@ class ReconstructionRecipe:
                     if len(results) < len(stages):
                         if work.is_final(len(results)):
                             self._announce(work, len(results))
-                        progress.set_description_str(stages[len(results)])
+                        progress.set_description_str(stages[len(results)], refresh=is_terminal)
                     continue
                 progress.update(work.sizes[len(results)])
                 due = time.monotonic() - saved > _SECONDS_BETWEEN_SAVES

@@ -210,10 +210,12 @@ class RecipeBase(FullFinetuneRecipeDistributed):
                 self.validation_losses[self.config.init] = self.evaluate()
         else:  # the reconstruction has measured the pretrained and the naive model
             hard = outputs.RECONSTRUCTED
+        known = set() if self.config.reconstruction is None else {*self.validation_losses}
         with self.driver.hard():
             self.validation_losses[hard] = self.evaluate()
         for label, loss in self.validation_losses.items():
-            log.info(f"validation loss, {label}: {loss:.4f}")
+            if label not in known or label == hard:
+                log.info(f"validation loss, {label}: {loss:.4f}")
 
     def _validate(self) -> None:
         """Measure and log the validation losses of the relaxed and of the hard model."""

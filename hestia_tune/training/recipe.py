@@ -60,7 +60,9 @@ class HestiaQATRecipe(RecipeBase):
             self._evaluate_baselines()
         if self.global_step < self.total_steps:
             self._statistics.update()
-        progress = progress_bar(total=self.total_steps, initial=self.global_step, desc="training")
+        progress = progress_bar(
+            total=self.total_steps, initial=self.global_step, desc="training", unit=" steps"
+        )
         self._profiler.start()
         with progress, self.stop_request.installed():
             while self.global_step < self.total_steps:

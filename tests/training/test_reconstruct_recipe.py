@@ -151,11 +151,11 @@ class StopsAfter:
 class Bar(contextlib.nullcontext):
     """A `progress_bar` that counts its updates and keeps the stages that it shows."""
 
-    def __init__(self, total, initial):
+    def __init__(self, total, initial, bar_format):
         super().__init__()
         self.total, self.initial, self.n, self.stages = total, initial, initial, []
 
-    def set_description_str(self, text):
+    def set_description_str(self, text, refresh):
         if text not in self.stages:
             self.stages.append(text)
 
