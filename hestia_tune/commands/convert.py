@@ -8,7 +8,7 @@ last checkpoint give the codes. All checks run before anything is written.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,17 @@ from hestia_tune.export import (
 )
 from hestia_tune.export.folder import check_experts, write_card
 from hestia_tune.export.formats import check_format
+from hestia_tune.export.gguf import TypeSize, compare_types
+from hestia_tune.export.gguf_types import smaller_type
+from hestia_tune.export.llama_cpp import is_installed
 from hestia_tune.export.packed import packed_entries, write_packed
+from hestia_tune.export.running import (
+    MODELFILE,
+    has_chat_template,
+    model_name,
+    run_lines,
+    write_modelfile,
+)
 from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.contents import describe, find_hard
@@ -191,6 +201,9 @@ class ConvertRecipe:
             log.info(f"writing {target}")
             with self._unless_asked(name):
                 summaries[name] = self._write(name, target)
+                modelfile = target.with_name(MODELFILE)
+                if name == "gguf" and (self.settings.overwrite or not modelfile.exists()):
+                    write_modelfile(self.source, target)
                 write_card(
                     self.output if name == "gguf" else target,
                     {"hestia_tune": hestia_tune.__version__} | self.description,
@@ -253,10 +266,51 @@ def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def types_table(rows: Sequence[TypeSize]) -> str:
+    """Return a Markdown table with a line for every GGUF block type that holds the model.
+
+    Args:
+        rows: What `compare_types` returned. Without a speed, the table has no column for it.
+    """
+    is_measured = any(row.tokens_per_second for row in rows)
+    heads = ["GGUF type", "bits per quantized weight", "file (MB)"]
+    heads += ["tokens/s on this CPU"] * is_measured + ["who loads it"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 2) + "---|"]
+    for row in rows:
+        speed = f"{row.tokens_per_second:.1f}" if row.tokens_per_second else "not measured"
+        cells = [row.name + " (written)" * row.is_written, f"{row.bits:.2f}"]
+        cells += [f"{row.num_bytes / 1e6:.1f}"] + [speed] * is_measured + [row.loaders]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _print_types(recipe: ConvertRecipe) -> None:
+    """Print `types_table` of the GGUF file that a recipe wrote, and how to get a smaller type."""
+    if is_installed():
+        print("measuring the speed of the GGUF file in llama.cpp (half a minute at most)")
+    path, block_type = recipe.target("gguf"), recipe.settings.block_type
+    rows = compare_types(recipe.source, path, block_type, measure=True)
+    if not rows:  # no weight is quantized
+        return
+    print(f"\n{types_table(rows)}\nAnother type: convert.block_type=NAME convert.overwrite=True")
+    if advice := smaller_type(recipe.source):
+        print(advice)
+
+
 def run_convert(config: RunConfig | Mapping[str, Any]) -> int:
-    """Convert the model of a config, print the sizes, and return the exit code."""
+    """Convert the model of a config, print sizes and how to run it, and return the exit code."""
     recipe = ConvertRecipe(config)
-    print(f"\n{sizes_table(recipe.run())}\n\n{recipe.output}")
+    summaries = recipe.run()
+    print(f"\n{sizes_table(summaries)}\n\n{recipe.output}")
     for name, reason in recipe.missing.items():
         print(f"not written: {name}: {reason}")
+    if "gguf" in summaries:
+        _print_types(recipe)
+    is_chat = has_chat_template(recipe.source.folder)
+    print("\nTo run it:")
+    for name in summaries:
+        lines = run_lines(
+            name, recipe.target(name), model_name(recipe.description), is_chat=is_chat
+        )
+        print("\n".join([f"  # {name}", *(f"  {line}" for line in lines)]))
     return 0

@@ -254,16 +254,17 @@ def check_experts(model: nn.Module, formats: Iterable[str]) -> None:
         model: The prepared model.
         formats: Names of the formats that hestia_convert shall write. "huggingface" holds these
             weights in bfloat16. "torchao" and "intx" do so too, because no product of experts takes
-            a packed weight.
+            a packed weight. "gguf" packs them.
     """
     layers = quantized_linears(model).items()
     experts = [name for name, layer in layers if isinstance(layer, QuantizedExperts)]
+    patterns = sorted({f"*.{'.'.join(name.split('.')[-2:])}" for name in experts})
     for name in formats if experts else ():
-        if name not in ("huggingface", "torchao", "intx"):
+        if name not in ("huggingface", "torchao", "intx", "gguf"):
             raise InputError(
                 f"{name} files cannot hold the weights of experts, such as {experts[0]}; set "
-                "convert.formats to huggingface or torchao, or leave the experts out by "
-                "quantizer.exclude=['*.experts.*']"
+                "convert.formats=[huggingface,torchao], or leave the experts out by "
+                f"quantizer.exclude='{json.dumps(patterns)}'"
             )
 
 

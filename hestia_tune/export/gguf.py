@@ -37,12 +37,18 @@ SmolLM2-135M with five ternary down projections this moved the logits by 2.6% (Q
 (TQ1_0, TQ2_0). Activations that are rounded in the same way in transformers give the same.
 
 The default, "auto", is the smallest type that holds the model and runs well: TQ2_0, or else Q2_0,
-or else Q4_0 (`gguf_types.block_types`). `type_table` compares the sizes of a model's files.
+or else Q4_0 (`gguf_types.block_types`). `compare_types` compares the sizes of a model's files.
 """
 
+import contextlib
+import logging
+import os
 import statistics
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +59,14 @@ import yaml
 import hestia_tune
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError
+from hestia_tune.export import llama_cpp
 from hestia_tune.export.folder import sizes
 from hestia_tune.export.gguf_families import LlamaModel
 from hestia_tune.export.gguf_tokenizer import add_vocabulary, check_tokens
 from hestia_tune.export.gguf_types import (
+    BLOCK_TYPES,
     EMBEDDING_TYPES,
+    LOADERS,
     TensorType,
     block_types,
 )
@@ -177,6 +186,114 @@ def check_entries(source: ModelFolder, model: LlamaModel, types: Mapping[str, Te
                 f"llama.cpp has the experts of a block in one tensor; {entry.sources[0]} and "
                 "others have several methods; quantize them alike"
             )
+
+
+@dataclass(frozen=True)
+class TypeSize:
+    """The file of a model with one block type, written or not.
+
+    Attributes:
+        name: The block type, or the types of the written file, such as "Q2_0 + Q4_0".
+        bits: Bits of a quantized weight, with its scale.
+        num_bytes: Bytes of the file.
+        is_written: Whether this is the file that was written.
+        loaders: Who loads it.
+        tokens_per_second: Speed of decoding in the installed llama.cpp on this CPU. None: it was
+            not measured.
+    """
+
+    name: str
+    bits: float
+    num_bytes: int
+    is_written: bool
+    loaders: str
+    tokens_per_second: float | None = None
+
+
+# Files of other types are written to measure them only up to this size.
+_MEASURED_BYTES = 300_000_000
+_WRITING_SECONDS, _RUNNING_SECONDS = 10.0, 20.0
+
+
+def compare_types(
+    source: ModelFolder, path: Path, block_type: str | Sequence[str] = "auto", *, measure: bool
+) -> list[TypeSize]:
+    """Return the sizes of the files of every block type that holds a model.
+
+    Args:
+        source: The model.
+        path: Its GGUF file.
+        block_type: What the file was written with.
+        measure: Whether to measure the speed of the file, and of other small files, in the
+            installed llama.cpp. It takes half a minute at most, and without llama.cpp nothing.
+    """
+    model, written = LlamaModel(source), block_types(source, block_type)
+    names = sorted({kind.name for kind in written.values()}, key=list(BLOCK_TYPES).index)
+    choices = {
+        name: dict.fromkeys(source.quantized, kind)
+        for name, kind in BLOCK_TYPES.items()
+        if all(
+            kind.fits(source.shapes[each][-1], method.group_size, method.levels)
+            for each, method in source.quantized.items()
+        )
+    }
+    choices.setdefault(" + ".join(names), written)
+    weights = sum(source.shapes[name].numel() for name in source.quantized)
+    found = []
+    for name, types in choices.items() if weights else ():
+        size = path.stat().st_size + _bytes(source, model, types) - _bytes(source, model, written)
+        stored = _bytes(source, model, types, alignment=1)
+        loaders = "; ".join(LOADERS[each] for each in names) if " + " in name else LOADERS[name]
+        found.append(TypeSize(name, 8 * stored / weights, size, types == written, loaders))
+    found.sort(key=lambda each: each.num_bytes)
+    if measure:
+        with contextlib.suppress(Exception):  # a speed is not worth an error
+            return _with_speeds(found, source, path)
+    return found
+
+
+def _bytes(
+    source: ModelFolder, model: LlamaModel, types: Mapping[str, TensorType], alignment: int = 32
+) -> int:
+    """Return the bytes of the quantized tensors in a file, padded to the alignment."""
+    total = 0
+    for name in _quantized(source, model):
+        entry = model.entries[name]
+        kind = types[entry.sources[0]]
+        count = sum(source.shapes[each].numel() for each in entry.sources)
+        count //= 1 if entry.half is None else 2
+        total += -(-count // kind.block * kind.num_bytes // alignment) * alignment
+    return total
+
+
+def _with_speeds(rows: list[TypeSize], source: ModelFolder, path: Path) -> list[TypeSize]:
+    """Return `compare_types` with the speeds that llama.cpp gives in time."""
+    if not llama_cpp.is_installed():
+        return rows
+    started, files = time.monotonic(), {}
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        for row in sorted(rows, key=lambda each: not each.is_written):
+            is_late = time.monotonic() - started > _WRITING_SECONDS
+            if row.is_written:
+                files[row.name] = path
+            elif row.num_bytes <= _MEASURED_BYTES and not is_late:
+                files[row.name] = Path(folder) / f"{row.name}.gguf"
+                with _quiet():
+                    write_gguf(source, files[row.name], block_type=row.name)
+        speeds = llama_cpp.tokens_per_second(list(files.values()), _RUNNING_SECONDS)
+    known = dict(zip(files, speeds, strict=True))
+    return [replace(row, tokens_per_second=known.get(row.name)) for row in rows]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Show no progress bars and no log."""
+    logging.disable(logging.WARNING)
+    try:
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _quantized(source: ModelFolder, model: LlamaModel) -> list[str]:

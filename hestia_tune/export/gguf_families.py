@@ -517,7 +517,7 @@ class LlamaModel:
             names[1]: Entry((fused[0],), 1),
             names[2]: Entry((fused[1],)),
         }
-        if fused[0] not in left:
+        if not set(fused) & left.keys():
             found = {
                 name: Entry(tuple(f"{module}.{i}.{part}.weight" for i in range(count)))
                 for name, part in zip(names, experts.parts, strict=True)

@@ -136,6 +136,14 @@ BLOCK_TYPES = {
     "Q2_K": TensorType("Q2_K", 10, 10, 256, 84, gguf_q2_k.RUN, gguf_q2_k.TOLERANCE),
     "Q4_0": TensorType("Q4_0", 2, 2, 32, 18),
 }
+# Who loads a type. GPUs that are not named leave the products to the CPU.
+LOADERS = {
+    "TQ1_0": "llama.cpp since September 2024 on CPUs",
+    "TQ2_0": "llama.cpp since September 2024 on CPUs, since July 2026 with Vulkan",
+    "Q2_0": "llama.cpp since b9916 (July 2026): CPU (slow on x86), Metal, Vulkan, CUDA",
+    "Q2_K": "every llama.cpp, LM Studio and Ollama; rounds the scales",
+    "Q4_0": "every llama.cpp, LM Studio and Ollama",
+}
 # Choice of bits.embedding -> type.
 EMBEDDING_TYPES = {
     "int4": BLOCK_TYPES["Q4_0"],
@@ -184,6 +192,26 @@ def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, Te
         )
         for name, method in source.quantized.items()
     }
+
+
+def smaller_type(source: ModelFolder) -> str | None:
+    """Return how a model gets a smaller block type than "auto" gives it, or None.
+
+    Args:
+        source: The model.
+    """
+    ternary = {name: method for name, method in source.quantized.items() if method.levels <= 3}
+    if not ternary:
+        return None
+    widths, kinds = {source.shapes[name][-1] for name in ternary}, block_types(source, "auto")
+    largest = max((kinds[name] for name in ternary), key=lambda kind: AUTO.index(kind.name))
+    for name, size in (("TQ2_0", 256), ("Q2_0", 64)):
+        if AUTO.index(name) < AUTO.index(largest.name) and not any(w % size for w in widths):
+            return (
+                f"{name} needs groups of {size}: train with quantizer.group_size={size} for "
+                f"{8 * BLOCK_TYPES[name].num_bytes / BLOCK_TYPES[name].block:.2f} bits per weight"
+            )
+    return None
 
 
 def choose_block_type(

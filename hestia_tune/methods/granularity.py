@@ -9,7 +9,8 @@ weight can be quantized on its own, unless the granularity is "tensor".
     "tensor"   (1, 1, out_features * in_features)
 """
 
-from math import inf
+from collections.abc import Iterable
+from math import gcd, inf
 
 from torch import Tensor
 
@@ -45,14 +46,31 @@ def validate_group_size(group_size: GroupSize) -> None:
     check_count('group_size must be a positive int, "channel" or "tensor"', group_size, words)
 
 
-def check_divides(group_size: GroupSize, in_features: int, name: str = "the weight") -> None:
-    """Raise InputError, with the layer and the usable sizes, if groups do not tile a row."""
+def check_divides(
+    group_size: GroupSize,
+    in_features: int,
+    name: str = "the weight",
+    *,
+    widths: Iterable[int] = (),
+    allows_tensor: bool = True,
+) -> None:
+    """Raise InputError, with the layer and the usable sizes, if groups do not tile a row.
+
+    Args:
+        group_size: The group size.
+        in_features: The length of the rows.
+        name: Name of the layer, for the error.
+        widths: The lengths of all rows that have this group size. A usable size divides them all.
+        allows_tensor: Whether a scale may cover several rows.
+    """
     if isinstance(group_size, int) and in_features % group_size:
-        usable = [size for size in range(32, in_features + 1, 32) if in_features % size == 0]
-        sizes = "".join(f"{size}, " for size in usable)
+        common = gcd(in_features, *widths)
+        usable = [size for size in range(32, common + 1, 32) if common % size == 0]
+        sizes = [*map(str, usable), '"channel"', *(['"tensor"'] if allows_tensor else [])]
+        choice = " or ".join(filter(None, [", ".join(sizes[:-1]), sizes[-1]]))
         raise InputError(
             f"group_size {group_size} does not divide in_features {in_features} of {name}; "
-            f'use one of {sizes}"channel" or "tensor"'
+            f"use {'one of ' if len(sizes) > 1 else ''}{choice}"
         )
 
 

@@ -24,8 +24,8 @@ scale. So the hard weights of such a group have the scale 0, and stay zeros in e
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -239,7 +239,32 @@ class GroupMethod(Method):
         return self.group_size == "tensor"
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:
-        check_divides(self.group_size, in_features, name)
+        self.check_widths({name: in_features})
+
+    def check_widths(self, widths: Mapping[str, int]) -> None:
+        """Raise InputError if groups do not tile the rows of a layer.
+
+        Args:
+            widths: Name -> in_features of every layer with this method. The error suggests sizes
+                that fit all of them.
+        """
+        for name, in_features in widths.items():
+            if isinstance(self.group_size, int) and in_features % self.group_size:
+                check_divides(
+                    self.group_size,
+                    in_features,
+                    name,
+                    widths=widths.values(),
+                    allows_tensor=self._allows_tensor(),
+                )
+
+    def _allows_tensor(self) -> bool:
+        """Return whether the method has a group size "tensor"."""
+        try:
+            replace(self, group_size="tensor")
+        except InputError:
+            return False
+        return True
 
     def blocks(self, weight: Tensor, parameters: Sequence[Tensor] = ()) -> Tensor:
         """Return a weight or its gradient as (rows, groups, group) in the dtype of formulas.

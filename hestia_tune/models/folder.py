@@ -206,7 +206,8 @@ class ModelFolder(SafetensorsFolder):
         for name, method in self.quantized.items():
             if len(self.shapes.get(name, ())) not in (2, 3):  # 3: a matrix for each expert
                 raise InputError(f"only matrices can be quantized; {name} is none of {folder}")
-            check_divides(method.group_size, self.shapes[name][-1], name)
+            widths = [self.shapes[n][-1] for n in self.quantized if len(self.shapes.get(n, ())) > 1]
+            check_divides(method.group_size, self.shapes[name][-1], name, widths=widths)
         self.embedding, self.embeddings = embedding, self._find_embeddings() if embedding else []
 
     def _find_embeddings(self) -> list[str]:

@@ -196,6 +196,10 @@ class QATQuantizerBase:
         self.left_dense = [fqn for fqn, other in components.items() if other is None]
         chosen = {fqn: layer for fqn, layer in chosen.items() if components[fqn]}
         self.skipped = []
+        for method in dict.fromkeys(components[fqn].method for fqn in chosen):
+            if isinstance(method, GroupMethod) and not self._skip_incompatible:
+                mine = {n: layer for n, layer in chosen.items() if components[n].method == method}
+                method.check_widths({name: layer.in_features for name, layer in mine.items()})
         for fqn, layer in list(chosen.items()):
             try:
                 check_layer(components[fqn].method, layer, fqn)

@@ -9,7 +9,8 @@ import pytest
 from gguf_models import DEMO, edit_json, pre_tokenizer
 
 from hestia_tune.errors import InputError
-from hestia_tune.export.gguf_tokenizer import add_vocabulary
+from hestia_tune.export import gguf_tokenizer
+from hestia_tune.export.gguf_tokenizer import add_vocabulary, check_tokens
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 CONFIG = {"vocab_size": 1024, "bos_token_id": 7, "eos_token_id": [8, 9]}
@@ -173,3 +174,170 @@ def test_sentencepiece(folder, space, caplog):
     assert vocabulary["add_space_prefix"] == (space != "none")
     assert "merges" not in vocabulary
     assert "no merge makes aa" in caplog.text
+
+
+def sentencepiece(folder: Path) -> dict:
+    """Return a tokenizer.json of SentencePiece BPE with tokens for all bytes."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "ab", "▁ab"]
+    pieces += [f"<0x{index:02X}>" for index in range(256)]
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"] |= {
+        "vocab": {piece: index for index, piece in enumerate(pieces)},
+        "merges": [["a", "b"], ["▁", "ab"]],
+        "byte_fallback": True,
+        "unk_token": "<unk>",
+    }
+    tokenizer["added_tokens"] = [
+        FLAGS | {"id": index, "content": pieces[index], "special": True} for index in range(3)
+    ]
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    return tokenizer | {"normalizer": replace, "pre_tokenizer": None}
+
+
+NORMALIZERS = [
+    {"type": "Lowercase"},
+    {"type": "NFKC"},
+    {"type": "NFD"},
+    {"type": "Strip", "strip_left": True, "strip_right": True},
+    {"type": "StripAccents"},
+    {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "},
+    {"type": "Replace", "pattern": {"String": "x"}, "content": "y"},
+    {"type": "Prepend", "prepend": "_"},
+]
+
+
+@pytest.mark.parametrize("is_sentencepiece", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("normalizer", NORMALIZERS, ids=lambda each: each["type"])
+def test_normalizers_are_refused(folder, normalizer, nested, is_sentencepiece):
+    content = sentencepiece(folder) if is_sentencepiece else {}
+    steps = [{"type": "Sequence", "normalizers": [normalizer]}]
+    steps = [content["normalizer"], *steps] if is_sentencepiece else steps
+    given = {"type": "Sequence", "normalizers": steps} if nested else normalizer
+    edit_json(folder / "tokenizer.json", **content | {"normalizer": given})
+    with pytest.raises(InputError, match=f"llama.cpp has no normalizer; .* {normalizer['type']}"):
+        read_vocabulary(folder, {"vocab_size": 1024})
+
+
+def test_nfc_is_a_warning_for_byte_level_bpe_alone(folder, caplog):
+    """llama.cpp's own converter writes Qwen's files without it."""
+    read_vocabulary(folder, CONFIG)
+    assert "NFC" not in caplog.text
+    edit_json(folder / "tokenizer.json", normalizer={"type": "NFC"})
+    assert read_vocabulary(folder, CONFIG)["model"] == "gpt2"
+    assert "leaves out the normalizer NFC" in caplog.text
+    nfc = [sentencepiece(folder)["normalizer"], {"type": "NFC"}]
+    normalizer = {"type": "Sequence", "normalizers": nfc}
+    edit_json(folder / "tokenizer.json", **sentencepiece(folder) | {"normalizer": normalizer})
+    with pytest.raises(InputError, match="has NFC"):
+        read_vocabulary(folder, {"vocab_size": 264})
+
+
+def test_an_empty_normalizer_is_none(folder):
+    edit_json(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": []})
+    assert read_vocabulary(folder, CONFIG)["model"] == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("dropout", 0.1), ("continuing_subword_prefix", "##"), ("end_of_word_suffix", "</w>")],
+)
+def test_parts_of_the_model_that_llama_cpp_lacks(folder, key, value):
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokenizer = json.loads((folder / "tokenizer.json").read_text()) | {"model": model}
+    if key == "dropout":
+        tokenizer["model"][key] = value
+    else:  # the library refuses merges that do not have it
+        tokenizer["model"] |= {key: value, "merges": []}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(InputError, match=f"no {key} of a tokenizer"):
+        read_vocabulary(folder, CONFIG)
+
+
+def test_sentencepiece_needs_a_token_for_every_byte(folder):
+    content = sentencepiece(folder)
+    del content["model"]["vocab"]["<0x41>"]
+    edit_json(folder / "tokenizer.json", **content)
+    with pytest.raises(InputError, match="lacks <0x41> and 0 others"):
+        read_vocabulary(folder, {"vocab_size": 264})
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word", "normalized"])
+def test_flags_of_added_tokens(folder, flag):
+    content = sentencepiece(folder)
+    content["added_tokens"][1] |= {flag: True}
+    edit_json(folder / "tokenizer.json", **content)
+    if flag == "normalized":  # <s> stays as it is
+        read_vocabulary(folder, {"vocab_size": 264})
+        content["added_tokens"].append(
+            FLAGS | {"id": 264, "content": "a b", "special": False, flag: True}
+        )
+        edit_json(folder / "tokenizer.json", **content)
+    with pytest.raises(InputError, match=f"no {flag} of an added token; .*set it to false"):
+        read_vocabulary(folder, {"vocab_size": 265})
+
+
+def test_a_mask_may_strip(folder):
+    content = sentencepiece(folder)
+    content["added_tokens"].append(
+        FLAGS | {"id": 264, "content": "<mask>", "special": True, "lstrip": True}
+    )
+    edit_json(folder / "tokenizer.json", **content)
+    assert read_vocabulary(folder, {"vocab_size": 265})["tokens"][264] == "<mask>"
+
+
+@pytest.mark.parametrize("parts", [("x", "x", "A"), ("y", "A"), ("A", "y"), ("A", "x", "x")])
+def test_a_post_processor_that_adds_other_tokens(folder, parts):
+    """Here bos_token and eos_token have the id 0, the id of x."""
+    processor = template(*parts)
+    for name, token in processor["special_tokens"].items():
+        token["ids"] = [0 if name == "x" else 5]
+    edit_json(folder / "tokenizer.json", post_processor=processor)
+    with pytest.raises(InputError, match="adds nothing to a text but bos_token"):
+        read_vocabulary(folder, CONFIG)
+
+
+def test_truncation_and_padding_change_nothing(folder):
+    before = read_vocabulary(folder, CONFIG)
+    padding = {"strategy": {"Fixed": 8}, "direction": "Left", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    truncation = {"max_length": 1, "strategy": "LongestFirst", "direction": "Left", "stride": 0}
+    edit_json(folder / "tokenizer.json", padding=padding, truncation=truncation)
+    assert read_vocabulary(folder, CONFIG) == before
+
+
+def test_gemma_splits_at_spaces_that_its_normalizer_has_left_none_of(folder):
+    split = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
+    edit_json(
+        folder / "tokenizer.json", **sentencepiece(folder) | {"pre_tokenizer": split | INVERT}
+    )
+    assert read_vocabulary(folder, {"vocab_size": 264})["pre"] == "default"
+    split["pattern"] = {"String": "a"}
+    edit_json(folder / "tokenizer.json", pre_tokenizer=split | INVERT)
+    with pytest.raises(InputError, match=r"\(BPE \+ Split\) is none of them"):
+        read_vocabulary(folder, {"vocab_size": 264})
+
+
+INVERT = {"invert": False}
+
+
+@pytest.mark.slow
+def test_the_installed_llama_cpp_has_the_same_tokens(folder, monkeypatch):
+    """What the rules let pass is compared; a rule that is wrong is found."""
+    pytest.importorskip("xllamacpp")
+    check_tokens(folder, CONFIG)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    edit_json(folder / "tokenizer.json", normalizer={"type": "Lowercase"})
+    monkeypatch.setattr(gguf_tokenizer, "_require_translatable", lambda *_: None)
+    with pytest.raises(InputError, match="has other tokens than .*tokenizer.json: for .Hello wor"):
+        check_tokens(folder, CONFIG)
+    edit_json(folder / "tokenizer.json", normalizer=None, pre_tokenizer=pre_tokenizer(r"\p{N}"))
+    monkeypatch.setattr(gguf_tokenizer, "_split_name", lambda *_: "gpt-2")
+    with pytest.raises(InputError, match="has other tokens"):
+        check_tokens(folder, CONFIG)
+    assert content["normalizer"] is None
+
+
+def test_without_an_answer_nothing_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(gguf_tokenizer.llama_cpp, "ask", lambda *_: [])
+    check_tokens(folder, CONFIG | {"pad_token_id": 3})
