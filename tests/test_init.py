@@ -141,16 +141,17 @@ def test_an_existing_file_stays_unless_it_may_be_replaced(tmp_path, model_dir, c
 
 @pytest.mark.parametrize(
     ("widths", "expected"),
-    [((256, 384), 128), ((64, 192), 64), ((64, 96), 32), ((64, 80), "channel")],
+    [((256, 512), 256), ((256, 384), 128), ((64, 192), 64), ((64, 96), 32), ((64, 80), "channel")],
 )
 def test_the_group_size_divides_every_row(widths, expected, tmp_path, capsys, data):
     hidden, intermediate = widths
     make_model_dir(tmp_path / "model", embed_dim=hidden, intermediate_dim=intermediate)
-    code, _, error = run_init(capsys, tmp_path / "model", data)
+    code, out, error = run_init(capsys, tmp_path / "model", data)
     assert (code, error) == (0, "")
     config = load_config("model.yaml")
     assert config.quantizer.group_size == expected
     assert ("gguf" in config.convert.formats) == (expected != "channel")
+    assert ("llama.cpp's type TQ2_0 holds the model" in " ".join(out.split())) == (expected == 256)
 
 
 def test_the_text_between_documents_is_the_vocabularys_end_of_text(tmp_path, capsys, data):
@@ -444,3 +445,44 @@ def test_with_values_keeps_the_comments():
     }  # fmt: skip
     for comment in ("a: 2   # one", "b:   # two", '  c: "x"   # three', "# of d\nd: null"):
         assert comment in changed
+
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
+FORMS = {
+    "messages": lambda q, a: {
+        "messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
+    },
+    "conversations": lambda q, a: {
+        "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
+    },
+    "prompt + completion": lambda q, a: {"prompt": q, "completion": a},
+    "instruction + input + output": lambda q, a: {"instruction": q, "input": "", "output": a},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_chats_are_recognised(form, tmp_path, capsys):
+    folder = make_model_dir(tmp_path / "model")
+    rows = [FORMS[form](f"What is {n}?", f"A number, {n}.") for n in range(30)]
+    for name in ("chats", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, _, error = run_init(capsys, folder, "chats.jsonl", "--output", "mine.yaml")
+    assert code == 1 and "chats.jsonl holds chats, and" in error and "no chat template" in error
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT_TEMPLATE}))
+    options = ("--validation", "held_out.jsonl", "--output", "mine.yaml")
+    code, out, error = run_init(capsys, folder, "chats.jsonl", *options)
+    assert (code, error) == (0, "") and f"data: chats ({form}), 30 rows;" in out
+    config = RunConfig.parse(load_config("mine.yaml"))
+    assert config.dataset["_component_"] == "hestia_tune.data.streaming_chat_dataset"
+    assert config.dataset["loss_on"] == "replies" and "column" not in config.dataset
+    assert config.dataset_val["_component_"] == "hestia_tune.data.chat_dataset"
+    assert "each with its own weight" in Path("mine.yaml").read_text()
+
+
+def test_text_for_a_chat_model_is_noted(tmp_path, capsys, data):
+    folder = make_model_dir(tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT_TEMPLATE}))
+    code, out, _ = run_init(capsys, folder, data)
+    assert code == 0 and "plain text alone makes it forget how to" in " ".join(out.split())

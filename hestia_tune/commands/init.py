@@ -45,7 +45,7 @@ from hestia_tune.config.sections import FILE_FORMATS
 from hestia_tune.data import chat_format
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.export.folder import check_experts
-from hestia_tune.export.formats import check_format
+from hestia_tune.export.formats import GROUPS_OF_256, check_format, suggested_group_size
 from hestia_tune.files import staged
 from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes, open_source
@@ -444,27 +444,44 @@ def _look_at_model(
     widths = sorted({weight.shape[-1] for weight in weights.values()})
     # Files may hold each expert by itself; `open_source` finds them.
     shapes = {name: weight.shape for name, weight in weights.items() if weight.dim() == 2}
-    group_size, group_reason = _choose_group_size(widths, asked)
-    method = HestiaQATQuantizer(group_size=group_size).method
     in_files = SafetensorsFolder(folder).shapes
     check_shapes(shapes, {n: in_files[n] for n in shapes if n in in_files}, str(folder))
-    methods = dict.fromkeys(layers, method)
-    source = open_source(TRANSFORMERS_MODEL_TYPE, folder, methods, quantize=True)
+
+    def absent_with(group_size: int | str) -> dict[str, str]:
+        """Return format -> why it cannot hold the model, for a group size."""
+        method = HestiaQATQuantizer(group_size=group_size).method
+        methods = dict.fromkeys(layers, method)
+        source = open_source(TRANSFORMERS_MODEL_TYPE, folder, methods, quantize=True)
+        reasons = {}
+        for form in asked or method.file_formats:
+            try:
+                if form not in method.file_formats:
+                    method.check_file_formats([form])
+                check_experts(model, [form])
+                check_format(form, source, methods, ConvertConfig())
+            except InputError as error:
+                reasons[form] = str(error)
+        return reasons
+
+    group_size, group_reason = suggested_group_size(widths, asked), ""
+    absent = absent_with(group_size)
+    all_formats = asked or HestiaQATQuantizer(group_size="channel").method.file_formats
+    larger = suggested_group_size(widths, [form for form in all_formats if form not in absent])
+    if larger != group_size and not {*(fewer := absent_with(larger))} - {*absent}:
+        group_size, absent = larger, fewer
+    if group_size == 256:
+        reason = "256 weights share a scale, so that llama.cpp's type TQ2_0 holds the model; it is "
+        group_reason = f"{reason}small, and fast on CPUs. {GROUPS_OF_256}".strip()
+    if asked and absent:
+        form, reason = next(iter(absent.items()))
+        rest = "init without --format writes a config for the other formats, which you can edit"
+        raise InputError(f"--format {form}: {reason}; {rest}")
+    if "intx" not in asked:
+        absent["intx"] = "it takes a byte per weight, and torchao holds the same codes in 2 bits"
     own_end = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
     ids = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
-    absent = {"intx": "it takes a byte per weight, and torchao holds the same codes in 2 bits"}
     if asked:
         absent = {}
-    for form in asked or method.file_formats:
-        try:
-            if form not in method.file_formats:
-                method.check_file_formats([form])
-            check_experts(model, [form])
-            check_format(form, source, methods, ConvertConfig())
-        except InputError as error:
-            if asked:
-                raise InputError(f"--format {form}: {error}") from error
-            absent.setdefault(form, one_line(error))
     end = next((end for end in _DOCUMENT_ENDS if end in ids), own_end)
     values = {
         "model": path,
@@ -476,8 +493,8 @@ def _look_at_model(
         "group_size": group_size,
         "group_reason": group_reason,
         "widths": widths,
-        "absent": _without_repeats(absent),
-        "formats": [form for form in asked or method.file_formats if form not in absent],
+        "absent": _without_repeats({form: one_line(ValueError(absent[form])) for form in absent}),
+        "formats": [form for form in all_formats if form not in absent],
         # A chat ends as its template says.
         "eos_token": None if train.form is not None or end == own_end else end,
         "own_end": own_end,
@@ -485,15 +502,6 @@ def _look_at_model(
         "embedding": next(n for n, m in model.named_modules() if m is model.tok_embeddings),
     }
     return values | _choose_budget(model, on_gpu, gpu_memory, is_chain)
-
-
-def _choose_group_size(widths: Sequence[int], asked: Sequence[str]) -> tuple[int | str, str]:
-    """Return the number of weights that share a scale, and a sentence about what this costs.
-
-    It is the largest of the sizes of blocks in files and kernels, up to the paper's size.
-    """
-    fitting = (size for size in (128, 64, 32) if not any(width % size for width in widths))
-    return next(fitting, "channel"), ""
 
 
 def _choose_budget(
