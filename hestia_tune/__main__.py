@@ -1,78 +1,185 @@
-"""Commands that start no run, such as ``python -m hestia_tune configs`` and ``init``."""
+"""``hestia COMMAND``: the one front door of the package, also as ``python -m hestia_tune COMMAND``.
+
+A command that reads a config is started in this process, as ``tune run hestia_COMMAND --config
+CONFIG`` starts it. Nothing here imports torch before a command needs it, so that --help is
+immediate.
+"""
 
 import argparse
+import pkgutil
 import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from hestia_tune.commands.formats import formats_page
-from hestia_tune.commands.inspect import compare_runs, listing, options_page, run_validate
-from hestia_tune.commands.launch import guarded
-from hestia_tune.commands.launch import main as launch
-from hestia_tune.config.files import text_of
-from hestia_tune.errors import InputError
+from hestia_tune import __version__
 
 
-def main(argv: list[str] | None = None) -> int:
+class _Command(NamedTuple):
+    """A command of the package.
+
+    Attributes:
+        function: "module:function". It takes the options as keywords, and returns an exit code. A
+            command of a config takes the config first.
+        about: What the command does, for --help.
+        options: Function that adds the command's own options to a parser.
+        reads_config: Whether it is a command of a config.
+    """
+
+    function: str
+    about: str
+    options: Callable[[argparse.ArgumentParser], None]
+    reads_config: bool = False
+
+
+def _init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a Hugging Face folder, or a name on the hub")
+    rule = "chats or text: a parquet, JSON or text file, a folder of them, or a glob in quotes"
+    parser.add_argument("data", help=rule)
+    parser.add_argument("--validation", metavar="DATA", help="held-out data, to measure the loss")
+    rule = "a format that must be written, such as gguf; may be repeated; default: all that fit"
+    parser.add_argument("--format", action="append", dest="formats", metavar="NAME", help=rule)
+    rule = "plan for a GPU with this much memory, even if it is not here"
+    parser.add_argument("--gpu-memory", type=float, metavar="GB", help=rule)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument("--output", metavar="FILE", help="default: the model's name with .yaml")
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+
+
+def _validate(parser: argparse.ArgumentParser) -> None:
+    rule = "print what would fit into a GPU with this much memory, even if it is not here"
+    parser.add_argument("--gpu-memory", type=float, metavar="GB", help=rule)
+
+
+def _ranks(parser: argparse.ArgumentParser) -> None:
+    rule = "processes on this machine, one per GPU; `tune run` has torchrun's other options"
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help=rule)
+
+
+def _configs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="the config to print, to copy and edit")
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia qat")
+
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    _compare(parser)
+    rule = "default: report.html in the run's folder, or in this folder for several runs"
+    parser.add_argument("--output", metavar="FILE", help=rule)
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="a folder with safetensors, or one of hestia convert")
+
+
+def _nothing(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _command(function: str, about: str, options: Callable, reads_config: bool = False) -> _Command:
+    return _Command(f"hestia_tune.commands.{function}", about, options, reads_config)
+
+
+COMMANDS = {
+    "init": _command("init:run_init", "write a first config for a model and its data", _init),
+    "validate": _command(
+        "inspect:run_validate", "check the config; train nothing", _validate, True
+    ),
+    "qat": _command("qat:run_qat", "train the model to ternary weights", _ranks, True),
+    "eval": _command(
+        "evaluate:run_evaluation", "compare the trained model with the pretrained one", _ranks, True
+    ),
+    "convert": _command(
+        "convert:run_convert", "write files for llama.cpp and others", _ranks, True
+    ),
+    "report": _command("report:print_report", "write one HTML page about runs", _report),
+    "compare": _command("inspect:print_comparison", "print the losses of runs", _compare),
+    "inspect": _command("inspect:print_contents", "say what a model's weights are", _inspect),
+    "reconstruct": _command(
+        "qat:run_reconstruct", "make the blocks ternary, one after the other", _ranks, True
+    ),
+    "sensitivity": _command(
+        "sensitivity:run_sensitivity",
+        "measure how much the loss depends on each layer",
+        _ranks,
+        True,
+    ),
+    "tokenize": _command(
+        "tokenize:run_tokenize", "tokenize the data once, for many runs", _ranks, True
+    ),
+    "configs": _command("inspect:print_configs", "list the configs, or print one", _configs),
+    "options": _command("inspect:print_options", "print every option of a config", _nothing),
+    "formats": _command("formats:print_formats", "print which format holds which model", _nothing),
+}
+
+
+_GROUPS = {
+    "from a pretrained model to a ternary one, in this order": [*COMMANDS][:5],
+    "results": [*COMMANDS][5:8],
+    "parts of a run": [*COMMANDS][8:11],
+    "reference": [*COMMANDS][11:],
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the commands and return its exit code.
 
     Args:
         argv: The command line without the program's name. None reads it from ``sys.argv``.
     """
-    parser = argparse.ArgumentParser(prog="python -m hestia_tune", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    configs = commands.add_parser("configs", help="list recipes and configs, or print a config")
-    configs.add_argument("name", nargs="?", help="the config to print, to copy and edit")
-    init = commands.add_parser("init", help="write a first config for a model and a text")
-    init.add_argument("model", help="a Hugging Face folder, or a name on the hub")
-    init.add_argument("data", help="a parquet, JSON or text file, a folder of them, or a glob")
-    init.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
-    init.add_argument("--output", metavar="FILE", help="default: the model's name with .yaml")
-    init.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
-    validate = commands.add_parser("validate", help="check a config as hestia_qat would")
-    validate.add_argument("name", help="a packaged config, a path, or NAME+OTHER")
-    validate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="options to change")
-    commands.add_parser("options", help="print the reference of all options as Markdown")
-    commands.add_parser("formats", help="print which format holds which method and model")
-    compare = commands.add_parser("compare", help="print the validation losses of several runs")
-    compare.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
-    report = commands.add_parser("report", help="write one HTML page about one run or several")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="an output folder of hestia_qat")
-    where = "default: report.html in the run's folder, or in this folder for several runs"
-    report.add_argument("--output", metavar="FILE", help=where)
-    inspect = commands.add_parser("inspect", help="say what the weights of a model are")
-    inspect.add_argument("folder", help="a model's folder, one of hestia_convert, or a GGUF file")
-    arguments = parser.parse_args(argv)
-    if arguments.command == "validate":
-        sys.argv = ["validate", "--config", arguments.name, *arguments.overrides]
-        return launch(run_validate, "validate")
-    if arguments.command == "init":
-        from hestia_tune.commands.init import run_init
-
-        options = {key: value for key, value in vars(arguments).items() if key != "command"}
-        return guarded(lambda: run_init(**options), "init")
     try:
-        if arguments.command == "inspect":
-            from hestia_tune.models.contents import contents_table  # a slow import: torchtune
+        return _run(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
+    except KeyboardInterrupt:  # during the imports
+        return 130
 
-            print(contents_table(Path(arguments.folder)))
-        elif arguments.command == "compare":
-            print(compare_runs(arguments.runs))
-        elif arguments.command == "report":
-            from hestia_tune.commands.report import write_report  # a slow import: torchtune
 
-            print(write_report(arguments.runs, arguments.output))
-        elif arguments.command == "formats":
-            print(formats_page(), end="")
-        elif arguments.command == "options":
-            print(options_page(), end="")
-        elif arguments.name is None:
-            print(listing())
-        else:
-            print(text_of(arguments.name), end="")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+def _run(name: str, *words: str) -> int:
+    """Run a command with the words of its command line, and return the exit code."""
+    if name in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if name == "--version":
+        print(f"hestia_tune {__version__}")
+        return 0
+    from hestia_tune.commands import launch  # with the options of a config, a third of a second
+    from hestia_tune.config.section import nearest
+
+    if name not in COMMANDS:
+        rule = f"there is no command {name!r}{nearest(name, COMMANDS)}"
+        print(f"hestia: error: {rule}; `hestia --help` lists the commands", file=sys.stderr)
+        return 2
+    function, about, options, reads_config = COMMANDS[name]
+    if reads_config:
+        error_name = name if name == "validate" else f"hestia_{name}"
+        return launch.main(function, error_name, words, about=about, options=options)
+    parser = argparse.ArgumentParser(prog=f"hestia {name}", description=about)
+    options(parser)
+    try:
+        own = vars(parser.parse_args(words))
+    except SystemExit as stop:  # --help, or a wrong argument
+        return int(stop.code or 0)
+
+    def run() -> int:
+        if name in ("init", "report", "compare", "inspect"):
+            launch.say_loading()
+        return pkgutil.resolve_name(function)(**own)
+
+    return launch.guarded(run, name)
+
+
+def _overview() -> str:
+    """Return the text of ``hestia --help``."""
+    lines = ["usage: hestia COMMAND ..."]
+    for title, names in _GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<12} {COMMANDS[name].about}" for name in names)]
+    lines += [
+        "",
+        "Give a config by its path or name: hestia qat mine.yaml optimizer.lr=1e-3",
+        "Options of a command: hestia COMMAND --help",
+        "torchtune starts the same commands: tune run hestia_qat --config mine.yaml",
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

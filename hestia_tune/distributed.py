@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -152,7 +152,8 @@ def progress_bar(
     """
     pause = 0.1 if sys.stderr.isatty() else 10
     disable = disable or (dist.is_initialized() and dist.get_rank() != 0)
-    return tqdm(iterable, disable=disable, mininterval=pause, maxinterval=10, **options)
+    options = {"mininterval": pause, "maxinterval": 10, "dynamic_ncols": True} | options
+    return tqdm(iterable, disable=disable, **options)
 
 
 class StopRequest:
@@ -174,6 +175,10 @@ class StopRequest:
     def _handle(self, signum, frame):
         if self._signalled and signum == signal.SIGINT:
             raise KeyboardInterrupt
+        if not self._signalled and os.environ.get("RANK", "0") == "0":
+            text = b"\nsaving and stopping after this step; Ctrl-C again stops at once\n"
+            with suppress(OSError):  # the terminal may be closed
+                os.write(2, text)  # `print` may not be called again within itself
         self._signalled = True
 
     @contextmanager

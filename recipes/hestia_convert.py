@@ -4,7 +4,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from hestia_tune.commands.launch import main
+        from hestia_tune.__main__ import main
     except KeyboardInterrupt:  # `main` catches a later one
         sys.exit(130)
-    sys.exit(main("hestia_tune.commands.convert:run_convert", "hestia_convert"))
+    sys.exit(main(["convert", *sys.argv[1:]]))

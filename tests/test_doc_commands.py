@@ -19,15 +19,21 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
-NEEDS = re.compile(r"#.*\bneeds (the hub|a GPU|several (GPUs|nodes)|an account|a browser)", re.I)
+NEEDS = re.compile(
+    r"#.*\bneeds (the hub|a GPU|several (GPUs|nodes)|an account|a browser|llama\.cpp)", re.I
+)
 # What makes the demo a matter of seconds, in every recipe.
 SMALL = (
     "max_steps_per_epoch=3 max_val_batches=1 run_val_every_n_steps=null dataset.docstrings=False "
     "sensitivity_estimation.num_samples=1 sensitivity_estimation.num_probes=2 "
     "convert.overwrite=True sensitivity_estimation.overwrite=True"
 )
-RUNS = re.compile(r"tune run (hestia_\w+ --config (demo|runs/)|generate --config runs/)")
-PYTHON = re.compile(r"python (-m hestia_tune |-c |examples/)")
+RUNS = re.compile(
+    r"tune run (hestia_\w+ --config (demo|runs/)|generate --config runs/)|"
+    r"hestia (qat|eval|convert|reconstruct|sensitivity|tokenize|validate) demo\b|"
+    r"hestia (validate|report|compare|inspect|formats|options) "
+)
+PYTHON = re.compile(r"python (-m hestia_tune |-c |examples/)|hestia configs\b")
 
 
 def blocks(page: Path) -> list[str]:
@@ -60,7 +66,7 @@ def kind(command: str) -> str:
     if RUNS.match(command):
         return "slow"
     if PYTHON.match(command):
-        is_alone = re.match(r"python -m hestia_tune configs", command)
+        is_alone = re.match(r"(python -m hestia_tune|hestia) configs", command)
         return "fast" if is_alone else "slow"
     raise AssertionError(f"mark what it needs, or let this test run it: {command}")
 
@@ -75,7 +81,8 @@ def run(command: str, folder: Path) -> None:
     """One command, with this interpreter's programs; an AssertionError if it fails."""
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": tools, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if re.match(r"tune run hestia_\w+ --config demo\b", command):
+    alone = "qat|eval|convert|reconstruct|sensitivity|tokenize"
+    if re.match(rf"(tune run hestia_\w+ --config|hestia ({alone})) demo\b", command):
         command = re.sub(r"\s+#[^\n]*$", "", command) + f" {SMALL}"
     options = {
         "shell": True,

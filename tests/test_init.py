@@ -1,8 +1,9 @@
-"""Test ``python -m hestia_tune init``: what it writes, that a run accepts it, what it refuses."""
+"""Test ``hestia init``: what it writes, that a run accepts it, what it refuses."""
 
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -77,25 +78,27 @@ def test_the_written_config_is_valid_and_its_commands_are_printed(
     data = write_data(tmp_path / f"data.{ending}")
     code, out, error = run_init(capsys, folder, data)
     assert (code, error) == (0, "")
-    *_, validate, train, convert = (shlex.split(line) for line in out.splitlines())
-    assert validate == ["python", "-m", "hestia_tune", "validate", "my model.yaml"]
-    assert train == ["tune", "run", "hestia_qat", "--config", "my model.yaml"]
-    assert convert == ["tune", "run", "hestia_convert", "--config", "my model.yaml"]
-    monkeypatch.setattr("sys.argv", ["python"])
-    assert main(validate[3:]) == 0
+    steps = [shlex.split(line, comments=True) for line in out.splitlines()[-4:]]
+    commands = ["validate", "qat", "eval", "convert"]
+    assert steps == [["hestia", command, "my model.yaml"] for command in commands]
+    assert main(steps[0][1:]) == 0
+    assert "Next: hestia qat 'my model.yaml'" in capsys.readouterr().out
     config = RunConfig.parse(load_config("my model.yaml"))
     assert config.dataset["source"] == {"jsonl": "json", "txt": "text"}.get(ending, ending)
     assert config.dataset["seq_len"] == 64  # the model's longest sequence
     assert config.quantizer["group_size"] == (64 if family == "Falcon" else 32)
     assert config.output_dir == "./runs/my model"
     # transformers' own tokenizer of Qwen2 adds a token.
-    assert config.tokenizer["eos_token"] == ("<|endoftext|>" if family == "Qwen2" else "<eos>")
+    end = config.tokenizer.get("eos_token")  # without the key it is the tokenizer's own
+    assert end == ("<|endoftext|>" if family == "Qwen2" else None)
     assert config.reconstruction == "auto" and config.frozen_modules == ["tok_embeddings"]
     assert (config.device, config.batch_size, config.max_steps) == ("cpu", 4, 4 * 720)
     text = (tmp_path / "my model.yaml").read_text()
     for form in ("compressed_tensors", "gguf", "onnx"):
         written = form in config.convert.formats
         assert written != (f"# {form} is left out: " in text)
+        assert written != (f"\n  not {form}: " in out)
+    assert f"\n  formats: {', '.join(config.convert.formats)}\n" in re.sub(r"\n {4}", " ", out)
     assert {"torchao", "huggingface"} <= {*config.convert.formats}
     assert ("gguf" in config.convert.formats) == (family in ("Llama", "Qwen2", "Phi-3"))
     assert ("scale" in config.quantizer) == (family != "Qwen3-MoE")  # experts learn no scales
@@ -138,16 +141,17 @@ def test_an_existing_file_stays_unless_it_may_be_replaced(tmp_path, model_dir, c
 
 @pytest.mark.parametrize(
     ("widths", "expected"),
-    [((256, 384), 128), ((64, 192), 64), ((64, 96), 32), ((64, 80), "channel")],
+    [((256, 512), 256), ((256, 384), 128), ((64, 192), 64), ((64, 96), 32), ((64, 80), "channel")],
 )
 def test_the_group_size_divides_every_row(widths, expected, tmp_path, capsys, data):
     hidden, intermediate = widths
     make_model_dir(tmp_path / "model", embed_dim=hidden, intermediate_dim=intermediate)
-    code, _, error = run_init(capsys, tmp_path / "model", data)
+    code, out, error = run_init(capsys, tmp_path / "model", data)
     assert (code, error) == (0, "")
     config = load_config("model.yaml")
     assert config.quantizer.group_size == expected
     assert ("gguf" in config.convert.formats) == (expected != "channel")
+    assert ("llama.cpp's type TQ2_0 holds the model" in " ".join(out.split())) == (expected == 256)
 
 
 def test_the_text_between_documents_is_the_vocabularys_end_of_text(tmp_path, capsys, data):
@@ -182,7 +186,7 @@ def test_it_finds_the_column_and_the_files_of_a_folder_or_a_glob(tmp_path, model
     assert "columns with text are content, title." in (tmp_path / "mine.yaml").read_text()
     write_data(folder / "a.jsonl", "text", content=["a longer text than the text"] * len(TEXTS))
     assert run_init(capsys, model_dir, folder / "a.jsonl", "--output", "b.yaml")[0] == 0
-    assert load_config("b.yaml").dataset.column == "text"
+    assert "column" not in load_config("b.yaml").dataset  # text is the default
 
 
 def test_without_a_chain_of_blocks_there_is_no_reconstruction(
@@ -203,11 +207,12 @@ def test_the_batch_fits_into_the_memory_of_a_gpu(
     gib, batch_size, fits, tmp_path, model_dir, capsys, data, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, gib * 2**30))
-    monkeypatch.setattr(init, "run_validate", lambda config: RunConfig.parse(config) and 0)
+    monkeypatch.setattr(init, "check_run", lambda config: RunConfig.parse(config) and [])
     assert main(["init", str(model_dir), data, "--output", "mine.yaml"]) == 0
     config = RunConfig.parse(load_config("mine.yaml"))
+    assert load_config("mine.yaml").device == "auto"
     assert (config.device, config.dtype, config.batch_size) == ("cuda", "bf16", batch_size)
     assert config.batch_size * config.gradient_accumulation_steps == 128
     # The numbers are those of the overlay.
@@ -224,7 +229,7 @@ def test_a_processor_without_bfloat16_gets_float32(model_dir, capsys, data, monk
     monkeypatch.setattr(init, "_PARAMETERS", 1e4)  # a model of this size took three hours
     assert run_init(capsys, model_dir, data, "--output", "mine.yaml")[0] == 0
     config = load_config("mine.yaml")
-    assert (config.dtype, config.max_steps, config.reconstruct.num_samples) == ("fp32", 720, 1200)
+    assert (config.max_steps, config.reconstruct.num_samples) == (720, 1200)
     assert "doubled" in Path("mine.yaml").read_text()
     monkeypatch.setattr(init, "is_slow_in_bf16", lambda: False)
     assert run_init(capsys, model_dir, data, "--output", "mine.yaml", "--overwrite")[0] == 0
@@ -282,9 +287,12 @@ def test_it_refuses_models_that_cannot_be_trained(make, message, tmp_path, capsy
     ("name", "content", "message"),
     [
         ("none.txt", None, "none.txt does not exist; give a file, a folder or a glob"),
+        ("no/such/*.txt", None, r"no/such/\*.txt does not exist; give"),
         ("data.csv", "a,b", "found none"),
-        ("a.txt", "", "no column of .* holds text"),
+        ("a.txt", "", "a.txt is empty; give a file with chats or text"),
+        ("a.txt", "\n\n", "a.txt holds neither chats .* nor a column with text"),
         ("a.jsonl", '{"id": 1, "text": null}', "it has the columns id, text; put the text"),
+        ("a.jsonl", "no JSON", "a.jsonl cannot be read: .*; every line must be a JSON object"),
         ("a.parquet", "not parquet", "a.parquet cannot be read"),
     ],
 )
@@ -305,9 +313,18 @@ def test_it_refuses_files_of_several_kinds(tmp_path, model_dir, capsys):
 def test_it_refuses_wrong_outputs_and_devices(model_dir, capsys, data, monkeypatch):
     code, _, error = run_init(capsys, model_dir, data, "--output", "mine")
     assert code == 1 and "a file whose name ends in .yaml; got mine" in error
+    Path("folder.yaml").mkdir()
+    code, _, error = run_init(capsys, model_dir, data, "--output", "folder.yaml", "--overwrite")
+    assert code == 1 and "folder.yaml is a folder" in error
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["init", str(model_dir), data, "--device", "cuda"]) == 1
-    assert "torch finds no GPU here; use --device cpu" in capsys.readouterr().err
+    for words, message in {
+        ("--device", "cuda"): "there is no GPU here, so its memory is unknown; .* --gpu-memory 24",
+        ("--device", "cpu", "--gpu-memory", "24"): "leave out --device cpu",
+        ("--gpu-memory", "0"): "must be a number of gigabytes, such as 24; got 0",
+        ("--gpu-memory", "nan"): "must be a number of gigabytes, such as 24; got nan",
+    }.items():
+        assert main(["init", str(model_dir), data, *words]) == 1
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_failed_check_leaves_no_file(tmp_path, model_dir, capsys, data, monkeypatch):
@@ -329,3 +346,143 @@ def test_a_tokenizer_that_llama_cpp_lacks_leaves_gguf_out(tmp_path, capsys, data
         "# gguf is left out: GGUF export knows the tokenizers"
         in (tmp_path / "model.yaml").read_text()
     )
+
+
+def uncommented(text):
+    """Return the text with the first # of every commented block of options removed."""
+    return re.sub(r"(?m)^#(?=[a-z_]+:|  [a-z_]+:)", "", text)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "txt"])
+def test_the_held_out_block_can_be_used_as_its_comment_says(
+    ending, tmp_path, model_dir, capsys, data
+):
+    train, held_out = (write_data(tmp_path / f"{n}.{ending}", "words") for n in ("one", "two"))
+    code, out, error = run_init(capsys, model_dir, train, "--output", "mine.yaml")
+    assert (code, error) == (0, "") and "held out: none" in out
+    file = tmp_path / "mine.yaml"
+    text = file.read_text()
+    assert "dataset_val" not in load_config("mine.yaml")
+    assert "remove the first # of these lines:\n#dataset_val:\n" in text
+    file.write_text(uncommented(text).replace("HELD_OUT_FILE", held_out))
+    assert main(["validate", "mine.yaml"]) == 0
+    config = RunConfig.parse(load_config("mine.yaml"))
+    assert config.dataset_val["data_files"] == held_out and config.eval.tasks == []
+    # --validation writes the same.
+    options = ("--validation", held_out, "--output", "other.yaml")
+    code, out, error = run_init(capsys, model_dir, train, *options)
+    assert (code, error) == (0, "") and "held out: text" in out
+    other = RunConfig.parse(load_config("other.yaml"))
+    assert (other.dataset_val, other.eval.tasks) == (config.dataset_val, [])
+    assert (
+        f"hestia init {model_dir} {train} --validation {held_out} --device cpu"
+        in Path("other.yaml").read_text()
+    )
+
+
+def test_a_format_that_must_be_written(tmp_path, model_dir, capsys, data):
+    options = ("--format", "gguf,torchao", "--format", "gguf", "--output", "mine.yaml")
+    code, out, error = run_init(capsys, model_dir, data, *options)
+    assert (code, error) == (0, "")
+    assert load_config("mine.yaml").convert.formats == ["gguf", "torchao"]
+    assert "formats: gguf, torchao" in out and "\n  not " not in out
+
+
+@pytest.mark.parametrize(
+    ("make", "form", "message"),
+    [
+        ("Llama", "guff", r"there is no format 'guff'; did you mean gguf\?; the formats are"),
+        ("Falcon", "gguf", "--format gguf: "),
+        ("Falcon", "compressed_tensors", "--format compressed_tensors: "),
+        ({"embed_dim": 64, "intermediate_dim": 80}, "gguf", "--format gguf: .*in_features 80"),
+    ],
+)
+def test_a_format_that_cannot_be_written_is_an_error(make, form, message, tmp_path, capsys, data):
+    folder = tmp_path / "model"
+    make_family(folder, make) if isinstance(make, str) else make_model_dir(folder, **make)
+    code, out, error = run_init(capsys, folder, data, "--format", form)
+    assert (code, out) == (1, "") and re.search(message, error), error
+    assert [*tmp_path.glob("*.yaml")] == []
+
+
+def test_a_missing_package_of_a_format_is_named(model_dir, capsys, data, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for name in [name for name in sys.modules if name.startswith("gguf.")]:
+        monkeypatch.delitem(sys.modules, name)
+    code, out, error = run_init(capsys, model_dir, data, "--format", "gguf")
+    assert code == 1 and "pip install 'hestia-tune[gguf]'" in error
+    assert run_init(capsys, model_dir, data, "--output", "mine.yaml")[0] == 0
+    assert "gguf" not in load_config("mine.yaml").convert.formats
+
+
+def test_a_short_text_is_reported(tmp_path, model_dir, capsys):
+    (tmp_path / "short.txt").write_text("This text has very few words in it, and no more.\n")
+    code, out, _ = run_init(capsys, model_dir, "short.txt", "--output", "mine.yaml")
+    text = " ".join(out.split())
+    assert code == 0 and re.search(r"data: text, 1 row; the run reads \S+ tokens, so the data "
+                                   r"\d+k times", text)  # fmt: skip
+
+
+def test_other_files_of_the_folder_are_suggested(tmp_path, model_dir, capsys, data):
+    code, _, error = run_init(capsys, model_dir, "dat.txt")
+    assert code == 1 and "dat.txt does not exist; did you mean data.txt?" in error
+
+
+def test_a_path_that_looks_like_a_glob(tmp_path, model_dir, capsys):
+    folder = tmp_path / "run [1]"
+    folder.mkdir()
+    path = write_data(folder / "data.jsonl")
+    assert run_init(capsys, model_dir, path, "--output", "mine.yaml")[0] == 0
+    assert load_config("mine.yaml").dataset.data_files == path
+
+
+def test_with_values_keeps_the_comments():
+    text = "a: 1   # one\n\nb:   # two\n  c: 3   # three\n\n# of d\nd: {e: 1}\n"
+    changes = {"a": 2, "b.c": "x", "b.new": True, "d": None, "f": 1.5, "g.h": [1]}
+    changed = init.with_values(text, changes)
+    assert OmegaConf.create(changed) == {
+        "a": 2, "b": {"c": "x", "new": True}, "d": None, "f": 1.5, "g": {"h": [1]}
+    }  # fmt: skip
+    for comment in ("a: 2   # one", "b:   # two", '  c: "x"   # three', "# of d\nd: null"):
+        assert comment in changed
+
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
+FORMS = {
+    "messages": lambda q, a: {
+        "messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]
+    },
+    "conversations": lambda q, a: {
+        "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
+    },
+    "prompt + completion": lambda q, a: {"prompt": q, "completion": a},
+    "instruction + input + output": lambda q, a: {"instruction": q, "input": "", "output": a},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_chats_are_recognised(form, tmp_path, capsys):
+    folder = make_model_dir(tmp_path / "model")
+    rows = [FORMS[form](f"What is {n}?", f"A number, {n}.") for n in range(30)]
+    for name in ("chats", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, _, error = run_init(capsys, folder, "chats.jsonl", "--output", "mine.yaml")
+    assert code == 1 and "chats.jsonl holds chats, and" in error and "no chat template" in error
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT_TEMPLATE}))
+    options = ("--validation", "held_out.jsonl", "--output", "mine.yaml")
+    code, out, error = run_init(capsys, folder, "chats.jsonl", *options)
+    assert (code, error) == (0, "") and f"data: chats ({form}), 30 rows;" in out
+    config = RunConfig.parse(load_config("mine.yaml"))
+    assert config.dataset["_component_"] == "hestia_tune.data.streaming_chat_dataset"
+    assert config.dataset["loss_on"] == "replies" and "column" not in config.dataset
+    assert config.dataset_val["_component_"] == "hestia_tune.data.chat_dataset"
+    assert "each with its own weight" in Path("mine.yaml").read_text()
+
+
+def test_text_for_a_chat_model_is_noted(tmp_path, capsys, data):
+    folder = make_model_dir(tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT_TEMPLATE}))
+    code, out, _ = run_init(capsys, folder, data)
+    assert code == 0 and "plain text alone makes it forget how to" in " ".join(out.split())

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torchtune import training
 
 from hestia_tune.bits import chosen
+from hestia_tune.commands.launch import next_command
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError
@@ -73,7 +74,10 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     comparison = _measure(evaluator, folders, results_folder, device, identify, load)
     on_first_rank(comparison.save, path, share=False)
     if dist.get_rank() == 0:
-        print(f"\n{comparison.markdown()}\n\n{path}")
+        print(f"\n{comparison.markdown()}\n\n{path} has these numbers. Next:")
+        print(
+            f"  {next_command('convert')}   # writes files for other programs, with these numbers"
+        )
     end_process_group()
     return 0
 
@@ -110,7 +114,7 @@ def _measure(
         if result is None or distance is None:
             model, description = load(name, device=device)
             if result is None:
-                log.info(f"{name}: evaluating the model")
+                log.info(f"{name}: measuring the model, which takes minutes on a CPU")
                 description |= {"world_size": dist.get_world_size(), "identity": identity}
                 measured = evaluator.evaluate(name, model, description, device, continues=True)
                 on_first_rank(measured.save, file, share=False)
@@ -134,7 +138,7 @@ def _kept(file: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the result in a file, or None if it is missing or depends on other things."""
     saved = on_first_rank(partial(kept_result, file, identity, overwrite=True))
     if saved is not None:
-        log.info(f"read the result from {file}")
+        log.info(f"measured before, in {file}")
     return saved
 
 

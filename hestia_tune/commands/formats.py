@@ -1,6 +1,6 @@
 """``formats``: print which format holds which method, group size and family.
 
-``python -m hestia_tune formats`` calls it. Every cell was measured: a test converts a tiny model
+``hestia formats`` calls it. Every cell was measured: a test converts a tiny model
 for each row, loads what was written, and compares the result with formats.json beside this file. So
 the command converts nothing and needs no optional package.
 """
@@ -113,3 +113,9 @@ def formats_page() -> str:
     lines.append(_REASONS)
     lines += [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join(lines) + "\n"
+
+
+def print_formats() -> int:
+    """Print the tables of formats, and return 0."""
+    print(formats_page(), end="")
+    return 0

@@ -1,7 +1,7 @@
-"""``python -m hestia_tune init``: write a first config for a model's folder and a text.
+"""``hestia init``: write a first config for a model's folder and its data.
 
-The command looks at the model on the meta device, at the first rows of the text and at the machine,
-and fills the template ``init.yaml`` beside this file with what it finds. All sentences are in the
+The command looks at the model on the meta device, at the first rows of the data and at the machine,
+and fills the template ``init.yaml`` beside this file with what it finds. All comments are in the
 template. Before the file gets its name, the command makes all checks of ``validate``. So a config
 that is written can be trained, and a model that cannot be trained is refused within seconds.
 
@@ -16,10 +16,14 @@ that the page recommends, and up to four times as much if that takes less than t
 import contextlib
 import glob
 import json
+import logging
+import math
+import os
 import re
 import shlex
-import shutil
 import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,31 +32,40 @@ import datasets
 import jinja2
 import psutil
 import torch
+from pyarrow import parquet
 
 from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.blocks import find_blocks, record_blocks
-from hestia_tune.commands.inspect import run_validate
-from hestia_tune.config import ConvertConfig
+from hestia_tune.commands.inspect import check_run
+from hestia_tune.config import ConvertConfig, nearest
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.machine import is_slow_in_bf16
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
+from hestia_tune.config.sections import FILE_FORMATS
+from hestia_tune.data import chat_format
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.export.folder import check_experts
-from hestia_tune.export.formats import check_format
-from hestia_tune.files import first_missing, literal, staged
+from hestia_tune.export.formats import GROUPS_OF_256, check_format, suggested_group_size
+from hestia_tune.files import staged
 from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes, open_source
 from hestia_tune.models.folder import SafetensorsFolder, hub_name, local_folder
 from hestia_tune.models.hugging_face_files import model_on_meta
+from hestia_tune.units import count_text, duration_text
+
+log = logging.getLogger(__name__)
 
 _TEMPLATE = Path(__file__).with_name("init.yaml")
 _ENDING = re.compile(r"\.(parquet|json|txt)(?:(?<=json)l)?(\.gz|\.zst|\.bz2)?$")
-_COMMANDS = (
-    "python -m hestia_tune validate",
-    "tune run hestia_qat --config",
-    "tune run hestia_convert --config",
-)
-_ROWS = 100  # rows of the text that are looked at
+# The path to a file for other programs, in its order.
+_STEPS = {
+    "validate": "checks the config again, after you have edited it",
+    "qat": "trains",
+    "eval": "compares the ternary model with the pretrained model",
+    "convert": "writes the files",
+}
+_HUB_TASKS = "measures five tasks, which come from the hub"  # without held-out data
+_ROWS = 100  # rows of the data that are looked at
 # Tokens that end a document in well-known vocabularies. The tokenizer's own end token may end a
 # turn of a chat instead.
 _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
@@ -60,43 +73,257 @@ _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
 _HOURS, _PARAMETERS = 3.0, 135e6
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the first rows of some data show.
+
+    Attributes:
+        given: The path or glob that the user has given.
+        source: Name of the reader: "parquet", "json" or "text".
+        data_files: The files, as the dataset section names them.
+        form: The columns of chats, such as "messages". None for text.
+        column: The column of the text. None for chats.
+        texts: All columns that hold text.
+        rows: The first rows.
+        num_rows: Number of rows, as far as the sizes of the files tell. None if they do not.
+    """
+
+    given: str
+    source: str
+    data_files: Any
+    form: str | None
+    column: str | None
+    texts: list[str]
+    rows: list[dict[str, Any]]
+    num_rows: int | None
+    max_tokens: str = "10_000"
+
+    def describe(self) -> str:
+        """Return what the data are, in words."""
+        kind = (
+            f"text (column {self.column})" if self.source != "text" else "text, a line a document"
+        )
+        kind = kind if self.form is None else f"chats ({self.form})"
+        if self.num_rows is None:
+            return kind
+        about = "" if self.num_rows == len(self.rows) or self.source == "parquet" else "about "
+        return f"{kind}, {about}{count_text(self.num_rows)} row{'s' * (self.num_rows != 1)}"
+
+
 def run_init(
-    model: str, data: str, device: str | None, output: str | None, overwrite: bool = False
+    model: str,
+    data: str,
+    validation: str | None = None,
+    formats: Sequence[str] | None = None,
+    gpu_memory: float | None = None,
+    device: str | None = None,
+    output: str | None = None,
+    overwrite: bool = False,
 ) -> int:
-    """Write a config, check it as ``validate`` does, print the next commands, and return 0.
+    """Write a config, check it as ``validate`` does, say what was chosen, and return 0.
 
     Args:
         model: A Hugging Face folder, or the name of a repository on the hub.
-        data: A parquet, JSON or text file, a folder with such files, or a glob.
+        data: Chats or text: a parquet, JSON or text file, a folder with such files, or a glob.
+        validation: Held-out data, in the same ways. None: a comment says how to add them.
+        formats: Formats that must be written; an item may be several names with commas. None: every
+            format that can hold the model.
+        gpu_memory: Gigabytes of a GPU to plan for, which need not be here.
         device: "cpu" or "cuda". None: a GPU if there is one.
         output: The file to write. None: the model's name with .yaml, in the current folder.
         overwrite: Whether to replace ``output``.
 
     Raises:
-        InputError: If the model cannot be trained, if the data hold no text, if the file exists, or
-            if a check of ``validate`` fails. Nothing is written then.
+        InputError: If the model cannot be trained or written in a format that must be written, if
+            the data hold neither text nor chats, if the file exists, or if a check of ``validate``
+            fails. Nothing is written then.
     """
     name = hub_name(model).rpartition("/")[2]
     path = Path(output or f"{name}.yaml")
     if path.suffix not in (".yaml", ".yml"):
         raise InputError(f"--output must be a file whose name ends in .yaml; got {path}")
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give --output the path of a file")
     if path.exists() and not overwrite:
         raise InputError(f"{path} exists; use --overwrite to replace it, or --output for another")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch finds no GPU here; use --device cpu")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    asked = _read_formats(formats)
+    if gpu_memory is not None and not 0 < gpu_memory < math.inf:
+        raise InputError(
+            f"--gpu-memory must be a number of gigabytes, such as 24; got {gpu_memory}"
+        )
+    if gpu_memory is not None and device == "cpu":
+        raise InputError("--gpu-memory plans for a GPU; leave out --device cpu")
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu and gpu_memory is None:
+        raise InputError(
+            "--device cuda: there is no GPU here, so its memory is unknown; for a GPU on another "
+            "machine give its memory in GB, such as --gpu-memory 24; for this machine leave out "
+            "--device"
+        )
+    on_gpu = device == "cuda" or gpu_memory is not None or (has_gpu and device is None)
     names = (path.stem if number == 1 else f"{path.stem}_{number}" for number in count(1))
     folders = (Path("runs", name) for name in names if name not in packaged_configs())
     folder = next(folder for folder in folders if not any(folder.glob("*")))
-    values = _look_at_data(data) | _look_at_model(model, device)
-    values |= {"name": name, "path": str(path), "data": data, "output_dir": f"./{folder}"}
+    train = _look_at_data(data)
+    held_out = train if validation is None else _look_at_data(validation)
+    log.info("reading the shapes of the model, and which formats can hold it")
+    values = _look_at_model(model, on_gpu, gpu_memory, asked, train)
+    tokens, passes = _count_tokens(train, values)
+    # The device is written if it is not the one that a run would choose here.
+    values["device"] = device or ("cuda" if on_gpu and not has_gpu else "auto")
+    options = [*(["--validation", validation] if validation else [])]
+    options += [word for form in asked for word in ("--format", form)]
+    options += ["--gpu-memory", f"{gpu_memory:g}"] if gpu_memory else []
+    options += ["--device", device] if device else []
+    file = shlex.quote(str(path))
+    hours = values["hours"]
+    values["time"] = f"about {duration_text(3600 * hours)}" if hours > 1 else "less than an hour"
+    values |= {
+        "name": name,
+        "data": data,
+        "output_dir": f"./{folder}",
+        "train": train,
+        "held_out": held_out,
+        "validation": validation,
+        "command": shlex.join(["hestia", "init", model, data, *options, "--output", str(path)]),
+        "steps": [
+            f"hestia {step} {file}   # {about if validation or step != 'eval' else _HUB_TASKS}"
+            for step, about in _STEPS.items()
+        ],
+    }
     with staged(path) as temporary:
-        temporary.write_text(_fill_template(values), encoding="utf-8")
-        run_validate(load_config(str(temporary)))
-    print(f"{path} is written, with the reasons for its values. Next:")
-    for command in _COMMANDS:
-        print(f"  {command} {shlex.quote(str(path))}")
+        text = _fill_template(values)
+        temporary.write_text(text, encoding="utf-8")
+        reasons: list[str] = []
+        if gpu_memory is not None:
+            from hestia_tune.training.memory import fit_to_memory
+
+            plan = fit_to_memory(load_config(str(temporary)), gpu_memory)
+            temporary.write_text(with_values(text, plan.changes), encoding="utf-8")
+            reasons = list(plan.reasons)
+        lines = check_run(load_config(str(temporary)))
+    print(f"\n{path} is written, with the reasons for its values.")
+    for label, text in _summary(values, tokens, passes):
+        print(textwrap.fill(f"{label}: {text}", 98, initial_indent="  ", subsequent_indent="    "))
+    if not on_gpu:
+        lines = [line for line in lines if not line.startswith("time: ")]
+        lines.insert(0, f"time: {values['time']}")
+    for line in [*reasons, *lines]:
+        print(textwrap.fill(line, 98, initial_indent="  ", subsequent_indent="    "))
+    print("Next:")
+    for step in values["steps"]:
+        print(f"  {step}")
     return 0
+
+
+def _read_formats(formats: Sequence[str] | None) -> list[str]:
+    """Return the formats that must be written, once each.
+
+    Raises:
+        InputError: If there is no such format.
+    """
+    names = [part.strip() for word in formats or () for part in word.split(",")]
+    for name in names:
+        if name not in FILE_FORMATS:
+            raise InputError(
+                f"--format: there is no format {name!r}{nearest(name, FILE_FORMATS)}; the formats "
+                f"are {', '.join(FILE_FORMATS)}"
+            )
+    return [*dict.fromkeys(names)]
+
+
+def _summary(values: Mapping[str, Any], tokens: int, passes: float | None) -> list[tuple[str, str]]:
+    """Return (label, text) of every choice that the terminal shows."""
+    train: Found = values["train"]
+    size = values["group_size"]
+    groups = "every row has one scale" if size == "channel" else f"{size} weights share a scale"
+    lines = [
+        ("model", f"{count_text(values['parameters'])} parameters; {groups}"),
+        ("data", f"{train.describe()}; the run reads {count_text(tokens)} tokens"),
+    ]
+    if passes is not None and passes > 1:
+        times = f"{count_text(round(passes))} times" if passes >= 1.5 else "a little more than once"
+        lines[1] = (lines[1][0], f"{lines[1][1]}, so the data {times}")
+    if train.form is None and values["has_template"]:
+        lines.append(("note", "this is a chat model, and plain text alone makes it forget how to "
+                      "end a reply; train on chats, or on a mixture (docs/data.md)"))  # fmt: skip
+    if values["validation"]:
+        lines.append(("held out", f"{values['held_out'].describe()}, to measure the loss"))
+    else:
+        lines.append(("held out", "none, so no loss is measured; --validation FILE names some"))
+    if values["group_reason"]:
+        lines.append(("groups", values["group_reason"]))
+    lines.append(("formats", ", ".join(values["formats"])))
+    lines += [(f"not {form}", reason) for form, reason in values["absent"].items()]
+    return lines
+
+
+def _without_repeats(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return reasons that name a layer once, and call it "the same layer" from then on."""
+    named, shorter = set(), {}
+    for form, reason in reasons.items():
+        for name in dict.fromkeys(re.findall(r"\w+(?:\.\w+){2,}", reason)):
+            if name in named:
+                reason = reason.replace(name, "the same layer")
+            named.add(name)
+        shorter[form] = reason
+    return shorter
+
+
+def _count_tokens(train: Found, values: Mapping[str, Any]) -> tuple[int, float | None]:
+    """Return the tokens that a run reads, and how often it reads the data. None: unknown."""
+    sequences = values["batch_size"] * values["accumulation"] * values["max_steps"]
+    sequences += values["num_samples"] if values["is_chain"] else 0
+    tokens = sequences * values["seq_len"]
+    if train.num_rows is None or not train.rows:
+        return tokens, None
+    if train.form is None:
+        texts = [row[train.column] for row in train.rows]
+    else:
+        texts = [json.dumps(row, ensure_ascii=False) for row in train.rows]
+    have = sum(len(ids) + 1 for ids in values["tokenizer"].encode_batch(texts))
+    return tokens, tokens / max(1.0, have / len(train.rows) * train.num_rows)
+
+
+def with_values(text: str, changes: Mapping[str, Any]) -> str:
+    """Return the text of a config with other values, and with its comments.
+
+    Args:
+        text: YAML with two spaces of indentation.
+        changes: Dotted key -> value. A key that the text does not have is added to its section.
+    """
+    lines = text.splitlines()
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        begin, end, indent = 0, len(lines), ""
+        for section in sections:
+            found = _line_of(lines, f"{indent}{section}:", begin, end)
+            if found is None:
+                lines[end:end] = [f"{indent}{section}:"]
+                found = end
+                end += 1
+            begin, indent = found + 1, f"{indent}  "
+            inner = (
+                i for i in range(begin, end) if lines[i] and not lines[i].startswith((indent, "#"))
+            )
+            end = next(inner, end)
+        written = json.dumps(value, ensure_ascii=False)  # JSON is YAML
+        at = _line_of(lines, f"{indent}{last}:", begin, end)
+        if at is None:
+            while end > begin and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
+                end -= 1  # before the comments of the next section
+            lines.insert(end, f"{indent}{last}: {written}")
+            continue
+        _, comment, about = lines[at].partition("   #")
+        lines[at] = f"{indent}{last}: {written}{comment}{about}"
+        while at + 1 < len(lines) and lines[at + 1].startswith(f"{indent}  "):
+            del lines[at + 1]  # the value was a section
+    return "\n".join(lines) + "\n"
+
+
+def _line_of(lines: Sequence[str], start: str, begin: int, end: int) -> int | None:
+    """Return the index of the line that begins with a key, or None."""
+    return next((i for i in range(begin, end) if lines[i].startswith(start)), None)
 
 
 def _fill_template(values: dict[str, Any]) -> str:
@@ -107,26 +334,28 @@ def _fill_template(values: dict[str, Any]) -> str:
     how |= {"break_on_hyphens": False, "break_long_words": False}
     environment.filters |= {
         "comment": lambda text: textwrap.fill(" ".join(text.split()), **how),
-        "shell": shlex.quote,
         "yaml": lambda value: json.dumps(value, ensure_ascii=False),  # JSON is YAML
     }
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
+    text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(values)
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^[ #]+$\n(?=\s)", "", text))
 
 
-def _look_at_data(data: str) -> dict[str, Any]:
-    """Return the values of the dataset section for a file, a folder or a glob.
+def _look_at_data(data: str) -> Found:
+    """Return what a file, a folder or a glob holds.
 
     Raises:
         InputError: If there is no such file, if the files are of no known kind or of several kinds,
-            if they cannot be read, or if no column holds text.
+            if they cannot be read, or if they hold neither chats nor text.
     """
     path = Path(data)
-    if missing := first_missing(data):
-        raise InputError(f"{missing} does not exist; give a file, a folder or a glob in quotes")
-    if path.is_dir():
+    if path.is_file():
+        files = [data]  # its name may look like a glob
+    elif path.is_dir():
         files = sorted(map(str, path.iterdir()))
-    else:
-        files = [data] if path.exists() else glob.glob(data, recursive=True)
+    elif not (files := sorted(glob.glob(data, recursive=True))):
+        beside = [entry.name for entry in path.parent.glob("*")] if path.parent.is_dir() else []
+        near = nearest(path.name, beside) if beside else ""
+        raise InputError(f"{data} does not exist{near}; give a file, a folder or a glob in quotes")
     endings = [match for match in map(_ENDING.search, files) if match]
     kinds = sorted({match[1] for match in endings})
     if len(kinds) != 1:
@@ -135,36 +364,78 @@ def _look_at_data(data: str) -> dict[str, Any]:
             f"as .gz, .zst or .bz2; found {' and '.join(kinds) or 'none'}; give a file, a folder "
             "or a glob in quotes"
         )
+    known = [file for file in files if _ENDING.search(file)]
+    if not sum(os.path.getsize(file) for file in known):
+        raise InputError(f"{data} is empty; give a file with chats or text")
     source = {"txt": "text"}.get(kinds[0], kinds[0])
     folder = Path(glob.escape(str(path)))
     globs = sorted({str(folder / f"*{match[0]}") for match in endings})
     given: Any = data if not path.is_dir() else globs[0] if len(globs) == 1 else globs
     try:
-        rows = datasets.load_dataset(
-            source, data_files=literal(given), split="train", streaming=True
-        )
+        reads = [glob.escape(file) for file in known]
+        rows = datasets.load_dataset(source, data_files=reads, split="train", streaming=True)
         first: Any = list(rows.take(_ROWS))
     except Exception as error:  # the library raises many unrelated types
-        raise InputError(f"{data} cannot be read: {one_line(error)}; check the file") from error
+        hint = "every line must be a JSON object" if source == "json" else "check the file"
+        raise InputError(f"{data} cannot be read: {one_line(error)}; {hint}") from error
+    first = [row for row in first if source != "text" or row["text"].strip()]
     columns = list(first[0]) if first else []
+    form = chat_format(first[0]) if first and source != "text" else None
     texts = [name for name in columns if all(isinstance(row.get(name), str) for row in first)]
-    if not texts:
+    if not texts and form is None:
         raise InputError(
-            f"no column of {data} holds text in each of the first {_ROWS} rows; it has the columns "
-            f"{', '.join(columns) or '(none)'}; put the text into a column named text"
+            f"{data} holds neither chats (messages, conversations, prompt and completion, or "
+            f"instruction and output) nor a column with text in each of the first {_ROWS} rows; it "
+            f"has the columns {', '.join(columns) or '(none)'}; put the text into a column named "
+            "text"
         )
-    longest = max(texts, key=lambda name: sum(len(row[name]) for row in first))
-    column = "text" if "text" in texts else longest
-    return {"source": source, "data_files": given, "column": column, "texts": texts}
+    longest = max(texts, key=lambda name: sum(len(row[name]) for row in first), default=None)
+    return Found(
+        given=data,
+        source=source,
+        data_files=given,
+        form=form,
+        column=None if form else "text" if "text" in texts else longest,
+        texts=texts,
+        rows=first,
+        num_rows=_count_rows(source, known, first),
+    )
 
 
-def _look_at_model(path: str, device: str) -> dict[str, Any]:
+def _count_rows(source: str, files: Sequence[str], first: Sequence[Mapping]) -> int | None:
+    """Return the number of rows of files, or an estimate from their sizes. None: unknown."""
+    if len(first) < _ROWS and (source != "text" or len(files) == 1):
+        return len(first)
+    if source == "parquet":
+        with contextlib.suppress(Exception):  # a compressed or a remote file
+            return sum(parquet.read_metadata(file).num_rows for file in files)
+        return None
+    if not all(file.endswith((".json", ".jsonl", ".txt")) for file in files):
+        return None  # compressed
+    each = [
+        row["text"] if source == "text" else json.dumps(row, ensure_ascii=False) for row in first
+    ]
+    size = sum(len(text.encode()) + 1 for text in each) / len(first)
+    return round(sum(os.path.getsize(file) for file in files) / size)
+
+
+def _look_at_model(
+    path: str, on_gpu: bool, gpu_memory: float | None, asked: Sequence[str], train: Found
+) -> dict[str, Any]:
     """Return all other values, for a model and the machine.
 
     Raises:
-        InputError: If the model cannot be trained, or lacks its tokenizer or its weights.
+        InputError: If the model cannot be trained or written in a format that is asked for, lacks
+            its tokenizer or its weights, or has no chat template for chats.
     """
     folder, model = local_folder(path), model_on_meta(path)
+    tokenizer = AutoTokenizer(path)
+    if train.form is not None and tokenizer.chat_template is None:
+        raise InputError(
+            f"{train.given} holds chats, and {path} has no chat template to write them with; give "
+            f"the instruct version of the model, copy chat_template.jinja of it into {folder}, or "
+            "train on plain text"
+        )
     tokens, is_chain = torch.zeros(1, 8, dtype=torch.int64, device="meta"), False
     for gives_tuple in (False, True):  # to find out would run a block: experts need real values
         with contextlib.suppress(Exception):  # code of other libraries may raise anything
@@ -174,35 +445,69 @@ def _look_at_model(path: str, device: str) -> dict[str, Any]:
     widths = sorted({weight.shape[-1] for weight in weights.values()})
     # Files may hold each expert by itself; `open_source` finds them.
     shapes = {name: weight.shape for name, weight in weights.items() if weight.dim() == 2}
-    # The sizes of blocks in files and kernels, up to the paper's size.
-    fitting = (size for size in (128, 64, 32) if not any(width % size for width in widths))
-    group_size = next(fitting, "channel")
-    method = HestiaQATQuantizer(group_size=group_size).method
     in_files = SafetensorsFolder(folder).shapes
     check_shapes(shapes, {n: in_files[n] for n in shapes if n in in_files}, str(folder))
-    methods = dict.fromkeys(layers, method)
-    source = open_source(TRANSFORMERS_MODEL_TYPE, folder, methods, quantize=True)
-    tokenizer = AutoTokenizer(path)
+
+    def absent_with(group_size: int | str) -> dict[str, str]:
+        """Return format -> why it cannot hold the model, for a group size."""
+        method = HestiaQATQuantizer(group_size=group_size).method
+        methods = dict.fromkeys(layers, method)
+        source = open_source(TRANSFORMERS_MODEL_TYPE, folder, methods, quantize=True)
+        reasons = {}
+        for form in asked or method.file_formats:
+            try:
+                if form not in method.file_formats:
+                    method.check_file_formats([form])
+                check_experts(model, [form])
+                check_format(form, source, methods, ConvertConfig())
+            except InputError as error:
+                reasons[form] = str(error)
+        return reasons
+
+    group_size, group_reason = suggested_group_size(widths, asked), ""
+    absent = absent_with(group_size)
+    all_formats = asked or HestiaQATQuantizer(group_size="channel").method.file_formats
+    larger = suggested_group_size(widths, [form for form in all_formats if form not in absent])
+    if larger != group_size and not {*(fewer := absent_with(larger))} - {*absent}:
+        group_size, absent = larger, fewer
+    if group_size == 256:
+        reason = "256 weights share a scale, so that llama.cpp's type TQ2_0 holds the model; it is "
+        group_reason = f"{reason}small, and fast on CPUs. {GROUPS_OF_256}".strip()
+    if asked and absent:
+        form, reason = next(iter(absent.items()))
+        rest = "init without --format writes a config for the other formats, which you can edit"
+        raise InputError(f"--format {form}: {reason}; {rest}")
+    if "intx" not in asked:
+        absent["intx"] = "it takes a byte per weight, and torchao holds the same codes in 2 bits"
     own_end = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
     ids = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
-    absent = {"intx": "it takes a byte per weight, and torchao holds the same codes in 2 bits"}
-    for form in method.file_formats:
-        try:
-            check_experts(model, [form])
-            check_format(form, source, methods, ConvertConfig())
-        except InputError as error:
-            absent.setdefault(form, one_line(error))
-    has_experts = len(shapes) < len(weights)
-    values = {"has_experts": has_experts}
-    values |= {"is_chain": is_chain, "group_size": group_size, "widths": widths, "absent": absent}
-    values["formats"] = [form for form in method.file_formats if form not in absent]
-    values["eos_token"] = next((end for end in _DOCUMENT_ENDS if end in ids), own_end)
-    values["own_end"], values["decoder"] = own_end, model
-    values["embedding"] = next(n for n, m in model.named_modules() if m is model.tok_embeddings)
-    return {"model": path, **values, **_choose_budget(model, device, is_chain)}
+    if asked:
+        absent = {}
+    end = next((end for end in _DOCUMENT_ENDS if end in ids), own_end)
+    values = {
+        "model": path,
+        "on_gpu": on_gpu,
+        "tokenizer": tokenizer,
+        "has_template": tokenizer.chat_template is not None,
+        "has_experts": len(shapes) < len(weights),
+        "is_chain": is_chain,
+        "group_size": group_size,
+        "group_reason": group_reason,
+        "widths": widths,
+        "absent": _without_repeats({form: one_line(ValueError(absent[form])) for form in absent}),
+        "formats": [form for form in all_formats if form not in absent],
+        # A chat ends as its template says.
+        "eos_token": None if train.form is not None or end == own_end else end,
+        "own_end": own_end,
+        "max_seq_len": model.max_seq_len,
+        "embedding": next(n for n, m in model.named_modules() if m is model.tok_embeddings),
+    }
+    return values | _choose_budget(model, on_gpu, gpu_memory, is_chain)
 
 
-def _choose_budget(model: Any, device: str, is_chain: bool) -> dict[str, Any]:
+def _choose_budget(
+    model: Any, on_gpu: bool, gpu_memory: float | None, is_chain: bool
+) -> dict[str, Any]:
     """Return the sizes of a run for this machine, and the estimates that they follow from.
 
     Training keeps four float32 numbers for a parameter, the effective weight and the teacher. A
@@ -212,12 +517,17 @@ def _choose_budget(model: Any, device: str, is_chain: bool) -> dict[str, Any]:
 
     Args:
         model: The model, on the meta device.
-        device: "cpu" or "cuda".
+        on_gpu: Whether the run is for a GPU.
+        gpu_memory: Gigabytes of the GPU, which need not be here. None: a GPU here.
         is_chain: Whether the blocks can be reconstructed.
     """
-    on_gpu, parameters = device == "cuda", sum(value.numel() for value in model.parameters())
-    is_slow = not torch.cuda.is_bf16_supported() if on_gpu else is_slow_in_bf16()
-    memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
+    parameters = sum(value.numel() for value in model.parameters())
+    if gpu_memory is not None or (on_gpu and not torch.cuda.is_available()):
+        is_slow, memory = False, (gpu_memory or 0) * 1e9
+    elif on_gpu:
+        is_slow, memory = not torch.cuda.is_bf16_supported(), torch.cuda.mem_get_info()[1]
+    else:
+        is_slow, memory = is_slow_in_bf16(), psutil.virtual_memory().total
     seq_len, size = min(model.max_seq_len, 1024 if on_gpu else 256), 4 if is_slow else 2
     vocabulary, width = model.tok_embeddings.weight.shape
     state = parameters * (16 + 2 * size)
@@ -229,10 +539,8 @@ def _choose_budget(model: Any, device: str, is_chain: bool) -> dict[str, Any]:
     hours = _HOURS * parameters / _PARAMETERS / threads * (2 if is_slow else 1)
     times = min(max(_HOURS / hours, 1), 4)  # the smallest budget, as often as the hours allow
     samples, steps = (2400, 300) if on_gpu else (100 * int(12 * times), 10 * int(72 * times))
-    values = {"device": device, "dtype": "fp32" if is_slow else "bf16", "seq_len": seq_len}
+    values = {"is_slow": is_slow, "seq_len": seq_len, "fits": bool(fitting)}
     values |= {"batch_size": batch_size, "accumulation": 128 // batch_size if on_gpu else 1}
     # Without a reconstruction, the training gets its time.
     values |= {"num_samples": samples, "max_steps": steps * (1 if is_chain else 2)}
-    values |= {"threads": threads, "parameters": parameters, "hours": hours * times}
-    values |= {"gib": memory / 2**30, "gib_needed": (state + batch_size * sequence) / 2**30}
-    return values | {"fits": bool(fitting), "compile": shutil.which("g++") is not None}
+    return values | {"threads": threads, "parameters": parameters, "hours": hours * times}

@@ -1,6 +1,6 @@
 """Commands that start no run: ``configs``, ``options``, ``compare``, ``validate`` and ``inspect``.
 
-``python -m hestia_tune COMMAND`` calls them.
+``hestia COMMAND`` calls them.
 
 ``compare`` prints one table with the losses of finished runs. Two runs that differ in one setting
 show how much the setting matters. With the schedule rho=0 tau_init=0 alpha=0 the method is plain
@@ -16,6 +16,7 @@ the time of a step. It computes no sensitivity and no reconstruction (``sensitiv
 
 import ast
 import importlib.util
+import logging
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from hestia_tune.config import ChatConfig, GeneratedConfig, StreamConfig, TextConfig
-from hestia_tune.config.files import load_config, packaged_configs
+from hestia_tune.config.files import load_config, packaged_configs, text_of
 from hestia_tune.config.run import RunConfig
 from hestia_tune.config.section import describe
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
+
+log = logging.getLogger(__name__)
 
 
 def listing() -> str:
@@ -95,14 +98,18 @@ def compare_runs(runs: Sequence[str]) -> str:
     Raises:
         InputError: If a path is not a finished training run, or the run has no validation losses.
     """
-    from hestia_tune.training.outputs import HARD, results_table  # a slow import: torchtune
+    # A slow import: torchtune.
+    from hestia_tune.training.outputs import HARD, RECONSTRUCTED, results_table
 
     runs_losses: dict[str, dict[str, float]] = {}
     for run in runs:
         path = Path(run)
         path = path / "results.json" if path.is_dir() else path
         if not path.is_file():
-            raise InputError(f"{run} has no results.json; let the run finish first")
+            reason = "has no results.json; let the run finish first"
+            if not Path(run).exists():
+                reason = "does not exist; give the output_dir of a run"
+            raise InputError(f"{run} {reason}")
         try:
             runs_losses[run] = read_json(path)["validation_loss"]
         except (ValueError, KeyError, TypeError):
@@ -113,13 +120,63 @@ def compare_runs(runs: Sequence[str]) -> str:
     rows: dict[str, float] = {}
     for label in dict.fromkeys(label for losses in runs_losses.values() for label in losses):
         measured = {run: losses[label] for run, losses in runs_losses.items() if label in losses}
-        same = len(set(measured.values())) == 1
+        same = len(set(measured.values())) == 1 and label != RECONSTRUCTED
         rows |= {label if same else f"{label} ({run})": x for run, x in measured.items()}
     return results_table(rows | hard)
 
 
-def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
-    """Check a config, print a summary of its run, and return the exit code."""
+def print_configs(name: str | None) -> int:
+    """Print a packaged config, or the names of all, and return 0."""
+    print(listing() if name is None else text_of(name).rstrip("\n"))
+    return 0
+
+
+def print_options() -> int:
+    """Print the reference of all options, and return 0."""
+    print(options_page(), end="")
+    return 0
+
+
+def print_comparison(runs: Sequence[str]) -> int:
+    """Print the validation losses of several runs, and return 0."""
+    print(compare_runs(runs))
+    return 0
+
+
+def print_contents(folder: str) -> int:
+    """Print what the weights of a model folder are, and return 0."""
+    from hestia_tune.models.contents import contents_table  # a slow import: torchtune
+
+    print(contents_table(Path(folder)))
+    return 0
+
+
+def run_validate(config: RunConfig | Mapping[str, Any], gpu_memory: float | None = None) -> int:
+    """Check a config, print what its run needs and the next command, and return the exit code.
+
+    Args:
+        config: The config.
+        gpu_memory: Gigabytes of a GPU, which need not be here. What would fit into it is printed.
+    """
+    config = RunConfig.parse(config)
+    for line in check_run(config):
+        print(line)
+    if gpu_memory is not None:
+        from hestia_tune.training.memory import fit_to_memory
+
+        print(fit_to_memory(config, gpu_memory).table())
+    from hestia_tune.commands.launch import next_command  # it imports this module
+
+    print(f"Next: {next_command('qat')}")
+    return 0
+
+
+def check_run(config: RunConfig | Mapping[str, Any]) -> list[str]:
+    """Check a config as a run would, and return lines about what its run needs.
+
+    Raises:
+        InputError: If a run would be refused.
+    """
     import torch
     import torch.distributed as dist
 
@@ -129,28 +186,29 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
     from hestia_tune.training.estimate import describe_costs
     from hestia_tune.training.plan import plan
 
-    config = RunConfig.parse(config)
+    config, lines = RunConfig.parse(config), []
     has_device = config.device == "cpu" or torch.cuda.is_available()
     if not has_device:
-        print("device cuda: not here; everything else is checked")
+        lines.append("device cuda: not here; everything else is checked")
         offload = {"fsdp_cpu_offload": False, "enable_activation_offloading": False}
         config = config.changed(device="cpu", **offload)
     saved = checkpoints.complete_checkpoints(Path(config.output_dir) / "checkpoints")
     if config.resume_from_checkpoint and saved:
         ranks = checkpoints.read_meta(saved[-1][1])["world_size"]
         if ranks > 1:
-            print(f"resuming a run of {ranks} processes: not checked here; everything else is")
+            lines.append(f"resuming a run of {ranks} processes: not checked here; the rest is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
     planned = plan(config)
     if config.needs_pretrained:
+        log.info("comparing the model with transformers, and estimating memory and time")
         read_checkpoint(planned.checkpointer, config, planned.shapes)
-    print(describe_costs(planned, has_device))
+    lines += describe_costs(planned, has_device).splitlines()
     if config.reconstruction == "auto":
-        print(describe_stages(planned, has_device))
+        lines.append(describe_stages(planned, has_device))
     dist.destroy_process_group()
-    print(
+    lines.append(
         f"valid: {len(planned.layers)} linear layers become {planned.component.key()}; "
         f"{planned.data.total_steps} steps of {planned.data.sequences_per_step} sequences (on one "
         f"process); output in {config.output_dir}"
     )
-    return 0
+    return lines

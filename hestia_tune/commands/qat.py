@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hestia_tune.commands.bits import choose_bits
-from hestia_tune.commands.launch import INTERRUPTED
+from hestia_tune.commands.launch import INTERRUPTED, Stopped, next_command
 from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group
@@ -21,6 +21,9 @@ from hestia_tune.reconstruction.recipe import reconstruct
 from hestia_tune.training.generation import generate_missing
 from hestia_tune.training.plan import plan
 from hestia_tune.training.recipe import HestiaQATRecipe
+
+# Overrides for going on with a reconstruction, by whether it may replace an earlier run.
+_AGAIN = {False: (), True: ("overwrite_output=True",)}
 
 
 def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
@@ -48,9 +51,8 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
         if config.reconstruction == "auto":
             recipe = reconstruct(config.changed(reconstruct=replace))
             if not recipe.finished:
-                if dist.get_rank() == 0:
-                    print(recipe.summary())
-                raise KeyboardInterrupt
+                again = next_command("qat", *_AGAIN[bool(replace)])
+                raise Stopped(f"{recipe.summary()}; to go on: {again}")
             config = config.changed(reconstruction=str(recipe.output))
         planned = planned.starting_from(
             sensitivity=config.sensitivity, reconstruction=config.reconstruction
@@ -58,11 +60,24 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
         recipe = HestiaQATRecipe(planned.config)
         recipe.build(planned)
         recipe.train()
+        summary, finished = recipe.summary(), recipe.finished
+        if not finished:
+            again = next_command("qat", "resume_from_checkpoint=True")
+            summary += f"; to go on: {again}"
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):  # the terminal may be closed
-                print(recipe.summary())
+                print(f"{summary}{_next_steps(config) if finished else ''}")
         recipe.cleanup()
-        return 0 if recipe.finished else INTERRUPTED
+        return 0 if finished else INTERRUPTED
+
+
+def _next_steps(config: RunConfig) -> str:
+    """Return the lines that end a training run: the commands to type next, in their order."""
+    settings = config.eval
+    steps = [f"  {next_command('convert')}   # writes files for other programs"]
+    if settings.tasks or settings.perplexity or config.dataset_val is not None:
+        steps.insert(0, f"  {next_command('eval')}   # compares it with the pretrained model")
+    return "\n".join([". Next:", *steps])
 
 
 def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
@@ -81,7 +96,9 @@ def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
             config = choose_bits(_measured(config, replace), overwrite=bool(replace))
     recipe = reconstruct(config)
     if dist.get_rank() == 0:
-        print(recipe.summary())
+        train, again = next_command("qat", "reconstruction=auto"), next_command("reconstruct")
+        step = f". Next:\n  {train}   # trains the whole model from there"
+        print(f"{recipe.summary()}{step if recipe.finished else f'; to go on: {again}'}")
     end_process_group()
     return 0 if recipe.finished else INTERRUPTED
 

@@ -1,4 +1,4 @@
-"""``python -m hestia_tune report``: write one HTML page about one run or several.
+"""``hestia report``: write one HTML page about one run or several.
 
 The page shows what the commands wrote into the runs' folders, under the default names. The only
 thing that it computes is the share of zeros in every layer, for which it reads the weights of the
@@ -47,7 +47,8 @@ def write_report(runs: Sequence[str], output: str | None = None) -> Path:
     """
     for run in runs:
         if not (Path(run) / "metrics.jsonl").is_file():
-            raise InputError(f"{run} has no metrics.jsonl; give an output_dir of hestia_qat")
+            reason = "has no metrics.jsonl" if Path(run).is_dir() else "is no folder"
+            raise InputError(f"{run} {reason}; give an output_dir of hestia_qat")
     parts = {run: _parts(Path(run)) for run in runs}
     facts = {run: _facts(Path(run), parts[run]) for run in parts}
     labels = dict.fromkeys(label for values in facts.values() for label in values)
@@ -71,6 +72,12 @@ def write_report(runs: Sequence[str], output: str | None = None) -> Path:
     path = Path(output or Path("" if several else runs[0]) / "report.html")
     write_atomically(path, page)
     return path
+
+
+def print_report(runs: Sequence[str], output: str | None = None) -> int:
+    """Write the page, print its path, and return 0."""
+    print(write_report(runs, output))
+    return 0
 
 
 def _parts(folder: Path) -> dict[str, Any]:

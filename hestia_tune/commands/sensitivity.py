@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hestia_tune.annealing import AnnealingSchedule
+from hestia_tune.commands.launch import next_command
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError, one_line
@@ -41,6 +42,10 @@ def run_sensitivity(config: RunConfig | Mapping[str, Any]) -> int:
     config = RunConfig.parse(config)
     generate_missing(config)
     estimate(config)
+    if dist.get_rank() == 0:
+        found = f"sensitivity={config.sensitivity_estimation.output}"
+        print(f"{config.sensitivity_estimation.output} has the scores. Next:")
+        print(f"  {next_command('qat', *([] if config.sensitivity == 'auto' else [found]))}")
     end_process_group()
     return 0
 
@@ -98,7 +103,9 @@ def _measure(
 ) -> SensitivityArtifact:
     """Estimate the sensitivity of the pretrained model. Collective."""
     config = planned.config
-    log.info(f"measuring the sensitivity of {len(planned.layers)} layers")
+    log.info(
+        f"measuring how much the loss depends on each of {len(planned.layers)} layers (sensitivity)"
+    )
     model = build.load_on_all_ranks(config.model, state, planned.device)
     weights = weights_of(planned.layers, dict(model.named_parameters()))
     options = {"seed": config.seed or 0, "journal": journal}
@@ -132,7 +139,7 @@ def _draw(
     fan = f"{path.stem}_temperatures.png".removeprefix("sensitivity_")
     plot_temperatures(schedule, artifact.scores, path.with_name(fan))
     worst = max(artifact.score_standard_errors.values())
-    log.info(f"sensitivity: wrote {path}, with scores known to +-{worst:.4f} or better")
+    log.info(f"sensitivity: wrote {path}; the standard error of a score is at most {worst:.4f}")
     ranking = sorted(artifact.scores.items(), key=lambda item: item[1], reverse=True)
     shown = [f"  {score:.3f}  {name}" for name, score in ranking]
     gap = [f"  ... {len(shown) - 10} layers between ..."] if len(shown) > 10 else []

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hestia_tune.commands.launch import next_command
 from hestia_tune.config.run import RunConfig
 from hestia_tune.data import verify_token_shards, write_token_shards
 from hestia_tune.errors import InputError
@@ -32,8 +33,10 @@ def run_tokenize(config: RunConfig | Mapping[str, Any]) -> int:
     tokenizer = build.instantiate(config.tokenizer, "tokenizer")
     index = write_token_shards(tokenizer, folder, **section)
     verify_token_shards(folder)
+    shards = ("dataset.source=token_shards", f"dataset.data_files={folder}")
+    train = next_command("qat", *shards)
     print(
-        f"{index['num_tokens']:,} tokens of {index['num_documents']:,} documents are in {folder}; "
-        f"train on them with dataset.source=token_shards dataset.data_files={folder}"
+        f"{index['num_tokens']:,} tokens of {index['num_documents']:,} documents are in {folder}. "
+        f"Next:\n  {train}"
     )
     return 0

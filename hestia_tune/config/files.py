@@ -40,6 +40,8 @@ def config_path(name: str) -> Path:
         return known[name]
     if Path(name).is_file():
         return Path(name)
+    if Path(name).is_dir():
+        raise InputError(f"{name} is a folder; give a YAML file, or the name of a packaged config")
     raise InputError(
         f"no config named {name!r}, and no such file{nearest(name, known)}; "
         f"packaged configs: {', '.join(known)}"

@@ -136,7 +136,8 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
 
         def answer(windows: list, disable_tqdm: bool) -> list[tuple[float, int, int]]:
             answers = []
-            for begin in progress_bar(range(0, len(windows), size), disable=disable_tqdm):
+            starts = range(0, len(windows), size)
+            for begin in progress_bar(starts, disable=disable_tqdm, desc="comparing"):
                 batch = windows[begin : begin + size]
                 tokens = self._padded([inputs for inputs, _ in batch])
                 both = zip(self._model_call(tokens), reference._model_call(tokens), strict=True)
@@ -191,7 +192,9 @@ class DecoderLM(cast(Any, HFLM)):  # a decorator hides the type of HFLM
         """
         texts = []
         arguments: list[Any] = [request.args for request in requests]
-        for prompt, options in progress_bar(arguments, disable=disable_tqdm):
+        for prompt, options in progress_bar(
+            arguments, disable=disable_tqdm, desc="continuing texts"
+        ):
             settings: Any = normalize_gen_kwargs(options, self.max_gen_toks)
             until, max_new = settings["until"], settings["max_gen_toks"]
             if settings["do_sample"] or max_new >= self.max_length:

@@ -58,10 +58,11 @@ def locate(name: str, config: RunConfig) -> tuple[str, Path]:
     if (folder / checkpoints.META_FILE).is_file():
         return "checkpoint", folder
     if not (folder / "config.json").is_file():
-        raise InputError(
-            f"model {name!r}: no config.json in {folder}; make it first with hestia_qat or "
-            f"hestia_convert, or give another folder, or one of {', '.join(NAMES)}"
-        )
+        makes = {"trained": "hestia_qat", "packed": "hestia_convert"}.get(name)
+        remedy = f"run {makes} first" if makes else f"give a folder, or one of {', '.join(NAMES)}"
+        if name == "trained":
+            remedy += ", or leave the trained model out: eval.models=[pretrained,naive]"
+        raise InputError(f"model {name!r}: no config.json in {folder}; {remedy}")
     description = folder / DESCRIPTION_FILE
     if description.is_file() and "weights" in read_json(description):
         return "packed", folder

@@ -61,6 +61,7 @@ from hestia_tune.reconstruction.window import (
     training_step,
     windows,
 )
+from hestia_tune.units import size_text
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ class Reconstruction:
         self.blocks, self.head, self.settings = [*find_blocks(model).values()], head, settings
         self.device, self.dtype = torch.device(device), dtype
         self.seed, self._compiled, self._checkpointing = seed, compiled, checkpointing
+        self._is_first = True  # No window has been trained in this process.
         count, self.num_batches = len(self.blocks), len(loss_masks)
         plan = windows(count, settings.window, max(1, settings.window // 2))
         has_any = [bool(quantized_linears(block)) for block in self.blocks]
@@ -154,7 +156,8 @@ class Reconstruction:
                 num_streams = 2 if self._towards_predictions is None else 3
                 need = num_streams * 2 * self.num_batches * chain.hidden.numel() / 2**30
                 folder = folder if need > MEMORY_GIB else None
-                log.info(f"hidden states: {need:.2f} GiB, in {'files' if folder else 'memory'}")
+                if folder is not None:
+                    log.info(f"writing hidden states of {size_text(need * 2**30)} to {folder}")
                 shape = (self.num_batches, *chain.hidden.shape)
                 self._streams = [Stream(shape, self.device, folder) for _ in range(num_streams)]
                 self.full, self.hard = self._streams[:2]
@@ -193,6 +196,17 @@ class Reconstruction:
         del state
         for index in range(done, len(self.windows)):
             yield from self._train(index, states.pop() if states else None)
+
+    def place(self, index: int) -> str:
+        """Return the blocks of a window in words, such as "block 2 of 5". The first block is 1."""
+        (begin, end), count = self.windows[index], len(self.blocks)
+        if end == begin + 1:
+            return f"block {end} of {count}"
+        return f"all {count} blocks" if end - begin == count else f"blocks {begin + 1} to {end}"
+
+    def is_final(self, index: int) -> bool:
+        """Return whether a window is the stage towards the pretrained predictions."""
+        return index == self._towards_predictions
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after a step, for `run`. It holds the tensors themselves, no copies."""
@@ -308,7 +322,7 @@ class Reconstruction:
         settings, source = self.settings, self.hard
         begin, end = self.windows[index]
         self._advance(self.full, end, hard=False)  # Its latents are still the pretrained weights.
-        if index == self._towards_predictions:
+        if self.is_final(index):
             name, source, settings = "divergence", self._streams[-1], _kl_settings(settings)
             measure, tokens = self._divergence, self._num_predicted
         else:
@@ -322,6 +336,9 @@ class Reconstruction:
             steps, rho=0.0, tau_init=settings.tau_init, hard_fraction=HARD_FRACTION
         )
         driver = ScheduleDriver(schedule, quantized_linears(window))
+        if self._compiled and (self._is_first or name == "divergence"):
+            log.info("compiling the first step, which takes a minute or two")
+        self._is_first = False
         naive = self._error(blocks, window, source, measure, tokens)
         self._optimizer = WindowOptimizer(window, layers, settings, steps)
         if state is not None:
@@ -345,7 +362,7 @@ class Reconstruction:
             key = "lr" if name == "error" else "kl_rate"
             with of_all_ranks():
                 raise NotFiniteError(
-                    f"blocks {begin} to {end - 1}: the {name} is not finite after training; lower "
+                    f"{self.place(index)}: the {name} is not finite after training; lower "
                     f"reconstruct.{key}, now {getattr(self.settings, key)}"
                 )
         seconds = time.perf_counter() - self._started

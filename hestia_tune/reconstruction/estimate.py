@@ -39,12 +39,12 @@ from hestia_tune.reconstruction.window import (
 from hestia_tune.training.estimate import (
     LiveBytes,
     fit_text,
-    gib,
     memory_of,
     usable,
     without_data,
 )
 from hestia_tune.training.plan import Plan
+from hestia_tune.units import size_text
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +70,9 @@ class Stage:
     def describe(self, need: float) -> str:
         """Return a text with the number of bytes that the stage needs."""
         count = self.end - self.begin
-        name = "final stage" if self.is_final else "window"
-        again = ", which are computed twice" if self.recomputes and count > 1 else ""
-        return f"about {gib(need)} GiB for the {name} of {count} block{'s' * (count > 1)}{again}"
+        blocks = f"{count} blocks together" if count > 1 else "one block"
+        again = ", whose activations are computed twice" if self.recomputes and count > 1 else ""
+        return f"{size_text(need)} for {blocks}{again}"
 
 
 def stages(plan: Plan) -> list[Stage]:
@@ -173,10 +173,10 @@ def recomputes(plan: Plan, seq_len: int) -> bool:
     try:
         decided = decide(plan, seq_len, usable(memory_of(plan.device)))
     except Exception as error:  # The code of some models needs data.
-        log.info(f"the memory cannot be estimated for this model: {one_line(error)}")
+        log.debug(f"the memory cannot be estimated for this model: {one_line(error)}")
         return False
     for stage, need in decided.items():
-        log.info(f"memory: {stage.describe(need)}")
+        log.debug(f"memory: {stage.describe(need)}")
     return any(stage.recomputes for stage in decided)
 
 
@@ -201,6 +201,6 @@ def describe_stages(plan: Plan, has_device: bool = True) -> str:
         share = dataclasses.replace(stage, sequences=size // ranks)
         return stage_bytes(plan, share, seq_len) if size % ranks == 0 else math.inf
 
-    text = "; ".join(found.describe(bytes_) for found, bytes_ in decided.items())
-    remedy = "reconstruct.batch_size" + " or kl_blocks" * stage.is_final
-    return f"reconstruction: {text}{fit_text(plan, on, has_device, remedy)}"
+    text = ", ".join(found.describe(bytes_) for found, bytes_ in decided.items())
+    remedy = "reconstruct.batch_size" + " or reconstruct.kl_blocks" * stage.is_final
+    return f"memory of the reconstruction: about {text}{fit_text(plan, on, has_device, remedy)}"

@@ -14,6 +14,7 @@ to the device, in float32. The folder ``reconstruct.output`` contains:
 import contextlib
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -107,6 +108,7 @@ class ReconstructionRecipe:
             InputError: If the folder has the reconstruction of another model, or with other
                 settings.
         """
+        log.info(f"reading {self.settings.num_samples} samples, and the pretrained weights")
         batches, seed = self._calibration_batches(), self.config.seed or 0
         self.data = TrainingData(
             self.config, self.plan.tokenizer, ignore_index=IGNORE_INDEX, seed=seed
@@ -121,6 +123,7 @@ class ReconstructionRecipe:
         validation = validation_identity(self.config)
         resumes = self.config.resume_from_checkpoint  # The checkpoint has the losses already.
         if existing and (resumes or validation in (None, existing.get("validation"))):
+            log.info(f"the ternary blocks come from {self.output}")
             self.finished, self.losses = True, existing["validation_loss"]
             return
         self.computed = existing is None
@@ -131,6 +134,8 @@ class ReconstructionRecipe:
         fakes = [layer.weight_fake_quantizer for layer in quantized_linears(model).values()]
         for fake in fakes:
             fake.enabled, fake.is_hard = False, True
+        if self.data.val_loader is not None:
+            log.info("measuring the validation loss before training")
         self._validate(model, outputs.PRETRAINED)
         for fake in fakes:
             fake.enabled = True
@@ -285,7 +290,9 @@ class ReconstructionRecipe:
         self, model: nn.Module, windows: Windows, batches: Sequence[CalibrationBatch]
     ) -> None:
         """Train all windows, or until the first Ctrl-C."""
+        log.info("preparing the blocks and their inputs")
         work = self._make_engine(model, batches)
+        stages = [work.place(index) for index in range(len(work.windows))]
         self.results = results = windows.load(work)
         state = windows.load_state(len(results))
         step = state["step"] if state else 0
@@ -293,24 +300,32 @@ class ReconstructionRecipe:
         passes = [steps * size for steps, size in zip(work.steps, work.sizes, strict=True)]
         done = sum(passes[: len(results)]) + (step and step * work.sizes[len(results)])
         if done:
-            share = f"{len(results)} of {len(work.windows)} windows"
-            log.info(f"reconstruction continues after {share}, and {step} steps of the next window")
-        progress, stop = progress_bar(total=sum(passes), initial=done), StopRequest()
+            place = stages[min(len(results), len(stages) - 1)]
+            log.info(f"continuing where the run stopped: step {step} of {place}")
+        # The unit is a pass of a batch through a block, so a rate would say nothing.
+        shown = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+        progress = progress_bar(total=sum(passes), initial=done, bar_format=shown)
+        stop, is_terminal = StopRequest(), sys.stderr.isatty()
         saved, run = time.monotonic(), work.run(len(results), state)
         del state  # It is twice as large as the window.
+        self._announce(work, len(results))
+        place = stages[len(results)] if len(results) < len(stages) else ""
+        progress.set_description_str(place, refresh=is_terminal)
         with self.head_on_device(model), progress, stop.installed():
             for result in run:
                 if result is not None:
                     results.append(result)
                     windows.save(result)
                     saved = time.monotonic()
-                    progress.set_postfix_str(
-                        f"before it {result.measure} {result.error:.4f} "
-                        f"({result.naive_error:.4f} untrained)",
-                        refresh=False,
+                    log.info(
+                        f"{stages[result.index]}: {result.measure} {result.error:.3f}, was "
+                        f"{result.naive_error:.3f} before training"
                     )
+                    if len(results) < len(stages):
+                        if work.is_final(len(results)):
+                            self._announce(work, len(results))
+                        progress.set_description_str(stages[len(results)], refresh=is_terminal)
                     continue
-                progress.set_description_str(stage(work, len(results)), refresh=False)
                 progress.update(work.sizes[len(results)])
                 due = time.monotonic() - saved > _SECONDS_BETWEEN_SAVES
                 flags = [float(stop.requested), float(due)]
@@ -321,6 +336,22 @@ class ReconstructionRecipe:
                 if stops:
                     return
         self.finished = True
+
+    @staticmethod
+    def _announce(work: Reconstruction, index: int) -> None:
+        """Log what the stage of a window does."""
+        if index >= len(work.windows):
+            return
+        if work.is_final(index):
+            log.info(
+                f"stage 2: {work.place(index)} learn the pretrained model's predictions together; "
+                "the divergence is how far the predictions are apart, in nats per token"
+            )
+        else:
+            log.info(
+                f"stage 1: {len(work.blocks)} blocks become ternary one after the other; the error "
+                "is the difference from the pretrained outputs, as a share of their size"
+            )
 
     def _save_state(self, windows: Windows, work: Reconstruction, *, must_succeed: bool) -> None:
         """Save the state of the window in training; if it fails, warn, or raise if it must not."""
@@ -336,17 +367,12 @@ class ReconstructionRecipe:
     def summary(self) -> str:
         """Return what to print at the end."""
         if not self.finished:
-            return "stopped; everything trained so far is kept; the same command continues from it"
+            return "stopped; everything trained so far is kept"
         table = outputs.results_table(self.losses) + "\n\n" if self.losses else ""
-        return f"\n{table}{self.output}: hard_model, {LATENTS_FILE}, {RESULTS_FILE}, errors.png"
-
-
-def stage(work: Reconstruction, index: int) -> str:
-    """Return a window's place in the whole reconstruction, for the progress bar."""
-    (begin, end), count = work.windows[index], len(work.windows)
-    is_final = work.settings.kl_blocks and index == count - 1
-    kind = "final stage" if is_final else f"window {index + 1} of {count}"
-    return f"{kind}, block {begin}" if end == begin + 1 else f"{kind}, blocks {begin} to {end - 1}"
+        return (
+            f"\n{table}{self.output} has the ternary model (hard_model), a start for training "
+            f"({LATENTS_FILE}), the losses ({RESULTS_FILE}) and a picture (errors.png)"
+        )
 
 
 def reconstruct(config: RunConfig) -> ReconstructionRecipe:

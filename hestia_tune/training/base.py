@@ -5,9 +5,11 @@ not as importable modules. Its package ``recipes`` raises an error on import. Th
 loads the FSDP2 full fine-tune by its path. No other file does.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,12 +107,13 @@ class RecipeBase(FullFinetuneRecipeDistributed):
         self._identity, self.validation_losses = built.identity, built.losses
         self._hard_start = built.hard_start
         if self._is_rank_zero:
-            self._metric_logger = models.instantiate(config.metric_logger, "metric_logger")
+            is_disk = str(config.metric_logger["_component_"]).endswith(".DiskLogger")
+            with contextlib.redirect_stdout(None if is_disk else sys.stdout):  # it prints its path
+                self._metric_logger = models.instantiate(config.metric_logger, "metric_logger")
             self._metric_logger.log_config(OmegaConf.create(dataclasses.asdict(config)))
         self._loss_fn = planned.loss
         if config.compile:
-            log.info("compile=True: the first steps compile, which takes a minute or more")
-            training.compile_loss(self._loss_fn, verbose=self._is_rank_zero)
+            training.compile_loss(self._loss_fn, verbose=False)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
         if self._teacher is not None:
@@ -132,7 +135,8 @@ class RecipeBase(FullFinetuneRecipeDistributed):
         if self._lr_scheduler is not None:  # torchao's rates are tensors, which JSON cannot hold
             self._lr_scheduler.base_lrs = [float(rate) for rate in self._lr_scheduler.base_lrs]
         profiler = config.profiler and OmegaConf.create(config.profiler)
-        self._profiler = self._setup_profiler(profiler)
+        # torchtune's own function would warn that there is no profiler.
+        self._profiler = self._setup_profiler(profiler) if profiler else training.DummyProfiler()
         if planned.resume is not None:
             self._resume(planned.resume)
         if self._is_rank_zero:
@@ -151,7 +155,7 @@ class RecipeBase(FullFinetuneRecipeDistributed):
             self._lr_scheduler.load_state_dict(resume.rank_state["lr_scheduler"])
         if resume.meta["world_size"] == self.world_size:
             self._restored_random_state = resume.rank_state["random"]
-        log.info(f"resumed from {resume.path} at step {self.global_step}")
+        log.info(f"continuing after step {self.global_step}, from {resume.path}")
         if odd := checkpoint.machine_differences(self.config.machine_settings, resume.meta):
             log.info(f"the checkpoint is from a run with {odd}")
 
@@ -192,16 +196,19 @@ class RecipeBase(FullFinetuneRecipeDistributed):
 
     def _evaluate_baselines(self) -> None:
         """Measure the validation losses of the models before training."""
+        log.info("measuring the validation loss before training")
         hard = f"naive {self.plan.component.name}"  # quantized without training
         if self.config.reconstruction is None:
             with self.driver.latent(self._hard_start):
                 self.validation_losses[self.config.init] = self.evaluate()
         else:  # the reconstruction has measured the pretrained and the naive model
             hard = outputs.RECONSTRUCTED
+        known = set() if self.config.reconstruction is None else {*self.validation_losses}
         with self.driver.hard():
             self.validation_losses[hard] = self.evaluate()
         for label, loss in self.validation_losses.items():
-            log.info(f"validation loss, {label}: {loss:.4f}")
+            if label not in known or label == hard:
+                log.info(f"validation loss, {label}: {loss:.4f}")
 
     def _validate(self) -> None:
         """Measure and log the validation losses of the relaxed and of the hard model."""

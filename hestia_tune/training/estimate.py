@@ -35,6 +35,7 @@ from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.training.loss import training_loss
 from hestia_tune.training.optimizer import state_bytes
 from hestia_tune.training.plan import Plan
+from hestia_tune.units import duration_text, size_text
 
 # A GPU that is assumed if there is none here.
 _GPU_BYTES = 80e9
@@ -115,25 +116,20 @@ def describe_costs(plan: Plan, has_device: bool = True) -> str:
         need = estimate(plan)
     except Exception as error:  # the code of some models needs data
         return f"memory and time cannot be estimated for this model: {one_line(error)}"
+    on_gpus = plan.device.type != "cpu" or not has_device
+    divided = ", which several GPUs share" if on_gpus else ""
     parts = (
-        f"{gib(need.state)} for the state, which FSDP divides; {gib(need.gathered)} for gathered "
-        f"weights; {gib(need.activations)} for activations, logits and gradients"
+        f"{size_text(need.state)} for weights and optimizer{divided}, "
+        f"{size_text(need.gathered + need.activations)} for a step"
     )
-    lines = [f"memory: about {gib(need.peak)} GiB per process ({parts})"]
-    compiled = ", or less, because compiled blocks keep fewer activations"
-    lines[0] += compiled if plan.config.compile else ""
+    most = "at most " if plan.config.compile else "about "  # compiled blocks keep less
+    lines = [f"memory: {most}{size_text(need.peak)} ({parts})"]
     lines[0] += fit_text(plan, need.on, has_device, "batch_size")
-    lines.append(f"time: {need.flops / 1e12:.3g} TFLOP a step")
     if has_device:
         seconds = need.flops / products_per_second(plan.device, plan.dtype)
-        hours = seconds * plan.data.total_steps / 3600
-        lines[1] += f", at least {seconds:.2g} s on this device and {hours:.2g} hours in all"
+        steps = plan.data.total_steps
+        lines.append(f"time: at least {duration_text(seconds * steps)} for {steps} training steps")
     return "\n".join(lines)
-
-
-def gib(size: float) -> str:
-    """Return a number of bytes in GiB."""
-    return f"{size / 2**30:.1f}"
 
 
 def memory_of(device: torch.device | None) -> float:
@@ -165,7 +161,8 @@ def fit_text(plan: Plan, need: Callable[[int], float], has_device: bool, remedy:
     gpus = f"{enough} GPU{'s' * (enough != 1)}"
     if not has_device and enough:
         return f"; {gpus} of 80 GB"
-    text = f"; the device has {gib(memory)} GiB" if has_device else "; on GPUs of 80 GB"
+    here = "this machine" if plan.device.type == "cpu" else "the GPU"
+    text = f"; {here} has {size_text(memory)}" if has_device else "; on GPUs of 80 GB"
     if enough == ranks:
         return text
     return f"{text} (too little: lower {remedy}{f', or use {gpus}' if enough else ''})"

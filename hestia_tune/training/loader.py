@@ -39,6 +39,7 @@ from hestia_tune.data.stream import RowStream
 from hestia_tune.distributed import STOP_SIGNALS, raise_together, totals_over_ranks
 from hestia_tune.errors import InputError, warn_once
 from hestia_tune.training.data import build_dataset
+from hestia_tune.units import count_text
 
 # A step waits this many seconds for data workers. Then the run saves a checkpoint and stops.
 DATALOADER_TIMEOUT = 300
@@ -280,9 +281,9 @@ class TrainingData:
                 sequences of any length.
         """
         if not self.is_stream or isinstance(self.dataset, MixtureDataset | StreamingChatDataset):
-            return f"{seen / 1e6:.2f}M tokens"
-        each = self.sequences_per_step * self.seq_len / 1e6
-        return f"{step * each:.2f}M of {self.total_steps * each:.2f}M tokens"
+            return f"{count_text(seen)} tokens"
+        each = self.sequences_per_step * self.seq_len
+        return f"{count_text(step * each)} of {count_text(self.total_steps * each)} tokens"
 
     def identity(self) -> dict[str, Any]:
         """Return the numbers that must not change when a run is resumed."""

@@ -49,13 +49,20 @@ class HestiaQATRecipe(RecipeBase):
         """Train to the last step and set ``finished``. The first Ctrl-C saves and stops."""
         if self._device.type == "cuda":
             training.cleanup_before_training()
+        steps = self.total_steps - self.global_step
+        stage = "stage 3: " if self.config.reconstruction is not None else ""
+        log.info(f"{stage}training the whole model for {steps} steps")
+        if self.config.compile and steps:
+            log.info("compiling the first step, which takes a minute or two")
         if self.global_step:
             self._measure()  # the resumed run may have stopped before it measured
         elif self.data.val_loader is not None:
             self._evaluate_baselines()
         if self.global_step < self.total_steps:
             self._statistics.update()
-        progress = progress_bar(total=self.total_steps, initial=self.global_step, desc="training")
+        progress = progress_bar(
+            total=self.total_steps, initial=self.global_step, desc="training", unit=" steps"
+        )
         self._profiler.start()
         with progress, self.stop_request.installed():
             while self.global_step < self.total_steps:
@@ -178,7 +185,7 @@ class HestiaQATRecipe(RecipeBase):
         if self.data.is_stream:
             sequences = self.global_step * self.data.sequences_per_step
             description["stream"] = {"sequences": sequences}
-            log.info(f"read from the stream: {description['stream']}")
+        log.info(f"writing the ternary model to {self.output_dir / 'hard_model'}")
 
         def write() -> None:
             folder, checkpointer = self.output_dir, self.plan.checkpointer
@@ -203,14 +210,10 @@ class HestiaQATRecipe(RecipeBase):
         """Return the text to print at the end."""
         if self.finished:
             return (
-                f"\n{self.table()}\n\n{self.output_dir}: hard_model, results.json, curves.png\n"
-                "next, with the same --config and overrides: tune run hestia_convert, "
-                "tune run hestia_eval"
+                f"\n{self.table()}\n\n{self.output_dir} has the ternary model (hard_model), the "
+                "losses (results.json) and a picture (curves.png)"
             )
-        return (
-            f"stopped after step {self.global_step}, checkpoint written; "
-            "resume with resume_from_checkpoint=True"
-        )
+        return f"stopped after step {self.global_step} of {self.total_steps}; a checkpoint is kept"
 
     def table(self) -> str:
         """Return the validation losses as Markdown, or the training losses if there are none."""

@@ -256,7 +256,7 @@ def test_the_code_in_the_documentation_runs(tmp_path, monkeypatch, heading):
     make_qwen3(hidden_size=128, intermediate_size=128, head_dim=64).save_pretrained(
         "Qwen/Qwen3-0.6B"
     )
-    code = python_of("your_model.md", heading).replace(
+    code = python_of("other_ways.md", heading).replace(
         "max_steps=1000", "max_steps=3, use_cpu=True, report_to=[]"
     )
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 128, (8, 16))]

@@ -90,18 +90,18 @@ def test_validate_says_what_a_reconstruction_needs(model_dir, tmp_path, monkeypa
     monkeypatch.setattr(estimate_module, "stage_bytes", need)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2e11))
     decided = planned(model_dir, tmp_path)
-    text = "reconstruction: about 0.9 GiB for the window of 1 block; "
-    text += "about 121.1 GiB for the final stage of 2 blocks; the device has 186.3 GiB"
+    text = "memory of the reconstruction: about 1.0 GB for one block, "
+    text += "130 GB for 2 blocks together; this machine has 200 GB"
     assert describe_stages(decided) == text
-    again = text.replace("121.1", "83.8").partition("; the device")[0]
-    again += ", which are computed twice"
+    again = text.replace("130", "90").partition("; this machine")[0]
+    again += ", whose activations are computed twice"
     # Two ranks take 4 sequences each: 70 GB, and 72 GB of a GPU may be used.
     assert describe_stages(decided, has_device=False) == f"{again}; 2 GPUs of 80 GB"
-    few = " (too little: lower reconstruct.batch_size or kl_blocks"
+    few = " (too little: lower reconstruct.batch_size or reconstruct.kl_blocks"
     monkeypatch.setattr(estimate, "_GPU_BYTES", 5e10)
     assert describe_stages(decided, has_device=False) == f"{again}; on GPUs of 80 GB{few})"
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8e10))
-    assert describe_stages(decided).endswith(f"the device has 74.5 GiB{few})")
+    assert describe_stages(decided).endswith(f"this machine has 80 GB{few})")
 
 
 @pytest.mark.parametrize("size", [1, 2**20, 2**20 + 1, 36 * 2**20, 96 * 2**20])

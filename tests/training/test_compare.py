@@ -1,4 +1,4 @@
-"""Test ``python -m hestia_tune compare``: one table of several runs."""
+"""Test ``hestia compare``: one table of several runs."""
 
 import json
 import re
@@ -42,6 +42,22 @@ def test_a_model_with_different_losses_has_a_row_per_run(tmp_path, capsys):
     assert found[one][2] == "-"  # no common model to recover
 
 
+def test_a_reconstruction_belongs_to_its_run(tmp_path, capsys):
+    losses = {"reconstructed, hard": 3.5}
+    one = write_run(tmp_path / "one", **losses, **{"trained, hard": 3.0})
+    other = write_run(tmp_path / "other", **{"trained, hard": 4.0})
+    same = write_run(tmp_path / "same", **losses, **{"trained, hard": 2.9})
+    assert main(["compare", one, other, same]) == 0
+    found = rows_of(capsys.readouterr().out)
+    names = [f"reconstructed, hard ({run})" for run in (one, same)]
+    assert [*found] == ["pretrained", "naive ternary", *names, one, other, same]
+
+
+def test_a_run_that_does_not_exist(tmp_path, capsys):
+    assert main(["compare", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere does not exist; give the output_dir of a run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -56,4 +72,4 @@ def test_errors_are_one_line(tmp_path, capsys, content, message):
         (tmp_path / "results.json").write_text(content)
     assert main(["compare", str(tmp_path)]) == 1
     told = capsys.readouterr()
-    assert re.fullmatch(f"error: .*{message}.*\\n", told.err) and told.out == ""
+    assert re.fullmatch(f"compare: error: .*{message}.*\\n", told.err) and told.out == ""

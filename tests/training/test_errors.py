@@ -263,16 +263,6 @@ def test_out_of_memory_names_the_remedy(monkeypatch, capsys):
     assert "lower batch_size" in line and "enable_activation_checkpointing=True" in line
 
 
-@pytest.mark.parametrize("module", ["hestia_qat", "hestia_convert", "hestia_tune"])
-def test_help_imports_neither_torch_nor_torchtune(module):
-    """They take seconds."""
-    command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "hestia_tune.config.run" in imported
-    assert imported.isdisjoint({"torch", "torchao", "torchtune"})
-
-
 def test_help_lists_every_option(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "--help"])
     assert main(lambda run: pytest.fail("it must not run"), "x") == 0

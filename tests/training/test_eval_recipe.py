@@ -151,8 +151,8 @@ def test_paths_that_differ_in_one_character_have_different_files(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("eval.models=[trained]", "no config.json in .*hard_model; make it first with hestia_qat"),
-        ("eval.models=[packed]", "make it first with hestia_qat or hestia_convert"),
+        ("eval.models=[trained]", "no config.json in .*hard_model; run hestia_qat first"),
+        ("eval.models=[packed]", "run hestia_convert first"),
         ("eval.models=[checkpoint]", "no complete checkpoint in"),
         ("eval.models=[pretraned]", "or give another folder, or one of pretrained"),
         ("eval.models=[]", "must name at least one model"),
