@@ -1,6 +1,7 @@
 """Test folders read as they are: packed layouts of other programs, and what `inspect` says."""
 
 import json
+import re
 import weakref
 
 import pytest
@@ -234,3 +235,66 @@ def test_reading_holds_one_weight_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(PackedWeight, "dequantize", counted)
     read_matrices(folder)
     assert len(made) == NUM_LINEARS and max(made) <= 1
+
+
+def write_gguf(path, tensors):
+    """Write tensors with the package gguf: name -> (values, type)."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, (values, kind) in tensors.items():
+        kind = getattr(gguf.GGMLQuantizationType, kind)
+        writer.add_tensor(name, gguf.quants.quantize(values.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_is_described_by_its_types(tmp_path, capsys):
+    """Exact ternary blocks have three levels, and other blocks have their type."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 256, generator=generator)
+    hard = hard_ternary(weight, group_size=256).half().float()
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        {
+            "token_embd.weight": (weight, "F16"),
+            "blk.0.attn_q.weight": (hard, "TQ2_0"),
+            "blk.0.ffn_down.weight": (weight, "Q4_0"),
+            "output_norm.weight": (torch.ones(256), "F32"),
+        },
+    )
+    found, num_bytes = read_matrices(path)
+    stored = {m.name: (m.stored, m.levels, 8 * m.nbytes / m.size) for m in found}
+    assert stored == {
+        "blk.0.attn_q": ("TQ2_0", 3, 2.0625),
+        "blk.0.ffn_down": ("Q4_0", None, 4.5),
+        "token_embd": ("F16", None, 16.0),
+    }
+    assert num_bytes == sum(m.nbytes for m in found) + 4 * 256
+    assert main(["inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "| blk.0.attn_q | 3 | 256 | 2.062 |" in out or "| blk.0.attn_q | 3 | channel |" in out
+    assert "1 linears: Q4_0" in out and "token_embd dense F16" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.gguf", b"GGUF, but no file", "model.gguf cannot be read by the package gguf"),
+        ("none.gguf", None, "none.gguf does not exist; give the folder of a model, or a .gguf"),
+        ("none", None, "none does not exist"),
+        ("model.bin", b"x", "model.bin is no folder and no .gguf file"),
+        ("folder/model.gguf", b"x", r"has no safetensors; inspect its GGUF file: .*model.gguf"),
+    ],
+)
+def test_inspect_says_what_it_cannot_read(tmp_path, capsys, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    path = path.parent if path.parent != tmp_path else path
+    assert main(["inspect", str(path)]) == 1
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error")]
+    assert re.search(message, line), line
