@@ -78,6 +78,7 @@ _FOR_JAVASCRIPT = {"dtype": "q2", "use_external_data_format": {Path(_MODEL_FILE)
 _ACCURACY_LEVELS = {8: 4, 32: 1}  # bits of activations -> accuracy_level of MatMulNBits
 _HEADS = ("float32", "int8")
 _EMBEDDING, _HEAD = "/model/embed_tokens/Gather", "/lm_head/MatMul"
+_SCALED = "/model/embed_tokens/Mul"
 # Architecture -> the one that the builder shall make of it. The builder knows more architectures,
 # whose linears it does not read in the layout of GPTQ.
 _ARCHITECTURES = {
@@ -416,7 +417,7 @@ def _arrange(source: ModelFolder, folder: Path) -> None:
 
 
 def _set_positions(source: ModelFolder, graph: Any, folder: Path) -> None:
-    """Write the tables of positions of transformers into a graph, and the window of each layer.
+    """Write the positions and scales of transformers into a graph, and the window of each layer.
 
     Args:
         source: The hard model.
@@ -441,6 +442,11 @@ def _set_positions(source: ModelFolder, graph: Any, folder: Path) -> None:
             else:
                 tensor.CopyFrom(onnx.numpy_helper.from_array(values.numpy(), tensor.name))
     full = full_config(source.folder)
+    if full["model_type"].startswith("gemma"):  # the builder rounds this number to two decimals
+        scale = torch.tensor([full["hidden_size"] ** 0.5])
+        graph.initializer.append(onnx.numpy_helper.from_array(scale.numpy(), "embedding_scale"))
+        for node in (node for node in graph.node if node.name == _SCALED):
+            node.input[1] = "embedding_scale"
     kinds, window = _kinds(full), full.get("sliding_window") or -1
     turned = full.get("no_rope_layers") or [1] * len(kinds)  # 0: a layer without positions
     for node in graph.node:
