@@ -393,6 +393,8 @@ def _small_error(
         try:
             every = ModelFolder(folder, dict.fromkeys(names[:0]))
             kept = [name for name in names if len(every.shapes.get(name, ())) == 2]
+            if not kept:
+                return None
             source = ModelFolder(folder, dict.fromkeys(kept, "channel"), quantize=True)
             write(source, Path(work, "out"))
         except InputError as error:
