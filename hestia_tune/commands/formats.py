@@ -88,8 +88,8 @@ shortened. These words are in them:
 | block | A GGUF file stores the weights in blocks. The type of the blocks limits the group size and the number of levels ([limits](convert.md#block-types-of-gguf)). |
 | plain | a layer with the forward function of `torch.nn.Linear`; Falcon's layers have their own |
 | packed | stored in few bits |
-| `X` must load (or run) a model with the hard model's logits; it raises: `E` | `hestia_convert` writes a file under a temporary name. Then the program `X` must load the file and compute the logits of the hard model. `X` failed with the error `E`. |
-| requested group size 256 (GPT-J) | mlx-lm assumes that the MLP of GPT-J is four times as wide as the model, and computes the group size from this width. The small GPT-J of the test has a narrower MLP. A GPT-J with the usual width can be written. |
+| `X` must load (or run) a model with the hard model's logits; it raises: `E` | The program `X` must compute the logits of transformers: before training with a small random model, and then with the written file. `X` failed with the error `E`. |
+| their relative difference | The logits of the program differ, here behind the sliding window of 16 tokens that the small model has. |
 """  # noqa: E501
 
 

@@ -350,7 +350,7 @@ def check_small(name: str, source: ModelFolder, write: Callable[[ModelFolder, Pa
     """
     config = full_config(source.folder)
     text = json.dumps(small_config(config), sort_keys=True)
-    if error := _small_error(text, tuple(source.quantized), write):
+    if error := _small_error(name, text, tuple(source.quantized), write):
         small = limits_of(json.loads(text))
         error = error.replace(str(small), str(limits_of(config)))
         rule, *rest = error.removesuffix(REMEDY).rstrip("; ").split("; ", 1)
@@ -374,15 +374,18 @@ def unusual_values(folder: Path) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _small_error(
-    text: str, names: tuple[str, ...], write: Callable[[ModelFolder, Path], Any]
+    name: str, text: str, names: tuple[str, ...], write: Callable[[ModelFolder, Path], Any]
 ) -> str | None:
     """Return why a format cannot hold a small model, or None.
 
     Args:
+        name: The format.
         text: The config of the small model as JSON.
         names: Names of the weights that are quantized in the large model.
         write: See `check_small`.
     """
+    kind = json.loads(text)["model_type"]
+    log.info(f"checking the format {name} with a small random {kind}, which takes some seconds")
     shown = io.StringIO()  # progress bars of a small model are noise
     with tempfile.TemporaryDirectory() as work, redirect_stderr(shown), redirect_stdout(shown):
         try:
@@ -393,6 +396,8 @@ def _small_error(
         try:
             every = ModelFolder(folder, dict.fromkeys(names[:0]))
             kept = [name for name in names if len(every.shapes.get(name, ())) == 2]
+            if not kept:
+                return None
             source = ModelFolder(folder, dict.fromkeys(kept, "channel"), quantize=True)
             write(source, Path(work, "out"))
         except InputError as error:

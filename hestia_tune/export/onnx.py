@@ -16,14 +16,10 @@ names that transformers.js expects (``onnx/model_q2.onnx``: 2-bit products, the 
 it loads the folder too. The products round activations to 8 bits, like the products of
 `hestia_tune.tensors.kernels`. Everything else is float32.
 
-The builder knows the norms, biases, multipliers and caps of a family. What depends on the position
-of a token follows from transformers instead: its own rotary embedding gives the tables of cosines
-and sines, and its ``layer_types`` the window of each layer. So every scaling of positions that
-does not depend on the length of the text is exact. A linear that holds query, key and value, or
-gate and up, is split by its rows.
-
-Before the folder gets its name, every code and every scale is read back and compared, and
-onnxruntime computes logits with exact activations (`hestia_tune.export.compare`).
+A linear that holds query, key and value, or gate and up, is split by its rows.
+`hestia_tune.export.onnx_graph` changes the graph that was built. Before the folder gets its name,
+every code and every scale is read back and compared, and onnxruntime computes logits with exact
+activations (`hestia_tune.export.compare`).
 """
 
 import logging
@@ -32,7 +28,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -43,7 +38,6 @@ import torch
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.export.compare import (
     REMEDY,
-    Text,
     check_small,
     compare,
     full_config,
@@ -57,51 +51,36 @@ from hestia_tune.export.folder import (
     write_folder,
     write_texts,
 )
-from hestia_tune.files import read_json, staged
+from hestia_tune.export.onnx_graph import (
+    ARCHITECTURES,
+    MODEL_FILE,
+    arrange,
+    builder_config,
+    exact_logits,
+)
+from hestia_tune.files import staged
 from hestia_tune.models.folder import (
     DESCRIPTION_FILE,
     ModelFolder,
     copy_side_files,
     import_optional,
 )
-from hestia_tune.models.hugging_face_model import read_config
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.group_tensor import GroupTensor
 from hestia_tune.tensors.kernels import BLOCKS
 
-_BUILT_FILE, _MODEL_FILE = "model.onnx", "onnx/model_q2.onnx"
-_SETTINGS_FILE = "genai_config.json"
-_HEAD_DIM = "kv_cache_dim"  # the builder's name of the last axis of the cache
 _FIELDS = 16  # fields of 2 bits in an int32
 # What transformers.js has to know: the suffix of the file's name, and that it has one data file.
-_FOR_JAVASCRIPT = {"dtype": "q2", "use_external_data_format": {Path(_MODEL_FILE).name: 1}}
+_FOR_JAVASCRIPT = {"dtype": "q2", "use_external_data_format": {Path(MODEL_FILE).name: 1}}
 _ACCURACY_LEVELS = {8: 4, 32: 1}  # bits of activations -> accuracy_level of MatMulNBits
 _HEADS = ("float32", "int8")
 _EMBEDDING, _HEAD = "/model/embed_tokens/Gather", "/lm_head/MatMul"
-# Architecture -> the one that the builder shall make of it. The builder knows more architectures,
-# whose linears it does not read in the layout of GPTQ.
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "LlamaForCausalLM",
-    "MistralForCausalLM": "MistralForCausalLM",
-    "Qwen2ForCausalLM": "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "Qwen3ForCausalLM",
-    "GemmaForCausalLM": "GemmaForCausalLM",
-    "Gemma2ForCausalLM": "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM": "Gemma3ForCausalLM",
-    "GraniteForCausalLM": "GraniteForCausalLM",
-    "SmolLM3ForCausalLM": "LlamaForCausalLM",  # the rotary embedding is taken out of some layers
-    "Phi3ForCausalLM": "MistralForCausalLM",  # a Mistral whose linears hold several
-}
 # Types of rotary embeddings whose tables depend on the length of the text.
 _CHANGING = ("dynamic", "longrope")
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-# Tables of the built model -> the layers whose rotary embedding they hold.
-_TABLES = {"cache": None, "cache_global": _GLOBAL, "cache_local": _LOCAL}
 _TOLERANCES = {"float32": 1e-3, "int8": 0.05}  # of logits, by kind of head
 log = logging.getLogger(__name__)
 _NODE = re.compile(r"/model/(layers\.\d+)/(attn|mlp)/(\w+)_proj/MatMulNBits")
 _LINEAR = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp)\.)(\w+)_proj\.weight")
-_ATTENTION = re.compile(r"/model/layers\.(\d+)/attn/GroupQueryAttention")
 
 
 def write_onnx(
@@ -137,6 +116,7 @@ def write_onnx(
             f"{[*_ACCURACY_LEVELS]}; got {head!r} and {activation_bits!r}"
         )
     block_of(source)
+    log.info("building the ONNX model")
     return _write(source, target, overwrite, head, activation_bits)
 
 
@@ -159,7 +139,7 @@ def _write(
         }
 
     layout = {"quant_method": "gptq", "bits": 2, "group_size": block, "desc_act": False}
-    texts = {"config.json": _builder_config(source) | {"quantization_config": layout}}
+    texts = {"config.json": builder_config(source) | {"quantization_config": layout}}
     with (
         staged(target.resolve()) as staging,
         tempfile.TemporaryDirectory(dir=staging.parent) as work,
@@ -173,13 +153,13 @@ def _write(
         staging.mkdir()
         copy_side_files(source.folder, staging)  # licences; the builder writes the tokenizer again
         _build(Path(work), staging, head, _ACCURACY_LEVELS[activation_bits])
-        _arrange(source, staging)
+        arrange(source, staging)
         quantized_bytes = _check(source, staging)
         rule = f"onnxruntime must run a {source.config['model_type']} with the hard model's logits"
-        compare(source, partial(_logits, staging), _TOLERANCES[head], rule, REMEDY)
+        compare(source, partial(exact_logits, staging), _TOLERANCES[head], rule, REMEDY)
         config = source.config | {"transformers.js_config": _FOR_JAVASCRIPT}
         write_texts(staging, {"config.json": config, DESCRIPTION_FILE: source.description})
-        num_bytes = sum(file.stat().st_size for file in staging.glob(f"{_MODEL_FILE}*"))
+        num_bytes = sum(file.stat().st_size for file in staging.glob(f"{MODEL_FILE}*"))
     return sizes(source.shapes, source.quantized, num_bytes, quantized_bytes)
 
 
@@ -206,7 +186,6 @@ def block_of(source: ModelFolder) -> int:
     block = _block(source)
     config = full_config(source.folder)
     if limits_of(config).longest or unusual_values(source.folder):
-        log.info(f"building a small {config['model_type']} for onnxruntime, which takes seconds")
         check_small("onnx", source, _write_small)
     return block
 
@@ -216,9 +195,9 @@ def _block(source: ModelFolder) -> int:
     for package in ("onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "transformers"):
         import_optional(package, "onnx")
     architecture = next(iter(source.config.get("architectures") or []), None)
-    if architecture not in _ARCHITECTURES:
+    if architecture not in ARCHITECTURES:
         raise InputError(
-            f"ONNX export knows the architectures {', '.join(_ARCHITECTURES)}; got {architecture}; "
+            f"ONNX export knows the architectures {', '.join(ARCHITECTURES)}; got {architecture}; "
             "export to another format"
         )
     ropes = full_config(source.folder).get("rope_parameters") or {}
@@ -289,55 +268,6 @@ def _parts_of(name: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def _builder_config(source: ModelFolder) -> dict[str, Any]:
-    """Return a config.json for the builder, whose tables of positions are replaced afterwards."""
-    full = full_config(source.folder)
-    config = {key: value for key, value in full.items() if not isinstance(value, (dict, list))}
-    config["layer_types"] = _kinds(full)
-    config["architectures"] = [_ARCHITECTURES[source.config["architectures"][0]]]
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    if (part := (full.get("rope_parameters") or {}).get("partial_rotary_factor")) is not None:
-        rope["partial_rotary_factor"] = part
-    config |= {"rope_parameters": rope, "max_position_embeddings": _rows(full)}
-    config.pop("original_max_position_embeddings", None)
-    if full["model_type"] == "gemma3_text":  # the builder needs one set of rotary parameters
-        config |= {"model_type": "gemma2", "rope_local_base_freq": 10000.0}
-    return config
-
-
-def _kinds(full: Mapping[str, Any]) -> list[str]:
-    """Return the kind of attention of each layer."""
-    local = _LOCAL if limits_of(full).window else _GLOBAL
-    return full.get("layer_types") or [local] * full["num_hidden_layers"]
-
-
-def _rows(full: Mapping[str, Any]) -> int:
-    """Return the number of positions of a model. A scaling may stretch those of config.json."""
-    rope = full.get("rope_parameters") or {}
-    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-    return max(full["max_position_embeddings"], int((original or 0) * (factor or 1)))
-
-
-@torch.no_grad()
-def _positions(source: ModelFolder, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines (positions, rotary dimensions / 2) of transformers.
-
-    Args:
-        source: The model.
-        kind: The kind of layer, for a model with a rotary embedding for each. None: any.
-    """
-    transformers = import_optional("transformers")
-    config = read_config(str(source.folder))
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.device("cpu"):
-        rotary = type(model.model.rotary_emb)(config=config)
-    which = {"layer_type": kind} if kind else {}
-    positions = torch.arange(_rows(full_config(source.folder)))[None]
-    cos, sin = rotary(torch.zeros(1), positions, **which)
-    return tuple(part[0, :, : part.shape[-1] // 2].contiguous() for part in (cos, sin))
-
-
 def _gptq(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:
     """Return the tensors of one weight in the layout of GPTQ; see the module docstring."""
     rows, columns = hard.shape
@@ -366,7 +296,6 @@ def _build(work: Path, target: Path, head: str, accuracy_level: int) -> None:
     options += [f"nodes_to_exclude={','.join(kept)}", f"accuracy_level={accuracy_level}"]
     # transformers.js and other programs do not know a cache that forgets what left the window.
     options += ["hf_token=false", "windowed_kv_cache=false"]
-    log.info("building the ONNX model")
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-e", "cpu", "-p", "int4"]
     command += ["-i", str(work / "gptq"), "-o", str(target), "-c", str(work / "cache")]
     done = subprocess.run(
@@ -384,76 +313,6 @@ def _build(work: Path, target: Path, head: str, accuracy_level: int) -> None:
         )
 
 
-def _arrange(source: ModelFolder, folder: Path) -> None:
-    """Set positions and windows, and give a folder the names of transformers.js.
-
-    transformers.js reads the shape of an empty cache off the model, so no axis but the batch and
-    the length may have a name.
-
-    Args:
-        source: The hard model.
-        folder: The folder that was built.
-    """
-    import onnx
-
-    settings, file = read_json(folder / _SETTINGS_FILE), folder / _MODEL_FILE
-    decoder, data = settings["model"]["decoder"], f"{file.name}_data"
-    file.parent.mkdir()
-    (folder / f"{_BUILT_FILE}.data").rename(file.with_name(data))
-    model = onnx.load(str(folder / _BUILT_FILE), load_external_data=False)
-    (folder / _BUILT_FILE).unlink()
-    for tensor in model.graph.initializer:
-        for entry in tensor.external_data:
-            entry.value = data if entry.key == "location" else entry.value
-    _set_positions(source, model.graph, file.parent)
-    for value in (*model.graph.input, *model.graph.output):
-        for axis in value.type.tensor_type.shape.dim:
-            if axis.dim_param == _HEAD_DIM:
-                axis.dim_value = decoder["head_size"]
-    onnx.save(model, str(file))
-    decoder["filename"] = _MODEL_FILE
-    write_texts(folder, {_SETTINGS_FILE: settings})
-
-
-def _set_positions(source: ModelFolder, graph: Any, folder: Path) -> None:
-    """Write the tables of positions of transformers into a graph, and the window of each layer.
-
-    Args:
-        source: The hard model.
-        graph: The graph that was built. It is changed.
-        folder: The folder of its data.
-    """
-    import onnx
-
-    tensors = {tensor.name: tensor for tensor in graph.initializer}
-    for table, kind in _TABLES.items():
-        if f"cos_{table}" not in tensors:
-            continue
-        for word, values in zip(("cos", "sin"), _positions(source, kind), strict=True):
-            tensor = tensors[f"{word}_{table}"]
-            if tuple(tensor.dims) != tuple(values.shape):
-                raise RuntimeError(f"the builder's table {tensor.name} is {tensor.dims}")
-            place = {entry.key: entry.value for entry in tensor.external_data}
-            if place:
-                with (folder / place["location"]).open("r+b") as stream:
-                    stream.seek(int(place.get("offset", 0)))
-                    stream.write(values.numpy().tobytes())
-            else:
-                tensor.CopyFrom(onnx.numpy_helper.from_array(values.numpy(), tensor.name))
-    full = full_config(source.folder)
-    kinds, window = _kinds(full), full.get("sliding_window") or -1
-    turned = full.get("no_rope_layers") or [1] * len(kinds)  # 0: a layer without positions
-    for node in graph.node:
-        if match := _ATTENTION.fullmatch(node.name):
-            layer = int(match[1])
-            values = {"local_window_size": window if kinds[layer] == _LOCAL else -1}
-            values["do_rotary"] = int(turned[layer])
-            kept = [entry for entry in node.attribute if entry.name not in values]
-            del node.attribute[:]
-            node.attribute.extend(kept)
-            node.attribute.extend(onnx.helper.make_attribute(*pair) for pair in values.items())
-
-
 def _check(source: ModelFolder, folder: Path) -> int:
     """Compare codes times scales of every product with the hard model.
 
@@ -469,7 +328,7 @@ def _check(source: ModelFolder, folder: Path) -> int:
     """
     import onnx
 
-    file = folder / _MODEL_FILE
+    file = folder / MODEL_FILE
     model = onnx.load(str(file), load_external_data=False)
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
     num_bytes, seen = 0, set()
@@ -506,44 +365,3 @@ def _check(source: ModelFolder, folder: Path) -> int:
     if missing := places.keys() - seen:
         raise RuntimeError(f"onnxruntime-genai built no 2-bit product of {min(missing)}")
     return num_bytes
-
-
-def _logits(folder: Path, texts: Sequence[Text]) -> list[torch.Tensor]:
-    """Return the logits of each text, as `hestia_tune.export.compare.Run` says.
-
-    onnxruntime runs a copy of the graph whose products do not round activations.
-    """
-    import numpy as np
-    import onnx
-    import onnxruntime
-
-    file = folder / _MODEL_FILE
-    model, exact = onnx.load(str(file), load_external_data=False), file.with_name("exact.onnx")
-    for node in model.graph.node:
-        for entry in node.attribute:
-            if entry.name == "accuracy_level":
-                entry.i = _ACCURACY_LEVELS[32]
-    onnx.save(model, str(exact))
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
-    try:
-        session = onnxruntime.InferenceSession(
-            str(exact), options, providers=["CPUExecutionProvider"]
-        )
-    finally:
-        exact.unlink()
-    past = {v.name: v.shape for v in session.get_inputs() if v.name.startswith("past")}
-    present = [name.replace("past_key_values", "present") for name in past]
-    found = []
-    for text in texts:
-        caches = [np.zeros((1, shape[1], 0, shape[3]), np.float32) for shape in past.values()]
-        kept, length = [], 0
-        for index, part in enumerate(text.parts):
-            length += part.shape[1]
-            inputs = {"input_ids": part.numpy(), "attention_mask": np.ones((1, length), np.int64)}
-            inputs |= dict(zip(past, caches, strict=True))
-            logits, *caches = session.run(["logits", *present], inputs)
-            if index >= text.skip:
-                kept.append(torch.from_numpy(logits))
-        found.append(torch.cat(kept, 1))
-    return found

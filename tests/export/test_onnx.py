@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
 from hestia_tune.export import onnx as onnx_export
+from hestia_tune.export import onnx_graph
 from hestia_tune.export.folder import write_huggingface
 from hestia_tune.export.onnx import write_onnx
 from hestia_tune.methods import Method
@@ -109,16 +110,90 @@ def failing(source, folder):
     raise RuntimeError("as asked")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["Llama 3 (scaled rotary)", "Mistral", "Qwen3"])
-def test_families(tmp_path, family):
-    folder = make_family(tmp_path / "model", family)
-    names = [name for name in SafetensorsFolder(folder).shapes if is_linear(name)]
-    source = ModelFolder(folder, dict.fromkeys(names, 32), quantize=True)
+KINDS = ["sliding_attention", "full_attention"]
+WINDOW = {"sliding_window": 24, "max_position_embeddings": 256}
+SOME = {"use_sliding_window": True, "max_window_layers": 1} | WINDOW
+NESTED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+}
+
+
+def with_rope(**rope):
+    return {"rope_parameters": {"rope_theta": 10000.0} | rope, "max_position_embeddings": 256}
+
+
+YARN = with_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+LONG = with_rope(rope_type="longrope", factor=4.0, original_max_position_embeddings=64)
+LONG["rope_parameters"] |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+LINEAR, DYNAMIC = (with_rope(rope_type=kind, factor=4.0) for kind in ("linear", "dynamic"))
+
+
+def naive(folder) -> ModelFolder:
+    shapes = SafetensorsFolder(folder).shapes
+    names = [name for name in shapes if is_linear(name)]
+    return ModelFolder(folder, dict.fromkeys(names, 32), quantize=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Qwen2", SOME | YARN),
+        *(
+            pytest.param(family, {"max_position_embeddings": 256} | changes, marks=pytest.mark.slow)
+            for family, changes in [
+                ("Llama 3 (scaled rotary)", {}),
+                ("Llama", LINEAR),
+                ("Llama", YARN),
+                ("Llama", {"attention_bias": True, "hidden_act": "gelu"}),
+                ("Mistral", WINDOW),
+                ("Qwen3", SOME | {"max_window_layers": 0}),
+                ("Gemma", {}),
+                ("Gemma 2", WINDOW),
+                ("Gemma 3", {"num_hidden_layers": 6, "rope_parameters": NESTED} | WINDOW),
+                ("Gemma 3", {"num_hidden_layers": 4, "layer_types": KINDS * 2} | WINDOW),
+                ("Granite", {}),
+                ("SmolLM3", {"use_sliding_window": True, "layer_types": KINDS * 2} | WINDOW),
+                ("Phi-3", WINDOW),
+            ]
+        ),
+    ],
+)
+def test_families(tmp_path, family, changes):
+    """The text is longer than the window and the original context; onnxruntime-genai reads it."""
+    source = naive(make_family(tmp_path / "model", family, **changes))
     write_onnx(source, tmp_path / "out", activation_bits=32)
     write_huggingface(source, tmp_path / "hard")
-    found, expected = logits(tmp_path / "out"), expected_logits(tmp_path / "hard")
+    tokens = torch.randint(2, 264, (1, 200), generator=torch.Generator().manual_seed(1))
+    expected = transformers_logits(tmp_path / "hard", tokens)[0, -4:]
+    parts = [tokens[0, :-3].tolist(), *([int(token)] for token in tokens[0, -3:])]
+    found = genai_logits(tmp_path / "out", parts)
     assert (found - expected).norm() < 1e-5 * expected.norm()
+    model = onnx.load(str(tmp_path / "out/onnx/model_q2.onnx"), load_external_data=False)
+    attributes = [a.name for node in model.graph.node for a in node.attribute]
+    assert "local_window_size" in attributes and "sliding_window_cache" not in attributes
+
+
+@pytest.mark.parametrize(("family", "rope"), [("Llama", DYNAMIC), ("Qwen3", LONG)])
+def test_positions_that_depend_on_the_length_are_refused(tmp_path, family, rope):
+    rope = json.loads(json.dumps(rope))
+    for key in ("short_factor", "long_factor"):  # one for each pair of dimensions
+        rope["rope_parameters"].update({key: [1.0] * 16} if family == "Qwen3" else {})
+    source = naive(make_family(tmp_path / "model", family, **rope))
+    kind = rope["rope_parameters"]["rope_type"]
+    match = f"rope_type {kind} in config.json .* leave onnx out of convert.formats"
+    with pytest.raises(InputError, match=match):
+        onnx_export.block_of(source)
+
+
+def test_wrong_positions_are_refused_before_training(tmp_path, monkeypatch):
+    """Without the tables of transformers, a small model has other logits in onnxruntime."""
+    source = naive(make_family(tmp_path / "model", "Llama", **LINEAR))
+    source.read = None  # no weight of the model is read
+    monkeypatch.setattr(onnx_graph, "_set_positions", lambda *_: None)
+    match = "run a llama with .* relative difference is .* with the rope_type linear of config.json"
+    with pytest.raises(InputError, match=match):
+        onnx_export.block_of(source)
 
 
 def refused(source, tmp_path, error, match):
