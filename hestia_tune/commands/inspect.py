@@ -145,6 +145,8 @@ def run_validate(config: RunConfig | Mapping[str, Any]) -> int:
     if config.is_transformers_model and config.needs_pretrained:
         folder, plain = checkpoints.pretrained_folder(config), plain_on_meta(config.model)
         checkpoints.read_checked(config.model_type, folder, plain)
+    for line in planned.data.examples():
+        print(line)
     print(describe_costs(planned, has_device))
     if config.reconstruction == "auto":
         print(describe_stages(planned, has_device))

@@ -203,8 +203,11 @@ class StreamingChatDataset(RowStream[Chat]):
         return []
 
     def example(self) -> str:
-        """Return the first chat as the model reads it, with replies that have a loss in ⟦ ⟧."""
-        ids, has_loss = next(self._encoded(next(self._first_chats(_TRIED))))
+        """Return the first chat as the model reads it, with what has a loss in ⟦ ⟧."""
+        found = next(self._encoded(next(self._first_chats(_TRIED))), None)
+        if found is None:
+            return f"(none of the first {_TRIED} chats has a reply in its first tokens)"
+        ids, has_loss = found
         tokenizer, text = self.tokenizer.tokenizer, ""
         for begin, end, has in _runs(has_loss):
             part = tokenizer.decode(ids[begin:end], skip_special_tokens=False)
