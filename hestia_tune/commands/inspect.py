@@ -202,6 +202,7 @@ def check_run(config: RunConfig | Mapping[str, Any]) -> list[str]:
     if config.needs_pretrained:
         log.info("comparing the model with transformers, and estimating memory and time")
         read_checkpoint(planned.checkpointer, config, planned.shapes)
+    lines += planned.data.examples()
     lines += describe_costs(planned, has_device).splitlines()
     if config.reconstruction == "auto":
         lines.append(describe_stages(planned, has_device))
