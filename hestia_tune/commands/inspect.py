@@ -203,6 +203,7 @@ def check_run(config: RunConfig | Mapping[str, Any]) -> list[str]:
         folder, plain = checkpoints.pretrained_folder(config), plain_on_meta(config.model)
         log.info("comparing the model with transformers, and estimating memory and time")
         checkpoints.read_checked(config.model_type, folder, plain)
+    lines += planned.data.examples()
     lines += describe_costs(planned, has_device).splitlines()
     if config.reconstruction == "auto":
         lines.append(describe_stages(planned, has_device))

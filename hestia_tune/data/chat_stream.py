@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from datetime import date
 from itertools import chain
 from typing import Any
 
@@ -108,6 +109,7 @@ class StreamingChatDataset(RowStream[Chat]):
                 "model's folder"
             )
         self.tokenizer, self.skipped, self._chats = tokenizer, 0, 0
+        self._date = date.today().isoformat()
         super().__init__(config)
         template = [tokenizer.chat_template, config.chat_template_kwargs]
         how = [config.loss_on, config.packed, config.document_masks]
@@ -142,8 +144,16 @@ class StreamingChatDataset(RowStream[Chat]):
             raise InputError(f"{place}: {one_line(error)}") from error
         if chat is None:
             return None
-        chat.options.update(self.config.chat_template_kwargs | chat.options)
-        return chat, chat.num_characters
+        options = self.config.chat_template_kwargs | chat.options
+        return replace(chat, options=options, date=self._date), chat.num_characters
+
+    def state_dict(self) -> dict[str, Any]:
+        # Templates may print the date. A run keeps the date of its start when it resumes.
+        return super().state_dict() | {"date": self._date}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._date = state["date"]
 
     def _first_chats(self, count: int) -> Iterator[list[Chat]]:
         """Yield the first chats of the data, in order."""
@@ -203,8 +213,11 @@ class StreamingChatDataset(RowStream[Chat]):
         return []
 
     def example(self) -> str:
-        """Return the first chat as the model reads it, with replies that have a loss in ⟦ ⟧."""
-        ids, has_loss = next(self._encoded(next(self._first_chats(_TRIED))))
+        """Return the first chat as the model reads it, with what has a loss in ⟦ ⟧."""
+        found = next(self._encoded(next(self._first_chats(_TRIED))), None)
+        if found is None:
+            return f"(none of the first {_TRIED} chats has a reply in its first tokens)"
+        ids, has_loss = found
         tokenizer, text = self.tokenizer.tokenizer, ""
         for begin, end, has in _runs(has_loss):
             part = tokenizer.decode(ids[begin:end], skip_special_tokens=False)
@@ -284,6 +297,6 @@ def chat_dataset(tokenizer: Any, **options: Any) -> ChatSequences:
     config = ChatConfig.parse({"shuffle_buffer": 0, "epochs": 1} | options)
     if config.epochs is None and config.max_tokens is None:
         raise InputError("chats that are held in memory must end; give epochs or max_tokens")
-    stream = StreamingChatDataset(tokenizer, replace(config))
+    stream = StreamingChatDataset(tokenizer, config)
     stream.rank, stream.world_size = 0, 1
     return ChatSequences(list(stream))

@@ -66,6 +66,7 @@ class Chat:
         is_plain: Whether the chat is a prompt and a completion that a tokenizer without a chat
             template can join.
         place: Where the row stands, for messages.
+        date: The date that a template prints, as YYYY-MM-DD. None: today.
     """
 
     messages: list[dict[str, Any]]
@@ -74,6 +75,7 @@ class Chat:
     options: dict[str, Any] = field(default_factory=dict)
     is_plain: bool = False
     place: str = ""
+    date: str | None = None
 
     @property
     def num_characters(self) -> int:

@@ -10,6 +10,7 @@ not have one.
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from hestia_tune.models.folder import import_optional, local_folder
 
 # The tag of transformers around what the model generates.
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_DATES = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
+_DATE_MACRO = "{%- macro strftime_now(form) -%}{{ dates_of_run[form] }}{%- endmacro -%}"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -158,11 +161,14 @@ class HuggingFaceTokenizer:
                 "its chat_template.jinja beside tokenizer.json"
             )
         try:
+            template = self._transformers.get_chat_template(None, chat.tools)
+            template, dates = with_date(template, chat.date)
             return self._transformers.apply_chat_template(
                 chat.messages if messages is None else messages,
                 tools=chat.tools,
-                chat_template=self.chat_template if chat.tools is None else None,
+                chat_template=template,
                 **chat.options,
+                **dates,
                 **how,
             )
         except Exception as error:  # a template may fail in any way
@@ -291,6 +297,25 @@ def _load(kind: Any, folder: Path) -> Any:
         )
     finally:
         logger.setLevel(level)
+
+
+def with_date(template: str, date: str | None) -> tuple[str, dict[str, Any]]:
+    """Return a chat template that prints a given date, and the variables that it needs.
+
+    Templates print today's date by ``strftime_now``. A run that resumes on another day must render
+    its chats as before.
+
+    Args:
+        template: The template.
+        date: The date, as YYYY-MM-DD. None: today.
+    """
+    forms = set(_DATES.findall(template))
+    if date is None or len(_DATES.findall(template)) != template.count("strftime_now("):
+        return template, {}
+    if not forms:
+        return template, {}
+    day = datetime.fromisoformat(date)
+    return _DATE_MACRO + template, {"dates_of_run": {form: day.strftime(form) for form in forms}}
 
 
 def added_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

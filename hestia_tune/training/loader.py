@@ -16,6 +16,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -134,6 +135,18 @@ class TrainingData:
             with contextlib.suppress(Exception):  # training reports a row that cannot be read
                 lengths.append(len(dataset[number]["tokens"]))
         return max(lengths)
+
+    def examples(self) -> list[str]:
+        """Return the first chat of every stream of chats, as the model reads it."""
+        dataset: Any = self.dataset
+        is_mixed = isinstance(dataset, MixtureDataset)
+        streams = [part.stream for part in dataset.parts] if is_mixed else [dataset]
+        return [
+            f"{stream.config.files}: the first chat, with what has a loss in ⟦ ⟧:\n"
+            f"{textwrap.indent(stream.example(), '  ')}"
+            for stream in streams
+            if isinstance(stream, StreamingChatDataset)
+        ]
 
     def _change_order(self) -> None:
         """Take the next seed, because the reconstruction learned the first sequences of this one.

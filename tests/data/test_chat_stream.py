@@ -1,5 +1,6 @@
 """Streams of chats: samples, packing, masks, sources, and resuming after every sequence."""
 
+import datetime
 import itertools
 import json
 import logging
@@ -268,3 +269,31 @@ def test_the_example_shows_the_replies(tmp_path, tokenizer):
     dataset = streaming_chat_dataset(tokenizer, **arguments, seq_len=120)
     shown = "<|start|>user\n0?<|end|>\n<|start|>assistant\n⟦0.0<|end|>⟧\n"
     assert dataset.example() == shown
+
+
+DATED = "{{ strftime_now('%d %B %Y') }}" + TURNS
+
+
+def test_a_resumed_stream_keeps_the_date_of_its_start(tmp_path, monkeypatch):
+    """The date of another day would have another number of tokens."""
+    dated = HuggingFaceTokenizer(make_tokenizer_folder(tmp_path / "t", DATED))
+    arguments = write_chats(tmp_path / "a.jsonl", make_chats(40)) | {"seq_len": 160}
+    stream = streaming_chat_dataset(dated, **arguments)
+    today = datetime.date.today().strftime("%d %B %Y")
+    assert stream.example().startswith(f"{today}<|start|>user")
+    samples = iter(stream)
+    for _ in range(5):
+        next(samples)
+    state = stream.state_dict()
+    expected = [listed(sample) for sample in itertools.islice(samples, 20)]
+
+    class Later(datetime.date):
+        @classmethod
+        def today(cls):
+            return datetime.date(2031, 9, 1)
+
+    monkeypatch.setattr("hestia_tune.data.chat_stream.date", Later)
+    other = streaming_chat_dataset(dated, **arguments)
+    assert other.example().startswith("01 September 2031<|start|>user")
+    other.load_state_dict(state)
+    assert [listed(sample) for sample in itertools.islice(other, 20)] == expected
