@@ -34,6 +34,7 @@ from hestia_tune.training.checkpoint import Resume
 from hestia_tune.training.data import shifted_labels
 from hestia_tune.training.loss import training_loss
 from hestia_tune.training.monitoring import CodeStatistics, History
+from hestia_tune.training.optimizer import make_optimizer
 from hestia_tune.training.plan import Plan, join_ranks, plan
 
 _path = Path(torchtune.__file__).parent.parent / "recipes" / "full_finetune_distributed.py"
@@ -55,6 +56,12 @@ def _move_to_device(batch: dict[str, Any], device: torch.device) -> None:
             if isinstance(value, torch.Tensor) and not value.is_cuda:
                 batch[key] = value.pin_memory().to(device, non_blocking=True)
     utils.batch_to_device(batch, device)  # everything else
+
+
+def _plain_state(scheduler: Any) -> dict[str, Any]:
+    """Return the state of a learning-rate scheduler with numbers in place of tensors."""
+    state = scheduler.state_dict()
+    return state | {"_last_lr": [float(rate) for rate in state["_last_lr"]]}
 
 
 class RecipeBase(FullFinetuneRecipeDistributed):
@@ -117,9 +124,16 @@ class RecipeBase(FullFinetuneRecipeDistributed):
             self._model, config.enable_activation_offloading
         )
         self._statistics = CodeStatistics(quantized_linears(self._model))
-        self._optimizer = self._make_optimizer()
+        self._optimizer = make_optimizer(
+            config.optimizer,
+            self._model.parameters(),
+            quantized_linears(self._model).values(),
+            planned.component.parameter_lr,
+        )
         scheduler = config.lr_scheduler and OmegaConf.create(config.lr_scheduler)
         self._lr_scheduler = self._setup_lr_scheduler(scheduler, self.total_steps, -1)
+        if self._lr_scheduler is not None:  # torchao's rates are tensors, which JSON cannot hold
+            self._lr_scheduler.base_lrs = [float(rate) for rate in self._lr_scheduler.base_lrs]
         profiler = config.profiler and OmegaConf.create(config.profiler)
         # torchtune's own function would warn that there is no profiler.
         self._profiler = self._setup_profiler(profiler) if profiler else training.DummyProfiler()
@@ -130,27 +144,6 @@ class RecipeBase(FullFinetuneRecipeDistributed):
                 for name in ("checkpoints", "hard_model", "results.json", "curves.png"):
                     remove(self.output_dir / name)
             self.history = History(self.output_dir / "metrics.jsonl", self.global_step)
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        """Return the configured optimizer with its parameter groups.
-
-        Norms, biases and the method's own parameters have no weight decay. The method's own
-        parameters may have a learning rate of their own.
-        """
-        optimizer = self._setup_optimizer(OmegaConf.create(self.config.optimizer))
-        layers = quantized_linears(self._model).values()
-        own = {id(p) for layer in layers for p in layer.method_parameters()}
-        (group,) = optimizer.param_groups
-        derived = {id(getattr(layer, name)) for layer in layers for name in layer.derived_names}
-        trained = [p for p in group["params"] if p.requires_grad and id(p) not in derived]
-        group["params"] = [p for p in trained if p.dim() >= 2 and id(p) not in own]
-        if vectors := [p for p in trained if p.dim() < 2 and id(p) not in own]:
-            optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
-        if methods := [p for p in trained if id(p) in own]:
-            lr = self.plan.component.parameter_lr
-            rate = {} if lr is None else {"lr": lr}
-            optimizer.add_param_group({"params": methods, "weight_decay": 0.0, **rate})
-        return optimizer
 
     def _resume(self, resume: Resume) -> None:
         """Restore weights, optimizer, scheduler and random numbers from a checkpoint."""
@@ -307,7 +300,7 @@ class RecipeBase(FullFinetuneRecipeDistributed):
             rank_state={
                 "epoch": self.epochs_run + epoch_done,
                 "dataloader": None if epoch_done else position or self.data.position(),
-                "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+                "lr_scheduler": None if scheduler is None else _plain_state(scheduler),
                 "random": checkpoint.random_state(self._device),
             },
             meta={

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import logging
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -41,10 +42,12 @@ from hestia_tune.files import checksum, differences, digest, remove, require_wri
 from hestia_tune.models import checkpoints
 from hestia_tune.qat.linear import plain_shard
 from hestia_tune.qat.prepare import QATQuantizerBase
+from hestia_tune.training.optimizer import inner_tensors
 
 log = logging.getLogger(__name__)
 
 _OPTIMIZER_PREFIX = "optimizer."
+_OF_A_RANK = re.compile(r"\.rank_\d+_of_\d+$")
 _BYTES_PER_FILE = 2**30
 _SAME_TO_RESUME = (
     *("seed", "init", "optimizer", "lr_scheduler", "clip_grad_norm"),
@@ -145,7 +148,7 @@ def save_checkpoint(
             unchanged.
     """
     final = folder / f"step_{step}"
-    tensors, settings = _state(model, optimizer)
+    tensors, settings, _ = _state(model, optimizer)
     meta = {**meta, "step": step, "world_size": dist.get_world_size(), "optimizer": settings}
 
     stack = contextlib.ExitStack()  # the first rank alone uses it
@@ -194,6 +197,8 @@ def _write_shards(
     # The size of a file is bounded, because the writer assembles each file in memory.
     ends = accumulate(value.numel() * value.element_size() for value in tensors.values())
     files = {name: 1 + end // _BYTES_PER_FILE for name, end in zip(tensors, ends, strict=True)}
+    for names in gathered(files):  # the writer needs the names of all ranks
+        files = names | files
     writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
     dcp.save(tensors, storage_writer=writer)
     written = {}
@@ -206,10 +211,12 @@ def _write_shards(
 
 def _state(
     model: nn.Module, optimizer: Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors of model and optimizer by name, and the optimizer's settings.
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
+    """Return what a checkpoint stores: tensors by name, and the optimizer's settings.
 
-    The tensors are plain shards that share the memory of model and optimizer.
+    The tensors are plain shards that share the memory of model and optimizer. A moment that torchao
+    has quantized is stored as its codes, scales and table, by rank. The third value is the
+    optimizer's state by name, with such moments whole.
     """
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
@@ -218,18 +225,53 @@ def _state(
     }
     settings = {}
     for name, value in moments.items():
+        if name.startswith("param_groups.") and isinstance(value, torch.Tensor):
+            value = value.item()  # torchao's rates are tensors that the parameters of a group share
+        if parts := inner_tensors(value) if isinstance(value, torch.Tensor) else {}:
+            tensors |= {f"{_OPTIMIZER_PREFIX}{name}.{_own(key)}": x for key, x in parts.items()}
+            continue
         kind = tensors if isinstance(value, torch.Tensor) else settings
         kind[f"{_OPTIMIZER_PREFIX}{name}"] = value
-    return tensors, settings
+    return tensors, settings, moments
+
+
+def _own(part: str) -> str:
+    """Return the name of a part of a moment that belongs to this rank and to a number of ranks."""
+    return f"{part}.rank_{dist.get_rank()}_of_{dist.get_world_size()}"
 
 
 def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> None:
-    """Restore model and optimizer in place, on any number of ranks. Collective."""
-    tensors, _ = _state(model, optimizer)
+    """Restore model and optimizer in place, on any number of ranks. Collective.
+
+    Raises:
+        InputError: If the optimizer has quantized moments and the number of ranks is another one.
+    """
+    tensors, _, moments = _state(model, optimizer)
+    meta, ranks = checkpoints.read_meta(path), dist.get_world_size()
+    quantized = {
+        f"{_OPTIMIZER_PREFIX}{name}": value
+        for name, value in moments.items()
+        if isinstance(value, torch.Tensor) and inner_tensors(value)
+    }
+    if quantized and meta["world_size"] != ranks:
+        raise InputError(
+            f"the checkpoint is from {meta['world_size']} ranks, this run has {ranks}; blocks of "
+            f"moments of {type(optimizer).__name__} belong to one rank each; resume on "
+            f"{meta['world_size']} ranks, or start again with resume_from_checkpoint=False"
+        )
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
-    whole: dict[str, Any] = tensors | checkpoints.read_meta(path)["optimizer"]
+    settings = {
+        name: torch.tensor(value, dtype=old.dtype) if isinstance(old, torch.Tensor) else value
+        for name, value in meta["optimizer"].items()
+        for old in [moments.get(name.removeprefix(_OPTIMIZER_PREFIX))]
+    }
+    whole: dict[str, Any] = tensors | quantized | settings
     model_state, optimizer_state = (
-        {name.removeprefix(start): value for name, value in whole.items() if name.startswith(start)}
+        {
+            name.removeprefix(start): value
+            for name, value in whole.items()
+            if name.startswith(start) and not _OF_A_RANK.search(name)
+        }
         for start in (checkpoints.MODEL_PREFIX, _OPTIMIZER_PREFIX)
     )
     set_state_dict(

@@ -33,6 +33,7 @@ from hestia_tune.errors import one_line
 from hestia_tune.models import build
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.training.loss import training_loss
+from hestia_tune.training.optimizer import state_bytes
 from hestia_tune.training.plan import Plan
 from hestia_tune.units import duration_text, size_text
 
@@ -184,7 +185,7 @@ def estimate(plan: Plan) -> Estimate:
     distils = bool(config.distillation.weight)
     latents = [v for layer in quantized_linears(plan.model).values() for v in layer.latents()[:1]]
     # The effective weights of a rank's share stay from one step to the next.
-    state = whole * (4 + size * distils) + trained * _optimizer_bytes(plan)
+    state = whole * (4 + size * distils) + trained * state_bytes(config.optimizer)
     state += sum(value.numel() for value in latents) * size
     # The weights outside the blocks, and two blocks: the next block is gathered ahead of time.
     ahead = 2 * max(blocks) if config.fsdp_reshard_after_forward else sum(blocks)
@@ -197,18 +198,6 @@ def estimate(plan: Plan) -> Estimate:
         activations=activations,
         flops=flops * (config.gradient_accumulation_steps or 1),
     )
-
-
-def _optimizer_bytes(plan: Plan) -> float:
-    """Return the bytes of optimizer state per trained weight, from one step on a small matrix."""
-    weight = nn.Parameter(torch.zeros(64, 64))
-    options = {k: v for k, v in plan.config.optimizer.items() if k != "fused"}
-    optimizer = build.instantiate(options, "optimizer", [weight])
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    values = tree_leaves(list(optimizer.state.values()))
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return sum(value.numel() * value.element_size() for value in tensors) / weight.numel()
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from hestia_tune.training import checkpoint
 from hestia_tune.training.checkpoint import Resume
 from hestia_tune.training.data import require_generated
 from hestia_tune.training.loader import TrainingData
+from hestia_tune.training.optimizer import check_optimizer
 from hestia_tune.training.outputs import read_results
 
 log = logging.getLogger(__name__)
@@ -270,8 +271,7 @@ def _check_components(config: RunConfig) -> None:
                 raise InputError(text) from error
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2, 2))])  # for the scheduler
         with check():
-            options = config.optimizer | ({"fused": False} if "fused" in config.optimizer else {})
-            optimizer = build.instantiate(options, "optimizer", optimizer.param_groups[0]["params"])
+            optimizer = check_optimizer(config.optimizer)
         with check():
             steps = {"num_training_steps": 10**6, "last_epoch": -1}
             build.instantiate(config.lr_scheduler, "lr_scheduler", optimizer, **steps)

@@ -119,7 +119,7 @@ class HestiaQATRecipe(RecipeBase):
         loss_sum, num_tokens, stop_requests, *norms = torch.stack(found).tolist()
         grad_norm = norms[0] if norms else None
         monitoring.check_step(loss_sum, num_tokens, grad_norm, self._model, self._device, step)
-        self._learning_rate = self._optimizer.param_groups[0]["lr"]
+        self._learning_rate = float(self._optimizer.param_groups[0]["lr"])
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._lr_scheduler is not None:
