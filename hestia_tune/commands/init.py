@@ -209,6 +209,9 @@ def run_init(
         lines = [line for line in lines if not line.startswith("time: ")]
         lines.insert(0, f"time: {values['time']}")
     for line in [*reasons, *lines]:
+        if "\n" in line:  # an example of the data, as the model reads it
+            print(textwrap.indent(line, "  "))
+            continue
         print(textwrap.fill(line, 98, initial_indent="  ", subsequent_indent="    "))
     print("Next:")
     for step in values["steps"]:
