@@ -1,8 +1,10 @@
 """Test ``hestia COMMAND``: its help, its command lines, its errors, and what it keeps quiet."""
 
+import logging
 import os
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ from tiny import logged, make_config, write_config
 from hestia_tune.__main__ import COMMANDS, main
 from hestia_tune.commands import launch
 from hestia_tune.config.files import load_config
+from hestia_tune.distributed import StopRequest
 
 
 def hestia(*words, **options):
@@ -151,3 +154,38 @@ def test_several_ranks(model_dir, tmp_path):
 
 def test_no_process_group_stays():
     assert not torch.distributed.is_initialized()
+
+
+def test_a_stopped_command_says_how_to_go_on(parsed, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def stopped():
+        raise launch.Stopped("stopped after step 3; to go on: hestia qat demo")
+
+    assert launch.guarded(interrupted, "report") == 130
+    assert "to go on" not in capsys.readouterr().err
+    parsed("demo", "max_steps=3")
+    assert launch.guarded(interrupted, "hestia_eval") == 130
+    assert capsys.readouterr().err.endswith("; to go on: hestia eval demo max_steps=3\n")
+    assert launch.guarded(stopped, "hestia_qat") == 130
+    assert capsys.readouterr().err == "stopped after step 3; to go on: hestia qat demo\n"
+
+
+def test_the_first_ctrl_c_says_what_happens(capfd):
+    with StopRequest().installed() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        assert "saving and stopping after this step; Ctrl-C again stops" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_messages_leave_no_notices_of_torchtune(monkeypatch, capsys):
+    logger = logging.getLogger("torchtune.utils._logging")
+    monkeypatch.setattr(logger, "filters", [])
+    for level, count in {"info": 1, "debug": 2, "warning": 1}.items():
+        launch._set_log_level(level)
+        records = [logging.LogRecord("x", n, "", 0, "text", (), None) for n in (20, 30)]
+        assert len([record for record in records if logger.filter(record)]) == count
+    assert len(logger.filters) == 1

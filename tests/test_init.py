@@ -269,7 +269,7 @@ def of_another_shape(folder):
         (gpt2, "are not linears but Conv1D"),
         (encoder_decoder, "the t5 in .* has parts besides a text decoder"),
         (without("config.json"), "has no config.json; give the folder of a model"),
-        (without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer.json or the like"),
+        (without("tokenizer.json", "tokenizer_config.json"), "no tokenizer in .* can be loaded"),
         (without("model.safetensors"), "has no model.safetensors"),
         (of_another_shape, "the checkpoint in .* is of another model"),
     ],

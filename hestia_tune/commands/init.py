@@ -40,7 +40,7 @@ from hestia_tune.commands.inspect import check_run
 from hestia_tune.config import ConvertConfig, nearest
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.machine import is_slow_in_bf16
-from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
+from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
 from hestia_tune.config.sections import FILE_FORMATS
 from hestia_tune.data import chat_format
 from hestia_tune.errors import InputError, one_line
@@ -51,7 +51,7 @@ from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes, open_source
 from hestia_tune.models.folder import SafetensorsFolder, hub_name, local_folder
 from hestia_tune.models.hugging_face_files import model_on_meta
-from hestia_tune.units import count_text, duration_text
+from hestia_tune.units import count_text, duration_text, size_text
 
 log = logging.getLogger(__name__)
 
@@ -192,28 +192,44 @@ def run_init(
         ],
     }
     with staged(path) as temporary:
-        text = _fill_template(values)
+        text, plan = _fill_template(values), None
         temporary.write_text(text, encoding="utf-8")
-        reasons: list[str] = []
         if gpu_memory is not None:
             from hestia_tune.training.memory import fit_to_memory
 
-            plan = fit_to_memory(load_config(str(temporary)), gpu_memory)
-            temporary.write_text(with_values(text, plan.changes), encoding="utf-8")
-            reasons = list(plan.reasons)
+            log.info(f"fitting the run into {gpu_memory:g} GB")
+            plan = fit_to_memory(RunConfig.parse(load_config(str(temporary))), gpu_memory)
+            changes = plan.changes
+            if plan.recipe == "hestia_reconstruct":
+                changes |= _without_training(values)
+                text = _fill_template(values)
+            temporary.write_text(with_values(text, changes), encoding="utf-8")
         lines = check_run(load_config(str(temporary)))
-    print(f"\n{path} is written, with the reasons for its values.")
-    for label, text in _summary(values, tokens, passes):
-        print(textwrap.fill(f"{label}: {text}", 98, initial_indent="  ", subsequent_indent="    "))
+    choices = [f"{label}: {text}" for label, text in _summary(values, tokens, passes)]
     if not on_gpu:
         lines = [line for line in lines if not line.startswith("time: ")]
         lines.insert(0, f"time: {values['time']}")
-    for line in [*reasons, *lines]:
-        print(textwrap.fill(line, 98, initial_indent="  ", subsequent_indent="    "))
-    print("Next:")
-    for step in values["steps"]:
-        print(f"  {step}")
+    if plan is not None:
+        lines = [line for line in lines if not line.startswith(("memory", "time", "device"))]
+        peaks = ", ".join(f"{name} {size_text(size)}" for name, size in plan.peak.items())
+        lines = [f"memory of the GPU, {gpu_memory:g} GB: {peaks}", *plan.reasons, *lines]
+    print(f"\n{path} is written, with the reasons for its values.")
+    for line in [*choices, *lines]:
+        is_text = "\n" in line  # an example of the data, as the model reads it
+        indented = {"width": 98, "initial_indent": "  ", "subsequent_indent": "    "}
+        print(textwrap.indent(line, "  ") if is_text else textwrap.fill(line, **indented))
+    print("\n".join(["Next:", *(f"  {step}" for step in values["steps"])]))
     return 0
+
+
+def _without_training(values: dict[str, Any]) -> dict[str, Any]:
+    """Let the steps name the reconstruction alone, and return the changes of the config for it."""
+    hard = f"{values['output_dir']}/reconstruction/hard_model"
+    values["steps"] = [
+        step.replace("hestia qat", "hestia reconstruct").replace("# trains", "# stages 1 and 2")
+        for step in values["steps"]
+    ]
+    return {"convert.source": hard, "eval.models": ["pretrained", "naive", hard]}
 
 
 def _read_formats(formats: Sequence[str] | None) -> list[str]:
@@ -522,8 +538,8 @@ def _choose_budget(
         is_chain: Whether the blocks can be reconstructed.
     """
     parameters = sum(value.numel() for value in model.parameters())
-    if gpu_memory is not None or (on_gpu and not torch.cuda.is_available()):
-        is_slow, memory = False, (gpu_memory or 0) * 1e9
+    if gpu_memory is not None:
+        is_slow, memory = False, gpu_memory * 1e9
     elif on_gpu:
         is_slow, memory = not torch.cuda.is_bf16_supported(), torch.cuda.mem_get_info()[1]
     else:
@@ -534,6 +550,8 @@ def _choose_budget(
     sequence = seq_len * size * (17 * width * len(find_blocks(model)) + 5 * vocabulary)
     sizes = (32, 16, 8, 4, 2, 1) if on_gpu else (4,)
     fitting = [number for number in sizes if state + number * sequence < 0.9 * memory]
+    if gpu_memory is not None:  # `fit_to_memory` lowers it
+        fitting = [*sizes]
     batch_size = (fitting or sizes[-1:])[0]
     threads = torch.get_num_threads()
     hours = _HOURS * parameters / _PARAMETERS / threads * (2 if is_slow else 1)

@@ -97,7 +97,9 @@ def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
     recipe = reconstruct(config)
     if dist.get_rank() == 0:
         train, again = next_command("qat", "reconstruction=auto"), next_command("reconstruct")
+        files = next_command("convert", f"convert.source={recipe.output / 'hard_model'}")
         step = f". Next:\n  {train}   # trains the whole model from there"
+        step += f"\n  {files}   # or writes files of this model"
         print(f"{recipe.summary()}{step if recipe.finished else f'; to go on: {again}'}")
     end_process_group()
     return 0 if recipe.finished else INTERRUPTED

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_run, write_config
 
 from hestia_tune.commands.convert import run_convert
+from hestia_tune.commands.launch import Stopped
 from hestia_tune.commands.qat import run_qat, run_reconstruct
 from hestia_tune.commands.tokenize import run_tokenize
 from hestia_tune.config.run import RunConfig
@@ -204,6 +205,13 @@ def test_a_stopped_reconstruction_resumes_at_its_step(
     assert found["validation_loss"] == whole["validation_loss"]
     own, other = (load_file(f / "latents.safetensors") for f in (output, folder))
     assert all(torch.equal(own[name], other[name]) for name in other)
+
+
+def test_a_stopped_run_says_how_to_go_on(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(reconstruct, "StopRequest", lambda: StopsAfter(11))
+    cfg = config(model_dir, tmp_path, "reconstruction=auto", "overwrite_output=True")
+    with pytest.raises(Stopped, match="kept; to go on: hestia qat CONFIG overwrite_output=True"):
+        run_qat(cfg)
 
 
 def test_other_settings_of_the_last_stage_keep_the_windows(
