@@ -45,10 +45,10 @@ _PRECEDENCE = (WEIGHTS_FILE, INDEX_FILE, "pytorch_model.bin", "pytorch_model.bin
 # Names in the files of torchtune's models, of the output head and of the embedding.
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _UNTIED_BY_DEFAULT = ("llama", "mistral", "qwen2")  # those of torchtune's models
-# Buffers that old checkpoints hold although the model computes them: rotary angles, positions, and
-# causal masks, which have 4 dimensions or, for the masked value, none.
-_COMPUTED = re.compile(r"rotary_emb\.|(^|\.)position_ids$")
-_MASK = re.compile(r"\.(attention|attn|self_attn)\.(bias|masked_bias)$")
+# Buffers that old checkpoints hold although the model computes them: rotary angles, positions, the
+# value of what is masked, and causal masks, which have 4 dimensions.
+_COMPUTED = re.compile(r"rotary_emb\.|(^|\.)position_ids$|\.masked_bias$")
+_MASK = re.compile(r"\.(attention|attn|self_attn)\.bias$")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
 # The files that are fetched from the hub: configuration, weights and tokenizer, but no code.
@@ -294,7 +294,7 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool:
 
 def _is_computed(name: str, tensor: Any) -> bool:
     """Return whether a tensor in a file is a buffer that the model computes itself."""
-    is_mask = _MASK.search(name) and len(tensor.shape) in (0, 4)
+    is_mask = _MASK.search(name) and len(tensor.shape) == 4
     return bool(_COMPUTED.search(name) or is_mask)
 
 

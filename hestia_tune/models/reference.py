@@ -8,14 +8,13 @@ own that a config calls tied. Two checks refuse such models.
 config.json. It reads no weight and needs no transformers, so a config fails within a second.
 
 `check_logits` compares logits whenever weights are loaded, for every builder. The expected logits
-are those of a model that transformers itself makes from config.json and loads from the files. No
-rule of ours takes part in it.
+are those of a model that transformers itself makes from config.json and loads from the files. Only
+the choice of the files is ours (`hestia_tune.models.folder.weight_files`).
 
 The cost: a forward of both models in float32 on the CPU. A model up to some 800M parameters runs
 as a whole. Of a larger model, the first and the last block run, and the first of each kind (a
 window, no rotary embedding, experts). The other blocks are the identity in both models: their code
 is the same as that of a block that runs, and their weights have the same names with another number.
-For 8B parameters this takes a tenth of the time that reading the weights takes.
 """
 
 import contextlib

@@ -250,6 +250,10 @@ def test_a_teacher_of_transformers_has_its_own_config(tmp_path):
 
     run(cfg, look)
     assert found == [1e6]
+    make_family(tmp_path / "teacher", "Llama", num_hidden_layers=3, hidden_size=96)
+    cfg.output_dir = str(tmp_path / "larger")
+    run(cfg, lambda recipe: found.append(len(recipe._teacher.layers)))
+    assert found[1:] == [3]
     make_family(tmp_path / "teacher", "Llama", vocab_size=300)
     cfg.output_dir = str(tmp_path / "again")
     with pytest.raises(InputError, match="vocabulary of 300 tokens, but the model has 264"):
