@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hestia_tune.errors import InputError, one_line
@@ -339,6 +340,8 @@ def _require_near(
 def check_small(name: str, source: ModelFolder, write: Callable[[ModelFolder, Path], Any]) -> None:
     """Write a small model with a model's config.json, and compare it in its runtime.
 
+    In a distributed run, only rank 0 does this.
+
     Args:
         name: Name of the format. The remedy names it.
         source: The model. Only its config.json and the names of its quantized weights are read.
@@ -348,6 +351,8 @@ def check_small(name: str, source: ModelFolder, write: Callable[[ModelFolder, Pa
     Raises:
         InputError: If the small model cannot be written, or has other logits than in transformers.
     """
+    if dist.is_initialized() and dist.get_rank():
+        return
     config = full_config(source.folder)
     text = json.dumps(small_config(config), sort_keys=True)
     if error := _small_error(name, text, tuple(source.quantized), write):

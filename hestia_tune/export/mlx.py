@@ -25,7 +25,6 @@ model in float32, after the packed model has been freed.
 """
 
 import importlib.util
-import resource
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -230,6 +229,8 @@ def _logits(folder: Path, texts: Sequence[Text]) -> list[torch.Tensor]:
 @contextmanager
 def _same_limits() -> Iterator[None]:
     """Keep an import of mlx_lm from lowering this process's limit of open files."""
+    import resource  # not on Windows
+
     before = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:
