@@ -384,7 +384,8 @@ def _look_at_data(data: str) -> Found:
     if not sum(os.path.getsize(file) for file in known):
         raise InputError(f"{data} is empty; give a file with chats or text")
     source = {"txt": "text"}.get(kinds[0], kinds[0])
-    globs = sorted({str(path / f"*{match[0]}") for match in endings})
+    folder = Path(glob.escape(str(path)))
+    globs = sorted({str(folder / f"*{match[0]}") for match in endings})
     given: Any = data if not path.is_dir() else globs[0] if len(globs) == 1 else globs
     try:
         reads = [glob.escape(file) for file in known]
