@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                 # each config alone, with +distil and with +evening
     python benchmarks/memory.py qwen3_1_7b+evening
+    python benchmarks/memory.py --gpus   # the largest model for 8, 16, 24, 48 and 80 GB
 
 No weight, no tokenizer and no data are needed: the models are built from their shapes. The families
 that transformers builds read a config.json, which this script writes from the published shapes.
@@ -12,17 +13,17 @@ import json
 import math
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
-import torch
 import torch.distributed as dist
 
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.run import RunConfig
-from hestia_tune.models.build import build_on_meta, instantiate, make_component
+from hestia_tune.errors import InputError
 from hestia_tune.reconstruction.estimate import decide
 from hestia_tune.training.estimate import estimate, memory_of, usable
+from hestia_tune.training.memory import MemoryPlan, fit_to_memory, shape_plan
 from hestia_tune.training.plan import Plan
 
 SHAPES = {  # model_type and the sizes that differ from transformers' defaults
@@ -32,10 +33,24 @@ SHAPES = {  # model_type and the sizes that differ from transformers' defaults
     "gemma3_1b": ("gemma3_text", 1152, 26, 4, 1, 6912, 262144, {"head_dim": 256}),
 }
 
+# The shapes of --gpus, by size, with and without a shared embedding.
+SIZES = {
+    "Qwen2.5 0.5B": ("qwen2", 896, 24, 14, 2, 4864, 151936, {}),
+    "Llama 3.2 1B": ("llama", 2048, 16, 32, 8, 8192, 128256, {"head_dim": 64}),
+    "Qwen3 1.7B": SHAPES["qwen3_1_7b"],
+    "Llama 3.2 3B": ("llama", 3072, 28, 24, 8, 8192, 128256, {"head_dim": 128}),
+    "Qwen3 4B": ("qwen3", 2560, 36, 32, 8, 9728, 151936, {"head_dim": 128}),
+    "Qwen3 8B": (
+        *("qwen3", 4096, 36, 32, 8, 12288, 151936),
+        {"head_dim": 128, "tie_word_embeddings": False},
+    ),
+}
+GIGABYTES = (8, 16, 24, 48, 80)
+
 
 def model_folder(name: str) -> str:
     """Write a config.json with the published shape of a model, and return its folder."""
-    kind, hidden, layers, heads, kv_heads, inner, vocabulary, more = SHAPES[name]
+    kind, hidden, layers, heads, kv_heads, inner, vocabulary, more = (SHAPES | SIZES)[name]
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     sizes |= {"intermediate_size": inner, "tie_word_embeddings": True, "model_type": kind, **more}
@@ -47,25 +62,55 @@ def model_folder(name: str) -> str:
 def planned(name: str, overlay: str) -> Plan:
     """Return as much of a run's plan as an estimate reads."""
     given = load_config(name + overlay)
-    given.device, given.output_dir = "cpu", f"/tmp/{name}"
+    given.device, given.output_dir, given.dtype = "cpu", f"/tmp/{name}", "bf16"
     given.fsdp_cpu_offload = given.enable_activation_offloading = False
     if name in SHAPES:
         given.model.path = model_folder(name)
+    return shape_plan(RunConfig.parse(given))
+
+
+def fitted(size: str, overlay: str, folder: str) -> Iterator[MemoryPlan | None]:
+    """Yield the plan of a model for each of `GIGABYTES`. None: it does not fit."""
+    given = load_config(f"qwen3_1_7b{overlay}")
+    given.model.path = folder
+    given.enable_activation_checkpointing, given.batch_size = False, 16
     config = RunConfig.parse(given)
-    component = make_component(config.quantizer)
-    return Plan(
-        config=config,
-        device=torch.device("cpu"),
-        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype],
-        component=component,
-        model=build_on_meta(config.model, component),
-        shapes={},
-        layers=[],
-        tokenizer=None,
-        checkpointer=None,
-        data=SimpleNamespace(seq_len=config.dataset["seq_len"]),
-        loss=instantiate(config.loss, "loss"),
-    )
+    for gigabytes in GIGABYTES:
+        try:
+            yield fit_to_memory(config, gigabytes)
+        except InputError:
+            yield None
+
+
+def print_gpus() -> None:
+    """Print each model's way into each memory, as rows of a table."""
+    print("| model | recipe |", " | ".join(f"{size} GB" for size in GIGABYTES), "|")
+    print("|---|---" + "|---" * len(GIGABYTES) + "|", flush=True)
+    for size in SIZES:
+        folder = model_folder(size)
+        for overlay in ("+evening", ""):
+            cells = [cell(found) for found in fitted(size, overlay, folder)]
+            recipe = overlay or "the paper's"
+            print(f"| {size} | {recipe} | {' | '.join(cells)} |", flush=True)
+
+
+def cell(found: MemoryPlan | None) -> str:
+    """Return a plan in a few words."""
+    if found is None:
+        return "–"
+    words = {
+        "batch_size": "batch {}",
+        "enable_activation_checkpointing": "recompute",
+        "optimizer._component_": "8-bit",
+        "fsdp_cpu_offload": "offload",
+        "reconstruct.batch_size": "reconstruct {}",
+        "reconstruct.kl_blocks": "kl {}",
+        "sensitivity": "one temperature",
+    }
+    short = [words[key].format(value) for key, value in found.changes.items()]
+    if found.recipe == "hestia_reconstruct":
+        short.append("reconstruction alone")
+    return ", ".join(short) or "as it is"
 
 
 def row(name: str, overlay: str) -> str:
@@ -89,8 +134,13 @@ def row(name: str, overlay: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", nargs="?", help="such as qwen3_1_7b+evening; default: all")
-    given = parser.parse_args().config
+    parser.add_argument("--gpus", action="store_true", help="the largest model for each memory")
+    arguments = parser.parse_args()
+    given = arguments.config
     warnings.filterwarnings("ignore", message="Mismatch dtype")
+    if arguments.gpus:
+        print_gpus()
+        return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     columns = ("config", "sequences", "state", "gathered", "activations", "1 GPU", "each of 8")
     print("|", " | ".join((*columns, "window", "final stage", "GPUs of 80 GB")), "|")

@@ -299,3 +299,11 @@ def record_blocks(
         )
     calls = [BlockCall(args[1:], kwargs) for _, args, kwargs in seen]
     return BlockChain(model, blocks, seen[0][1][0], calls, kinds[0])
+
+
+def keep_blocks(model: nn.Module, begin: int, end: int) -> None:
+    """Remove all blocks of a model, in place, except those from ``begin`` to before ``end``."""
+    name = next(iter(find_blocks(model))).rpartition(".")[0]
+    parent, _, key = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    setattr(owner, key, nn.ModuleList([*getattr(owner, key)][begin:end]))

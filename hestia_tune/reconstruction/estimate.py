@@ -18,13 +18,14 @@ import dataclasses
 import logging
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hestia_tune.blocks import find_blocks, outside_blocks, record_blocks, tensors_of
+from hestia_tune.config.machine import num_ranks
 from hestia_tune.errors import one_line
 from hestia_tune.losses import divergence
 from hestia_tune.models import build
@@ -40,6 +41,8 @@ from hestia_tune.training.estimate import (
     LiveBytes,
     fit_text,
     memory_of,
+    remembered,
+    shortened,
     usable,
     without_data,
 )
@@ -81,7 +84,7 @@ def stages(plan: Plan) -> list[Stage]:
     sizes = [sum(p.numel() for p in b.parameters()) * bool(quantized_linears(b)) for b in blocks]
     spans = windows(len(sizes), settings.window, max(1, settings.window // 2))
     options = {
-        "sequences": max(1, settings.batch_size // dist.get_world_size()),
+        "sequences": max(1, settings.batch_size // num_ranks()),
         "recomputes": plan.config.enable_activation_checkpointing,
     }
     begin, end = max(spans, key=lambda span: sum(sizes[slice(*span)]))
@@ -92,16 +95,32 @@ def stages(plan: Plan) -> list[Stage]:
     return found
 
 
-def stage_bytes(plan: Plan, stage: Stage, seq_len: int) -> int:
+def stage_bytes(plan: Plan, stage: Stage, seq_len: int, *, alone: bool = False) -> int:
     """Return the peak of a stage's memory on its device, in bytes, on one rank.
 
     Args:
         plan: The plan of the run.
         stage: The stage.
         seq_len: Tokens in a sequence.
+        alone: Whether the model has no other blocks than the stage's. This takes less time.
     """
+    if alone:
+        settings = dataclasses.asdict(plan.config.reconstruct) | {"output": None}
+        settings["kl_blocks"] = bool(settings["kl_blocks"])
+        key = [plan.config.model, plan.config.quantizer, settings, dataclasses.asdict(stage)]
+        run = partial(_stage_bytes, plan, stage, seq_len, alone=True)
+        return remembered([*key, seq_len, str(plan.dtype)], run)
+    return _stage_bytes(plan, stage, seq_len, alone=False)
+
+
+def _stage_bytes(plan: Plan, stage: Stage, seq_len: int, *, alone: bool) -> int:
     config, shape = plan.config, (stage.sequences, seq_len)
-    model = build.build_on_meta(config.model, plan.component).requires_grad_(False).eval()
+    if alone:
+        model = shortened(plan, stage.begin, stage.end, prepared=True)
+        stage = dataclasses.replace(stage, begin=0, end=stage.end - stage.begin)
+    else:
+        model = build.build_on_meta(config.model, plan.component)
+    model.requires_grad_(False).eval()
     for layer in quantized_linears(model).values():
         layer.weight_fake_quantizer.reset_buffers("cpu")
     model.set_num_output_chunks(1)  # As in the recipe.
@@ -196,7 +215,7 @@ def describe_stages(plan: Plan, has_device: bool = True) -> str:
     stage, need = max(decided.items(), key=lambda item: item[1])
 
     def on(ranks: int) -> float:
-        if ranks == dist.get_world_size():
+        if ranks == num_ranks():
             return need
         share = dataclasses.replace(stage, sequences=size // ranks)
         return stage_bytes(plan, share, seq_len) if size % ranks == 0 else math.inf

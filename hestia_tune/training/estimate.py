@@ -10,7 +10,10 @@ measured speed of one large product on this device. Attention is not counted: at
 a few percent.
 """
 
+import copy
+import functools
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +22,6 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +30,9 @@ from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 from torchtune import training
 
-from hestia_tune.blocks import find_blocks
+from hestia_tune.blocks import find_blocks, keep_blocks
+from hestia_tune.config.machine import num_ranks
+from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import one_line
 from hestia_tune.models import build
 from hestia_tune.qat.linear import quantized_linears
@@ -66,7 +70,7 @@ class Estimate:
 
     def on(self, ranks: int) -> float:
         """Return the peak on each of a number of ranks, without the division of the gradients."""
-        return self.peak - self.state * (1 - dist.get_world_size() / ranks)
+        return self.peak - self.state * (1 - num_ranks() / ranks)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -154,7 +158,7 @@ def fit_text(plan: Plan, need: Callable[[int], float], has_device: bool, remedy:
         has_device: Whether the device of the config is here. Otherwise GPUs of 80 GB are assumed.
         remedy: The options that can be lowered.
     """
-    memory, ranks = memory_of(plan.device if has_device else None), dist.get_world_size()
+    memory, ranks = memory_of(plan.device if has_device else None), num_ranks()
     # Ranks on a CPU share its memory.
     counts = [ranks * 2**k for k in range(1 if has_device and plan.device.type == "cpu" else 8)]
     enough = next((count for count in counts if need(count) <= usable(memory)), None)
@@ -168,36 +172,119 @@ def fit_text(plan: Plan, need: Callable[[int], float], has_device: bool, remedy:
     return f"{text} (too little: lower {remedy}{f', or use {gpus}' if enough else ''})"
 
 
-def estimate(plan: Plan) -> Estimate:
+def estimate(plan: Plan, blocks: tuple[int, int] | None = None) -> Estimate:
     """Return the estimate of a plan that trains, for the plan's number of ranks.
 
     Weights that a reconstruction or a sensitivity needs are not included: both run before the
     training and keep less in memory.
+
+    Args:
+        plan: The plan.
+        blocks: Two numbers of blocks. Models with so many of the largest blocks run in place of the
+            whole model, and the estimate grows linearly with the number of blocks. All gradients
+            then count beside all activations, which is right for more than one micro-batch. None:
+            the whole model runs.
     """
-    config, ranks = plan.config, dist.get_world_size()
-    model = build.plain_on_meta(config.model)
-    for name in config.frozen_modules or ():
-        build.modules_by_name(model)[name].requires_grad_(False)
+    config, ranks = plan.config, num_ranks()
+    model = _trained_model(plan) if blocks is None else plan.model
     size = plan.dtype.itemsize
     whole = sum(value.numel() for value in model.parameters())
-    trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-    blocks = [sum(v.numel() for v in b.parameters()) for b in find_blocks(model).values()]
+    trained = whole - sum(value.numel() for value in _frozen(model, config))
+    sizes = [sum(v.numel() for v in b.parameters()) for b in find_blocks(model).values()]
     distils = bool(config.distillation.weight)
     latents = [v for layer in quantized_linears(plan.model).values() for v in layer.latents()[:1]]
     # The effective weights of a rank's share stay from one step to the next.
     state = whole * (4 + size * distils) + trained * state_bytes(config.optimizer)
     state += sum(value.numel() for value in latents) * size
     # The weights outside the blocks, and two blocks: the next block is gathered ahead of time.
-    ahead = 2 * max(blocks) if config.fsdp_reshard_after_forward else sum(blocks)
-    outside = whole - sum(blocks)
-    gathered = (outside + ahead) * size * (1 + distils) + (outside + max(blocks)) * 4
-    activations, flops = _run_without_data(plan, model.to(plan.dtype))
+    ahead = 2 * max(sizes) if config.fsdp_reshard_after_forward else sum(sizes)
+    outside = whole - sum(sizes)
+    gathered = (outside + ahead) * size * (1 + distils) + (outside + max(sizes)) * 4
+    if config.fsdp_cpu_offload:  # in host memory, with the gradients
+        state = 0
+    if blocks is None:
+        activations, flops = _run_without_data(plan, model.to(plan.dtype), grows=True)
+    else:
+        low, high = (_run_shortened(plan, sizes, count) for count in blocks)
+        more = (len(sizes) - blocks[1]) / (blocks[1] - blocks[0])
+        activations, flops = (b + more * (b - a) for a, b in zip(low, high, strict=True))
+        activations += 0 if config.fsdp_cpu_offload else 4 * trained / ranks
     return Estimate(
         state=state / ranks,
         gathered=gathered,
         activations=activations,
         flops=flops * (config.gradient_accumulation_steps or 1),
     )
+
+
+def _trained_model(plan: Plan) -> nn.Module:
+    """Return the model on the meta device, with its frozen modules."""
+    model = build.plain_on_meta(plan.config.model)
+    for value in _frozen(model, plan.config):
+        value.requires_grad_(False)
+    return model
+
+
+def _frozen(model: nn.Module, config: RunConfig) -> set[nn.Parameter]:
+    """Return the parameters of a model that a run does not train."""
+    modules = build.modules_by_name(model)
+    return {value for name in config.frozen_modules or () for value in modules[name].parameters()}
+
+
+def shortened(plan: Plan, begin: int, end: int, *, prepared: bool) -> nn.Module:
+    """Return the model of a plan on the meta device, without its other blocks.
+
+    Args:
+        plan: The plan.
+        begin: The first block to keep.
+        end: One more than the last block to keep.
+        prepared: Whether the linears are quantized.
+    """
+    quantizer = json.dumps(plan.config.quantizer) if prepared else ""
+    return copy.deepcopy(_build_short(json.dumps(plan.config.model), quantizer, begin, end))
+
+
+_seen: dict[str, Any] = {}
+
+
+def remembered(key: list[Any], run: Callable[[], Any]) -> Any:
+    """Return the result of a run without data. A run with the same key is not repeated."""
+    name = json.dumps(key)
+    if name not in _seen:
+        _seen[name] = run()
+    return _seen[name]
+
+
+@functools.lru_cache(maxsize=8)
+def _build_short(model: str, quantizer: str, begin: int, end: int) -> nn.Module:
+    """Return a model of some blocks. Building all blocks of a large model takes seconds."""
+    built = build.plain_on_meta(json.loads(model))
+    keep_blocks(built, begin, end)
+    return build.make_component(json.loads(quantizer)).prepare(built) if quantizer else built
+
+
+def _run_shortened(plan: Plan, sizes: list[int], count: int) -> tuple[int, int]:
+    """Return what `_run_without_data` returns for a model of some blocks, without gradients.
+
+    Args:
+        plan: The plan.
+        sizes: Weights of each block.
+        count: Number of blocks, from the largest one on.
+    """
+    begin, config = min(sizes.index(max(sizes)), len(sizes) - count), plan.config
+    key = [config.model, config.frozen_modules, config.loss, config.batch_size, plan.data.seq_len]
+    key += [config.enable_activation_checkpointing, config.distillation.weight, str(plan.dtype)]
+    return remembered(
+        [*key, begin, count, "training"], lambda: _run_blocks(plan, begin, begin + count)
+    )
+
+
+def _run_blocks(plan: Plan, begin: int, end: int) -> tuple[int, int]:
+    """Return what `_run_without_data` returns for a model of some blocks, without gradients."""
+    model = shortened(plan, begin, end, prepared=False)
+    for value in _frozen(model, plan.config):
+        value.requires_grad_(False)
+    return _run_without_data(plan, model.to(plan.dtype), grows=False)
 
 
 @contextmanager
@@ -217,14 +304,22 @@ def without_data(model: nn.Module) -> Iterator[None]:
             gc.unfreeze()
 
 
-def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
-    """Return (peak bytes, operations) of one micro-batch through a model on the meta device."""
+def _run_without_data(plan: Plan, model: nn.Module, *, grows: bool) -> tuple[int, int]:
+    """Return (peak bytes, operations) of one micro-batch through a model on the meta device.
+
+    Args:
+        plan: The plan.
+        model: The model.
+        grows: Whether to count this rank's share of the gradients. With CPU offloading it is in
+            host memory.
+    """
     config, shape = plan.config, (plan.config.batch_size, plan.data.seq_len)
     if config.enable_activation_checkpointing:
         classes = {type(block) for block in find_blocks(model).values()}
         training.set_activation_checkpointing(model, auto_wrap_policy=classes)
     if type(plan.loss).__name__ == "CEWithChunkedOutputLoss":
         model.set_num_output_chunks(plan.loss.num_output_chunks)
+    keeps = grows and not config.fsdp_cpu_offload
     recompute = plan.recomputes_logits  # before the tensors without data: it reads samples
     build.build_buffers(model, "cpu")  # with data: their values decide what they compute
     with without_data(model), FlopCounterMode(display=False) as counter:
@@ -234,8 +329,8 @@ def _run_without_data(plan: Plan, model: nn.Module) -> tuple[int, int]:
         def take_gradient(value: torch.Tensor) -> None:
             """Do what FSDP does: keep this rank's share of the gradient, in float32."""
             value.grad = None
-            if len(shards) < len(trained):
-                shards.append(torch.empty(value.numel() // dist.get_world_size()))
+            if keeps and len(shards) < len(trained):
+                shards.append(torch.empty(value.numel() // num_ranks()))
 
         for value in trained:
             value.register_post_accumulate_grad_hook(take_gradient)

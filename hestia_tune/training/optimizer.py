@@ -9,6 +9,8 @@ blocks do not follow the rows, so a run with such moments resumes on the same nu
 """
 
 import contextlib
+import functools
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -83,6 +85,12 @@ def check_optimizer(section: Mapping[str, Any]) -> torch.optim.Optimizer:
 
 def state_bytes(section: Mapping[str, Any]) -> float:
     """Return the bytes of optimizer state per trained weight, from one step on a matrix."""
+    return _state_bytes(json.dumps(dict(section)))
+
+
+@functools.lru_cache(maxsize=16)
+def _state_bytes(text: str) -> float:
+    section: dict[str, Any] = json.loads(text)
     weight = nn.Parameter(torch.zeros(512, 512))
     optimizer = make_optimizer({k: v for k, v in section.items() if k != "fused"}, [weight])
     weight.grad = torch.zeros_like(weight)

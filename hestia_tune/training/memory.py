@@ -1,0 +1,299 @@
+"""Plan a run for the memory of a GPU that need not be here.
+
+The estimates of `hestia_tune.training.estimate` and `hestia_tune.reconstruction.estimate` run one
+step on tensors without data. Here they run on a model of two and of four blocks. Memory grows
+linearly with the number of blocks, so the two give the memory of the whole model: an 8B model takes
+seconds instead of minutes. `fit_to_memory` then tries changes of the config, those first that lose
+no quality and little speed:
+
+1. smaller micro-batches, down to some 4000 tokens. The sequences per step stay the same;
+2. recomputation of activations, which costs a third of the time, with the largest micro-batch;
+3. an optimizer with 8-bit moments;
+4. weights, gradients and moments in host memory (`fsdp_cpu_offload`), which is slow;
+5. the reconstruction without the training after it.
+
+In the reconstruction, fewer blocks learn the pretrained predictions together (`kl_blocks`), and
+then a step has fewer sequences.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hestia_tune.blocks import find_blocks
+from hestia_tune.config.run import RunConfig
+from hestia_tune.errors import InputError
+from hestia_tune.models import build
+from hestia_tune.reconstruction.estimate import Stage, stage_bytes, stages
+from hestia_tune.training.estimate import estimate, usable
+from hestia_tune.training.plan import Plan
+
+EIGHT_BIT = "torchao.optim.AdamW8bit"
+SENSITIVITY, WINDOW, FINAL, TRAINING = "sensitivity", "blocks", "all blocks together", "training"
+# Micro-batches of fewer tokens leave a GPU waiting for its host.
+_FEW_TOKENS = 4096
+# Below this number of blocks the whole model is estimated.
+_FEW_BLOCKS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What a run must change to fit a GPU, and what it needs then.
+
+    Attributes:
+        changes: Key of the config, such as "batch_size" or "optimizer._component_" -> value.
+        peak: Name of a stage -> bytes of its peak on one rank.
+        reasons: A sentence for each change.
+        recipe: The recipe to run: "hestia_qat", or "hestia_reconstruct" where only the
+            reconstruction fits.
+        gigabytes: Memory of the GPU, in units of 10^9 bytes.
+    """
+
+    changes: dict[str, Any]
+    peak: dict[str, int]
+    reasons: list[str]
+    recipe: str = "hestia_qat"
+    gigabytes: float = math.inf
+
+    def table(self) -> str:
+        """Return a Markdown table of the stages, and the changes below it."""
+        lines = ["| stage | memory, GB |", "|---|---:|"]
+        lines += [f"| {name} | {size / 1e9:.1f} |" for name, size in self.peak.items()]
+        room = f"{usable(self.gigabytes):.1f} GB of {self.gigabytes:g} may be used"
+        lines += ["", f"{room}; 10% stay free.", *(f"- {reason}" for reason in self.reasons)]
+        options = " ".join(f"{key}={_text(value)}" for key, value in self.changes.items())
+        return "\n".join([*lines, *([f"options: {options}"] if options else [])])
+
+
+def shape_plan(config: RunConfig) -> Plan:
+    """Return as much of a run's plan as the estimates read. No weights and no text are needed."""
+    component = build.make_component(config.quantizer)
+    seq_len = next((s["seq_len"] for s in config.datasets if s.get("seq_len")), None)
+    if seq_len is None:
+        raise InputError("the memory depends on the length of a sequence; set dataset.seq_len=1024")
+    data: Any = SimpleNamespace(seq_len=int(seq_len))
+    return Plan(
+        config=config,
+        device=torch.device("cpu"),
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype],
+        component=component,
+        model=build.build_on_meta(config.model, component),
+        shapes={},
+        layers=[],
+        tokenizer=None,
+        checkpointer=None,
+        data=data,
+        loss=build.instantiate(config.loss, "loss"),
+    )
+
+
+def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """Return a config with the changes of a `MemoryPlan`, whose keys may have a dot."""
+    whole: dict[str, Any] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if not name:
+            whole[key] = value
+        elif section == "optimizer":
+            whole[section] = whole.get(section, config.optimizer) | {name: value}
+        else:
+            whole.setdefault(section, {})[name] = value
+    if EIGHT_BIT in str(whole.get("optimizer")):
+        whole["optimizer"].pop("fused", None)
+    return config.changed(**whole)
+
+
+def with_changes(plan: Plan, changes: Mapping[str, Any]) -> Plan:
+    """Return a plan with changes of the config that leave the model as it is."""
+    return dataclasses.replace(plan, config=changed(plan.config, changes))
+
+
+Fit = tuple[dict[str, Any], dict[str, float], list[str]]  # changes, peak of each stage, reasons
+
+
+def _fit_sensitivity(plan: Plan, room: float) -> Fit:
+    """Leave the sensitivity out if the whole model in float32 does not fit.
+
+    The peak is a formula, not a run: the weights, and for the Hessian eight float32 copies of the
+    logits, which are larger than the graph of a block.
+    """
+    config, settings = plan.config, plan.config.sensitivity_estimation
+    if config.sensitivity != "auto" or not config.schedule.alpha:
+        return {}, {}, []
+    model: Any = plan.model
+    whole = sum(value.numel() for value in model.parameters())
+    logits = settings.batch_size * plan.data.seq_len * model.tok_embeddings.num_embeddings
+    need = 4.0 * whole + 32.0 * logits + (4.0 * whole if settings.curvature == "fisher" else 0)
+    if need <= room:
+        return {}, {SENSITIVITY: need}, []
+    why = (
+        f"The sensitivity needs {need / 1e9:.1f} GB, because it holds the whole model in float32, "
+        "so all layers have one temperature. To keep it, run hestia_sensitivity with device=cpu "
+        "first and set sensitivity to its file."
+    )
+    return {"sensitivity": None}, {}, [why]
+
+
+def _fit_reconstruction(plan: Plan, room: float) -> Fit:
+    """Choose the sequences of a step, and the blocks that learn together at the end."""
+    whole, config = plan, plan.config
+    if config.reconstruction is None:
+        return {}, {}, []
+    count = len(find_blocks(plan.model))
+    size = config.reconstruct.batch_size
+    sizes = [size // 2**k for k in range(size.bit_length()) if size % 2**k == 0]
+    best: Fit = {}, {}, []
+    for batch in sizes:
+        changes: dict[str, Any] = {} if batch == size else {"reconstruct.batch_size": batch}
+        reasons = [] if batch == size else [f"A step of the reconstruction has {batch} sequences."]
+        plan = with_changes(whole, changes)
+        found = stages(plan)
+        peak = {WINDOW: float(stage_bytes(plan, found[0], plan.data.seq_len, alone=True))}
+        best = changes, peak, reasons
+        if peak[WINDOW] > room:
+            continue
+        if len(found) == 1:
+            return best
+        blocks, need = _final_stage(plan, found[1], room)
+        if blocks < 2 and batch != sizes[-1]:
+            continue
+        if blocks < found[1].end - found[1].begin:
+            kept = blocks if blocks >= 2 else 0
+            changes["reconstruct.kl_blocks"] = kept
+            reasons.append(
+                f"The last {kept} of {count} blocks learn the pretrained predictions together."
+                if kept
+                else "No blocks learn the pretrained predictions together (kl_blocks)."
+            )
+            if not kept:
+                return best
+        peak[FINAL] = need
+        return best
+    return best
+
+
+def _final_stage(plan: Plan, stage: Stage, room: float) -> tuple[int, float]:
+    """Return the largest number of blocks of the final stage that fits, and its bytes."""
+    count, seq_len = stage.end - stage.begin, plan.data.seq_len
+
+    def sizes(recomputes: bool, counts: range) -> dict[int, float]:
+        def need(blocks: int) -> float:
+            part = dataclasses.replace(stage, begin=stage.end - blocks, recomputes=recomputes)
+            return float(stage_bytes(plan, part, seq_len, alone=True))
+
+        if count <= _FEW_BLOCKS:
+            return {blocks: need(blocks) for blocks in counts}
+        low, high = need(2), need(4)
+        return {blocks: high + (high - low) / 2 * (blocks - 4) for blocks in counts}
+
+    every = range(count, 0, -1)
+    fitting = [(n, size) for n, size in sizes(True, every).items() if size <= room]
+    found = fitting[0] if fitting else (0, 0.0)
+    if found[0] == count and not stage.recomputes:  # its device decides whether it must recompute
+        (plain,) = sizes(False, every[:1]).values()
+        found = count, plain if plain <= room else found[1]
+    return found
+
+
+def _fit_training(plan: Plan, room: float) -> Fit:
+    """Choose micro-batch, recomputation, optimizer and offloading of the training."""
+    whole, config = plan, plan.config
+    blocks = len(find_blocks(plan.model))
+    estimated = None if blocks <= _FEW_BLOCKS else (2, 4)
+    each = config.batch_size
+    sizes = [each // 2**k for k in range(each.bit_length()) if each % 2**k == 0]
+    again = config.enable_activation_checkpointing
+    ways: list[dict[str, Any]] = [{}]
+    recomputed = {} if again else {"enable_activation_checkpointing": True}
+    ways += [recomputed] if recomputed else []
+    moments = {"optimizer._component_": EIGHT_BIT}
+    if "AdamW" in str(config.optimizer["_component_"]) and "8bit" not in str(config.optimizer):
+        ways.append(recomputed | moments)
+    if not config.fsdp_cpu_offload:
+        ways.append(recomputed | {"fsdp_cpu_offload": True})
+    need = math.inf
+    for number, way in enumerate(ways):
+        for size in sizes:
+            changes = way if size == each else {"batch_size": size, **way}
+            plan = with_changes(whole, changes)
+            few = size * plan.data.seq_len < _FEW_TOKENS
+            if number == 0 and recomputed and few and size != each:
+                break  # recomputation is faster than such small products
+            need = estimate(plan, estimated).peak
+            if need <= room:
+                return changes, {TRAINING: need}, _reasons(plan, changes)
+    return {}, {TRAINING: need}, ["The training does not fit."]
+
+
+def _reasons(plan: Plan, changes: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each change of the training."""
+    whole = sum(value.numel() for value in plan.model.parameters())
+    texts = {
+        "batch_size": f"A micro-batch has {changes.get('batch_size')} sequences; the sequences per "
+        "step stay the same.",
+        "enable_activation_checkpointing": "The activations of every block are computed twice, "
+        "which takes about a third longer.",
+        "optimizer._component_": f"The moments have 8 bits, which saves {whole * 6 / 1e9:.1f} GB.",
+        "fsdp_cpu_offload": "Weights, gradients and moments are in host memory "
+        f"({whole * 18 / 1e9:.0f} GB), and the optimizer runs on the CPU, which is slow.",
+    }
+    return [texts[key] for key in changes]
+
+
+def _largest(peak: Mapping[str, float]) -> str:
+    return max(peak, key=lambda name: peak[name])
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def fit_to_memory(config: RunConfig, gigabytes: float) -> MemoryPlan:
+    """Return the changes with which every stage of a run fits a GPU, and leaves 10% free.
+
+    Args:
+        config: The config of the run. Its device does not matter: the plan is for a GPU with
+            products in bfloat16, on as many ranks as this process is part of.
+        gigabytes: Memory of each GPU, in units of 10^9 bytes.
+
+    Raises:
+        InputError: If no change is enough. The message names the memory that would be.
+    """
+    if not 0 < gigabytes < math.inf:
+        raise InputError(f"the memory of a GPU must be a number of GB above 0; got {gigabytes}")
+    config = config.changed(device="cuda", dtype="bf16")
+    room = usable(gigabytes * 1e9)
+    changes: dict[str, Any] = {}
+    peak: dict[str, float] = {}
+    reasons: list[str] = []
+    plan = shape_plan(config)
+    for fit in (_fit_sensitivity, _fit_reconstruction, _fit_training):
+        more, needs, why = fit(with_changes(plan, changes), room)
+        changes |= more
+        peak |= needs
+        reasons += why
+    recipe = "hestia_qat"
+    if peak.get(TRAINING, 0) > room:
+        others = [size for name, size in peak.items() if name != TRAINING]
+        if config.reconstruction is not None and max(others) <= room:
+            recipe = "hestia_reconstruct"
+            del peak[TRAINING]
+            reasons[-1:] = ["The training does not fit, so run hestia_reconstruct alone."]
+    if max(peak.values()) > room:
+        raise InputError(
+            f"{gigabytes:g} GB are too little for the stage {_largest(peak)!r}, which needs "
+            f"{max(peak.values()) / 1e9:.1f} GB after all savings; use a GPU of "
+            f"{math.ceil(max(peak.values()) / usable(1e9))} GB, or a smaller model"
+        )
+    return MemoryPlan(
+        changes=changes,
+        peak={name: round(size) for name, size in peak.items()},
+        reasons=reasons,
+        recipe=recipe,
+        gigabytes=gigabytes,
+    )
