@@ -70,7 +70,7 @@ def _report(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="a folder with safetensors, or one of hestia convert")
+    parser.add_argument("folder", help="a model's folder, one of hestia convert, or a GGUF file")
 
 
 def _nothing(parser: argparse.ArgumentParser) -> None:

@@ -368,6 +368,8 @@ def test_the_held_out_block_can_be_used_as_its_comment_says(
     assert main(["validate", "mine.yaml"]) == 0
     config = RunConfig.parse(load_config("mine.yaml"))
     assert config.dataset_val["data_files"] == held_out and config.eval.tasks == []
+    code, _, error = run_init(capsys, model_dir, train, "--validation", train, "--output", "b.yaml")
+    assert code == 1 and "is the training data" in error
     # --validation writes the same.
     options = ("--validation", held_out, "--output", "other.yaml")
     code, out, error = run_init(capsys, model_dir, train, *options)

@@ -114,7 +114,7 @@ def _measure(
         if result is None or distance is None:
             model, description = load(name, device=device)
             if result is None:
-                log.info(f"{name}: measuring the model, which takes minutes on a CPU")
+                log.info(f"{name}: measuring the model, which may take minutes")
                 description |= {"world_size": dist.get_world_size(), "identity": identity}
                 measured = evaluator.evaluate(name, model, description, device, continues=True)
                 on_first_rank(measured.save, file, share=False)

@@ -164,6 +164,11 @@ def run_init(
     names = (path.stem if number == 1 else f"{path.stem}_{number}" for number in count(1))
     folders = (Path("runs", name) for name in names if name not in packaged_configs())
     folder = next(folder for folder in folders if not any(folder.glob("*")))
+    if validation is not None and Path(validation).resolve() == Path(data).resolve():
+        raise InputError(
+            f"--validation {validation} is the training data, whose loss says nothing about other "
+            "data; give rows that are not in it, or leave out --validation"
+        )
     train = _look_at_data(data)
     held_out = train if validation is None else _look_at_data(validation)
     log.info("reading the shapes of the model, and which formats can hold it")

@@ -211,8 +211,8 @@ def calibration_batches(
         order = torch.randperm(len(dataset), generator=generator)[:num_samples]
         dataset = map(dataset.__getitem__, order.tolist())
     samples = list(islice(dataset, num_samples))
-    if len(samples) < num_samples:
-        log.info(f"the dataset has {len(samples)} samples, fewer than num_samples: all are taken")
+    if len(samples) < num_samples and key == "dataset":
+        log.info(f"the dataset has only {len(samples)} samples; all are used")
     longest = max((len(sample["tokens"]) for sample in samples), default=0)
     parts = (samples[begin : begin + batch_size] for begin in range(0, len(samples), batch_size))
     batches = [calibration_batch(collate(part, least=longest), tokenizer.pad_id) for part in parts]

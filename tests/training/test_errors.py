@@ -167,7 +167,7 @@ def test_the_notices_of_torchtune_need_log_level_debug(model_dir, tmp_path):
         config = make_config(model_dir, tmp_path / level, f"log_level={level}", *few)
         done = tune_run("--config", write_config(config, tmp_path / f"{level}.yaml"))
         assert done.returncode == 0, done.stderr
-        assert ("Optimizer is initialized" in done.stderr) == (level == "debug")
+        assert ("Learning rate scheduler is initialized" in done.stderr) == (level == "debug")
 
 
 def test_commands_flush_denormal_numbers_in_all_threads():

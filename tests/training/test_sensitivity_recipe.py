@@ -189,7 +189,7 @@ def test_a_short_dataset_gives_all_its_samples(model_dir, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     artifact = estimate(model_dir, tmp_path, "dataset.num=2", *FISHER)
     assert artifact.dataset["num_samples"] == 2
-    assert "the dataset has 2 samples, fewer than num_samples" in caplog.text
+    assert "the dataset has only 2 samples; all are used" in caplog.text
 
 
 @pytest.mark.parametrize(
