@@ -22,7 +22,7 @@ EVENING = ("reconstruction=auto", "reconstruct.kl_blocks=1000", "distillation.we
 
 def config(*options, **shape):
     sizes = (f"model.{key}={value}" for key, value in (SHAPE | WIDE | shape).items())
-    more = ("device=auto", "dtype=bf16", "batch_size=16", "global_batch_size=32")
+    more = ("device=auto", "dtype=bf16", "batch_size=4", "global_batch_size=32")
     more += ("dataset.seq_len=64",)
     return RunConfig.parse(make_config("none", "out", *sizes, *more, *options))
 
