@@ -56,8 +56,8 @@ def test_less_memory_takes_more_savings():
     order = [next((k for k in reversed(kinds) if k in changes), "") for changes in seen]
     assert [*dict.fromkeys(order)] == ["", *kinds]
     assert any(changes.get("optimizer._component_") == EIGHT_BIT for changes in seen)
-    final = changed(whole, seen[-1])
-    assert final.fsdp_cpu_offload and final.batch_size == 1
+    final = changed(whole.changed(device="cuda"), seen[-1])
+    assert final.fsdp_cpu_offload and final.enable_activation_checkpointing
     assert final.batch_size * final.gradient_accumulation_steps == 32
 
 
