@@ -2,8 +2,8 @@
 
 The estimates of `hestia_tune.training.estimate` and `hestia_tune.reconstruction.estimate` run one
 step on tensors without data. Here they run on a model of two and of four blocks. Memory grows
-linearly with the number of blocks, so the two give the memory of the whole model: an 8B model takes
-seconds instead of minutes. `fit_to_memory` then tries changes of the config, those first that lose
+linearly with the number of blocks, so the two give the memory of the whole model, in a fraction of
+its time. `fit_to_memory` then tries changes of the config, those first that lose
 no quality and little speed:
 
 1. smaller micro-batches, down to some 4000 tokens. The sequences per step stay the same;

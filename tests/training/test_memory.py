@@ -22,7 +22,7 @@ EVENING = ("reconstruction=auto", "reconstruct.kl_blocks=1000", "distillation.we
 
 def config(*options, **shape):
     sizes = (f"model.{key}={value}" for key, value in (SHAPE | WIDE | shape).items())
-    more = ("device=auto", "dtype=bf16", "batch_size=16", "global_batch_size=32")
+    more = ("device=auto", "dtype=bf16", "batch_size=4", "global_batch_size=32")
     more += ("dataset.seq_len=64",)
     return RunConfig.parse(make_config("none", "out", *sizes, *more, *options))
 
@@ -56,8 +56,8 @@ def test_less_memory_takes_more_savings():
     order = [next((k for k in reversed(kinds) if k in changes), "") for changes in seen]
     assert [*dict.fromkeys(order)] == ["", *kinds]
     assert any(changes.get("optimizer._component_") == EIGHT_BIT for changes in seen)
-    final = changed(whole, seen[-1])
-    assert final.fsdp_cpu_offload and final.batch_size == 1
+    final = changed(whole.changed(device="cuda"), seen[-1])
+    assert final.fsdp_cpu_offload and final.enable_activation_checkpointing
     assert final.batch_size * final.gradient_accumulation_steps == 32
 
 
