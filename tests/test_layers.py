@@ -82,8 +82,3 @@ def test_nothing_imports_upwards_and_private_names_stay_at_home():
                     assert ROOMS.index(other) <= ROOMS.index(room), (name, module)
             if module.split(".")[0] == "torchtune":
                 assert name.split(".")[1] in ("training", "models", "commands"), name
-
-
-def test_no_file_is_over_350_lines():
-    lines = {name: path.read_text("utf-8").count("\n") for name, path in MODULES.items()}
-    assert {name: count for name, count in lines.items() if count > 350} == {}

@@ -119,7 +119,7 @@ def test_nan_in_the_pretrained_weights(tmp_path, monkeypatch, capsys):
     save_file(state, folder / "model.safetensors")
     config = write_config(make_config(folder, tmp_path / "run"), tmp_path / "config.yaml")
     code, line = launch(monkeypatch, capsys, config)
-    assert code == 1 and "NaN or infinity in the pretrained weights: layers.1.mlp.w3" in line
+    assert code == 1 and "must be finite; model.layers.1.mlp.up_proj.weight in" in line
 
 
 def test_a_linear_of_zeros_in_the_pretrained_weights(tmp_path, monkeypatch, capsys):
