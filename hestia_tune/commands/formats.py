@@ -62,7 +62,7 @@ says what happens in a format:
 | {EXACT} | The file holds the weights of the hard model without a change. In the hard model, which a run writes at its end, every quantized weight is a code (a small integer, such as −1, 0 or 1) times a scale. |
 | a percentage, for `gguf` | The format rounds the weights. The number is the relative error of the weights. |
 | a percentage, for `onnx, int8 head` | With the option `convert.onnx_head=int8`, the format `onnx` rounds the output head to 8 bits. The number is the relative error of the logits. |
-| a percentage, for Gemma in `mlx` | mlx-lm computes the activation function GELU with a different formula than transformers. The number is the relative error of the logits. |
+| a percentage, for Gemma and GPT-NeoX in `mlx` | mlx-lm computes the activation function GELU with a different formula than transformers. The number is the relative error of the logits. |
 | no, and a number | The format refuses the model and writes nothing. The number is the number of the reason under [Why not](#why-not). |
 
 Often the config or the shapes of the weights already show that a format refuses the model. If

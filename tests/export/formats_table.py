@@ -120,8 +120,8 @@ def make_naive(folder: Path, family: str) -> DictConfig:
     changes = WIDE | ({"head_dim": 64} if "head_dim" in ALL_FAMILIES[family][1] else {})
     if family in ("Gemma 2", "Gemma 3"):  # a window, and a global layer
         changes |= {"sliding_window": 64, "num_hidden_layers": 6, "query_pre_attn_scalar": 64}
-    if family == "GPT-NeoX":  # mlx-lm knows its usual width only
-        changes |= {"intermediate_size": 1024}
+    if family in ("GPT-NeoX", "GPT-J"):  # mlx-lm knows their usual width only
+        changes |= {"intermediate_size": 1024, "n_inner": 1024}
     make_family(folder / "model", family, **changes)
     overrides = ("convert.source=pretrained", "quantizer.group_size=256")
     return family_config(folder / "model", folder / "out", *overrides)

@@ -51,8 +51,8 @@ def test_a_small_model_keeps_the_kinds_of_layers_and_the_ratios():
     assert small["layer_types"] == large["layer_types"][:6] and small["num_hidden_layers"] == 6
     assert small["head_dim"] == 256 and limits_of(small) == Limits(window=16)
     assert small["hidden_size"] == 4 * 256 and small["vocab_size"] == 512
-    large = config("Qwen2Config", num_hidden_layers=28, max_window_layers=21, sliding_window=4096)
-    large = config("Qwen2Config", **large | {"use_sliding_window": True, "layer_types": None})
+    values = {"num_hidden_layers": 28, "max_window_layers": 21, "sliding_window": 4096}
+    large = config("Qwen2Config", use_sliding_window=True, **values)
     small = comparing.small_config(large)
     assert small["layer_types"] == ["full_attention", "sliding_attention"]
     assert small["max_window_layers"] == 1
