@@ -20,6 +20,7 @@ from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.qat import run_qat
 from hestia_tune.config.files import load_config
 from hestia_tune.config.run import RunConfig
+from hestia_tune.training.memory import MemoryPlan
 
 transformers = pytest.importorskip("transformers")
 TEXTS = [f"Document {n} has a few words about number {n}." for n in range(40)]
@@ -209,7 +210,7 @@ def test_the_batch_fits_into_the_memory_of_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, gib * 2**30))
-    monkeypatch.setattr(init, "check_run", lambda config: RunConfig.parse(config) and [])
+    monkeypatch.setattr(init, "check_run", lambda config, **_: RunConfig.parse(config) and [])
     assert main(["init", str(model_dir), data, "--output", "mine.yaml"]) == 0
     config = RunConfig.parse(load_config("mine.yaml"))
     assert load_config("mine.yaml").device == "auto"
@@ -488,3 +489,38 @@ def test_text_for_a_chat_model_is_noted(tmp_path, capsys, data):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT_TEMPLATE}))
     code, out, _ = run_init(capsys, folder, data)
     assert code == 0 and "plain text alone makes it forget how to" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("recipe", ["hestia_qat", "hestia_reconstruct"])
+def test_a_plan_for_a_gpu_that_is_not_here(recipe, model_dir, capsys, data, monkeypatch):
+    given = []
+
+    def fit(config, gigabytes):
+        given.append((config.batch_size, config.reconstruct.kl_blocks, gigabytes))
+        changes = {"batch_size": 8, "optimizer._component_": "torchao.optim.AdamW8bit"}
+        options = {"peak": {"blocks": 5_000_000}, "reasons": ["Less is more."], "recipe": recipe}
+        return MemoryPlan(changes=changes, gigabytes=gigabytes, **options)
+
+    monkeypatch.setattr(init, "fit_to_memory", fit)
+    words = [str(model_dir), data, "--gpu-memory", "24", "--output", "mine.yaml"]
+    assert main(["init", *words]) == 0
+    out = capsys.readouterr().out
+    assert given == [(32, 1000, 24.0)]
+    assert "  memory of the GPU, 24 GB: blocks 5.0 MB\n  Less is more.\n" in out
+    config = load_config("mine.yaml")
+    assert (config.device, config.batch_size, config.global_batch_size) == ("cuda", 8, 128)
+    assert config.optimizer._component_ == "torchao.optim.AdamW8bit"
+    command = recipe.removeprefix("hestia_")
+    assert f"\n  hestia {command} mine.yaml " in out
+    assert f"hestia {command} mine.yaml " in Path("mine.yaml").read_text()
+    hard = "./runs/mine/reconstruction/hard_model"
+    is_alone = command == "reconstruct"
+    assert (config.convert.get("source") == hard) == is_alone
+    assert (hard in OmegaConf.to_container(config).get("eval", {}).get("models", [])) == is_alone
+
+
+def test_too_little_memory_is_an_error(tmp_path, model_dir, capsys, data):
+    words = [str(model_dir), data, "--gpu-memory", "0.00001", "--output", "mine.yaml"]
+    assert main(["init", *words]) == 1
+    assert "GB are too little for" in capsys.readouterr().err
+    assert [*tmp_path.glob("mine*")] == []

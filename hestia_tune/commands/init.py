@@ -51,6 +51,7 @@ from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes, open_source
 from hestia_tune.models.folder import SafetensorsFolder, hub_name, local_folder
 from hestia_tune.models.hugging_face_files import model_on_meta
+from hestia_tune.training.memory import fit_to_memory
 from hestia_tune.units import count_text, duration_text, size_text
 
 log = logging.getLogger(__name__)
@@ -200,8 +201,6 @@ def run_init(
         text, plan = _fill_template(values), None
         temporary.write_text(text, encoding="utf-8")
         if gpu_memory is not None:
-            from hestia_tune.training.memory import fit_to_memory
-
             log.info(f"fitting the run into {gpu_memory:g} GB")
             plan = fit_to_memory(RunConfig.parse(load_config(str(temporary))), gpu_memory)
             changes = plan.changes
@@ -209,13 +208,13 @@ def run_init(
                 changes |= _without_training(values)
                 text = _fill_template(values)
             temporary.write_text(with_values(text, changes), encoding="utf-8")
-        lines = check_run(load_config(str(temporary)))
+        lines = check_run(load_config(str(temporary)), estimates=plan is None)
     choices = [f"{label}: {text}" for label, text in _summary(values, tokens, passes)]
     if not on_gpu:
         lines = [line for line in lines if not line.startswith("time: ")]
         lines.insert(0, f"time: {values['time']}")
     if plan is not None:
-        lines = [line for line in lines if not line.startswith(("memory", "time", "device"))]
+        lines = [line for line in lines if not line.startswith("device")]
         peaks = ", ".join(f"{name} {size_text(size)}" for name, size in plan.peak.items())
         lines = [f"memory of the GPU, {gpu_memory:g} GB: {peaks}", *plan.reasons, *lines]
     print(f"\n{path} is written, with the reasons for its values.")

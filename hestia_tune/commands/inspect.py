@@ -171,8 +171,12 @@ def run_validate(config: RunConfig | Mapping[str, Any], gpu_memory: float | None
     return 0
 
 
-def check_run(config: RunConfig | Mapping[str, Any]) -> list[str]:
+def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) -> list[str]:
     """Check a config as a run would, and return lines about what its run needs.
+
+    Args:
+        config: The config.
+        estimates: Whether to estimate memory and time, which takes seconds.
 
     Raises:
         InputError: If a run would be refused.
@@ -203,8 +207,9 @@ def check_run(config: RunConfig | Mapping[str, Any]) -> list[str]:
         log.info("comparing the model with transformers, and estimating memory and time")
         read_checkpoint(planned.checkpointer, config, planned.shapes)
     lines += planned.data.examples()
-    lines += describe_costs(planned, has_device).splitlines()
-    if config.reconstruction == "auto":
+    if estimates:
+        lines += describe_costs(planned, has_device).splitlines()
+    if estimates and config.reconstruction == "auto":
         lines.append(describe_stages(planned, has_device))
     dist.destroy_process_group()
     lines.append(
