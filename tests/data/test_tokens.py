@@ -51,7 +51,7 @@ def test_unshuffled_sequences_equal_the_sequences_of_the_text(tmp_path, kind, sh
     arguments |= {"shuffle_buffer": shuffle_buffer, "seed": 5}
     index = write_token_shards(Bytes(), tmp_path / "t", **arguments)
     assert index["num_documents"] == 120
-    assert index["num_tokens"] == sum(len(text.encode()) + 1 for text in texts)
+    assert index["num_tokens"] == sum(len(text.encode()) + 1 for text in texts if text)
     verify_token_shards(tmp_path / "t")
     found = stream(cached(tmp_path / "t"), shuffle_buffer=0)
     assert len(found) == index["num_tokens"] // 16 and found.order["length"] is None
@@ -229,7 +229,7 @@ def test_the_progress_bar_counts_the_tokens_of_the_source(tmp_path, monkeypatch,
     monkeypatch.setattr(distributed, "tqdm", Bar)
     index = write_token_shards(Bytes(), tmp_path / "t", max_tokens=max_tokens, **arguments)
     (bar, *_), Bar.made[:] = Bar.made[::-1], []
-    all_tokens = sum(len(text.encode()) + 1 for text in texts)
+    all_tokens = sum(len(text.encode()) + 1 for text in texts if text)
     assert index["num_tokens"] == min(all_tokens, max_tokens or all_tokens) > 3 * 8192
     if kind == "json.gz":  # Only reading everything would give the number of documents.
         assert set(bar.totals) == {None}
