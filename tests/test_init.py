@@ -101,7 +101,9 @@ def test_the_written_config_is_valid_and_its_commands_are_printed(
         assert written != (f"\n  not {form}: " in out)
     assert f"\n  formats: {', '.join(config.convert.formats)}\n" in re.sub(r"\n {4}", " ", out)
     assert {"torchao", "huggingface"} <= {*config.convert.formats}
-    assert ("gguf" in config.convert.formats) == (family in ("Llama", "Qwen2", "Phi-3"))
+    assert ("gguf" in config.convert.formats) == (
+        family in ("Llama", "Qwen2", "Phi-3", "Qwen3-MoE")
+    )
     assert ("scale" in config.quantizer) == (family != "Qwen3-MoE")  # experts learn no scales
     no_packed = family in ("Falcon", "Qwen3-MoE")
     assert ("compressed_tensors" in config.convert.formats) != no_packed

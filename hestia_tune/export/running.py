@@ -134,6 +134,7 @@ def _template_of(folder: Path) -> str | None:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
     def render(roles: str, is_prompt: bool = False) -> str:
         """Render a conversation of one letter for each role; the content is the role's number."""
@@ -143,7 +144,8 @@ def _template_of(folder: Path) -> str | None:
         ]
         options = {"tokenize": False, "add_generation_prompt": is_prompt}
         text = tokenizer.apply_chat_template(messages, **options)
-        return text.removeprefix(tokenizer.bos_token or "")  # Ollama adds it
+        # Ollama adds BOS to a text if the tokenizer does.
+        return text.removeprefix(tokenizer.bos_token) if adds_bos else text
 
     return make_template(render)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gguf_models import DEMO, random_qwen2, ternarize
+from gguf_models import DEMO, edit_json, random_qwen2, ternarize
 
 from hestia_tune.export import llama_cpp
 from hestia_tune.export.formats import suggested_group_size
@@ -159,6 +159,9 @@ def test_modelfile(tmp_path):
     )
     text = write_modelfile(source, file).read_text()
     assert 'TEMPLATE """{{ if .System }}[system]{{ .System }}\n{{ else }}{{ end }}' in text
+    # BOS is a part of the text if the tokenizer does not add it, as in SmolLM2.
+    edit_json(tmp_path / "model" / "tokenizer_config.json", bos_token="[system]")
+    assert "{{ if .System }}[system]{{ .System }}" in write_modelfile(source, file).read_text()
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     text = write_modelfile(source, file).read_text()
     assert "\nTEMPLATE" not in text and "# Ollama uses its own template" in text
