@@ -5,12 +5,15 @@
 One run measures, on one thread each: the tokenizer's own rate on the same documents, one by one
 and in batches; the stream's rate (reading, shuffling, tokenizing and packing) in one worker; the
 rate of a tokenized set made from the same text; and the peak memory of a process that streams 0.5M
-and 5M tokens, with the size of its data loader's state. From the stream's rate it computes how many
+and 5M tokens, with the size of its data loader's state. It also
+measures a stream of chats: the same text, cut into turns of a few hundred characters and rendered
+by the folder's chat template. From the stream's rate it computes how many
 workers a training run needs. With ``--step-seconds`` it also gives the share of a training step
 spent waiting for data, measured with a data loader and a step that only sleeps.
 """
 
 import argparse
+import json
 import math
 import os
 import pickle
@@ -27,12 +30,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 
 from hestia_tune.config import StreamConfig  # noqa: E402
-from hestia_tune.data import streaming_text_dataset, write_token_shards  # noqa: E402
-from hestia_tune.data.stream import (  # noqa: E402
-    LOT,  # noqa: E402
-    open_rows,
-    text_blocks,
+from hestia_tune.data import (  # noqa: E402
+    streaming_chat_dataset,
+    streaming_text_dataset,
+    write_token_shards,
 )
+from hestia_tune.data.stream import LOT, open_rows, read_text, row_blocks  # noqa: E402
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
 
 
@@ -88,12 +91,25 @@ def some_texts(options, wanted: int) -> list[str]:
         source=options.source, column=options.column, data_files=options.data_files, seq_len=1
     )
     texts, characters = [], 0
-    for (text,) in text_blocks(open_rows(config)[0], config, 1):
+    rows = open_rows(config)[0]
+    for (text,), _ in row_blocks(rows, config, 1, read_text(options.column)):
         texts.append(text)
         characters += len(text)
         if characters > 4 * wanted:
             break
     return texts
+
+
+def write_chats(path: str, texts: list[str]) -> None:
+    """Write texts as chats of four turns: 100 characters of a question, 400 of a reply, twice."""
+    with open(path, "w") as file:
+        for text in texts:
+            for start in range(0, len(text), 1000):
+                turns, end = [], start
+                for size, role in ((100, "user"), (400, "assistant")) * 2:
+                    begin, end = end, end + size
+                    turns.append({"role": role, "content": text[begin:end].strip() or "."})
+                file.write(json.dumps({"messages": turns}) + "\n")
 
 
 def rates(options) -> None:
@@ -119,10 +135,27 @@ def rates(options) -> None:
         )
         shards = {"source": "token_shards", "data_files": folder}
         tokenized = stream(options, 10 * options.tokens, **shards)
+        chats = os.path.join(folder, "chats.jsonl")
+        write_chats(chats, texts)
+
+        def of_chats(**more):
+            return consume(
+                streaming_chat_dataset(
+                    tokenizer,
+                    source="json",
+                    data_files=chats,
+                    seq_len=options.seq_len,
+                    max_tokens=options.tokens,
+                    **more,
+                )
+            )
+
         makers = {
             "tokenizer, one by one": single,
             "tokenizer, batches": batched,
             "stream, one worker": lambda: consume(stream(options, options.tokens)),
+            "chats, packed": of_chats,
+            "chats, loss on all tokens": lambda: of_chats(loss_on="all"),
             "tokenized set, one worker": lambda: consume(
                 map(tokenized.__getitem__, range(len(tokenized)))
             ),

@@ -13,14 +13,14 @@ from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cl
 
 import hestia_tune
 from hestia_tune.commands.inspect import options_page
-from hestia_tune.config import Section
+from hestia_tune.config import Section, SourceConfig
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.run import RunConfig
 from hestia_tune.config.section import describe
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md")])
-SECTIONS = Section.__subclasses__()
+SECTIONS = [*Section.__subclasses__(), *SourceConfig.__subclasses__()]
 RECIPES = {path.stem for path in (REPOSITORY / "recipes").glob("*.py")}
 COMMAND = re.compile(
     r"(pip install .* && )?(\w+=\S+ )*(tune run |python benchmarks/.* --overrides )"

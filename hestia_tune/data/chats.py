@@ -315,7 +315,9 @@ _MARKER = "\ue000reply\uf8ff"
 Render = Callable[[list[dict[str, Any]], bool], str]
 
 
-def reply_spans(render: Render, messages: list[dict[str, Any]], wanted: Iterable[int]) -> list:
+def reply_spans(
+    render: Render, messages: list[dict[str, Any]], wanted: Iterable[int], whole: str
+) -> list[tuple[int, int]]:
     """Find the replies in a rendered chat, for templates that do not mark them.
 
     A reply begins where the generation prompt ends, and ends with the token that ends the turn.
@@ -328,6 +330,7 @@ def reply_spans(render: Render, messages: list[dict[str, Any]], wanted: Iterable
         render: Function of messages, and whether to add a generation prompt, that returns text.
         messages: The messages of the chat.
         wanted: Numbers of the replies to find.
+        whole: The whole chat, rendered.
 
     Returns:
         (begin, end) of each reply, in characters of the rendered chat.
@@ -335,10 +338,11 @@ def reply_spans(render: Render, messages: list[dict[str, Any]], wanted: Iterable
     Raises:
         InputError: If a reply cannot be found.
     """
-    whole, spans = render(messages, False), []
+    spans = []
     for index in wanted:
         prompt = _try(render, messages[:index], True)
-        upto = _try(render, messages[: index + 1], False)
+        is_last = index + 1 == len(messages)
+        upto = whole if is_last else _try(render, messages[: index + 1], False)
         begin = len(prompt) if prompt is not None and whole.startswith(prompt) else None
         end = len(upto) if upto is not None and whole.startswith(upto) else None
         if begin is None or end is None or end < begin:

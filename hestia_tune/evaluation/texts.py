@@ -146,9 +146,8 @@ def read_documents(text: TextConfig) -> list[str]:
         raise InputError(f"{path} does not exist; check the path")
     if path.is_file() and path.suffix not in _FILES:
         try:
-            # As in training, byte order marks are no text, and lines end with a line feed.
-            text_of_file = path.read_bytes().decode("utf-8").replace("\ufeff", "")
-            documents = [text_of_file.replace("\r\n", "\n")]
+            # As in training, a byte order mark is no text.
+            documents = [path.read_bytes().decode("utf-8").replace("\ufeff", "")]
         except UnicodeDecodeError as error:
             raise InputError(f"{path} is not UTF-8 ({error}); convert it") from None
     else:

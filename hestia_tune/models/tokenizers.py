@@ -9,7 +9,7 @@ not have one.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -204,29 +204,34 @@ class HuggingFaceTokenizer:
     def _encode_chat(self, chat: Chat, loss_on: str) -> tuple[list[int], list[bool]]:
         if self.chat_template is None and chat.is_plain:
             prompt, reply = (str(message["content"]) for message in chat.messages)
-            encoding = self.tokenizer.encode(prompt + reply)
-            mask = _overlaps(encoding, [(len(prompt), len(prompt + reply))])
+            encoding, length = self.tokenizer.encode(prompt + reply), len(prompt + reply)
+            mask = _overlaps(encoding, [(len(prompt), length)], length)
             ids, mask = [*encoding.ids, self.eos_id], [*mask, True]
             return ids, mask if loss_on == "replies" else [True] * len(ids)
         replies = [index for index, is_trained in enumerate(chat.trained) if is_trained]
         if loss_on == "all":
-            encoding = self._encode_rendered(self.render(chat))
-            return encoding.ids, [True] * len(encoding.ids)
+            ids = self._encode_rendered(self.render(chat)).ids
+            return ids, [True] * len(ids)
         assistants = [m["role"] == "assistant" for m in chat.messages]
         if replies and _GENERATION.search(str(self.chat_template)):
             out = self._apply(chat, return_dict=True, return_assistant_tokens_mask=True)
             marked = [bool(value) for value in out["assistant_masks"]]
             if any(marked):
                 if assistants != chat.trained:  # some replies have no loss
-                    own = _overlaps(out.encodings[0], self._spans(chat, replies))
+                    whole = self.render(chat)
+                    own = _overlaps(out.encodings[0], self._spans(chat, replies, whole), len(whole))
                     marked = [both and one for both, one in zip(marked, own, strict=True)]
                 return out["input_ids"], marked
-        encoding = self._encode_rendered(self.render(chat))
-        return encoding.ids, _overlaps(encoding, self._spans(chat, replies))
+        whole = self.render(chat)
+        encoding = self._encode_rendered(whole)
+        return encoding.ids, _overlaps(encoding, self._spans(chat, replies, whole), len(whole))
 
-    def _spans(self, chat: Chat, replies: Sequence[int]) -> list[tuple[int, int]]:
+    def _spans(self, chat: Chat, replies: Sequence[int], whole: str) -> list[tuple[int, int]]:
         return reply_spans(
-            lambda messages, prompt: self.render(chat, messages, prompt), chat.messages, replies
+            lambda messages, prompt: self.render(chat, messages, prompt),
+            chat.messages,
+            replies,
+            whole,
         )
 
     def _encode_rendered(self, text: str) -> Encoding:
@@ -260,7 +265,7 @@ class HuggingFaceTokenizer:
             for text, is_trained in zip(texts, trained, strict=True):
                 begin, end = end, end + len(text)
                 spans += [(begin, end)] if is_trained else []
-            ids, has_loss = encoding.ids, _overlaps(encoding, spans)
+            ids, has_loss = encoding.ids, _overlaps(encoding, spans, end)
             return (ids, has_loss) if inference else ([*ids, self.eos_id], [*has_loss, trained[-1]])
         roles = ["tool" if m.role == "ipython" else m.role for m in messages]
         rows = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
@@ -340,17 +345,36 @@ def _generation_end(folder: Path, tokenizer: Tokenizer) -> str | None:
     return None
 
 
-def _overlaps(encoding: Encoding, spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return whether each token has a character of one of the spans, which are in order."""
+def _overlaps(encoding: Encoding, spans: Sequence[tuple[int, int]], length: int) -> list[bool]:
+    """Return whether each token has a character of one of the spans.
 
-    def found() -> Iterator[bool]:
-        index = 0
-        for begin, end in encoding.offsets:
-            while index < len(spans) and begin >= spans[index][1]:
-                index += 1
-            yield index < len(spans) and end > spans[index][0]
+    Args:
+        encoding: The tokens.
+        spans: (begin, end) in characters.
+        length: Number of characters of the text.
+    """
+    mask = [False] * len(encoding.ids)
 
-    return list(found())
+    def first_token(begin: int, end: int) -> int | None:
+        tokens = map(encoding.char_to_token, range(begin, end))
+        return next((token for token in tokens if token is not None), None)
+
+    for begin, end in spans:
+        first = first_token(begin, end)
+        if first is None:  # white space that the tokenizer drops
+            continue
+        # A character may have several tokens, and a token may go on behind the span.
+        following = first_token(end, length)
+        last = len(mask) if following is None else following
+        last = max(last, _last_token(encoding, begin, end) + 1)
+        mask[first:last] = [True] * (last - first)
+    return mask
+
+
+def _last_token(encoding: Encoding, begin: int, end: int) -> int:
+    """Return the first token of the last character of a span that has a token."""
+    tokens = map(encoding.char_to_token, range(end - 1, begin - 1, -1))
+    return next(token for token in tokens if token is not None)
 
 
 class AutoTokenizer(HuggingFaceTokenizer):

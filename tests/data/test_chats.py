@@ -226,3 +226,12 @@ def test_a_reply_that_quotes_its_question_is_found(tmp_path):
     same = {"role": "assistant", "content": "a?"}
     [(ids, has_loss)] = tokenizer.encode_chats([read_chat({"messages": [USER, same, USER, same]})])
     assert replies_of(tokenizer, ids, has_loss) == ["a?<|end|>"] * 2
+
+
+def test_masks_have_all_tokens_of_a_reply_that_ends_in_a_wide_character(tmp_path):
+    """An emoji has four tokens here, which share one character."""
+    plain = HuggingFaceTokenizer(make_tokenizer_folder(tmp_path, None))
+    row = {"prompt": "日?🙂", "completion": "🙂 本🙂"}
+    [(ids, has_loss)] = plain.encode_chats([read_chat(row)])
+    assert replies_of(plain, ids, has_loss) == ["🙂 本🙂<eos>"]
+    assert sum(has_loss) == len("🙂 本🙂".encode()) + 1

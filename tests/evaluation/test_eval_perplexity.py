@@ -147,6 +147,8 @@ def test_text_file_is_one_document(tmp_path):
     file = tmp_path / "text.txt"
     file.write_bytes("one\r\ntwo é\n".encode())
     assert read_documents(file) == ["one\r\ntwo é\n"]
+    file.write_bytes(b"\xef\xbb\xbfone\n\xef\xbb\xbftwo")
+    assert read_documents(file) == ["one\ntwo"]
     file.write_bytes(b"good \xff bad")
     with pytest.raises(ValueError, match="text.txt is not UTF-8 .*position 5"):
         read_documents(file)
