@@ -104,8 +104,8 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 # %% [markdown]
 # ## Chat, in llama.cpp
 #
-# One file with 4.5 bits per weight (`Q4_0`). `llama-cli -m` takes it as well.
-# `convert.block_type=Q2_0` needs 2.25 bits per weight and a build that knows `Q2_0`.
+# One file with 2.25 bits per weight (`Q2_0`), which llama.cpp reads since July 2026. `llama-cli -m`
+# takes it as well. `convert.block_type=Q4_0` is for older programs, and faster on an x86 CPU.
 
 # %%
 tune(

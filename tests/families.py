@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite": ("GraniteConfig", {"residual_multiplier": 0.5, "logits_scaling": 2.0}),
     "GPT-NeoX": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
     "SmolLM3": ("SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
-    "Qwen3-MoE": ("Qwen3MoeConfig", {"head_dim": 16} | EXPERTS),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {"head_dim": 16, "norm_topk_prob": True} | EXPERTS),
 }
 # These families have unusual heads or linears and are not in the table of families.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,7 +77,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "MPT": ("MptConfig", {}),
     "GPT-J": ("GPTJConfig", {"rotary_dim": 8}),
     "GPT-2": ("GPT2Config", {}),
-    "OLMoE": ("OlmoeConfig", EXPERTS),
+    "OLMoE": ("OlmoeConfig", EXPERTS | {"num_key_value_heads": 4}),
 }
 
 

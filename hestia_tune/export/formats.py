@@ -49,7 +49,10 @@ def check_format(
 
 
 # What groups of 256 cost, as measured on docs/convert.md ("Groups of 256").
-GROUPS_OF_256 = ""
+GROUPS_OF_256 = (
+    "groups of 256 instead of 128 raised the loss of a small Llama by 0.04 without training, and by "
+    "less than 0.001 after 100 steps (docs/convert.md)"
+)
 
 
 def suggested_group_size(widths: Iterable[int], formats: Iterable[str]) -> int | str:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from hestia_tune.errors import InputError
-from hestia_tune.models.folder import ModelFolder, import_optional
+from hestia_tune.models.folder import ModelFolder, SafetensorsFolder, import_optional
 
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -462,10 +462,10 @@ class LlamaModel:
         left = dict.fromkeys(self._source.shapes)
         parts = [f"{family.blocks}.{i}.{part}" for i in range(count) for part in family.block]
         needed = [*parts, *family.outside]
-        if self.config.get("tie_word_embeddings", family.is_tied):
-            left.pop(f"{family.head}.weight", None)  # a copy of the embedding
-        else:
+        if not self.config.get("tie_word_embeddings", family.is_tied):
             needed.append(family.head)
+        elif self._head_is_a_copy():
+            left.pop(f"{family.head}.weight", None)
         needed = [f"{name}.weight" for name in needed]
         if family.has_biases:
             needed += [f"{name}.bias" for name in parts]
@@ -494,6 +494,19 @@ class LlamaModel:
         if self._rope["rope_type"] == "llama3":
             entries[ROPE_FACTORS] = Entry(())
         return entries
+
+    def _head_is_a_copy(self) -> bool:
+        """Return whether the files have no head besides the embedding, or the embedding twice.
+
+        transformers uses a head of its own even if config.json says that the head is tied.
+        """
+        head = f"{self._family.head}.weight"
+        if head not in self._source.shapes or self.embedding not in self._source.shapes:
+            return True
+        first, second = (
+            SafetensorsFolder.read(self._source, name) for name in (head, self.embedding)
+        )
+        return torch.equal(first, second)
 
     def _find_experts(self, block: str, left: dict[str, None]) -> dict[str, Entry]:
         """Return name in the gguf package's table -> the tensors of a block's experts.

@@ -119,7 +119,7 @@ def make_naive(folder: Path, family: str) -> DictConfig:
     """Make a model of a family and return a config that converts it without training."""
     changes = WIDE | ({"head_dim": 64} if "head_dim" in ALL_FAMILIES[family][1] else {})
     if family in ("Gemma 2", "Gemma 3"):  # windows longer than the tokens, and a global layer
-        changes |= {"sliding_window": 64, "num_hidden_layers": 6}
+        changes |= {"sliding_window": 64, "num_hidden_layers": 6, "query_pre_attn_scalar": 64}
     make_family(folder / "model", family, **changes)
     overrides = ("convert.source=pretrained", "quantizer.group_size=256")
     return family_config(folder / "model", folder / "out", *overrides)
@@ -189,7 +189,7 @@ def compare(recipe: ConvertRecipe, column: str) -> Iterator[tuple[torch.Tensor, 
         model, infos = LlamaModel(source), read_tensor_infos(target)
         types = {kind.ggml_id: kind for kind in BLOCK_TYPES.values()}
         for key, weight in model.tensors():
-            kind, shape, position = infos[model.names[key]]
+            kind, shape, position = infos[key]
             if kind in types:
                 count = shape.numel() // types[kind].block * types[kind].num_bytes
                 data = np.fromfile(target, np.uint8, count, offset=position)

@@ -215,6 +215,17 @@ def test_a_copy_of_tied_embeddings_is_left_out(demo, tmp_path):
     assert "output.weight" not in read_tensor_infos(tmp_path / "m.gguf")
 
 
+def test_a_head_of_its_own_is_kept_though_config_json_says_tied(demo, tmp_path):
+    """transformers uses it too."""
+    folder, quantized = demo
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = -state["model.embed_tokens.weight"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    write_gguf(ModelFolder(folder, quantized), tmp_path / "m.gguf", block_type="Q4_0")
+    assert_same(read_stock(tmp_path / "m.gguf"), expected_tensors(folder))
+    assert "output.weight" in read_tensor_infos(tmp_path / "m.gguf")
+
+
 def test_llama3_rope_factors(demo):
     folder, _ = demo
     scaling = {
