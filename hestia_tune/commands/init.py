@@ -492,7 +492,7 @@ def _look_at_model(
         group_size, absent = larger, fewer
     if group_size == 256:
         reason = "256 weights share a scale, so that llama.cpp's type TQ2_0 holds the model; it is "
-        group_reason = f"{reason}small, and fast on CPUs. {GROUPS_OF_256}".strip()
+        group_reason = f"{reason}small, and fast on CPUs; {GROUPS_OF_256}"
     if asked and absent:
         form, reason = next(iter(absent.items()))
         rest = "init without --format writes a config for the other formats, which you can edit"
