@@ -3,8 +3,8 @@
 The commands of docs/results/ take minutes to hours; test_docs.py only checks that they parse.
 
 A comment in a block that speaks of what is "needed" (the hub, GPUs, several nodes, an account, a
-browser) marks the commands from there to the end of the block. All others run page by page, in
-order, in a folder where the demo has been trained and packed before.
+browser, minutes) marks the commands from there to the end of the block. All others run page by
+page, in order, in a folder where the demo has been trained and packed before.
 """
 
 import os
@@ -20,7 +20,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
 NEEDS = re.compile(
-    r"#.*\bneeds (the hub|a GPU|several (GPUs|nodes)|an account|a browser|llama\.cpp)", re.I
+    r"#.*\bneeds "
+    r"(the hub|a GPU|several (GPUs|nodes)|an account|a browser|llama\.cpp|\w+ minutes)",
+    re.IGNORECASE,
 )
 # What makes the demo a matter of seconds, in every recipe.
 SMALL = (
