@@ -21,9 +21,9 @@ import torch.distributed as dist
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
+from hestia_tune.memory import MemoryPlan, fit_to_memory, shape_plan
 from hestia_tune.reconstruction.estimate import decide
 from hestia_tune.training.estimate import estimate, memory_of, usable
-from hestia_tune.training.memory import MemoryPlan, fit_to_memory, shape_plan
 from hestia_tune.training.plan import Plan
 
 SHAPES = {  # model_type and the sizes that differ from transformers' defaults

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
 
 import hestia_tune
-from hestia_tune.commands.inspect import options_page
+from hestia_tune.commands.options import options_page
 from hestia_tune.config import Section, SourceConfig
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.run import RunConfig
@@ -110,7 +110,7 @@ def test_every_option_has_a_meaning(section):
 
 
 def test_readme_is_short_and_the_file_map_is_whole():
-    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rooms = text.partition("## Where things are")[2].partition("## How to")[0]
     mapped = {name.rstrip("/") for name in re.findall(r"`([\w.]+/?)`", rooms)}

@@ -20,7 +20,7 @@ from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.qat import run_qat
 from hestia_tune.config.files import load_config
 from hestia_tune.config.run import RunConfig
-from hestia_tune.training.memory import MemoryPlan
+from hestia_tune.memory import MemoryPlan
 
 transformers = pytest.importorskip("transformers")
 TEXTS = [f"Document {n} has a few words about number {n}." for n in range(40)]
@@ -422,10 +422,12 @@ def test_a_missing_package_of_a_format_is_named(model_dir, capsys, data, monkeyp
 
 def test_a_short_text_is_reported(tmp_path, model_dir, capsys):
     (tmp_path / "short.txt").write_text("This text has very few words in it, and no more.\n")
-    code, out, _ = run_init(capsys, model_dir, "short.txt", "--output", "mine.yaml")
+    code, out, error = run_init(capsys, model_dir, "short.txt", "--output", "mine.yaml")
     text = " ".join(out.split())
-    assert code == 0 and re.search(r"data: text, 1 row; the run reads \S+ tokens, so the data "
-                                   r"\d+k times", text)  # fmt: skip
+    assert code == 0 and re.search(r"data: text, 1 row; the run reads \S+ tokens", text), text
+    assert re.search(r"short.txt is short .*: the run will read it [\d,]+ times", text + error), (
+        error
+    )
 
 
 def test_other_files_of_the_folder_are_suggested(tmp_path, model_dir, capsys, data):

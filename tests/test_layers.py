@@ -8,6 +8,8 @@ ROOT = Path(__file__).parents[1] / "hestia_tune"
 # Each entry imports only earlier entries. A file with a place of its own has a dot in its name.
 ROOMS = [
     "errors",
+    "annealing",
+    "units",
     "files",
     "config",
     "distributed",
@@ -26,6 +28,7 @@ ROOMS = [
     "evaluation",
     "training",
     "reconstruction",
+    "memory",
     "commands",
 ]
 MODULES = {

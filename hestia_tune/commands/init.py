@@ -47,11 +47,11 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.export.folder import check_experts
 from hestia_tune.export.formats import GROUPS_OF_256, check_format, suggested_group_size
 from hestia_tune.files import staged
+from hestia_tune.memory import fit_to_memory
 from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes, open_source
 from hestia_tune.models.folder import SafetensorsFolder, hub_name, local_folder
 from hestia_tune.models.hugging_face_files import model_on_meta
-from hestia_tune.training.memory import fit_to_memory
 from hestia_tune.units import count_text, duration_text, size_text
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def run_init(
     held_out = train if validation is None else _look_at_data(validation)
     log.info("reading the shapes of the model, and which formats can hold it")
     values = _look_at_model(model, on_gpu, gpu_memory, asked, train)
-    tokens, passes = _count_tokens(train, values)
+    tokens = _count_tokens(values)
     # The device is written if it is not the one that a run would choose here.
     values["device"] = device or ("cuda" if on_gpu and not has_gpu else "auto")
     options = [*(["--validation", validation] if validation else [])]
@@ -209,7 +209,7 @@ def run_init(
                 text = _fill_template(values)
             temporary.write_text(with_values(text, changes), encoding="utf-8")
         lines = check_run(load_config(str(temporary)), estimates=plan is None)
-    choices = [f"{label}: {text}" for label, text in _summary(values, tokens, passes)]
+    choices = [f"{label}: {text}" for label, text in _summary(values, tokens)]
     if not on_gpu:
         lines = [line for line in lines if not line.startswith("time: ")]
         lines.insert(0, f"time: {values['time']}")
@@ -252,7 +252,7 @@ def _read_formats(formats: Sequence[str] | None) -> list[str]:
     return [*dict.fromkeys(names)]
 
 
-def _summary(values: Mapping[str, Any], tokens: int, passes: float | None) -> list[tuple[str, str]]:
+def _summary(values: Mapping[str, Any], tokens: int) -> list[tuple[str, str]]:
     """Return (label, text) of every choice that the terminal shows."""
     train: Found = values["train"]
     size = values["group_size"]
@@ -261,9 +261,6 @@ def _summary(values: Mapping[str, Any], tokens: int, passes: float | None) -> li
         ("model", f"{count_text(values['parameters'])} parameters; {groups}"),
         ("data", f"{train.describe()}; the run reads {count_text(tokens)} tokens"),
     ]
-    if passes is not None and passes > 1:
-        times = f"{count_text(round(passes))} times" if passes >= 1.5 else "a little more than once"
-        lines[1] = (lines[1][0], f"{lines[1][1]}, so the data {times}")
     if train.form is None and values["has_template"]:
         lines.append(("note", "this is a chat model, and plain text alone makes it forget how to "
                       "end a reply; train on chats, or on a mixture (docs/data.md)"))  # fmt: skip
@@ -290,19 +287,11 @@ def _without_repeats(reasons: Mapping[str, str]) -> dict[str, str]:
     return shorter
 
 
-def _count_tokens(train: Found, values: Mapping[str, Any]) -> tuple[int, float | None]:
-    """Return the tokens that a run reads, and how often it reads the data. None: unknown."""
+def _count_tokens(values: Mapping[str, Any]) -> int:
+    """Return the number of tokens that a run reads."""
     sequences = values["batch_size"] * values["accumulation"] * values["max_steps"]
     sequences += values["num_samples"] if values["is_chain"] else 0
-    tokens = sequences * values["seq_len"]
-    if train.num_rows is None or not train.rows:
-        return tokens, None
-    if train.form is None:
-        texts = [row[train.column] for row in train.rows]
-    else:
-        texts = [json.dumps(row, ensure_ascii=False) for row in train.rows]
-    have = sum(len(ids) + 1 for ids in values["tokenizer"].encode_batch(texts))
-    return tokens, tokens / max(1.0, have / len(train.rows) * train.num_rows)
+    return sequences * values["seq_len"]
 
 
 def with_values(text: str, changes: Mapping[str, Any]) -> str:

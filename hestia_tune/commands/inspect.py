@@ -18,15 +18,14 @@ import ast
 import importlib.util
 import logging
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hestia_tune.config import ChatConfig, GeneratedConfig, StreamConfig, TextConfig
+from hestia_tune.commands.launch import next_command
+from hestia_tune.commands.options import options_page
 from hestia_tune.config.files import load_config, packaged_configs, text_of
 from hestia_tune.config.run import RunConfig
-from hestia_tune.config.section import describe
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
 
@@ -48,42 +47,6 @@ def listing() -> str:
             (runs if "model" in load_config(name) else overlays).append(line)
     lines += ["configs:", *runs, "overlays, for --config CONFIG+OVERLAY:"]
     return "\n".join([*lines, *overlays])
-
-
-def options_text() -> str:
-    """Return the options of a run as plain text, by section, for --help."""
-    groups: dict[str, list[str]] = {}
-    for key, kind, default, meaning in describe(RunConfig):
-        default = default if default == "must be given" else f"default {default}"
-        text = textwrap.fill(f"{meaning} ({kind}; {default})", 90)
-        lines = groups.setdefault(key.rpartition(".")[0] or "run", [])
-        lines += [f"  {key}", textwrap.indent(text, " " * 6)]
-    parts = (f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())
-    return "options of the config, by section:\n\n" + "\n\n".join(parts)
-
-
-def options_page() -> str:
-    """Return the reference of all YAML options as Markdown, made from the dataclasses."""
-    lines = [
-        "# Options",
-        "",
-        "Every key of the YAML file. Any key can be overridden on the command line, such as",
-        "`optimizer.lr=1e-3` or `schedule.rho=0`. This page is made by",
-        "`python -m hestia_tune options`.",
-    ]
-    parts = {
-        "A run": (RunConfig, ""),
-        "`dataset` with `hestia_tune.data.streaming_text_dataset`": (StreamConfig, "dataset."),
-        "`dataset` with `hestia_tune.data.streaming_chat_dataset`": (ChatConfig, "dataset."),
-        "`dataset` with `hestia_tune.data.self_generated_dataset`": (GeneratedConfig, "dataset."),
-        "A text of `eval.perplexity`": (TextConfig, "eval.perplexity.NAME."),
-    }
-    for title, (section, prefix) in parts.items():
-        lines += ["", f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        for key, kind, default, meaning in describe(section, prefix):
-            cells = (f"`{key}`", f"`{kind}`", f"`{default}`", meaning)
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 def compare_runs(runs: Sequence[str]) -> str:
@@ -162,11 +125,9 @@ def run_validate(config: RunConfig | Mapping[str, Any], gpu_memory: float | None
     for line in check_run(config):
         print(line)
     if gpu_memory is not None:
-        from hestia_tune.training.memory import fit_to_memory
+        from hestia_tune.memory import fit_to_memory
 
         print(fit_to_memory(config, gpu_memory).table())
-    from hestia_tune.commands.launch import next_command  # it imports this module
-
     print(f"Next: {next_command('qat')}")
     return 0
 

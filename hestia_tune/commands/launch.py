@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hestia_tune.commands.inspect import options_text
+from hestia_tune.commands.options import options_text
 from hestia_tune.config.files import load_config, overridden
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError, InputErrors, one_line

@@ -60,13 +60,12 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
         recipe = HestiaQATRecipe(planned.config)
         recipe.build(planned)
         recipe.train()
-        summary, finished = recipe.summary(), recipe.finished
-        if not finished:
-            again = next_command("qat", "resume_from_checkpoint=True")
-            summary += f"; to go on: {again}"
+        finished = recipe.finished
         if dist.get_rank() == 0:
+            again = next_command("qat", "resume_from_checkpoint=True")
+            end = _next_steps(config) if finished else f"; to go on: {again}"
             with contextlib.suppress(OSError):  # the terminal may be closed
-                print(f"{summary}{_next_steps(config) if finished else ''}")
+                print(f"{recipe.summary()}{end}")
         recipe.cleanup()
         return 0 if finished else INTERRUPTED
 

@@ -127,8 +127,11 @@ class Section:
             needs_mapping = isinstance(value, list)
         if needs_mapping and not is_mapping:
             raise InputTypeError(f"{key} must be a mapping of options; got {value!r}")
-        if field.type is bool and isinstance(value, int | float) and not isinstance(value, bool):
-            raise InputTypeError(f"{key} must be true or false; got {value!r}")
+        is_switch = bool in (field.type, *get_args(field.type))
+        if is_switch and isinstance(value, int | float) and not isinstance(value, bool):
+            words = ["true", "false", *field.metadata.get("choices", ())]
+            rule = f"{', '.join(words[:-1])} or {words[-1]}"
+            raise InputTypeError(f"{key} must be {rule}; got {value!r}")
         try:
             OmegaConf.update(typed, field.name, value, merge=False)
         except OmegaConfBaseException as error:

@@ -84,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.peak = self._now = 0
+        self.peak = self._now = self._collected = 0
         self._known = weakref.WeakSet()
 
     def count(self, values: Any) -> None:
@@ -95,8 +95,9 @@ class LiveBytes(TorchDispatchMode):
                 self._known.add(storage)
                 self._now += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
-        if self._now > 1.02 * self.peak:
+        if self._now > max(self.peak, 1.02 * self._collected):
             gc.collect()  # otherwise it is chance how long cycles of references are counted
+            self._collected = self._now
         self.peak = max(self.peak, self._now)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -90,7 +90,7 @@ def test_max_tokens_stops_reading(tmp_path):
         ({"column": "body"}, "'body' holds NoneType, not text; columns: text, n"),
         ({"column": "body", "max_tokens": 5}, "'body' .* columns: text, n"),
         ({"sequence_length": 8}, "unknown key dataset.sequence_length"),
-        ({"data_files": "/nowhere/x.jsonl"}, "could not be loaded"),
+        ({"data_files": "/nowhere/x.jsonl"}, "/nowhere/x.jsonl does not exist; check the path"),
         ({"epochs": None}, "must end; give epochs or max_tokens"),
     ],
 )

@@ -1,6 +1,7 @@
 """Test the estimates of memory against the peaks of a CUDA device, real or simulated."""
 
 import contextlib
+import gc
 import math
 
 import pytest
@@ -11,10 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hestia_tune.commands.qat import run_reconstruct
 from hestia_tune.config.run import RunConfig
-from hestia_tune.errors import InputError
 from hestia_tune.reconstruction.estimate import decide
 from hestia_tune.reconstruction.folder import Windows
-from hestia_tune.training import memory
 from hestia_tune.training.estimate import estimate
 from hestia_tune.training.plan import plan
 
@@ -54,6 +53,13 @@ def config(folder, output, *options):
 def attention():
     """Compute attention as the device does. The simulated device has no fused kernel for it."""
     return sdpa_kernel(SDPBackend.MATH) if simulated_cuda.is_loaded() else contextlib.nullcontext()
+
+
+@pytest.fixture(autouse=True)
+def no_garbage():
+    """Free what an earlier run of this process has left in cycles of references."""
+    gc.unfreeze()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -107,31 +113,3 @@ def test_the_estimates_of_a_reconstruction(larger, tmp_path, monkeypatch, worksp
     with attention():
         window, final = decide(planned(cfg), SEQ_LEN, math.inf).values()
     assert [window, final] == pytest.approx([max(peaks[:-1]), peaks[-1]], rel=0.1)
-
-
-def test_plans_for_smaller_gpus(larger, tmp_path, monkeypatch, workspace):
-    """One plan of each kind of saving, trained: its peak is the estimate, and below the GPU's size.
-
-    The smallest GPU that a kind fits is the hardest for it.
-    """
-    monkeypatch.setattr(memory, "_FEW_TOKENS", 64)  # so that micro-batches become smaller first
-    options = ("dtype=bf16", "distillation.weight=1", "global_batch_size=32")
-    whole = RunConfig.parse(config(larger, tmp_path, *options))
-    plans: dict[tuple[str, ...], memory.MemoryPlan] = {}
-    with attention():
-        gigabytes = memory.fit_to_memory(whole, 10).peak[memory.TRAINING] / 0.9e9
-        with contextlib.suppress(InputError):  # too little for any plan
-            while True:
-                found = memory.fit_to_memory(whole, gigabytes)
-                plans[tuple(sorted(found.changes))] = found
-                gigabytes *= 0.9
-    savings = {key for keys in plans for key in keys}
-    assert savings >= {"batch_size", AGAIN.partition("=")[0], "optimizer._component_"}
-    assert "fsdp_cpu_offload" in savings and () in plans
-    for number, found in enumerate(plans.values()):
-        changes = [f"{key}={value}" for key, value in found.changes.items()]
-        folder = tmp_path / str(number)
-        run(config(larger, folder, *options, *changes))
-        measured = logged(folder, "peak_memory_alloc")[2] * 2**30 - workspace
-        assert measured < found.gigabytes * 1e9, found
-        assert found.peak[memory.TRAINING] == pytest.approx(measured, rel=0.1), found

@@ -185,7 +185,11 @@ def test_a_damaged_or_foreign_folder_is_one_clear_line(ternary, tmp_path, capsys
     else:
         (folder / "config.json").write_text("{")
     assert main(["inspect", str(folder)]) == 1
-    (line,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error")]
+    (line,) = [
+        text
+        for text in capsys.readouterr().err.splitlines()
+        if text.startswith("hestia inspect: error")
+    ]
     assert pytest.raises(InputError, read_matrices, folder).match(message)
     assert str(pytest.raises(InputError, read_matrices, folder).value) in line
 
@@ -296,5 +300,9 @@ def test_inspect_says_what_it_cannot_read(tmp_path, capsys, name, content, messa
         path.write_bytes(content)
     path = path.parent if path.parent != tmp_path else path
     assert main(["inspect", str(path)]) == 1
-    (line,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("error")]
+    (line,) = [
+        text
+        for text in capsys.readouterr().err.splitlines()
+        if text.startswith("hestia inspect: error")
+    ]
     assert re.search(message, line), line

@@ -493,7 +493,7 @@ def test_two_ranks_equal_one(tmp_path):
 def test_an_error_that_is_not_finite_is_refused():
     work = reconstruct(make_model(), kl_blocks=2)
     work.head = lambda h: h * math.nan
-    match = "blocks 2 to 3: the divergence is not finite .* lower reconstruct.kl_rate, now 0.3"
+    match = "blocks 3 to 4: the divergence is not finite .* lower reconstruct.kl_rate, now 0.3"
     with pytest.raises(ValueError, match=match):
         results(work)
     with pytest.raises(ValueError, match="blocks 0 to 0.* lower reconstruct.lr"):

@@ -54,7 +54,7 @@ def test_only_the_blocks_in_use_are_in_memory(tmp_path, monkeypatch):
         models.append(windows._model)
 
     def counted(*args, **kwargs):
-        if isinstance(args[0], FakeTensor):  # the estimate of the memory
+        if isinstance(args[0], FakeTensor) or not models:  # the checks before the run
             return attention(*args, **kwargs)
         blocks = [[*block.parameters()] for block in find_blocks(models[-1]).values()]
         outside, *inside = are_mapped([outside_blocks(models[-1]), *blocks])

@@ -76,6 +76,7 @@ def test_all_formats_and_the_table(model_dir, output_dir, capsys):
     assert run_convert(make_config(model_dir, output_dir, formats)) == 0
     converted = output_dir / "converted"
     assert sorted(p.name for p in converted.iterdir()) == [
+        "Modelfile",
         "README.md",
         "compressed_tensors",
         "huggingface",

@@ -43,7 +43,7 @@ CASES = {
     "batch_size=four": "batch_size: Value 'four' of type 'str' could not be converted to Integer",
     "batch_size=0": "batch_size must be at least 1; got 0",
     "compile=maybe": "compile must be true, false or one of auto; got maybe",
-    "dtype=fp16": "dtype must be one of bf16, fp32; got fp16",
+    "dtype=fp16": "dtype must be one of bf16, fp32, auto; got fp16",
     "quantizer.group_size=48": "group_size 48 does not divide in_features 64 of layers.0",
     "quantizer.group_size=-1": "group_size must be a positive int",
     "quantizer.group_size=rows": "group_size must be a positive int",
@@ -202,7 +202,10 @@ def test_before_the_process_group_exists_each_rank_prints_its_error(monkeypatch,
     [
         ("model.rope_base=500000", "model.rope_base is 500000, .*config.json has rope_theta 10000"),
         ("model.norm_eps=1e-6", "model.norm_eps is 1e-06, .* has rms_norm_eps 1e-05"),
-        ("model.tie_word_embeddings=False", "is False, .* has tie_word_embeddings True"),
+        (
+            "model.tie_word_embeddings=False",
+            "the output head in .* is the embedding; set model.tie",
+        ),
         ("model.num_heads=8", "model.num_heads is 8, .* has num_attention_heads 4"),
     ],
 )

@@ -154,7 +154,7 @@ def test_paths_that_differ_in_one_character_have_different_files(
         ("eval.models=[trained]", "no config.json in .*hard_model; run hestia_qat first"),
         ("eval.models=[packed]", "run hestia_convert first"),
         ("eval.models=[checkpoint]", "no complete checkpoint in"),
-        ("eval.models=[pretraned]", "or give another folder, or one of pretrained"),
+        ("eval.models=[pretraned]", "give a folder, or one of pretrained"),
         ("eval.models=[]", "must name at least one model"),
         ("eval.models=pretrained", "eval.models: give a list"),
         ("eval.tasks=[tiny_choise]", "tiny_choice"),

@@ -54,7 +54,11 @@ def test_what_it_writes(model_dir, tmp_path, caplog):
     for entry in document["layers"].values():
         assert 10 <= entry["probes"] <= 20  # the floor of 2 a batch, up to the cap of 4
     printed = caplog.text
-    for part in ("sensitivity.json", "with scores known to", "... 4 layers between ..."):
+    for part in (
+        "sensitivity.json",
+        "the standard error of a score is at most",
+        "... 4 layers between ...",
+    ):
         assert part in printed
     by_score = sorted(artifact.scores, key=artifact.scores.__getitem__, reverse=True)
     ranking = printed.partition("the least sensitive layers:")[2]

@@ -5,8 +5,7 @@ from tiny import SHAPE, make_config
 
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
-from hestia_tune.training.estimate import estimate
-from hestia_tune.training.memory import (
+from hestia_tune.memory import (
     EIGHT_BIT,
     FINAL,
     TRAINING,
@@ -15,6 +14,7 @@ from hestia_tune.training.memory import (
     fit_to_memory,
     shape_plan,
 )
+from hestia_tune.training.estimate import estimate
 
 WIDE = {"num_layers": 8, "embed_dim": 128, "intermediate_dim": 512}
 EVENING = ("reconstruction=auto", "reconstruct.kl_blocks=1000", "distillation.weight=1")
