@@ -188,7 +188,7 @@ def test_a_damaged_or_foreign_folder_is_one_clear_line(ternary, tmp_path, capsys
     (line,) = [
         text
         for text in capsys.readouterr().err.splitlines()
-        if text.startswith("hestia inspect: error")
+        if text.startswith("inspect: error")
     ]
     assert pytest.raises(InputError, read_matrices, folder).match(message)
     assert str(pytest.raises(InputError, read_matrices, folder).value) in line
@@ -303,6 +303,6 @@ def test_inspect_says_what_it_cannot_read(tmp_path, capsys, name, content, messa
     (line,) = [
         text
         for text in capsys.readouterr().err.splitlines()
-        if text.startswith("hestia inspect: error")
+        if text.startswith("inspect: error")
     ]
     assert re.search(message, line), line
