@@ -421,7 +421,9 @@ def test_a_short_text_is_reported(tmp_path, model_dir, capsys):
     (tmp_path / "short.txt").write_text("This text has very few words in it, and no more.\n")
     code, out, error = run_init(capsys, model_dir, "short.txt", "--output", "mine.yaml")
     text = " ".join(out.split())
-    assert code == 0 and re.search(r"data: text, 1 row; the run reads \S+ tokens", text), text
+    assert code == 0 and re.search(
+        r"data: text, a line a document, 1 row; the run reads \S+ tokens", text
+    ), text
     assert re.search(r"short.txt is short .*: the run will read it [\d,]+ times", text + error), (
         error
     )

@@ -224,7 +224,7 @@ def test_an_existing_target_is_kept(demo, tmp_path):
         torch.equal(once[name], twice[name]) for name in once
     )
     changed = json.loads((target / "config.json").read_text())
-    changed["quantization_config"]["format"] = "float-quantized"
+    changed["quantization_config"]["format"] = "marlin-24"
     edit_json(target / "config.json", **changed)
     with pytest.raises(ValueError, match=r"is quantized \(compressed-tensors\)"):
         write_compressed_tensors(ModelFolder(target, some), tmp_path / "thrice")

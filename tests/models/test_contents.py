@@ -186,9 +186,7 @@ def test_a_damaged_or_foreign_folder_is_one_clear_line(ternary, tmp_path, capsys
         (folder / "config.json").write_text("{")
     assert main(["inspect", str(folder)]) == 1
     (line,) = [
-        text
-        for text in capsys.readouterr().err.splitlines()
-        if text.startswith("inspect: error")
+        text for text in capsys.readouterr().err.splitlines() if text.startswith("inspect: error")
     ]
     assert pytest.raises(InputError, read_matrices, folder).match(message)
     assert str(pytest.raises(InputError, read_matrices, folder).value) in line
@@ -301,8 +299,6 @@ def test_inspect_says_what_it_cannot_read(tmp_path, capsys, name, content, messa
     path = path.parent if path.parent != tmp_path else path
     assert main(["inspect", str(path)]) == 1
     (line,) = [
-        text
-        for text in capsys.readouterr().err.splitlines()
-        if text.startswith("inspect: error")
+        text for text in capsys.readouterr().err.splitlines() if text.startswith("inspect: error")
     ]
     assert re.search(message, line), line

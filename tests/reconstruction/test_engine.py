@@ -496,7 +496,7 @@ def test_an_error_that_is_not_finite_is_refused():
     match = "blocks 3 to 4: the divergence is not finite .* lower reconstruct.kl_rate, now 0.3"
     with pytest.raises(ValueError, match=match):
         results(work)
-    with pytest.raises(ValueError, match="blocks 0 to 0.* lower reconstruct.lr"):
+    with pytest.raises(ValueError, match="block 1 of 4: .* lower reconstruct.lr"):
         results(
             reconstruct(
                 make_model(),
