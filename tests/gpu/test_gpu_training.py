@@ -128,6 +128,7 @@ def test_packaged_configs_train_small_models(name, tmp_path):
         "device": "cuda",
         "dtype": "bf16",
         "batch_size": 2,
+        "global_batch_size": 4,
         "max_steps": 2,
         # One config with compilation is enough, which takes seconds.
         "compile": name == "llama3_2_1b",
