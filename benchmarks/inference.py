@@ -44,7 +44,7 @@ from safetensors.torch import save_file
 GROUPS = {"smollm2_135m": 64, "llama3_2_1b": 256}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 DENSE = ("bfloat16", "float32")
-KERNELS = ("auto", "onnxruntime", "int4pack", "gemlite", "dequantize")
+KERNELS = ("auto", "int4pack", "gemlite", "dequantize")
 ON_CUDA = ("bfloat16", "auto", "int4pack", "gemlite", "dequantize")
 BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0", "Q2_K")
 ONNX = {"ONNX": "float32", "ONNX, int8 head": "int8"}
@@ -327,24 +327,19 @@ def products(clock) -> None:
     from hestia_tune.tensors import Fairy2iTensor, TernaryTensor
     from hestia_tune.tensors import kernel_choice as choice
 
-    titles = ["dense bf16", "dense f32", "int4pack", "onnxruntime", "dequantizing"]
-    titles += ["Fairy2i, int4pack", "Fairy2i, onnxruntime"]
+    titles = ["dense bf16", "dense f32", "int4pack", "dequantizing", "Fairy2i, int4pack"]
     print(f"| out x in, rows | {' | '.join(titles)} |\n|---|{'---:|' * len(titles)}")
     for shape in [(2048, 2048), (8192, 2048), (2048, 8192)]:
         weight = TernaryTensor.from_hp(torch.randn(shape), group_size=128)
         dense = {dtype: weight.to(dtype).dequantize() for dtype in (torch.bfloat16, torch.float32)}
         weight = weight.to(torch.bfloat16)
         complex_weight = Fairy2iTensor.from_hp(torch.randn(shape)).to(torch.bfloat16)
-        kernels = [
-            choice.make(one, choice.KERNELS[k])
-            for one in (weight, complex_weight)
-            for k in ("int4pack", "onnxruntime")
-        ]
+        kernels = [choice.make(one, choice.KERNELS["int4pack"]) for one in (weight, complex_weight)]
         for rows in (1, 32):
             x = torch.randn(rows, shape[1])
             calls = [partial(F.linear, x.to(dtype), w) for dtype, w in dense.items()]
             calls += [partial(kernel, x.bfloat16(), None) for kernel in kernels]
-            calls.insert(4, weight.dequantize)
+            calls.insert(3, weight.dequantize)
             times = [best(call, clock, 2) for call in calls]
             cells = " | ".join(f"{1e3 * seconds:.2f}" for seconds in times)
             print(f"| {shape[0]} x {shape[1]}, {rows} | {cells} |", flush=True)

@@ -39,8 +39,8 @@ from hestia_tune.export.compare import REMEDY, Text, check_small, compare, full_
 from hestia_tune.export.folder import split_weights, write_safetensors
 from hestia_tune.models.folder import ModelFolder, import_optional
 from hestia_tune.tensors.group_tensor import GroupTensor
-from hestia_tune.tensors.kernels import BLOCKS
 
+_BLOCKS = (128, 64, 32)  # weights that can share a scale
 _BITS = {2: 1, 3: 2, 4: 2}  # number of codes -> bits per code
 _RENAMED = {"mistral": "llama"}  # model types that mlx-lm reads with the code of another type
 # Largest relative difference of logits in float32. The two libraries multiply in other orders.
@@ -127,10 +127,10 @@ def _blocks(source: ModelFolder) -> dict[str, int]:
                 "another format"
             )
         width = size if isinstance(size, int) else source.shapes[name][1]
-        blocks[name] = next((block for block in BLOCKS if width % block == 0), 0)
+        blocks[name] = next((block for block in _BLOCKS if width % block == 0), 0)
         if not blocks[name]:
             raise InputError(
-                f"MLX needs groups, or whole rows, of a multiple of {BLOCKS[-1]} weights; {name} "
+                f"MLX needs groups, or whole rows, of a multiple of {_BLOCKS[-1]} weights; {name} "
                 f"has {width}; export to another format"
             )
     return blocks

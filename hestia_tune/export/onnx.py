@@ -13,8 +13,7 @@ repeated. The temporary folder holds these tensors for each quantized linear:
 
 Each linear becomes a `MatMulNBits` of 2 bits; query, key and value become one. The folder has the
 names that transformers.js expects (``onnx/model_q2.onnx``: 2-bit products, the rest in float32), so
-it loads the folder too. The products round activations to 8 bits, like the products of
-`hestia_tune.tensors.kernels`. Everything else is float32.
+it loads the folder too. The products round activations to 8 bits. Everything else is float32.
 
 A linear that holds query, key and value, or gate and up, is split by its rows.
 `hestia_tune.export.onnx_graph` changes the graph that was built. Before the folder gets its name,
@@ -67,9 +66,9 @@ from hestia_tune.models.folder import (
 )
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.group_tensor import GroupTensor
-from hestia_tune.tensors.kernels import BLOCKS
 
 _FIELDS = 16  # fields of 2 bits in an int32
+_BLOCKS = (128, 64, 32)  # weights that can share a scale in a MatMulNBits
 # What transformers.js has to know: the suffix of the file's name, and that it has one data file.
 _FOR_JAVASCRIPT = {"dtype": "q2", "use_external_data_format": {Path(MODEL_FILE).name: 1}}
 _ACCURACY_LEVELS = {8: 4, 32: 1}  # bits of activations -> accuracy_level of MatMulNBits
@@ -230,10 +229,10 @@ def _block(source: ModelFolder) -> int:
                 f"ONNX export needs out_features that are a multiple of {_FIELDS}; {name} has "
                 f"{rows}; export to another format"
             )
-    fitting = [block for block in BLOCKS if all(width % block == 0 for width in widths)]
+    fitting = [block for block in _BLOCKS if all(width % block == 0 for width in widths)]
     if not fitting:
         raise InputError(
-            f"ONNX export needs groups, or whole rows, of a multiple of {BLOCKS[-1]} weights; got "
+            f"ONNX export needs groups, or whole rows, of a multiple of {_BLOCKS[-1]} weights; got "
             f"{sorted(widths)}; export to another format"
         )
     return fitting[0]

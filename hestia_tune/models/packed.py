@@ -113,7 +113,7 @@ def load_quantized(
         dtype: The dtype of the computation. Packed weights appear in this dtype, and all other
             weights are cast to it.
         kernel: The kernel that multiplies by packed weights; see `hestia_tune.use_kernel`. "auto"
-            may round activations to 8 bits. "dequantize" gives the hard model's results to the last
+            may round products to bfloat16. "dequantize" gives the hard model's results to the last
             bit.
 
     Raises:

@@ -21,7 +21,7 @@ from torch.utils.benchmark import Timer
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
 from hestia_tune.tensors.group_tensor import TernaryTensor
-from hestia_tune.tensors.kernels import Gemlite, Int4Pack, Kernel, OnnxRuntime
+from hestia_tune.tensors.kernels import Gemlite, Int4Pack, Kernel
 from hestia_tune.tensors.packed_tensor import PackedTensor, packed_linear
 
 
@@ -62,7 +62,7 @@ class ComplexStack(Kernel):
         return torch.cat([top, bottom], 1)  # (rows, 2n)
 
 
-KERNELS: dict[str, type[Kernel]] = {kind.name: kind for kind in (OnnxRuntime, Gemlite, Int4Pack)}
+KERNELS: dict[str, type[Kernel]] = {kind.name: kind for kind in (Gemlite, Int4Pack)}
 DEQUANTIZE = "dequantize"
 _MIN_SECONDS = 0.02
 # Maps a kind of weight to its kernel (None: dequantized) and to the reasons against other kernels.
@@ -109,7 +109,10 @@ def use_kernel(model: nn.Module, name: str = "auto") -> KernelUse:
     """
     if name not in ("auto", DEQUANTIZE, *KERNELS):
         known = ", ".join(["auto", DEQUANTIZE, *KERNELS])
-        raise InputError(f"kernel must be one of {known}; got {name!r}")
+        raise InputError(
+            f"kernel must be one of {known}; got {name!r}; for speed on a CPU, write the formats "
+            "onnx or gguf by hestia_convert, and run their files"
+        )
     if name in KERNELS:
         KERNELS[name].require()
     layers, num_bytes, notes = {}, 0, {}

@@ -12,13 +12,10 @@ from hestia_tune import Fairy2iTensor, TernaryTensor, use_kernel
 from hestia_tune.tensors import BinaryTensor, INT2Tensor
 from hestia_tune.tensors import kernel_choice as choice
 from hestia_tune.tensors.kernel_choice import stacked
-from hestia_tune.tensors.kernels import Int4Pack, Kernel, OnnxRuntime
+from hestia_tune.tensors.kernels import Gemlite, Int4Pack, Kernel
 
-# Largest relative error of a product (2-norm). Activations rounded to 8 bits of a block's largest
-# value give an error of 0.6% for Gaussian ones. Rounding to bfloat16 gives at most 0.4%.
+# Largest relative error of a product (2-norm). Rounding to bfloat16 gives at most 0.4%.
 TOLERANCE = {
-    ("onnxruntime", torch.float32): 0.01,
-    ("onnxruntime", torch.bfloat16): 0.012,
     ("int4pack", torch.float32): 1e-5,
     ("int4pack", torch.bfloat16): 0.006,
 }
@@ -65,11 +62,9 @@ def layer(weight, bias=None):
     return linear
 
 
-@pytest.fixture(params=["onnxruntime", "int4pack"])
-def kind(request) -> type[Kernel]:
-    for package in choice.KERNELS[request.param].packages:
-        pytest.importorskip(package)
-    return choice.KERNELS[request.param]
+@pytest.fixture
+def kind() -> type[Kernel]:
+    return Int4Pack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,24 +87,16 @@ def test_products(kind, shape, dtype):
 
 def test_every_shape_that_matters_has_a_kernel():
     for shape in SHAPES[:7]:
-        assert not OnnxRuntime.limit(ternary(*shape)) and not Int4Pack.limit(ternary(*shape))
+        assert not Int4Pack.limit(ternary(*shape))
     for shape in SHAPES[7:]:
-        assert not OnnxRuntime.limit(ternary(*shape)) and Int4Pack.limit(ternary(*shape))
-    assert "groups" in OnnxRuntime.limit(ternary(16, 96, 16))
+        assert Int4Pack.limit(ternary(*shape))
     assert "groups" in Int4Pack.limit(ternary(16, 96, 48))
 
 
-@pytest.mark.parametrize(("name", "bits"), [("int4pack", 4.25), ("onnxruntime", 2.928)])
-def test_memory_of_a_kernel(name, bits):
-    """Check that ONNX Runtime reads the packed codes in place.
-
-    It adds only its own copy and .16 of a session.
-    """
-    for package in choice.KERNELS[name].packages:
-        pytest.importorskip(package)
+def test_memory_of_a_kernel(kind):
     weight = ternary(2048, 2048, 128, torch.bfloat16)
-    kernel = choice.make(weight, choice.KERNELS[name])
-    assert 8 * kernel.num_bytes / weight.numel() == pytest.approx(bits, abs=0.001)
+    kernel = choice.make(weight, kind)
+    assert 8 * kernel.num_bytes / weight.numel() == pytest.approx(4.25, abs=0.001)
 
 
 def test_codes_are_exact(kind):
@@ -312,17 +299,9 @@ def test_a_kernel_that_fails_later_is_never_an_error(monkeypatch, caplog):
     assert linear.weight.kernel is None and "no longer by of_one_row: no such grid" in caplog.text
 
 
-def test_onnxruntime_multiplies_single_rows_only():
-    for package in OnnxRuntime.packages:
-        pytest.importorskip(package)
-    linear = layer(ternary(32, 128, 64))
-    use_kernel(linear, "onnxruntime")
-    x = torch.randn(2, 128)
-    assert torch.equal(linear(x), F.linear(x, linear.weight.dequantize()))
-    assert torch.equal(linear(x[:1]), linear.weight.kernel(x[:1], None))
-    assert not torch.equal(linear(x[:1]), F.linear(x[:1], linear.weight.dequantize()))
+def test_a_stack_has_the_limits_of_its_kernel():
     weight = Fairy2iTensor.from_hp(torch.randn(32, 128))
-    assert choice.make(weight, OnnxRuntime).max_rows == 1
+    assert choice.make(weight, Int4Pack).max_rows == Int4Pack.max_rows == 32
 
 
 def test_other_packed_weights_are_listed_as_dequantized():
@@ -336,10 +315,13 @@ def test_other_packed_weights_are_listed_as_dequantized():
 def test_names(monkeypatch):
     with pytest.raises(ValueError, match="kernel must be one of auto, dequantize, .*got 'int3'"):
         use_kernel(nn.Linear(2, 2), "int3")
-    monkeypatch.setattr(OnnxRuntime, "packages", ("no_such_package",))
+    with pytest.raises(ValueError, match="got 'onnxruntime'; for speed on a CPU"):
+        use_kernel(nn.Linear(2, 2), "onnxruntime")
+    monkeypatch.setattr(Gemlite, "packages", ("no_such_package",))
+    monkeypatch.setattr(Gemlite, "devices", ("cpu", "cuda"))
     linear = layer(ternary(8, 64, 32))
-    with pytest.raises(ValueError, match=r"pip install 'hestia-tune\[cpu\]'"):
-        use_kernel(linear, "onnxruntime")
+    with pytest.raises(ValueError, match=r"pip install 'hestia-tune\[cuda\]'"):
+        use_kernel(linear, "gemlite")
     monkeypatch.setattr(choice, "_chosen", {})
     use = use_kernel(linear)  # no kernel
-    assert any("hestia-tune[cpu]" in note for note in use.notes)
+    assert any("hestia-tune[cuda]" in note for note in use.notes)
