@@ -1,6 +1,6 @@
 """Spend a budget of bits: which linear gets how many bits per weight."""
 
-from hestia_tune.bits.allocation import Allocation, allocate, fill
+from hestia_tune.bits.allocation import Allocation, allocate
 from hestia_tune.bits.budget import Budget, Layer
 from hestia_tune.bits.file import (
     BITS_FILE,
@@ -18,7 +18,6 @@ __all__ = [
     "Layer",
     "allocate",
     "chosen",
-    "fill",
     "kept",
     "read_choices",
     "settings_of",

@@ -14,7 +14,6 @@ linears and four options takes well under a second.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -106,24 +105,3 @@ def _relaxed(losses: np.ndarray, costs: np.ndarray, budget: int) -> tuple[float,
     if found == len(multipliers):  # the slopes of equal losses, rounded: the cheapest options fit
         return float(multipliers[-1]), costs.argmin(1)
     return float(multipliers[found]), options(multipliers[found])
-
-
-def fill(costs: np.ndarray, budget: int, order: Iterable[int], allowed: Sequence[int]) -> list[int]:
-    """Return options that a budget is spent on greedily, without a look at losses.
-
-    Every layer starts with the first allowed option. Then each layer, in a given order, takes the
-    last allowed option that the rest of the budget can pay.
-
-    Args:
-        costs: See `allocate`, also for ``budget``.
-        budget: The largest sum of costs. The first allowed options must fit into it.
-        order: Indices of the layers.
-        allowed: Indices of options, in order of their cost.
-    """
-    options = [allowed[0]] * len(costs)
-    rest = budget - int(costs[:, allowed[0]].sum())
-    for layer in order:
-        extra = costs[layer] - costs[layer, allowed[0]]
-        options[layer] = max(option for option in allowed if extra[option] <= rest)
-        rest -= int(extra[options[layer]])
-    return options

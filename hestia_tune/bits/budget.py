@@ -15,7 +15,6 @@ the loss of the trained model.
 """
 
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hestia_tune.bits.allocation import Allocation, allocate, fill
+from hestia_tune.bits.allocation import Allocation, allocate
 from hestia_tune.bits.file import component_of
 from hestia_tune.config.bits import CHOICES, BitsConfig
 from hestia_tune.config.run import RunConfig
@@ -37,8 +36,6 @@ from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import HestiaQATQuantizer, QATQuantizerBase
 from hestia_tune.sensitivity import SensitivityArtifact
 
-# The ways to choose that minimise a sum.
-MINIMISES = ("sensitivity", "error")
 # Bits of a code in the densest packed layout. Five ternary codes fit into a byte, since 3^5 = 243:
 # 1.6 bits, as in GGUF's TQ1_0. The entropy bound, log2 3 = 1.585, is reached by no layout.
 _CODE_BITS = {
@@ -198,24 +195,12 @@ class Budget:
         return float((total + self.embedding[1]) / self.size)
 
     def allocate(self, losses: np.ndarray) -> Allocation:
-        """Return one choice per linear, as `by` says.
+        """Return one choice per linear, with the smallest sum within the budget.
 
         Args:
             losses: What each choice of each linear adds to the sum to minimise (layers, choices).
-                "uniform" and "position" do not read it.
         """
-        costs, count = self.costs, len(self.layers)
-        limit = int(self.limit * _UNITS)
-        if self.by in MINIMISES:
-            return allocate(losses, costs, limit)
-        if self.by == "uniform":
-            base = int((costs.sum(0) <= limit).nonzero()[0][-1])
-            order = random.Random(0).sample(range(count), count)
-            allowed = [*range(len(self.methods))][base : base + 2]
-        else:
-            order, allowed = reversed(range(count)), range(len(self.methods))
-        options = fill(costs, limit, order, allowed)
-        return Allocation(options, float(losses[range(count), options].sum()), 0.0)
+        return allocate(losses, self.costs, int(self.limit * _UNITS))
 
     def choose(
         self,
@@ -233,7 +218,7 @@ class Budget:
         Returns:
             A document for `hestia_tune.bits.file`. ``gap`` is how far the increase of the loss (or
             the sum of relative errors) is above the least possible one, at most. It is 0 if no
-            choice within the budget is better, and null for the ways that minimise nothing.
+            choice within the budget is better.
         """
         squared, norms = np.empty((len(self.layers), len(self.methods))), {}
         for row, name in enumerate(self.layers):
@@ -264,7 +249,7 @@ class Budget:
         return {
             "mean_bits": self.mean_bits(choices),
             "predicted_increase": sum(parts) if traces else None,
-            "gap": found.gap if self.by in MINIMISES else None,
+            "gap": found.gap,
             "layers": layers,
         }
 

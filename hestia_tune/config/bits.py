@@ -8,6 +8,8 @@ from hestia_tune.errors import InputError
 
 # Every choice, in order of its bits.
 CHOICES = ("binary", "ternary", "int2", "int4", "bf16")
+# Values of ``by`` in configs of earlier versions.
+_CONTROLS = ("uniform", "position")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +27,18 @@ class BitsConfig(Section):
     """Bits of the embedding, and of an output head of its own, in the files that hestia_convert
     writes. They are rounded after the training, in groups of 32, and count in the average. null:
     they stay in bfloat16 and do not count."""
-    by: str = option("sensitivity", choices=("sensitivity", "error", "uniform", "position"))
+    by: str = option("sensitivity", choices=("sensitivity", "error"))
     """How to choose. "sensitivity" predicts the smallest increase of the loss, by the traces of
-    sensitivity. "error" takes the smallest sum of relative squared errors of the weights. "uniform"
-    gives all linears the same choice. What is left lifts linears by one choice, in a random order
-    that never changes. "position" gives the last linears the most bits."""
+    sensitivity. "error" takes the smallest sum of relative squared errors of the weights."""
+
+    def __post_init__(self):
+        if self.by in _CONTROLS:
+            raise InputError(
+                f"bits.by={self.by} was a control of an experiment, and is no option any more; set "
+                "bits.by=sensitivity or bits.by=error, or run benchmarks/bits.py, which has the "
+                "controls"
+            )
+        super().__post_init__()
 
     @property
     def reads_sensitivity(self) -> bool:

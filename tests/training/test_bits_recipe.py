@@ -132,19 +132,19 @@ def test_choices_may_be_edited_and_other_settings_are_refused(finished, tmp_path
     write_json(path, saved)
     with pytest.raises(InputError, match=r"made with another by; use the same settings, delete"):
         plan(config.changed(bits={"by": "error"}), trains=False)
-    choose_bits(config.changed(bits={"by": "uniform"}), overwrite=True)
+    choose_bits(config.changed(bits={"by": "error"}), overwrite=True)
     assert choices_in(tmp_path) != choices_in(folder)
     edit(path, **dict.fromkeys(choices_in(tmp_path), "bf16"))
     with pytest.raises(InputError, match="leaves every linear dense"):
-        choose_bits(config.changed(bits={"by": "uniform"}))
+        choose_bits(config.changed(bits={"by": "error"}))
     edit(path, **{name: "int3"})
     with pytest.raises(InputError, match=rf"the choice of {name} must be one of ternary, int2"):
-        choose_bits(config.changed(bits={"by": "uniform"}))
+        choose_bits(config.changed(bits={"by": "error"}))
     saved = json.loads(path.read_text())
     del saved["layers"][name]
     write_json(path, saved)
     with pytest.raises(InputError, match=f"linears differ in {name}; correct the file"):
-        choose_bits(config.changed(bits={"by": "uniform"}))
+        choose_bits(config.changed(bits={"by": "error"}))
 
 
 def test_a_reconstruction_chooses_and_training_starts_from_it(finished, model_dir, tmp_path):
@@ -169,7 +169,9 @@ REFUSED = {
     "bits.average=0.5": "bits.average must be in [1, 16]",
     "bits.choices=[ternary,int3]": "bits.choices must be one of binary, ternary, int2, int4, bf16",
     "bits.choices=[]": "bits.choices must name each choice once",
-    "bits.by=size": "bits.by must be one of sensitivity, error, uniform, position",
+    "bits.by=size": "bits.by must be one of sensitivity, error; got size",
+    "bits.by=uniform": "bits.by=uniform was a control of an experiment, and is no option any more",
+    "bits.by=position": "set bits.by=sensitivity or bits.by=error, or run benchmarks/bits.py",
     "sensitivity=null": "bits.by=sensitivity reads the traces of sensitivity, which is null",
     "quantizer.layers={'*.v_proj': null}": "bits and quantizer.layers both choose",
     "init=random": "init: random does not go with",
