@@ -4,8 +4,8 @@
     python benchmarks/bits.py --out runs/bits_short --steps 6 --seeds 0 --averages 2.2
     python benchmarks/bits.py --out runs/ternary --averages 1.725 --ways uniform  # all ternary
 
-Two ways are options of a run, ``bits.by``. The other two are controls. This script computes them and
-gives them to the run as ``quantizer.layers``:
+Two ways are options of a run, ``bits.by``. The other two are controls, which this script computes
+and gives to the run as ``quantizer.layers``:
 
     uniform     All linears get the same choice, as large as the budget allows. What is left lifts
                 linears by one choice, in a random order that never changes.
