@@ -4,7 +4,7 @@ All functions take a latent weight (out_features, in_features) in float64, float
 float16, on any device. They share these options:
 
     group_size    Weights that share a scale: a positive int that divides in_features, "channel" or
-                  "tensor" (`hestia_tune.methods.granularity`).
+                  "tensor" (`hestia_tune.methods.groups`).
     num_stages    Residual stages of a complex weight, 1 to 4. Both of its dimensions are even.
     granularity   "tensor", or the number of complex columns that share scales.
 
@@ -18,10 +18,11 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from hestia_tune.methods.base import Scalar, effective_weight, require_float
+from hestia_tune.methods.autograd import effective_weight
+from hestia_tune.methods.base import Scalar, require_float
 from hestia_tune.methods.fairy2i import Fairy2iMethod, Granularity
-from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.methods.ternary import TernaryMethod
+from hestia_tune.methods.groups import GroupSize
+from hestia_tune.methods.hestia import TernaryMethod
 
 
 def relaxed_ternary(

@@ -294,7 +294,7 @@ def test_training_without_a_trainer_lowers_the_loss_of_the_hard_model():
 
 
 def test_the_core_does_not_import_torchtune():
-    modules = "hestia_tune, hestia_tune.functional, hestia_tune.methods.temperature"
+    modules = "hestia_tune, hestia_tune.functional, hestia_tune.methods.hestia"
     code = f"import sys, {modules}; print([m for m in sys.modules if 'torchtune' in m])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip().splitlines()[-1] == "[]", result.stderr

@@ -5,9 +5,9 @@ import references
 import torch
 
 from hestia_tune.functional import optimal_temperature
-from hestia_tune.methods.temperature import (
+from hestia_tune.methods.base import SEARCH_RANGE
+from hestia_tune.methods.hestia import (
     NUM_BINS,
-    SEARCH_RANGE,
     relaxation_histogram,
     temperature_from_histogram,
 )

@@ -20,7 +20,7 @@ import torch
 from common import DEMO, HARD, METHODS, Study, many_runs, settings_of
 
 from hestia_tune.files import write_atomically
-from hestia_tune.methods.granularity import block_view
+from hestia_tune.methods.groups import block_view
 from hestia_tune.qat.linear import full_tensor, quantized_linears
 from hestia_tune.training.recipe import HestiaQATRecipe
 

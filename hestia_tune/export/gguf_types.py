@@ -11,7 +11,7 @@ import torch
 
 from hestia_tune.errors import InputError
 from hestia_tune.export import gguf_q2_k
-from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.methods.groups import GroupSize
 from hestia_tune.models.folder import ModelFolder
 
 

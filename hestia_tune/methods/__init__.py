@@ -1,11 +1,11 @@
 """Hold the methods: one file each, stateless, with a backward in closed form."""
 
-from hestia_tune.methods.base import Method, effective_weight
-from hestia_tune.methods.even import EvenMethod
+from hestia_tune.methods.autograd import effective_weight, quantized_linear
+from hestia_tune.methods.base import Method
 from hestia_tune.methods.fairy2i import Fairy2iMethod
 from hestia_tune.methods.groups import GroupMethod
+from hestia_tune.methods.hestia import EvenMethod, TernaryMethod
 from hestia_tune.methods.learned_step import DLTMethod, LSQMethod, SEQMethod
-from hestia_tune.methods.linear import quantized_linear
 from hestia_tune.methods.straight_through import (
     AbsMeanMethod,
     INT2Method,
@@ -13,7 +13,6 @@ from hestia_tune.methods.straight_through import (
     TWNMethod,
 )
 from hestia_tune.methods.tequila import TequilaMethod
-from hestia_tune.methods.ternary import TernaryMethod
 
 __all__ = [
     "AbsMeanMethod",

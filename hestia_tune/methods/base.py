@@ -1,14 +1,13 @@
-"""Define a method, and the differentiable effective weight of every method.
+"""Define a method, and the checks that methods share.
 
 A method is a stateless frozen dataclass. It maps a latent weight to an effective weight at a given
 temperature and pressure, and pulls a gradient back through this map in closed form. It never sees
-a step, a module or a schedule. The closed form keeps memory flat: plain autograd would save about
-ten tensors of the weight's size, but `effective_weight` saves only the weight.
+a step, a module or a schedule. The class is all that a method consists of. `hestia_tune.qat.prepare`
+makes from it the component that a config names, and the config for torchao's ``quantize_``.
 """
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 from abc import ABC, abstractmethod
@@ -18,12 +17,15 @@ from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from hestia_tune.errors import InputError, InputTypeError, NotFiniteError, require_number
-from hestia_tune.methods.temperature import search_temperature
+from hestia_tune.errors import InputError, InputTypeError, NotFiniteError
 
 Scalar = float | Tensor
 # A function that sums a tensor over the ranks. Each rank holds a part of one weight.
 SumOverRanks = Callable[[Tensor], Tensor]
+
+
+# Temperatures that `search_temperature` tries.
+SEARCH_RANGE = (1e-3, 4.0)
 
 
 class Method(ABC):
@@ -219,26 +221,6 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
-def as_scalar(value: Scalar, name: str, weight: Tensor) -> Tensor:
-    """Return ``tau`` or ``pressure`` as a 0-D tensor.
-
-    A Python number is checked. A tensor is not, because reading its value would wait for the
-    device.
-
-    Raises:
-        InputTypeError: If ``value`` is neither a number nor a 0-D tensor.
-        InputError: If a number is outside [0, inf) for tau or [0, 1] for pressure.
-    """
-    if isinstance(value, Tensor):
-        if value.dim() != 0:
-            raise InputTypeError(
-                f"{name} must be a float or a 0-D tensor; got shape {tuple(value.shape)}"
-            )
-        return value
-    require_number(name, value, 0.0, 1.0 if name == "pressure" else math.inf, "or a 0-D tensor")
-    return torch.tensor(value, dtype=compute_dtype(weight), device=weight.device)
-
-
 def require_float(weight: Tensor) -> None:
     """Raise InputTypeError unless ``weight`` is a floating-point tensor."""
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
@@ -260,90 +242,60 @@ def require_finite(name: str, *tensors: Tensor) -> None:
         )
 
 
-@functools.cache
-def fused(key: str, formula: str):
-    """Return a formula of a method as fused kernels, one set for weights of every shape.
-
-    Shapes are symbols, but the method's options are constants. With a symbol as the group size,
-    Inductor makes a second pass over the weight on CUDA, or fails with the error `CantSplit`.
-
-    The same kernel does not round its result to bfloat16. On a CPU that rounding made the kernel
-    3.6 times slower.
-    """
-    compiled = torch.compile(getattr(Method.from_key(key), formula), dynamic=True)
-
-    def call(*arguments):
-        with torch._dynamo.config.patch(specialize_int=True):
-            return compiled(*arguments)
-
-    return call
+def require_matrix(weight: Tensor) -> None:
+    """Raise InputError unless ``weight`` has two dimensions."""
+    if weight.dim() != 2:
+        raise InputError(
+            f"weight must have the shape (out_features, in_features); got {tuple(weight.shape)}"
+        )
 
 
-@torch.library.custom_op("hestia::formula", mutates_args=())
-def _formula_operator(
-    key: str, formula: str, tensors: list[Tensor], parameters: list[Tensor]
-) -> list[Tensor]:
-    return _as_list(fused(key, formula)(*tensors, parameters))
-
-
-@_formula_operator.register_fake
-def _(key, formula, tensors, parameters):
-    return _as_list(getattr(Method.from_key(key), formula)(*tensors, parameters))
-
-
-def _as_list(result: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
-
-
-def weight_grad(
-    method: Method, grad: Tensor, latent: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """Return the gradients of the latent weight and of the parameters (`Method.vjp`).
-
-    A compiled region calls one operator for them.
+def check_count(
+    rule: str, value: int | str, words: tuple[str, ...] = (), most: float = math.inf
+) -> None:
+    """Check an option that is a positive int up to ``most``, or one of ``words``.
 
     Args:
-        method: The method of the weight.
-        grad: The gradient of the effective weight.
-        latent: The latent weight, tau and pressure.
-        parameters: The method's parameters.
+        rule: The beginning of the errors, for example "num_stages must be an int from 1 to 4".
+        value: The value of the option.
+        words: The allowed strings.
+        most: The largest allowed int.
+
+    Raises:
+        InputTypeError: If ``value`` is neither an int nor a string.
+        InputError: If the int is out of range, or the string is another word.
     """
-    if torch.compiler.is_compiling():
-        return _formula_operator(method.key(), "vjp", [grad, *latent], list(parameters))
-    return method.vjp(grad, *latent, parameters)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise InputTypeError(f"{rule}; got {value!r} of type {type(value).__name__}")
+    if value not in words and (isinstance(value, str) or not 1 <= value <= most):
+        raise InputError(f"{rule}; got {value!r}")
 
 
-class _EffectiveWeight(torch.autograd.Function):
-    """weight, tau, pressure, parameters -> effective weight; saves its inputs and nothing else."""
+def search_temperature(
+    errors: Callable[[Sequence[float]], Sequence[float]], *, rounds: int, points: int
+) -> float:
+    """Return the tau in `SEARCH_RANGE` with the least error.
 
-    @staticmethod
-    def forward(ctx, weight, method, tau, pressure, *parameters):
-        ctx.method = method
-        ctx.save_for_backward(weight, tau, pressure, *parameters)
-        if method.is_one_operator and torch.compiler.is_compiling():
-            inputs = [weight, tau, pressure], list(parameters)
-            return _formula_operator(method.key(), "effective_weight", *inputs)[0]
-        return method.effective_weight(weight, tau, pressure, parameters)
+    The search narrows a bracket of log tau. In each round it evaluates a grid, and shrinks the
+    bracket to the neighbours of the best point.
 
-    @staticmethod
-    def backward(ctx, grad):
-        weight, tau, pressure, *parameters = ctx.saved_tensors
-        latent = weight, tau, pressure
-        if ctx.method.is_one_operator:
-            grads = weight_grad(ctx.method, grad, latent, parameters)
-        else:
-            grads = ctx.method.vjp(grad, *latent, parameters)
-        return grads[0], None, None, None, *grads[1:]
+    Args:
+        errors: Maps temperatures to the relaxation error at each.
+        rounds: Number of rounds.
+        points: Number of points of a grid.
 
-
-def effective_weight(
-    weight: Tensor, tau: Scalar, pressure: Scalar, method: Method, parameters: Sequence[Tensor] = ()
-) -> Tensor:
-    """Return the differentiable effective weight (Eq. 7) of ``method``.
-
-    `as_scalar` says which values ``tau`` and ``pressure`` may have.
+    Raises:
+        InputError: If the errors are not finite, or all zero.
     """
-    require_float(weight)
-    tau = as_scalar(tau, "tau", weight)
-    pressure = as_scalar(pressure, "pressure", weight)
-    return _EffectiveWeight.apply(weight, method, tau, pressure, *parameters)
+    low, high = (math.log(bound) for bound in SEARCH_RANGE)
+    for round_number in range(rounds):
+        grid = [low + (high - low) * k / (points - 1) for k in range(points)]
+        values = [float(error) for error in errors([math.exp(log_tau) for log_tau in grid])]
+        # Weights that are ternary already may have no error inside a later bracket.
+        if round_number == 0 and not (max(values) > 0 and all(map(math.isfinite, values))):
+            raise InputError(
+                "tau_init auto needs finite weights that are not all zero; give tau_init a number"
+            )
+        best = values.index(min(values))
+        low, high = grid[max(best - 1, 0)], grid[min(best + 1, points - 1)]
+    return math.exp((low + high) / 2)

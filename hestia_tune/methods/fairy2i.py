@@ -69,10 +69,15 @@ import torch
 from torch import Tensor
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.base import Method, SumOverRanks, compute_dtype
-from hestia_tune.methods.granularity import check_count, require_matrix
+from hestia_tune.methods.base import (
+    Method,
+    SumOverRanks,
+    check_count,
+    compute_dtype,
+    require_matrix,
+)
 from hestia_tune.methods.groups import SCALE_EPS, round_to_bfloat16
-from hestia_tune.methods.ternary import MIN_TAU
+from hestia_tune.methods.hestia import MIN_TAU
 
 Granularity = int | str
 Complex = tuple[Tensor, Tensor]

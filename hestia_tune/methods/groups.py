@@ -21,11 +21,26 @@ Scales have a lower bound, `SCALE_EPS`, so that no formula divides by zero. A sc
 belongs to a group of zeros, or to a group whose weights or step are below the bound. Two and four
 levels have no code 0, and 16 levels could lack their code -8, from which a file's reader takes the
 scale. So the hard weights of such a group have the scale 0, and stay zeros in every file format.
+
+The group size says which weights share a scale. Every formula sees a weight (out_features,
+in_features) as a 3-D block view (rows, groups, group), and one scale covers the last axis. A row
+shard of the weight can be quantized on its own, unless the group size is "tensor".
+
+    int g      (out_features, in_features / g, g)    The paper uses 128.
+    "channel"  (out_features, 1, in_features)
+    "tensor"   (1, 1, out_features * in_features)
+
+A weight is hard if every group is a scale times codes. The group size is not stored in a dense
+weight, so `find_group_size` searches for it. A dense weight is refused after its first rows. A hard
+weight is read once or twice. Training that begins at full pressure never sees the latent weight
+itself. It sees what the method makes of it. A method whose scale is mean|w| makes a hard weight
+smaller, because the mean counts zeros. So `latent_of_hard` stretches the weight first.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import ClassVar
 
 import torch
@@ -33,21 +48,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.base import Method, SumOverRanks, compute_dtype
-from hestia_tune.methods.granularity import (
-    GroupSize,
-    block_view,
-    check_divides,
-    validate_group_size,
+from hestia_tune.methods.base import (
+    Method,
+    SumOverRanks,
+    check_count,
+    compute_dtype,
+    require_matrix,
 )
 
+GroupSize = int | str
 SCALE_EPS = 1e-8
 _TINY = torch.finfo(torch.float32).tiny
 # The bound, rounded to the 5, 6 or 8 significant bits of a scale, is at most this number.
 _LEAST_SCALE = SCALE_EPS * (1 + 2**-5)
-# The smallest and the largest magnitude of a code.
 # How many significant bits of a bfloat16 scale stay zero.
 _SPARE_BITS = {2: 0, 3: 0, 4: 2, 16: 3}
+# The smallest and the largest magnitude of a code.
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
 _PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",), 16: ("int4",)}
 _INTEGERS = "torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino"
@@ -57,6 +73,58 @@ _FILE_FORMATS = {
     4: _INTEGERS,
     16: tuple(name for name in _INTEGERS if name != "mlx"),
 }
+
+
+# How many rows decide that a weight is dense, before all rows are looked at.
+_FIRST_ROWS = 8
+
+
+def validate_group_size(group_size: GroupSize) -> None:
+    """Check the option itself by `check_count`, before any weight is known."""
+    words = ("channel", "tensor")
+    check_count('group_size must be a positive int, "channel" or "tensor"', group_size, words)
+
+
+def check_divides(
+    group_size: GroupSize,
+    in_features: int,
+    name: str = "the weight",
+    *,
+    widths: Iterable[int] = (),
+    allows_tensor: bool = True,
+) -> None:
+    """Raise InputError, with the layer and the usable sizes, if groups do not tile a row.
+
+    Args:
+        group_size: The group size.
+        in_features: The length of the rows.
+        name: Name of the layer, for the error.
+        widths: The lengths of all rows that have this group size. A usable size divides them all.
+        allows_tensor: Whether a scale may cover several rows.
+    """
+    if isinstance(group_size, int) and in_features % group_size:
+        common = gcd(in_features, *widths)
+        usable = [size for size in range(32, common + 1, 32) if common % size == 0]
+        sizes = [*map(str, usable), '"channel"', *(['"tensor"'] if allows_tensor else [])]
+        choice = " or ".join(filter(None, [", ".join(sizes[:-1]), sizes[-1]]))
+        raise InputError(
+            f"group_size {group_size} does not divide in_features {in_features} of {name}; "
+            f"use {'one of ' if len(sizes) > 1 else ''}{choice}"
+        )
+
+
+def block_view(weight: Tensor, group_size: GroupSize, groups: int = -1) -> Tensor:
+    """View (out_features, in_features) as (rows, groups, group); see the module docstring.
+
+    A caller may pass the number of groups in a row, if a tensor has this size. A compiler then
+    knows that in_features is a multiple of it.
+    """
+    require_matrix(weight)
+    if group_size == "tensor":
+        return weight.reshape(1, 1, -1)
+    check_divides(group_size, weight.shape[1])
+    group = weight.shape[1] if group_size == "channel" else group_size
+    return weight.unflatten(1, (groups, group))
 
 
 def round_to_bfloat16(x: Tensor, spare_bits: int = 0) -> Tensor:
@@ -370,3 +438,83 @@ class GroupMethod(Method):
         _, scale, code = self.quantized(weight, parameters)
         scale = self.hard_scale(scale).squeeze(-1)
         return code.to(torch.int8).view_as(weight), scale.to(torch.bfloat16)
+
+
+def is_hard(weight: Tensor, group_size: GroupSize, levels: int = 3) -> bool:
+    """Return whether a weight is a scale times codes in every group.
+
+    With two and three levels, the scale may be any number: rounding it to bfloat16 keeps the weight
+    hard. With more levels, it must be rounded already as `round_scale` does.
+
+    Args:
+        weight: The weight (out_features, in_features).
+        group_size: An int that divides in_features, "channel" or "tensor".
+        levels: The number of codes: 2, 3, 4 or 16.
+    """
+
+    def fits(rows: Tensor) -> bool:
+        blocks = block_view(rows, group_size).to(compute_dtype(rows))
+        largest = blocks.abs().amax(-1, keepdim=True)
+        scale = scale_of_hard(blocks, levels) if levels > 3 else largest
+        return bool((nearest_code(blocks, scale, levels) * scale == blocks).all())
+
+    return fits(weight[:_FIRST_ROWS]) and fits(weight)
+
+
+def find_group_size(weight: Tensor, levels: int = 3) -> GroupSize | None:
+    """Return the largest group size at which a weight is hard.
+
+    Args:
+        weight: The weight (out_features, in_features).
+        levels: The number of codes.
+
+    Returns:
+        "tensor", "channel", or the largest multiple of 32 that divides in_features and fits. None
+        if nothing fits.
+    """
+    width = weight.shape[1]
+    multiples = (size for size in range(width // 32 * 32, 0, -32) if width % size == 0)
+    sizes: list[GroupSize] = ["tensor", "channel", *multiples]
+    return next((size for size in sizes if is_hard(weight, size, levels)), None)
+
+
+def find_codes(weight: Tensor) -> tuple[int, GroupSize] | tuple[None, None]:
+    """Return the fewest levels and the largest group size at which a weight is hard.
+
+    Args:
+        weight: The weight (out_features, in_features).
+
+    Returns:
+        The number of codes (2, 3, 4 or 16) and the group size; or None and None for another weight.
+    """
+    for levels in (2, 3, 4, 16):
+        if size := find_group_size(weight, levels):
+            return levels, size
+    return None, None
+
+
+def latent_of_hard(method: GroupMethod, weight: Tensor) -> Tensor:
+    """Return a latent weight, float32, whose forward pass at full pressure is a hard weight.
+
+    The equality is exact at tau 0, with the method's initial parameters. `GroupMethod.hard` of the
+    latent weight is the hard weight too. If the hard weight itself has this property, it is
+    returned. Otherwise each group of n weights, of which k are not zero, is multiplied by n/k. Its
+    mean|w| is then the scale.
+
+    Args:
+        method: The method that will train the weight.
+        weight: A weight that `is_hard` with the method's group size and levels. Its scales are
+            bfloat16 numbers.
+    """
+    weight = weight.float()
+    zero, one = weight.new_tensor(0.0), weight.new_tensor(1.0)
+    parameters = method.initial_parameters(weight)
+    if torch.equal(method.effective_weight(weight, zero, one, parameters), weight):
+        return weight
+    blocks = method.blocks(weight)
+    nonzeros = (blocks != 0).sum(-1, keepdim=True).clamp(min=1)
+    scale = blocks.abs().amax(-1, keepdim=True).double()
+    magnitude = (scale - SCALE_EPS).clamp(min=0.0) * blocks.shape[-1] / nonzeros
+    # An odd last bit is no bfloat16 number. Otherwise `mean_scale` could take it for a scale.
+    magnitude = (magnitude.float().view(torch.int32) | 1).view(torch.float32)
+    return (torch.sign(blocks) * magnitude).view_as(weight)

@@ -1,7 +1,7 @@
 """Finds out what weights are: their codes, their groups, and in a model folder their bytes.
 
 `find_hard` finds the layers of a pretrained model that are hard already. Training and conversion
-continue from the codes of these layers (`hestia_tune.methods.hard_weights`). They need groups that
+continue from the codes of these layers (`hestia_tune.methods.groups`). They need groups that
 fit: the method's group size must divide the group size of the layer. The search reads each weight
 once or twice, one at a time.
 
@@ -26,8 +26,7 @@ from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.files import inside, read_json, read_state
 from hestia_tune.methods import GroupMethod, Method
-from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.methods.hard_weights import find_codes, find_group_size, is_hard
+from hestia_tune.methods.groups import GroupSize, find_codes, find_group_size, is_hard
 from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder, import_optional
 from hestia_tune.models.packed_layouts import Packed, is_float8
 

@@ -30,9 +30,8 @@ import torch
 from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.files import inside, read_json, read_state
 from hestia_tune.methods import GroupMethod
-from hestia_tune.methods.granularity import GroupSize, check_divides
-from hestia_tune.methods.hard_weights import is_hard
-from hestia_tune.methods.ternary import TernaryMethod
+from hestia_tune.methods.groups import GroupSize, check_divides, is_hard
+from hestia_tune.methods.hestia import TernaryMethod
 from hestia_tune.models.embedding import check_width, round_embedding
 from hestia_tune.models.packed_layouts import Packed, dense_config, find_packed, is_float8
 from hestia_tune.tensors import read_hard

@@ -16,7 +16,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from hestia_tune.errors import InputError, require_number
 from hestia_tune.methods import EvenMethod, Fairy2iMethod, Method, TernaryMethod
 from hestia_tune.methods.fairy2i import Granularity
-from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.methods.groups import GroupSize
 from hestia_tune.qat.experts import ExpertsWeight, quantized_experts
 from hestia_tune.qat.linear import QuantizedLinear
 from hestia_tune.qat.tequila_linear import TequilaLinear  # noqa: F401  (registers itself)

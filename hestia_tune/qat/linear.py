@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.quantization.qat.linear import FakeQuantizedLinear
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.base import Method, SumOverRanks, effective_weight, require_finite
-from hestia_tune.methods.linear import quantized_linear
+from hestia_tune.methods.autograd import effective_weight, quantized_linear
+from hestia_tune.methods.base import Method, SumOverRanks, require_finite
 from hestia_tune.qat.latent_shard import LatentShard
 
 T = TypeVar("T")
@@ -235,7 +235,7 @@ _KINDS: dict[type[Method], type["QuantizedLinear"]] = {}
 
 
 class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
-    """A linear whose forward uses the effective weight; see `hestia_tune.methods.linear`.
+    """A linear whose forward uses the effective weight; see `hestia_tune.methods.autograd`.
 
     `from_linear` makes it. The parameter keeps its name ``weight`` and its identity, so state
     dicts, optimizers and tied weights do not change.

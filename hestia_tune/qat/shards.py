@@ -36,7 +36,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.base import SumOverRanks, fused
+from hestia_tune.methods.autograd import fused
+from hestia_tune.methods.base import SumOverRanks
 from hestia_tune.qat.latent_shard import LatentShard
 from hestia_tune.qat.linear import (
     QuantizedLayer,

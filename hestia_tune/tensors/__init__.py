@@ -12,7 +12,7 @@ from torch import Tensor
 from hestia_tune.errors import InputError
 from hestia_tune.methods import Method
 from hestia_tune.methods.base import require_finite
-from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.methods.groups import GroupSize
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
 from hestia_tune.tensors.group_tensor import (
     BinaryTensor,

@@ -14,8 +14,7 @@ from hestia_tune.bits import chosen
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
-from hestia_tune.methods.granularity import GroupSize
-from hestia_tune.methods.hard_weights import latent_of_hard
+from hestia_tune.methods.groups import GroupSize, latent_of_hard
 from hestia_tune.models import build as models
 from hestia_tune.models.checkpoints import pretrained_folder
 from hestia_tune.models.contents import describe, find_hard

@@ -17,7 +17,8 @@ from hestia_tune.methods import (
     TernaryMethod,
     TWNMethod,
 )
-from hestia_tune.methods.base import fused, require_finite
+from hestia_tune.methods.autograd import fused
+from hestia_tune.methods.base import require_finite
 from hestia_tune.tensors import pack, read_hard
 
 GROUP = 16

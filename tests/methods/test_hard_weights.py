@@ -16,7 +16,7 @@ from hestia_tune.methods import (
     TernaryMethod,
     TWNMethod,
 )
-from hestia_tune.methods.hard_weights import find_codes, find_group_size, is_hard, latent_of_hard
+from hestia_tune.methods.groups import find_codes, find_group_size, is_hard, latent_of_hard
 
 SIZES = [32, 64, 128, "channel", "tensor"]
 ZERO, ONE = torch.tensor(0.0), torch.tensor(1.0)

@@ -1,4 +1,4 @@
-"""Quantize to ternary weights: the hard method of Eq. 2 and its softmax relaxation (Eqs. 5-7).
+"""Quantize by Hestia: hard weights (Eq. 2) and their softmax relaxation (Eqs. 5-7), by codebook.
 
 Legend: w weight, gamma scale, z = w/gamma, a = |z|, q code in {-1, 0, 1}, tau temperature,
 p pressure. With
@@ -33,16 +33,36 @@ dH/dgamma = mu - u·mu'. At tau 0, mu' is the slope 1 of a straight-through roun
 learned parameters it is 1 only up to 1.5 steps, because the code is clipped beyond. So dH/dgamma
 is round(u) - u, and beyond 1.5 steps the code, much as in LSQ. The rounding of gamma to bfloat16
 passes gradients unchanged.
+
+An even number of codes has 1 bit, {-1, 1}, or 2 bits, {-1.5, -0.5, 0.5, 1.5}. With z = w/s and
+levels q,
+
+    pi_q  proportional to exp(-(z - q)^2/tau)    H = s·E[q]    dH/dw = (2/tau)·Var[q]
+
+For {-1, 1} this gives H = s·tanh(2z/tau) with s = mean|w|. This s also leaves the least squared
+error. All weights of a hard group have one magnitude, and s is this magnitude. For four levels, s
+is the scale with the least squared error. The paper's rebuttal reports 2 bits, but does not say
+which grid it used. Var[q] is the sum over pairs of levels of pi·pi'·(q - q')^2. Its terms are
+positive, so it keeps its digits where one level is certain.
+
+The paper chooses tau_init by minimising the global mean squared error between the weights and
+their relaxation (Sec. 4.1). The error is the sum of (w - H(w; tau))^2 over all weights of all
+layers. With z = |w|/gamma it is the sum of gamma^2·(z - mu(z; tau))^2. So the ternary method reads
+the weights once, layer by layer, and fills a histogram of z weighted by gamma^2. The search over
+tau needs only the histogram.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import combinations
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.base import require_float
+from hestia_tune.methods.base import require_float, search_temperature
 from hestia_tune.methods.groups import (
     GroupMethod,
     least_squares_scale,
@@ -51,7 +71,6 @@ from hestia_tune.methods.groups import (
     round_scale,
     scale_of_hard,
 )
-from hestia_tune.methods.temperature import relaxation_histogram, temperature_from_histogram
 
 # exp(80) is finite in float32 and bfloat16. Beyond it, the softmax gives a nonzero code less than
 # 1e-34.
@@ -60,6 +79,11 @@ _MAX_EXPONENT = 80.0
 _ROUNDED_WITHIN = 1.5
 # This bound keeps 2/tau finite in float32. A cosine over 10^9 steps stays far above it.
 MIN_TAU = 1e-30
+# Bins of z in the histogram of weights.
+NUM_BINS = 8192
+# Beyond 8 scales the relaxation is 1 for every temperature of the search.
+MAX_Z = 8.0
+_CODES = {"binary": (-1, 1), "int2": (-3, -1, 1, 3)}
 
 
 def _softmax_terms(w: Tensor, step: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -230,3 +254,92 @@ class TernaryMethod(GroupMethod):
         if histogram is None:
             raise InputError("tau_init auto needs at least one weight; got none")
         return temperature_from_histogram(histogram)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvenMethod(GroupMethod):
+    """Two or four levels, relaxed.
+
+    Args:
+        group_size: See `GroupMethod`; not "tensor" with "int2".
+        codebook: "binary" or "int2".
+
+    Raises:
+        InputError: If an option is wrong.
+    """
+
+    name: ClassVar[str] = "even"
+    codebook: Literal["binary", "int2"] = "binary"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.codebook == "int2":
+            self.require_rows("the codebook int2")
+
+    @property
+    def levels(self) -> int:
+        """Return how many codes there are."""
+        return len(_CODES[self.codebook])
+
+    def scale_and_code(self, w, parameters, total, is_final):
+        if self.codebook == "binary":
+            scale = mean_scale(w, total, keep_hard=is_final, levels=2)
+        else:
+            scale = least_squares_scale(w, 4)
+        return scale, nearest_code(w, scale, self.levels)
+
+    def _softmax(self, w, scale, tau):
+        """Return the levels q, their weights pi, (rows, groups, group) each, and s.
+
+        The product s·q equals scale·code.
+        """
+        unit = 1 if self.codebook == "binary" else 2  # A code is this factor times its level.
+        levels = [code / unit for code in _CODES[self.codebook]]
+        z = w / (unit * scale)
+        logits = [(2.0 * z - q) * q / tau for q in levels]
+        top = reduce(torch.maximum, logits)
+        terms = [torch.exp(logit - top) for logit in logits]
+        total = sum(terms)
+        return levels, [term / total for term in terms], unit * scale
+
+    def relaxed(self, w, tau, parameters, total):
+        scale, code = self.scale_and_code(w, parameters, total, False)
+        levels, pi, unit = self._softmax(w, scale, tau.clamp(min=MIN_TAU))
+        soft = unit * sum(q * p for q, p in zip(levels, pi, strict=True))
+        return torch.where(tau > 0, soft, self.values(scale, code, parameters))
+
+    def slopes(self, w, tau, parameters, total):
+        scale, _ = self.scale_and_code(w, parameters, total, False)
+        safe_tau = tau.clamp(min=MIN_TAU)
+        levels, pi, _ = self._softmax(w, scale, safe_tau)
+        pairs = combinations(zip(levels, pi, strict=True), 2)
+        variance = sum((q - r) ** 2 * p * s for (q, p), (r, s) in pairs)
+        return (torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w)),)
+
+
+def relaxation_histogram(z: Tensor, scale: Tensor) -> Tensor:
+    """Return the sums of gamma^2 and of gamma^2·z per bin of z: (2, NUM_BINS) float64, on the CPU.
+
+    Args:
+        z: |w|/gamma of every weight, flat.
+        scale: gamma of every weight, flat.
+    """
+    mass = scale.double().square()
+    index = (z * (NUM_BINS / MAX_Z)).long().clamp_(max=NUM_BINS - 1)
+    sums = [torch.bincount(index, weights=m, minlength=NUM_BINS) for m in (mass, mass * z)]
+    return torch.stack(sums).cpu()
+
+
+def temperature_from_histogram(histogram: Tensor) -> float:
+    """Return the tau that minimises the relaxation error of a sum of `relaxation_histogram`."""
+    mass, moment = histogram
+    filled = mass > 0
+    mass, z = mass[filled], moment[filled] / mass[filled]  # (filled bins,)
+
+    def errors(taus: Sequence[float]) -> list[float]:
+        tau = torch.tensor(taus, dtype=torch.float64).view(-1, 1, 1)
+        logits = -torch.stack([(z - 1) ** 2, z**2, (z + 1) ** 2]) / tau  # (taus, 3, bins)
+        pi = logits.softmax(1)
+        return (mass * (z - (pi[:, 0] - pi[:, 2])) ** 2).sum(-1).tolist()
+
+    return search_temperature(errors, rounds=6, points=33)
