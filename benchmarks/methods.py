@@ -24,12 +24,12 @@ import hestia_tune
 from hestia_tune import quantized_linears
 from hestia_tune.models import llama
 from hestia_tune.qat import shards
-from hestia_tune.qat.prepare import QATQuantizerBase
+from hestia_tune.qat.prepare import Component
 
 BASE = "AbsMean"
 
 
-def components(group_size: int) -> dict[str, QATQuantizerBase]:
+def components(group_size: int) -> dict[str, Component]:
     """Name -> component."""
     group = {"group_size": group_size}
     best = {"start": "least_squares"}
@@ -56,7 +56,7 @@ def components(group_size: int) -> dict[str, QATQuantizerBase]:
     }
 
 
-def make_step(component: QATQuantizerBase, args: argparse.Namespace) -> Callable[[], list[float]]:
+def make_step(component: Component, args: argparse.Namespace) -> Callable[[], list[float]]:
     """A call that does one training step and returns its seconds and those of the weights alone."""
     torch.manual_seed(0)
     sizes = {"embed_dim": args.dim, "intermediate_dim": 3 * args.dim, "num_layers": args.layers}
@@ -92,7 +92,7 @@ def make_step(component: QATQuantizerBase, args: argparse.Namespace) -> Callable
     return step
 
 
-def start_of(component: QATQuantizerBase) -> tuple[float, float]:
+def start_of(component: Component) -> tuple[float, float]:
     """(error, share of zeros) of Gaussian weights as they are first quantized."""
     w = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0))
     method = component.method

@@ -1,6 +1,7 @@
 """Train pretrained LLMs to ternary weights, by quantization-aware training."""
 
 import logging
+from typing import Any
 
 import lazy_loader
 
@@ -12,6 +13,19 @@ logging.getLogger("torchao").addFilter(
 
 # The names of `__init__.pyi`. Each is imported when it is first used: torch, torchao and torchtune
 # take seconds, and --help needs none of them.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_listed, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of `__init__.pyi`, or the component or the config of any other method."""
+    if name in __all__ or not name[:1].isupper():  # Modules have no capitals.
+        return _listed(name)
+    from hestia_tune.qat import prepare
+
+    try:
+        return getattr(prepare, name)
+    except AttributeError:
+        return _listed(name)  # It raises the error with the name of this package.
+
 
 __version__ = "0.1.0"

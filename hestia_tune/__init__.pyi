@@ -1,9 +1,21 @@
 from .annealing import AnnealingSchedule
 from .models.packed import load_quantized
-from .qat.baselines import DLT, INT2, INT4, LSQ, SEQ, TWN, AbsMean, Tequila
-from .qat.configs import Fairy2iConfig, HestiaConfig, MethodConfig
 from .qat.linear import quantized_linears
-from .qat.prepare import Fairy2iQATQuantizer, HestiaQATQuantizer
+from .qat.prepare import (
+    DLT,
+    INT2,
+    INT4,
+    LSQ,
+    SEQ,
+    TWN,
+    AbsMean,
+    Fairy2iConfig,
+    Fairy2iQATQuantizer,
+    HestiaConfig,
+    HestiaQATQuantizer,
+    MethodConfig,
+    Tequila,
+)
 from .qat.schedule import ScheduleDriver, get_wsd_schedule
 from .qat.select import is_transformer_linear
 from .sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity

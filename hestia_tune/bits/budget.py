@@ -33,7 +33,7 @@ from hestia_tune.methods import Method
 from hestia_tune.models.build import make_component
 from hestia_tune.models.embedding import EMBEDDING_BITS, check_width
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.qat.prepare import HestiaQATQuantizer, QATQuantizerBase
+from hestia_tune.qat.prepare import Component, HestiaQATQuantizer
 from hestia_tune.sensitivity import SensitivityArtifact
 
 # Bits of a code in the densest packed layout. Five ternary codes fit into a byte, since 3^5 = 243:
@@ -128,7 +128,7 @@ class Budget:
             )
 
     @classmethod
-    def of(cls, config: RunConfig, component: QATQuantizerBase, model: nn.Module) -> "Budget":
+    def of(cls, config: RunConfig, component: Component, model: nn.Module) -> "Budget":
         """Return the budget of a config, after checking its choices.
 
         Args:

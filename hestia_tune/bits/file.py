@@ -22,7 +22,7 @@ from hestia_tune.config.bits import CHOICES, BitsConfig
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import kept_result
-from hestia_tune.qat.configs import HestiaConfig
+from hestia_tune.qat.prepare import HestiaConfig
 
 BITS_FILE = "bits.json"
 _HESTIA = "hestia_tune.HestiaQATQuantizer"

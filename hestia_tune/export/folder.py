@@ -28,8 +28,8 @@ from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import read_state, staged, write_atomically
 from hestia_tune.models.folder import DESCRIPTION_FILE, HUB_NAME, ModelFolder, copy_side_files
-from hestia_tune.qat.experts import QuantizedExperts
 from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.stack import QuantizedStack
 from hestia_tune.tensors.packed_tensor import as_dense
 
 _TYPES = {
@@ -261,7 +261,7 @@ def check_experts(model: nn.Module, formats: Iterable[str]) -> None:
             a packed weight. "gguf" packs them.
     """
     layers = quantized_linears(model).items()
-    experts = [name for name, layer in layers if isinstance(layer, QuantizedExperts)]
+    experts = [name for name, layer in layers if isinstance(layer, QuantizedStack)]
     patterns = sorted({f"*.{'.'.join(name.split('.')[-2:])}" for name in experts})
     for name in formats if experts else ():
         if name not in ("huggingface", "torchao", "intx", "gguf"):

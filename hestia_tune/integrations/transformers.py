@@ -33,11 +33,10 @@ from hestia_tune.export.folder import write_card
 from hestia_tune.files import staged, write_json
 from hestia_tune.models.folder import DESCRIPTION_FILE, hub_name
 from hestia_tune.qat import shards
-from hestia_tune.qat.configs import HestiaConfig, QATConfigBase
-from hestia_tune.qat.hard_state import hard_state_dict
 from hestia_tune.qat.linear import local_rows, methods_of, quantized_linears
-from hestia_tune.qat.prepare import QATQuantizerBase
+from hestia_tune.qat.prepare import Component, HestiaConfig, QATConfigBase
 from hestia_tune.qat.schedule import ScheduleDriver
+from hestia_tune.qat.shards import hard_state_dict
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +75,12 @@ class HestiaCallback(TrainerCallback):
 
     def __init__(
         self,
-        quantizer: QATConfigBase | QATQuantizerBase | None = None,
+        quantizer: QATConfigBase | Component | None = None,
         schedule: Mapping[str, Any] | None = None,
         scores: Mapping[str, float] | None = None,
     ):
         config = quantizer or HestiaConfig()
-        self.component = QATQuantizerBase(config) if isinstance(config, QATConfigBase) else config
+        self.component = Component(config) if isinstance(config, QATConfigBase) else config
         self.schedule, self.scores, self.layers = ScheduleConfig.parse(schedule), scores, {}
         self.tau_init = self.schedule.tau_init
         self.is_pulled_back: bool | None = None  # None before the step's last backward

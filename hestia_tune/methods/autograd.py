@@ -124,6 +124,25 @@ class _EffectiveWeight(torch.autograd.Function):
         return grads[0], None, None, None, *grads[1:]
 
 
+class _Extras(torch.autograd.Function):
+    """weight, pressure -> the method's `extras`; saves its inputs and nothing else."""
+
+    @staticmethod
+    def forward(ctx, weight, method, pressure):
+        ctx.method = method
+        ctx.save_for_backward(weight, pressure)
+        return method.extras(weight, pressure)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return ctx.method.extras_vjp(grads, *ctx.saved_tensors), None, None
+
+
+def extras(weight: Tensor, pressure: Tensor, method: Method) -> tuple[Tensor, ...]:
+    """Return the differentiable `Method.extras` of a latent weight."""
+    return _Extras.apply(weight, method, pressure)
+
+
 def effective_weight(
     weight: Tensor, tau: Scalar, pressure: Scalar, method: Method, parameters: Sequence[Tensor] = ()
 ) -> Tensor:

@@ -2,8 +2,8 @@
 
 A method is a stateless frozen dataclass. It maps a latent weight to an effective weight at a given
 temperature and pressure, and pulls a gradient back through this map in closed form. It never sees
-a step, a module or a schedule. The class is all that a method consists of. `hestia_tune.qat.prepare`
-makes from it the component that a config names, and the config for torchao's ``quantize_``.
+a step, a module or a schedule. The class is all that a method consists of: the component that YAML
+names, and the config for torchao's ``quantize_``, follow from it (`hestia_tune.qat.prepare`).
 """
 
 import contextlib
@@ -39,7 +39,10 @@ class Method(ABC):
         InputError: If an option has a wrong value.
     """
 
+    # The name in keys, and the name of the component in `hestia_tune`: that of the class without
+    # "Method" by default. Methods with the same component share its options.
     name: ClassVar[str]
+    component: ClassVar[str]
     # The attributes below describe a method. A subclass may turn the attributes without ClassVar
     # into properties, because they may depend on the options.
 
@@ -50,8 +53,10 @@ class Method(ABC):
     codes_follow_from_hard: ClassVar[bool] = True
     # Whether the method pairs row i with row i + out_features / 2. Shards must then hold both.
     pairs_rows: ClassVar[bool] = False
-    # Whether only trained models can be converted: the hard model has more than hard weights.
-    needs_training: ClassVar[bool] = False
+    # Whether the method reads a temperature, and so a schedule of the temperature.
+    has_temperature: ClassVar[bool] = True
+    # Names of a linear's other parameters to which the method adds a vector (`extras`).
+    extra_names: ClassVar[tuple[str, ...]] = ()
     # Packed tensors that hold the codes (`hestia_tune.tensors.pack`). The first is the default.
     packed_formats: tuple[str, ...] = ()
     # The formats that hestia_convert can write. The first is the default.
@@ -68,6 +73,8 @@ class Method(ABC):
         super().__init_subclass__(**kwargs)
         if "name" in vars(cls):
             Method._by_name[cls.name] = cls
+            if "component" not in vars(cls):
+                cls.component = cls.__name__.removesuffix("Method")
         hints = get_type_hints(cls).items()
         cls._words = {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
 
@@ -97,6 +104,24 @@ class Method(ABC):
         name, *options = key.split(", ")
         pairs = (text.split("=") for text in options)
         return Method._by_name[name](**{option: _parsed(value) for option, value in pairs})
+
+    @staticmethod
+    def of_component(component: str) -> tuple[type["Method"], ...]:
+        """Return the methods whose component has this name."""
+        return tuple(cls for cls in Method._by_name.values() if cls.component == component)
+
+    @classmethod
+    def words(cls) -> dict[str, tuple]:
+        """Return the values of every option that has a Literal type, by name."""
+        return cls._words
+
+    @property
+    def needs_training(self) -> bool:
+        """Return whether only trained models can be converted.
+
+        The hard model then has more than hard weights: `extras`.
+        """
+        return bool(self.extra_names)
 
     @property
     def has_zero(self) -> bool:
@@ -178,6 +203,25 @@ class Method(ABC):
 
         `Fairy2iMethod.codes` has a layout of its own.
         """
+
+    def extras(
+        self, weight: Tensor, pressure: Tensor, total: SumOverRanks | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the vectors (rows,) that the method adds, in the order of `extra_names`.
+
+        `effective_weight` describes the arguments. The hard model has the vectors at pressure 1.
+        """
+        return ()
+
+    def extras_vjp(
+        self,
+        grads: Sequence[Tensor],
+        weight: Tensor,
+        pressure: Tensor,
+        total: SumOverRanks | None = None,
+    ) -> Tensor:
+        """Return the gradient of the latent weight, given the gradients of all `extras`."""
+        raise NotImplementedError
 
     def fit_temperature(self, weights: Iterable[Tensor]) -> float:
         """Return the tau that minimises the mean squared relaxation error over all ``weights``.

@@ -239,6 +239,7 @@ class Fairy2iMethod(Method):
     """
 
     name: ClassVar[str] = "fairy2i"
+    component: ClassVar[str] = "Fairy2iQATQuantizer"
     is_one_operator: ClassVar[bool] = True
     codes_follow_from_hard: ClassVar[bool] = False
     pairs_rows: ClassVar[bool] = True

@@ -125,18 +125,21 @@ class TernaryMethod(GroupMethod):
             starts at 0.
         start: How the pretrained weights determine g: by their "absmean", or by the scale of
             "least_squares". A group that is hard already keeps its scale with both.
+        codebook: "ternary". `EvenMethod` has the other codebooks of the component.
 
     Raises:
         InputError: If an option is wrong.
     """
 
     name: ClassVar[str] = "ternary"
+    component: ClassVar[str] = "HestiaQATQuantizer"
     scale: Literal["absmean", "learned"] = field(default="absmean", metadata={"optional": True})
     threshold: Literal["half", "learned"] = field(default="half", metadata={"optional": True})
     offset: Literal["none", "learned"] = field(default="none", metadata={"optional": True})
     start: Literal["absmean", "least_squares"] = field(
         default="absmean", metadata={"optional": True}
     )
+    codebook: Literal["ternary"] = field(default="ternary", metadata={"optional": True})
 
     def __post_init__(self):
         super().__post_init__()
@@ -269,6 +272,7 @@ class EvenMethod(GroupMethod):
     """
 
     name: ClassVar[str] = "even"
+    component: ClassVar[str] = "HestiaQATQuantizer"
     codebook: Literal["binary", "int2"] = "binary"
 
     def __post_init__(self):

@@ -48,6 +48,7 @@ class LearnedStepMethod(GroupMethod):
         InputError: If an option is wrong.
     """
 
+    has_temperature: ClassVar[bool] = False
     trained_parameters = ("step",)
     # The scale divided by the step, reach and outside; see the module docstring.
     slope_rule: ClassVar[tuple[float, float, float]] = (1.0, 1.0, 1.0)

@@ -33,6 +33,8 @@ _MULTIPLES = (1.0, 1.03, 0.95, 0.9, 0.85)
 class StraightThroughMethod(GroupMethod):
     """A scale and a code for every weight, and dQ/dw = 1 for every w."""
 
+    has_temperature: ClassVar[bool] = False
+
     def vjp(self, grad, weight, tau, pressure, parameters=(), total=None):
         return (grad.to(weight.dtype),)
 

@@ -33,23 +33,23 @@ class TequilaMethod(AbsMeanMethod):
     """
 
     name: ClassVar[str] = "tequila"
-    needs_training: ClassVar[bool] = True
+    extra_names: ClassVar[tuple[str, ...]] = ("bias",)
     epsilon: float = 1e-3
 
     def __post_init__(self):
         super().__post_init__()
         require_number("epsilon", self.epsilon, 0, 1, "1e-3 as published")
 
-    def bias(self, weight, pressure, total=None):
+    def extras(self, weight, pressure, total=None):
         """Return the bias (rows,), to be added to every output. It is 0 at pressure 0."""
         w, _, code = self.quantized(weight, (), total)
         dead = torch.where(code == 0, w, 0.0).view_as(weight)  # (rows, in_features)
         bias = pressure * self.epsilon * dead.sum(-1, dtype=torch.float64)
-        return round_to_bfloat16(bias.to(torch.float32)).to(w.dtype)
+        return (round_to_bfloat16(bias.to(torch.float32)).to(w.dtype),)
 
-    def bias_vjp(self, grad, weight, pressure, total=None):
-        """Return the gradient of the latent weight, given the gradient of the bias."""
+    def extras_vjp(self, grads, weight, pressure, total=None):
         w, _, code = self.quantized(weight, (), total)
         dead = (code == 0).to(w.dtype).view_as(weight)
         slope = (pressure * self.epsilon).to(w.dtype)
+        (grad,) = grads
         return (slope * grad.to(w.dtype).unsqueeze(-1) * dead).to(weight.dtype)

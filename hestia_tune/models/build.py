@@ -34,7 +34,7 @@ from hestia_tune.models.checkpoints import MODEL_TYPES, check_shapes
 from hestia_tune.models.folder import EMBEDDING, HEAD, SafetensorsFolder
 from hestia_tune.models.reference import check_architecture, check_logits, use_transformers
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.qat.prepare import QATQuantizerBase
+from hestia_tune.qat.prepare import Component
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def plain_on_meta(section: Mapping) -> nn.Module:
         return instantiate(section, "model")
 
 
-def build_on_meta(section: Mapping, component: QATQuantizerBase) -> nn.Module:
+def build_on_meta(section: Mapping, component: Component) -> nn.Module:
     """Build the model of a section in float32 on the meta device, and prepare it.
 
     Raises:
@@ -244,10 +244,10 @@ def load_on_all_ranks(
     return model
 
 
-def make_component(section: Mapping) -> QATQuantizerBase:
+def make_component(section: Mapping) -> Component:
     """Make the component of the ``quantizer`` section, or raise InputError if it is not ours."""
     component = instantiate(section, "quantizer")
-    if not isinstance(component, QATQuantizerBase):
+    if not isinstance(component, Component):
         raise InputTypeError(
             "quantizer must be a component such as hestia_tune.HestiaQATQuantizer; got "
             f"{section['_component_']}"

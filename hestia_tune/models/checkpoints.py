@@ -144,7 +144,7 @@ def read_checked(model_type: str, folder: Path, plain: nn.Module) -> dict[str, t
     """
     source = SafetensorsFolder(folder)
     state = dict(read_weights(model_type, source))
-    add_biases(plain, state)
+    add_parameters(plain, state)
     shapes = {name: value.shape for name, value in plain.state_dict().items()}
     check_shapes(shapes, {name: value.shape for name, value in state.items()}, str(folder))
     check_logits(plain, state, source)
@@ -306,13 +306,13 @@ def load_weights(model: nn.Module, state: Mapping[str, torch.Tensor], source: st
     Raises:
         InputError: If other names or shapes differ.
     """
-    add_biases(model, state)
+    add_parameters(model, state)
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     check_shapes(shapes, {name: value.shape for name, value in state.items()}, source)
     model.load_state_dict(state, assign=True)
 
 
-def add_biases(model: nn.Module, names: Iterable[str]) -> None:
+def add_parameters(model: nn.Module, names: Iterable[str]) -> None:
     """Add an uninitialized bias to each linear of a plain model that lacks a bias of ``names``."""
     modules = dict(model.named_modules())
     for name in names:

@@ -24,7 +24,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.files import read_json, read_state
 from hestia_tune.methods import Method
 from hestia_tune.models.build import find_component, plain_on_meta, ready_for_inference
-from hestia_tune.models.checkpoints import add_biases, load_weights
+from hestia_tune.models.checkpoints import add_parameters, load_weights
 from hestia_tune.models.folder import DESCRIPTION_FILE
 from hestia_tune.qat.select import select_layers
 from hestia_tune.tensors import pack, use_kernel
@@ -65,8 +65,8 @@ class PackedWeights:
     def quantize(self, model: nn.Module) -> nn.Module:
         """Replace dense weights by empty packed weights, and return the model to be loaded.
 
-        A linear stays dense if the method cannot quantize its shape, as in training. The weights of
-        experts are dense in the file.
+        A linear stays dense if the method cannot quantize its shape, as in training. Stacks are
+        dense in the file.
         """
         for name, linear in select_layers(model, self.include, self.exclude or ()).items():
             if not isinstance(linear, nn.Linear):
@@ -79,8 +79,7 @@ class PackedWeights:
             zeros = torch.zeros_like(linear.weight.detach())
             empty = pack(method, zeros, parameters=method.initial_parameters(zeros))
             linear.weight = nn.Parameter(empty, requires_grad=False)
-            if method.needs_training:
-                add_biases(model, [f"{name}.bias"])
+            add_parameters(model, [f"{name}.{key}" for key in method.extra_names])
         model.register_load_state_dict_post_hook(self._loaded)
         return model
 

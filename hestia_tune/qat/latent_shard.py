@@ -50,8 +50,8 @@ class LatentShard(torch.Tensor):
             rows of every such parameter by this name.
 
     Tensor Attributes:
-        latent: The rows of the latent weight, (rows, in_features), or (experts, out_features,
-            in_features) for a part of the experts; float32. After a non-blocking move they stay on
+        latent: The rows of the latent weight, (rows, in_features), or (number, out_features,
+            in_features) for a part of a stack; float32. After a non-blocking move they stay on
             the old device until an operator reads them.
     """
 

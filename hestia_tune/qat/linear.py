@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.quantization.qat.linear import FakeQuantizedLinear
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.autograd import effective_weight, quantized_linear
-from hestia_tune.methods.base import Method, SumOverRanks, require_finite
+from hestia_tune.methods.autograd import effective_weight, extras, quantized_linear
+from hestia_tune.methods.base import Method, require_finite
 from hestia_tune.qat.latent_shard import LatentShard
 
 T = TypeVar("T")
 _WRAPPERS = re.compile(
-    r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module|quantized_experts)(?=\.|$)"
+    r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module|quantized_stacks)(?=\.|$)"
 )
 
 
@@ -25,7 +25,7 @@ def clean_fqn(fqn: str) -> str:
     """Return a qualified name without the parts that wrappers add.
 
     Wrappers are those of compile and of checkpointing, and the dict of
-    `hestia_tune.qat.experts.QuantizedExperts`.
+    `hestia_tune.qat.stack.QuantizedStack`.
     """
     return _WRAPPERS.sub("", fqn).removeprefix(".")
 
@@ -131,8 +131,9 @@ def dense_hard_weight(method: Method, latent: Tensor, parameters: Sequence[Tenso
 class QuantizedLayer(nn.Module):
     """A layer whose forward uses the effective weight of a latent weight.
 
-    The kinds are `QuantizedLinear` and `hestia_tune.qat.experts.QuantizedExperts`. The layer also
-    holds the method's parameters, under the names that the method gives them.
+    The weight is a matrix (out_features, in_features), or a stack of them (..., out_features,
+    in_features). The kinds are `QuantizedLinear` and `hestia_tune.qat.stack.QuantizedStack`. The
+    layer also holds the method's parameters, under the names that the method gives them.
 
     Attributes:
         weight: The latent weight.
@@ -140,8 +141,6 @@ class QuantizedLayer(nn.Module):
             runs (`hestia_tune.qat.shards`). The forward is then the one of a plain layer.
     """
 
-    # Names of the parameters that follow from the latent weight; see `derive`.
-    derived_names: ClassVar[tuple[str, ...]] = ()
     weight: Any
     weight_fake_quantizer: FakeQuantizer
     weight_is_effective = False
@@ -174,31 +173,37 @@ class QuantizedLayer(nn.Module):
         weight, *parameters = (full_tensor(value) for value in self.latents())
         return weight.flatten(0, -2), tuple(parameters)
 
-    def hard_bias(self, latent: Tensor) -> Tensor | None:
-        """Return the whole bias of the hard linear, detached, if it differs from ``self.bias``.
+    @property
+    def extra_keys(self) -> tuple[str, ...]:
+        """Return the names of the parameters that hold the method's extras on shards.
 
-        ``latent`` is the whole latent weight. The default None keeps ``self.bias``.
+        They follow from the latent weight. The forward uses them, but they are never trained.
         """
-        return None
+        return tuple(f"added_{name}" for name in self.method.extra_names)
 
-    def derive(
-        self, latent: Tensor, pressure: Tensor, total: SumOverRanks | None = None
-    ) -> dict[str, Tensor]:
-        """Return the parameters that follow from rows of the latent weight, by name.
+    def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the initial values of all parameters but the weight, by name.
 
-        Their names are `derived_names`. The forward uses them, but they are never trained.
+        ``weight`` is the whole pretrained weight.
         """
-        return {}
+        values = self.method.initial_parameters(weight)
+        state = dict(zip(self.method.parameter_names, values, strict=True))
+        return state | {key: torch.zeros(len(weight)) for key in self.extra_keys}
 
-    def derive_vjp(
-        self,
-        grads: Mapping[str, Tensor],
-        latent: Tensor,
-        pressure: Tensor,
-        total: SumOverRanks | None = None,
-    ) -> Tensor:
-        """Return the gradient of the latent weight, given the gradients of derived parameters."""
-        raise NotImplementedError
+    def hard_extras(self, latent: Tensor) -> dict[str, Tensor]:
+        """Return the other parameters of the hard layer that the method changes, by name.
+
+        They are whole and detached: the layer's own parameters plus the method's extras.
+
+        Args:
+            latent: The whole latent weight.
+        """
+        added = self.method.extras(latent, torch.ones((), device=latent.device))
+        whole = {}
+        for name, value in zip(self.method.extra_names, added, strict=True):
+            own = getattr(self, name)
+            whole[name] = value if own is None else full_tensor(own) + value
+        return whole
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -230,10 +235,6 @@ class QuantizedLayer(nn.Module):
         return nn.Parameter(hard, requires_grad=dense and self.weight.requires_grad)
 
 
-# Maps a method to its own kind of quantized linear, if there is one. Every kind registers itself.
-_KINDS: dict[type[Method], type["QuantizedLinear"]] = {}
-
-
 class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
     """A linear whose forward uses the effective weight; see `hestia_tune.methods.autograd`.
 
@@ -241,23 +242,18 @@ class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
     dicts, optimizers and tied weights do not change.
     """
 
-    def __init_subclass__(cls, *, method: type[Method], **kwargs):
-        super().__init_subclass__(**kwargs)
-        _KINDS[method] = cls
-
     @classmethod
     def from_linear(
         cls, mod: nn.Linear, method: Method, *, tau: float = 0.3, pressure: float = 1.0
     ) -> "QuantizedLinear":
         """Return a quantized linear with the parameters of ``mod``, also on the meta device."""
-        cls = _KINDS.get(type(method), cls)
         new = cls(mod.in_features, mod.out_features, mod.bias is not None, device="meta")
         new.weight, new.bias = mod.weight, mod.bias
-        for name in cls.derived_names:
-            new.register_parameter(name, None)
         new.weight_fake_quantizer = FakeQuantizer(
             method, tau=tau, pressure=pressure, device=mod.weight.device
         )
+        for key in new.extra_keys:
+            new.register_parameter(key, None)
         new._latent_dtype = mod.weight.dtype
         initial = method.initial_parameters(mod.weight)
         for name, value in zip(method.parameter_names, initial, strict=True):
@@ -266,8 +262,16 @@ class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
         return new.train(mod.training)
 
     def forward_bias(self) -> Tensor | None:
-        """Return the bias that the forward adds to the outputs."""
-        return self.bias
+        """Return the bias that the forward adds to the outputs: its own, and the method's."""
+        fake = self.weight_fake_quantizer
+        if not fake.enabled or "bias" not in self.method.extra_names:
+            return self.bias
+        if self.weight_is_effective:
+            added = self.added_bias
+        else:
+            pressure = torch.ones_like(fake.pressure) if fake.is_hard else fake.pressure
+            (added,) = extras(self.weight, pressure, fake.method)
+        return added if self.bias is None else self.bias + added
 
     def to_hard_linear(
         self,
@@ -286,10 +290,10 @@ class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
         """
         new = nn.Linear(self.in_features, self.out_features, device="meta")
         new.weight, new.bias = self.hard_weight(name, pack), self.bias
-        whole = self.whole_latents()[0] if self.derived_names else self.weight
-        if (bias := self.hard_bias(whole)) is not None:
-            bias = sharded_like(bias, self.weight).to(self.weight.dtype)
-            new.bias = nn.Parameter(bias, self.weight.requires_grad)
+        if self.extra_keys:
+            for key, value in self.hard_extras(self.whole_latents()[0]).items():
+                value = sharded_like(value, self.weight).to(self.weight.dtype)
+                setattr(new, key, nn.Parameter(value, self.weight.requires_grad))
         return new.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -310,8 +314,7 @@ class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
 def quantized_linears(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Return the quantized layers of a prepared model by qualified name, in model order.
 
-    They are quantized linears, and the weights of experts
-    (`hestia_tune.qat.experts.QuantizedExperts`).
+    They are quantized linears and quantized stacks.
     """
     return {
         clean_fqn(fqn): module
@@ -328,6 +331,6 @@ def methods_of(model: nn.Module) -> dict[str, Method]:
 def weights_of(layers: Iterable[str], state: Mapping[str, T]) -> dict[str, T]:
     """Return name of a quantized layer -> its entry in a mapping whose keys are names of weights.
 
-    The weight of a linear is ``NAME.weight``. The weights of experts have the layer's own name.
+    The weight of a linear is ``NAME.weight``. The weight of a stack has the layer's own name.
     """
     return {name: state[name if name in state else f"{name}.weight"] for name in layers}

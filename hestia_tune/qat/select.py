@@ -1,4 +1,4 @@
-"""Choose which linears, and which weights of experts, are quantized."""
+"""Choose which linears, and which stacks of matrices, are quantized."""
 
 import fnmatch
 import re
@@ -9,8 +9,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hestia_tune.errors import InputError, nearest
 from hestia_tune.methods import Method
-from hestia_tune.qat.experts import ExpertsWeight, experts_weights
 from hestia_tune.qat.linear import clean_fqn
+from hestia_tune.qat.stack import Stack, stacks_of
 
 _IN_NUMBERED_BLOCK = re.compile(r"(^|\.)\d+\.")
 _LEFT_OUT = re.compile(r"(^|\.)(gate|router|shared_expert_gate|dt_proj)$")
@@ -34,13 +34,13 @@ def select_layers(
     model: nn.Module,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
-) -> dict[str, nn.Linear | ExpertsWeight]:
-    """Return the linears and the weights of experts to quantize, by fully qualified name.
+) -> dict[str, nn.Linear | Stack]:
+    """Return the linears and the stacks to quantize, by fully qualified name.
 
     Args:
         model: The model.
         include: Shell patterns over fully qualified names (``layers.*.mlp.*``), or None for
-            `is_transformer_linear` and the experts in numbered blocks.
+            `is_transformer_linear` and the stacks in numbered blocks.
         exclude: Shell patterns of layers to leave out again.
 
     Raises:
@@ -54,10 +54,10 @@ def select_layers(
         for fqn, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.Linear)
     }
-    experts = experts_weights(model)
-    layers = linears | experts
+    stacks = stacks_of(model)
+    layers = linears | stacks
     default = {fqn for fqn, module in linears.items() if is_transformer_linear(module, fqn)}
-    default |= {fqn for fqn in experts if _IN_NUMBERED_BLOCK.search(fqn)}
+    default |= {fqn for fqn in stacks if _IN_NUMBERED_BLOCK.search(fqn)}
     named = model.named_modules()
     blocks = {
         m for fqn, m in named if _IN_NUMBERED_BLOCK.search(fqn) and not isinstance(m, nn.Linear)
@@ -96,14 +96,8 @@ def matching(pattern: str, layers: Iterable[str], option: str) -> list[str]:
     )
 
 
-def check_layer(method: Method, layer: nn.Linear | ExpertsWeight, name: str) -> None:
+def check_layer(method: Method, layer: nn.Linear | Stack, name: str) -> None:
     """Raise InputError, with the layer's name, if a method cannot quantize a layer."""
-    in_rows = not (method.scales_span_rows or method.pairs_rows)
-    is_plain = not (method.parameter_names or method.needs_training)
-    if isinstance(layer, ExpertsWeight) and not (in_rows and is_plain):
-        raise InputError(
-            "the weights of experts need a method whose scales lie within rows, without parameters "
-            f"of its own; got {method.key()} for {name}; leave the experts out by "
-            "exclude=['*.experts.*'], or set skip_incompatible=True"
-        )
+    if isinstance(layer, Stack):
+        layer.check_method(method, name)
     method.check_layer(layer.in_features, layer.out_features, name)

@@ -17,9 +17,7 @@ again in each gather would save these bytes. It would cost a pass per gather, tw
 ``reshard_after_forward``.
 
 If scales span ranks, they are sums over the ranks (one all-reduce of a few numbers a layer). A
-method that pairs row i with row i + n/2 (Fairy2i) exchanges rows, so that each rank holds both rows
-of a pair. The exchange is an all-to-all of the shard. It sends 4 bytes a weight there and 2 back in
-a refresh, 8 there and 4 back in a pull-back, divided by the ranks. One rank exchanges nothing.
+method that pairs rows exchanges them (`hestia_tune.qat.exchange`).
 
 With FSDP2's CPU offloading, latents and gradients are on the CPU, and so is tau. The formulas run
 there. Only the effective rows are copied to the GPU, from pinned memory, in every gather.
@@ -32,15 +30,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hestia_tune.distributed import of_all_ranks
 from hestia_tune.errors import InputError
 from hestia_tune.methods.autograd import fused
-from hestia_tune.methods.base import SumOverRanks
+from hestia_tune.methods.base import SumOverRanks, require_finite
+from hestia_tune.qat.exchange import PairedRows
 from hestia_tune.qat.latent_shard import LatentShard
 from hestia_tune.qat.linear import (
     QuantizedLayer,
+    full_tensor,
     local_rows,
     plain_shard,
     quantized_linears,
@@ -82,9 +84,9 @@ def quantize_shards(model: nn.Module) -> None:
         module.effective_rows = {}
         module.register_state_dict_post_hook(functools.partial(_save_plain, key=key))
         layer.weight_is_effective = True
-        for name in layer.derived_names:  # FSDP2 treats it like any other parameter.
+        for key in layer.extra_keys:  # FSDP2 treats it like any other parameter.
             rows = torch.empty(len(layer.weight), device=layer.weight.device)
-            layer.register_parameter(name, nn.Parameter(rows))
+            layer.register_parameter(key, nn.Parameter(rows))
 
 
 def _problem(layer: QuantizedLayer) -> str:
@@ -93,11 +95,8 @@ def _problem(layer: QuantizedLayer) -> str:
         return "FSDP2 does not shard its weight; do not ignore the module"
     if layer.weight.device_mesh.ndim > 1:
         return "the mesh has more than one dimension; shard over all ranks, without replicas"
-    return (
-        "the method adds a bias; call quantize_shards before fully_shard"
-        if layer.derived_names
-        else ""
-    )
+    adds = " and ".join(f"a {name}" for name in layer.method.extra_names)
+    return f"the method adds {adds}; call quantize_shards before fully_shard" if adds else ""
 
 
 def _latent_parameter(weight: nn.Parameter, key: str) -> nn.Parameter:
@@ -133,39 +132,42 @@ class LatentRows:
     def __init__(self, layer: QuantizedLayer, *, compiled: bool = False):
         self._layer, self._compiled, weight = layer, compiled, layer.weight
         self._group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
-        self._size = 1 if self._group is None else dist.get_world_size(self._group)
-        self._rank = 0 if self._group is None else dist.get_rank(self._group)
-        self._exchanges = layer.method.pairs_rows and self._size > 1
-        spans_ranks = layer.method.scales_span_rows and self._size > 1
+        is_shared = self._group is not None and dist.get_world_size(self._group) > 1
+        self._paired = None
+        if self._group is not None and is_shared and layer.method.pairs_rows:
+            self._paired = PairedRows(len(weight), self._group)
+        spans_ranks = layer.method.scales_span_rows and is_shared
         self.total: SumOverRanks | None = self._sum if spans_ranks else None
 
     def latents(self) -> tuple[Tensor, Sequence[Tensor]]:
         """Return this process's latent rows and parameters.
 
-        The rows of experts are the rows of one expert below the rows of another.
+        The rows of a stack are the rows of one matrix below the rows of another.
         """
         latent, *parameters = map(local_rows, self._layer.latents())
         return latent.flatten(0, -2), parameters
 
     @torch.no_grad()
     def quantize(self, dtype: torch.dtype, *, is_hard: bool) -> dict[str, Tensor]:
-        """Return the effective rows as "weight", and the derived parameters. Collective.
+        """Return the effective rows as "weight", and the extras by their keys. Collective.
 
         Args:
             dtype: The dtype of the products. The rows are rounded to it once.
             is_hard: Whether to return the hard rows for every temperature and pressure.
         """
         fake, (latent, parameters) = self._layer.weight_fake_quantizer, self.latents()
-        rows = self._to_pairs(latent)
+        rows = latent if self._paired is None else self._paired.to_pairs(latent)
         if is_hard:
             pressure = torch.ones_like(fake.pressure)
             effective = self._layer.method.hard(rows, parameters, self.total)
         else:
             pressure = fake.pressure
             effective = self._formula("effective_weight")(rows, fake.tau, pressure, parameters)
-        derived = self._layer.derive(latent, pressure, self.total)
-        rows = self._from_pairs(effective.to(dtype))
-        return {"weight": rows.view_as(local_rows(self._layer.weight)), **derived}
+        extras = self._layer.method.extras(latent, pressure, self.total)
+        rows = effective.to(dtype)
+        rows = rows if self._paired is None else self._paired.from_pairs(rows)
+        weight = rows.view_as(local_rows(self._layer.weight))
+        return {"weight": weight, **dict(zip(self._layer.extra_keys, extras, strict=True))}
 
     @torch.no_grad()
     def pull_back(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
@@ -175,13 +177,17 @@ class LatentRows:
             grads: The gradients of the tensors that `quantize` returned, by name.
         """
         fake, (latent, parameters) = self._layer.weight_fake_quantizer, self.latents()
-        derived, grad = dict(grads), grads["weight"]
-        del derived["weight"]
-        inputs = self._to_pairs(grad.flatten(0, -2)), self._to_pairs(latent)
-        pulled, *others = self._formula("vjp")(*inputs, fake.tau, fake.pressure, parameters)
-        if derived:
-            pulled = pulled + self._layer.derive_vjp(derived, latent, fake.pressure, self.total)
-        return [self._from_pairs(pulled).view_as(grad), *others]
+        grad, rows = grads["weight"], latent
+        grad_rows = grad.flatten(0, -2)
+        if self._paired is not None:
+            grad_rows, rows = self._paired.to_pairs(grad_rows), self._paired.to_pairs(rows)
+        inputs = grad_rows, rows, fake.tau, fake.pressure, parameters
+        pulled, *others = self._formula("vjp")(*inputs)
+        if extras := [grads[key] for key in self._layer.extra_keys if key in grads]:
+            added = self._layer.method.extras_vjp(extras, latent, fake.pressure, self.total)
+            pulled = pulled + added
+        pulled = pulled if self._paired is None else self._paired.from_pairs(pulled)
+        return [pulled.view_as(grad), *others]
 
     def _formula(self, name: str) -> Callable[..., Any]:
         """Return a formula of the method, as fused kernels unless its scales span ranks."""
@@ -194,44 +200,6 @@ class LatentRows:
         value = value.contiguous()
         dist.all_reduce(value, group=self._group)
         return value
-
-    def _bounds(self, num_rows: int, rank: int) -> tuple[int, int]:
-        """Return begin and end of a rank's rows among ``num_rows``, as FSDP2 shards them."""
-        each = -(-num_rows // self._size)
-        return min(rank * each, num_rows), min((rank + 1) * each, num_rows)
-
-    def _overlaps(self, rank: int, other: int) -> list[int]:
-        """Return how many upper and how many lower rows ``rank`` holds and ``other`` pairs."""
-        num_rows = len(self._layer.weight)
-        begin, end = self._bounds(num_rows, rank)
-        first, last = self._bounds(num_rows // 2, other)
-        offsets = 0, num_rows // 2
-        return [len(range(max(begin, first + o), min(end, last + o))) for o in offsets]
-
-    def _to_pairs(self, rows: Tensor) -> Tensor:
-        """Return (2k, m) for the held rows: the upper rows of k pairs, then their lower rows."""
-        if not self._exchanges:
-            return rows
-        begin, _ = self._bounds(len(self._layer.weight), self._rank)
-        upper = max(0, len(self._layer.weight) // 2 - begin)
-        return self._exchange(rows.tensor_split([upper]), to_pairs=True)
-
-    def _from_pairs(self, pairs: Tensor) -> Tensor:
-        """Return the held rows for the pairs; undo `_to_pairs`."""
-        return self._exchange(pairs.tensor_split(2), to_pairs=False) if self._exchanges else pairs
-
-    def _exchange(self, halves: Sequence[Tensor], *, to_pairs: bool) -> Tensor:
-        """Exchange both halves by all-to-all, and return one below the other."""
-        sent = [self._overlaps(self._rank, other) for other in range(self._size)]
-        received = [self._overlaps(other, self._rank) for other in range(self._size)]
-        if not to_pairs:
-            sent, received = received, sent
-        parts = []
-        for half, rows in enumerate(halves):
-            sizes = [[counts[half] for counts in each] for each in (received, sent)]
-            parts.append(rows.new_empty((sum(sizes[0]), *rows.shape[1:])))
-            dist.all_to_all_single(parts[-1], rows.contiguous(), *sizes, group=self._group)
-        return torch.cat(parts)
 
 
 @torch.no_grad()
@@ -257,8 +225,8 @@ def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> 
         effective = quantized[id(layer.weight)]
         module, key = layer.place
         module.effective_rows[key] = effective["weight"]
-        for name in layer.derived_names:
-            local_rows(getattr(layer, name)).copy_(effective[name])
+        for key in layer.extra_keys:
+            local_rows(getattr(layer, key)).copy_(effective[key])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -277,12 +245,45 @@ def pull_back(layers: Iterable[QuantizedLayer], *, compiled: bool = False) -> No
         if layer.weight.grad is None or id(layer.weight) in seen:
             continue
         seen.add(id(layer.weight))
-        gathered = {name: getattr(layer, name) for name in ("weight", *layer.derived_names)}
+        gathered = {key: getattr(layer, key) for key in ("weight", *layer.extra_keys)}
         grads = {name: local_rows(p.grad) for name, p in gathered.items() if p.grad is not None}
         pulled, *others = LatentRows(layer, compiled=compiled).pull_back(grads)
         grads["weight"].copy_(pulled)
-        for name in layer.derived_names:  # They follow from the latent weight.
-            getattr(layer, name).grad = None
+        for key in layer.extra_keys:  # They follow from the latent weight.
+            getattr(layer, key).grad = None
         for parameter, own in zip(layer.method_parameters(), others, strict=True):
             if parameter.requires_grad:
                 parameter.grad = shard_like(own, parameter)
+
+
+def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the hard model's state dict in bfloat16 on the CPU of the first rank. Collective.
+
+    The other ranks get an empty dict. The parameters are gathered one at a time. The method makes
+    the hard weight from the float32 latent weight, as in the forward pass.
+
+    Raises:
+        NotFiniteError: On every rank, if a weight or a learned parameter has NaN or infinity.
+            The message names the weight.
+    """
+    layers, state = quantized_linears(model), {}
+    own = {
+        f"{name}.{key}"
+        for name, layer in layers.items()
+        for key in (*layer.method.parameter_names, *layer.extra_keys)
+    }
+    for name, value in get_model_state_dict(model).items():
+        if name in own:
+            continue
+        layer = layers.pop(name.removesuffix(".weight"), None)
+        latent, parameters = (full_tensor(value), ()) if layer is None else layer.whole_latents()
+        with of_all_ranks():
+            require_finite(name, latent, *parameters)
+        if dist.get_rank() == 0:
+            hard = latent if layer is None else layer.method.hard(latent, parameters)
+            state[name] = hard.to(torch.bfloat16).cpu().view(value.shape)
+            for key, extra in ({} if layer is None else layer.hard_extras(latent)).items():
+                state[f"{name.removesuffix('weight')}{key}"] = extra.to(torch.bfloat16).cpu()
+    if layers:
+        raise RuntimeError(f"quantized weights are missing from the state dict: {[*layers]}")
+    return state

@@ -48,8 +48,8 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import digest, locked, remove, require_writable_dir, write_json
 from hestia_tune.models import build
 from hestia_tune.plots import plot_errors
-from hestia_tune.qat.hard_state import hard_state_dict
 from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.shards import hard_state_dict
 from hestia_tune.reconstruction.engine import Reconstruction
 from hestia_tune.reconstruction.estimate import recomputes
 from hestia_tune.reconstruction.folder import Windows, prepare_folder

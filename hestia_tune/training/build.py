@@ -220,11 +220,8 @@ def _load(model: nn.Module, state: State, plan: Plan, dtype: torch.dtype) -> Non
         layer.weight_fake_quantizer.reset_buffers(device)
         if latents:
             (weight,) = weights_of([name], latents).values()
-            initial = layer.method.initial_parameters(weight)
-            for key, value in zip(layer.method.parameter_names, initial, strict=True):
+            for key, value in layer.initial_state(weight).items():
                 latents.setdefault(f"{name}.{key}", value)  # a reconstruction has its own values
-            for key in layer.derived_names:
-                latents[f"{name}.{key}"] = torch.zeros(len(layer.weight))
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
     )

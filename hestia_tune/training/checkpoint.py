@@ -41,7 +41,7 @@ from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, differences, digest, remove, require_writable_dir, staged
 from hestia_tune.models import checkpoints
 from hestia_tune.qat.linear import plain_shard
-from hestia_tune.qat.prepare import QATQuantizerBase
+from hestia_tune.qat.prepare import Component
 from hestia_tune.training.optimizer import inner_tensors
 
 log = logging.getLogger(__name__)
@@ -283,7 +283,7 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> No
     )
 
 
-def config_identity(config: RunConfig, component: QATQuantizerBase) -> dict[str, Any]:
+def config_identity(config: RunConfig, component: Component) -> dict[str, Any]:
     """Return the parts of a config that must not change when a run is resumed."""
     sections = dataclasses.asdict(config)
     return {

@@ -50,8 +50,8 @@ def make_optimizer(
     """
     parameters, layers = [*parameters], [*layers]
     own = {id(p) for layer in layers for p in layer.method_parameters()}
-    derived = {id(getattr(layer, name)) for layer in layers for name in layer.derived_names}
-    trained = [p for p in parameters if p.requires_grad and id(p) not in derived]
+    untrained = {id(getattr(layer, key)) for layer in layers for key in layer.extra_keys}
+    trained = [p for p in parameters if p.requires_grad and id(p) not in untrained]
     # Constructors of optimizers differ in what they accept, so they get a plain list.
     optimizer = build.instantiate(section, "optimizer", trained)
     if str(section["_component_"]).startswith(_TORCHAO):

@@ -34,7 +34,7 @@ from hestia_tune.methods import Method
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.folder import require_teacher
 from hestia_tune.qat.linear import methods_of, quantized_linears
-from hestia_tune.qat.prepare import QATQuantizerBase
+from hestia_tune.qat.prepare import Component
 from hestia_tune.sensitivity import SensitivityArtifact
 from hestia_tune.training import checkpoint
 from hestia_tune.training.checkpoint import Resume
@@ -74,7 +74,7 @@ class Plan:
     config: RunConfig
     device: torch.device
     dtype: torch.dtype
-    component: QATQuantizerBase
+    component: Component
     model: nn.Module
     shapes: dict[str, torch.Size]
     layers: list[str]
@@ -304,9 +304,7 @@ def _plan_training(decided: Plan, loss: Any, data: TrainingData | None, path: Pa
     return dataclasses.replace(decided, data=data, resume=resume, **fields)
 
 
-def _plan_resume(
-    path: Path, config: RunConfig, component: QATQuantizerBase, data: TrainingData
-) -> Resume:
+def _plan_resume(path: Path, config: RunConfig, component: Component, data: TrainingData) -> Resume:
     """Return the checkpoint after checking that it belongs to this run, and move the data to it."""
     meta = checkpoints.read_meta(path)
     checkpoint.check_same(checkpoint.config_identity(config, component) | data.identity(), meta)
@@ -318,7 +316,7 @@ def _plan_resume(
 
 
 def read_starts(
-    config: RunConfig, component: QATQuantizerBase, layers: list[str]
+    config: RunConfig, component: Component, layers: list[str]
 ) -> tuple[SensitivityArtifact | None, dict[str, Any] | None]:
     """Return the sensitivity and the reconstruction of a config, after comparing their layers.
 

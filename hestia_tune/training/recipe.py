@@ -29,8 +29,8 @@ from hestia_tune.distributed import (
 from hestia_tune.files import write_json
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.qat import shards
-from hestia_tune.qat.hard_state import hard_state_dict
 from hestia_tune.qat.linear import full_tensor
+from hestia_tune.qat.shards import hard_state_dict
 from hestia_tune.training import checkpoint, monitoring, outputs
 from hestia_tune.training.base import RecipeBase
 from hestia_tune.training.monitoring import StepResult

@@ -18,7 +18,6 @@ from hestia_tune import HestiaQATQuantizer, Tequila, quantized_linears
 from hestia_tune.blocks import BlockCall, BlockChain, on_device
 from hestia_tune.config import ReconstructionConfig
 from hestia_tune.methods.autograd import effective_weight
-from hestia_tune.qat.tequila_linear import TequilaLinear
 from hestia_tune.reconstruction import Reconstruction, WindowResult, engine, windows
 from hestia_tune.reconstruction.streams import Stream, prefetched
 from hestia_tune.reconstruction.window import call_block, templates
@@ -155,7 +154,7 @@ def train_by_hand(blocks, source, loss_of, index, *, epochs, tau_init, last, pea
         def linear(layer, x, tau=tau):
             method, bias = layer.method, layer.bias
             w = effective_weight(layer.weight, tau, 1.0, method, layer.method_parameters())
-            if isinstance(layer, TequilaLinear):
+            if layer.extra_keys:
                 dead = method.codes(layer.weight.detach())[0] == 0
                 added = method.epsilon * (layer.weight * dead).sum(-1)
                 added = added + (added.bfloat16() - added).detach()

@@ -108,7 +108,7 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
         exported = method.hard(*layer.whole_latents()).to(torch.bfloat16)
         assert torch.equal(exported, weights[f"{fqn}.weight"])
         if method.needs_training:
-            bias = layer.hard_bias(layer.weight)
+            (bias,) = layer.hard_extras(layer.weight).values()
             assert bias.any() and torch.equal(bias.to(torch.bfloat16), weights[f"{fqn}.bias"])
     tokens = torch.tensor([[1, 2, 3, 200]])
     assert torch.equal(checkpoint(tokens), trained(tokens))

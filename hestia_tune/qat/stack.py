@@ -1,19 +1,20 @@
-"""Quantize the weights of experts, which transformers keeps in one three-dimensional parameter.
+"""Quantize a stack: several matrices in one three-dimensional parameter.
 
-A mixture of experts has a module such as ``mlp.experts`` with two parameters: ``gate_up_proj`` and
-``down_proj``, (experts, out_features, in_features) each. They are most of the model. For a method
-such a parameter is one latent weight, (experts * out_features, in_features). Groups lie along
-in_features, so every expert is quantized as if it were alone.
+transformers keeps a mixture of experts in this way: a module such as ``mlp.experts`` has two
+parameters, ``gate_up_proj`` and ``down_proj``, (experts, out_features, in_features) each. They are
+most of the model. For a method a stack is one latent weight, (number * out_features, in_features).
+Groups lie along in_features, so every matrix is quantized as if it were alone. A linear is the case
+of one matrix. Only its forward is another (`hestia_tune.qat.linear`).
 
 The parameter stays where it is, with its name and its shape, so state dicts do not change. While
 the module's forward runs, an attribute of the same name hides the parameter. It holds the effective
 weight. So any forward that reads the parameter works, whatever it does with it: a loop over the
-experts, or a grouped product.
+matrices, or a grouped product.
 
-Cost: without `hestia_tune.qat.shards`, autograd keeps the effective weights of the experts from
-forward to backward, a second copy of these weights. With it, FSDP2 gathers them.
+Cost: without `hestia_tune.qat.shards`, autograd keeps the effective weight of the stack from
+forward to backward, a second copy of the weight. With it, FSDP2 gathers it.
 
-Modules that keep the transposed weights, (experts, in_features, out_features), are left alone. In
+Modules that keep the transposed matrices, (number, in_features, out_features), are left alone. In
 them, in_features is not the last axis. The experts of GPT-OSS are an example.
 """
 
@@ -21,15 +22,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from hestia_tune.errors import InputError
 from hestia_tune.methods.base import Method
 from hestia_tune.qat.linear import FakeQuantizer, QuantizedLayer, clean_fqn
 
-# Name of the dict of quantized weights in a module of experts. `clean_fqn` removes it from names.
-_DICT = "quantized_experts"
+# Name of the dict of quantized stacks in their module. `clean_fqn` removes it from names.
+_DICT = "quantized_stacks"
 
 
-class ExpertsWeight(NamedTuple):
-    """Describe a parameter with one matrix of every expert, (experts, out_features, in_features).
+class Stack(NamedTuple):
+    """Describe a parameter of several matrices, (number, out_features, in_features).
 
     Attributes:
         module: The module that has the parameter.
@@ -41,22 +43,34 @@ class ExpertsWeight(NamedTuple):
 
     @property
     def in_features(self) -> int:
-        """Return the number of inputs of an expert's matrix."""
+        """Return the number of inputs of a matrix."""
         return self.module.get_parameter(self.key).shape[2]
 
     @property
     def out_features(self) -> int:
-        """Return the number of outputs of an expert's matrix."""
+        """Return the number of outputs of a matrix."""
         return self.module.get_parameter(self.key).shape[1]
 
+    def check_method(self, method: Method, name: str) -> None:
+        """Raise InputError, with the stack's name, if a method cannot quantize stacks."""
+        in_rows = not (method.scales_span_rows or method.pairs_rows)
+        if not in_rows or method.parameter_names or method.extra_names:
+            pattern = f"*.{name.split('.')[-2]}.*" if "." in name else "*"
+            raise InputError(
+                "a parameter of several matrices, such as the weights of experts, needs a method "
+                "whose scales lie within rows, without parameters of its own; got "
+                f"{method.key()} for {name}; leave it out by exclude=['{pattern}'], or set "
+                "skip_incompatible=True"
+            )
 
-def experts_weights(model: nn.Module) -> dict[str, ExpertsWeight]:
-    """Return the weights of experts in a model, by fully qualified name.
 
-    transformers states the layout of these weights by the module's attribute ``is_transposed``.
+def stacks_of(model: nn.Module) -> dict[str, Stack]:
+    """Return the stacks of a model, by fully qualified name.
+
+    transformers states the layout of these parameters by the module's attribute ``is_transposed``.
     """
     return {
-        clean_fqn(f"{fqn}.{key}"): ExpertsWeight(module, key)
+        clean_fqn(f"{fqn}.{key}"): Stack(module, key)
         for fqn, module in model.named_modules()
         if getattr(module, "is_transposed", None) is False
         for key, parameter in module.named_parameters(recurse=False)
@@ -64,20 +78,8 @@ def experts_weights(model: nn.Module) -> dict[str, ExpertsWeight]:
     }
 
 
-def quantized_experts(where: ExpertsWeight, method: Method, **scalars: float) -> nn.Module:
-    """Return the layer that quantizes the weights of experts. If there is none yet, make it.
-
-    Args:
-        where: The parameter.
-        method: See `QuantizedExperts`.
-        scalars: The initial tau and pressure.
-    """
-    layers = getattr(where.module, _DICT, {})
-    return layers[where.key] if where.key in layers else QuantizedExperts(where, method, **scalars)
-
-
-class QuantizedExperts(QuantizedLayer):
-    """The quantized weights of experts, as a part of the module of experts.
+class QuantizedStack(QuantizedLayer):
+    """A quantized stack, as a part of the module that has its parameter.
 
     Args:
         where: The parameter.
@@ -86,7 +88,7 @@ class QuantizedExperts(QuantizedLayer):
         pressure: The initial pressure.
     """
 
-    def __init__(self, where: ExpertsWeight, method: Method, *, tau: float, pressure: float):
+    def __init__(self, where: Stack, method: Method, *, tau: float, pressure: float):
         super().__init__()
         self._where = where  # a tuple, so that the parent does not become a child
         device, self._latent_dtype = self.weight.device, self.weight.dtype
@@ -102,6 +104,18 @@ class QuantizedExperts(QuantizedLayer):
         siblings[where.key] = self
         module.add_module(_DICT, siblings)
 
+    @classmethod
+    def of(cls, where: Stack, method: Method, **scalars: float) -> nn.Module:
+        """Return the quantized stack of a parameter. If there is none yet, make it.
+
+        Args:
+            where: The parameter.
+            method: See `QuantizedStack`.
+            scalars: The initial tau and pressure.
+        """
+        layers = getattr(where.module, _DICT, {})
+        return layers[where.key] if where.key in layers else cls(where, method, **scalars)
+
     @property
     def place(self) -> tuple[nn.Module, str]:
         """Return the module that has the weight as a parameter, and the parameter's name in it."""
@@ -113,7 +127,7 @@ class QuantizedExperts(QuantizedLayer):
         return self._where.module._parameters[self._where.key]
 
     def forward(self) -> Tensor:
-        """Return the effective weight, (experts, out_features, in_features)."""
+        """Return the effective weight, (number, out_features, in_features)."""
         self.require_latent()
         return self.weight_fake_quantizer(self.weight.flatten(0, -2)).view_as(self.weight)
 
