@@ -325,7 +325,7 @@ def products(clock) -> None:
     import torch.nn.functional as F
 
     from hestia_tune.tensors import Fairy2iTensor, TernaryTensor
-    from hestia_tune.tensors import kernel_choice as choice
+    from hestia_tune.tensors import kernels as choice
 
     titles = ["dense bf16", "dense f32", "int4pack", "dequantizing", "Fairy2i, int4pack"]
     print(f"| out x in, rows | {' | '.join(titles)} |\n|---|{'---:|' * len(titles)}")

@@ -84,7 +84,10 @@ def _as_list(result: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def weight_grad(
-    method: Method, grad: Tensor, latent: Sequence[Tensor], parameters: Sequence[Tensor]
+    method: Method,
+    grad: Tensor,
+    latent: tuple[Tensor, Tensor, Tensor],
+    parameters: Sequence[Tensor],
 ) -> Sequence[Tensor]:
     """Return the gradients of the latent weight and of the parameters (`Method.vjp`).
 
@@ -178,11 +181,20 @@ def _product_operator(
 
 @_product_operator.register_fake
 def _(key, x, bias, latent, parameters, is_backward):
-    effective = Method.from_key(key).effective_weight(*latent, parameters)
+    weight, tau, pressure = latent
+    effective = Method.from_key(key).effective_weight(weight, tau, pressure, parameters)
     return _multiply(x, bias, effective, is_backward)
 
 
-def _product(method: Method, x, bias, latent, parameters, *, is_backward: bool = False) -> Tensor:
+def _product(
+    method: Method,
+    x: Tensor,
+    bias: Tensor | None,
+    latent: tuple[Tensor, Tensor, Tensor],
+    parameters: Sequence[Tensor],
+    *,
+    is_backward: bool = False,
+) -> Tensor:
     """Return the product with the effective weight, by one operator in a compiled region.
 
     Args:

@@ -12,7 +12,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class Method(ABC):
         """
         shown = [
             f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
+            for field in dataclasses.fields(cast(Any, self))  # Subclasses are dataclasses.
             if not (field.metadata.get("optional") and getattr(self, field.name) == field.default)
         ]
         return ", ".join([self.name, *shown])
@@ -240,8 +240,8 @@ class Method(ABC):
         def error(tau: float) -> float:
             total = 0.0
             for latent in (weight.to(device) for weight, device in held):
-                scalars = (torch.tensor(value, device=latent.device) for value in (tau, 1.0))
-                difference = latent - self.effective_weight(latent, *scalars)
+                at, one = (torch.tensor(value, device=latent.device) for value in (tau, 1.0))
+                difference = latent - self.effective_weight(latent, at, one)
                 total += float(difference.square().sum(dtype=torch.float64))
             return total
 

@@ -276,7 +276,7 @@ class Fairy2iMethod(Method):
         """Return the parts of U and W, (2, n, groups, group), in the dtype of formulas."""
         self.check_layer(weight.shape[-1], weight.shape[0], "the weight")
         re, im = split(weight.to(compute_dtype(weight)))
-        group = re.shape[-1] if self.granularity == "tensor" else self.granularity
+        group = self.granularity if isinstance(self.granularity, int) else re.shape[-1]
         return re.unflatten(-1, (-1, group)), im.unflatten(-1, (-1, group))
 
     def _stages(
@@ -311,7 +311,8 @@ class Fairy2iMethod(Method):
         tau, pressure = tau.to(z[0].dtype), pressure.to(z[0].dtype)
         safe_tau = tau.clamp(min=MIN_TAU)
         grad = grad.to(z[0].dtype)
-        grad_total = tuple(part.view_as(z[0]) for part in split(grad))
+        grad_re, grad_im = split(grad)
+        grad_total = grad_re.view_as(z[0]), grad_im.view_as(z[0])
         stages = self._stages(z, lambda z: _relax(z, safe_tau), total)
         grad_z = torch.zeros_like(z[0]), torch.zeros_like(z[1])
         for residual, scales, _ in reversed(stages):

@@ -123,7 +123,7 @@ def block_view(weight: Tensor, group_size: GroupSize, groups: int = -1) -> Tenso
     if group_size == "tensor":
         return weight.reshape(1, 1, -1)
     check_divides(group_size, weight.shape[1])
-    group = weight.shape[1] if group_size == "channel" else group_size
+    group = group_size if isinstance(group_size, int) else weight.shape[1]
     return weight.unflatten(1, (groups, group))
 
 

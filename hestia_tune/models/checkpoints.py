@@ -154,7 +154,7 @@ def read_checked(model_type: str, folder: Path, plain: nn.Module) -> dict[str, t
 def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
     """Return the model's name of each weight -> the names of its parts in the files.
 
-    Only the weights of experts have several parts: the matrices of the single experts.
+    Only stacks have several parts: their matrices.
 
     Args:
         model_type: The model type in the checkpointer section.

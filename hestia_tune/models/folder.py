@@ -350,7 +350,7 @@ class ModelFolder(SafetensorsFolder):
             raise InputError(f"{folder} has no tokenizer.json or the like; copy the model's")
         super().__init__(folder)
         for name, method in self.quantized.items():
-            if len(self.shapes.get(name, ())) not in (2, 3):  # 3: a matrix for each expert
+            if len(self.shapes.get(name, ())) not in (2, 3):  # 3: a stack of matrices
                 raise InputError(f"only matrices can be quantized; {name} is none of {folder}")
             widths = [self.shapes[n][-1] for n in self.quantized if len(self.shapes.get(n, ())) > 1]
             check_divides(method.group_size, self.shapes[name][-1], name, widths=widths)
@@ -402,8 +402,8 @@ class ModelFolder(SafetensorsFolder):
 
         Args:
             name: Name of a weight in ``quantized``.
-            weight: The weight, (out_features, in_features). In the weights of experts, the rows of
-                one expert are below the rows of another.
+            weight: The weight, (out_features, in_features). In a stack, the rows of one matrix are
+                below the rows of another.
 
         Raises:
             InputError: If the weight is not hard.

@@ -13,7 +13,7 @@ the choice of the files is ours (`hestia_tune.models.folder.weight_files`).
 
 The cost: a forward of both models in float32 on the CPU. A model up to some 800M parameters runs
 as a whole. Of a larger model, the first and the last block run, and the first of each kind (a
-window, no rotary embedding, experts). The other blocks are the identity in both models: their code
+window, no rotary embedding, stacks). The other blocks are the identity in both models: their code
 is the same as that of a block that runs, and their weights have the same names with another number.
 """
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ def full_tensor(value: Tensor) -> Tensor:
     The call is collective if the tensor is sharded.
     """
     if isinstance(value, DTensor):
-        value = value.detach().full_tensor()
+        value = cast(DTensor, value.detach()).full_tensor()
     return local_rows(value)
 
 
@@ -241,6 +241,9 @@ class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
     `from_linear` makes it. The parameter keeps its name ``weight`` and its identity, so state
     dicts, optimizers and tied weights do not change.
     """
+
+    # On shards, what a method with the extra "bias" adds to the bias.
+    added_bias: nn.Parameter
 
     @classmethod
     def from_linear(

@@ -24,7 +24,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ def options_of(methods: Sequence[type[Method]]) -> dict[str, dataclasses.Field]:
     """Return the options of methods that share a component, by name, in order."""
     fields: dict[str, dataclasses.Field] = {}
     for method in methods:
-        for field in dataclasses.fields(method):
+        for field in dataclasses.fields(cast(Any, method)):
             fields.setdefault(field.name, field)
     return fields
 
@@ -360,11 +360,12 @@ class Component:
                 names the layer, and the model does not change.
         """
         chosen = select_layers(model, self._include, self._exclude)
-        components = dict.fromkeys(chosen, self)
+        selected: dict[str, Component | None] = dict.fromkeys(chosen, self)
         for pattern, other in self.layers.items():
-            components |= dict.fromkeys(matching(pattern, chosen, "layers"), other)
-        self.left_dense = [fqn for fqn, other in components.items() if other is None]
-        chosen = {fqn: layer for fqn, layer in chosen.items() if components[fqn]}
+            selected |= dict.fromkeys(matching(pattern, chosen, "layers"), other)
+        self.left_dense = [fqn for fqn, other in selected.items() if other is None]
+        components = {fqn: other for fqn, other in selected.items() if other is not None}
+        chosen = {fqn: layer for fqn, layer in chosen.items() if fqn in components}
         self.skipped = []
         for method in dict.fromkeys(components[fqn].method for fqn in chosen):
             if isinstance(method, GroupMethod) and not self._skip_incompatible:
@@ -381,7 +382,7 @@ class Component:
                 del chosen[fqn]
         if not chosen:
             raise InputError(
-                f"{self.key()} can quantize none of the {len(components)} selected linears"
+                f"{self.key()} can quantize none of the {len(selected)} selected linears"
             )
         layers = {
             id(layer): transform(layer, dataclasses.replace(components[fqn].config, step="prepare"))
@@ -408,12 +409,12 @@ class Component:
         if not layers:
             raise InputError("nothing in the model is prepared; call prepare(model) before convert")
         config = dataclasses.replace(self.config, step="convert")
-        hard: dict[int, nn.Parameter] = {}
+        hard: dict[int, Tensor] = {}
         for fqn, layer in layers.items():
             if isinstance(layer, QuantizedStack):
                 layer.convert(clean_fqn(fqn))
-            else:
-                linear = transform(layer, config, clean_fqn(fqn))
+            elif isinstance(layer, QuantizedLinear):
+                linear = layer.to_hard_linear(config.pack, clean_fqn(fqn))
                 linear.weight = hard.setdefault(id(layer.weight), linear.weight)
                 model.set_submodule(fqn, linear)
         return model

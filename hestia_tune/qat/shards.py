@@ -25,7 +25,7 @@ there. Only the effective rows are copied to the GPU, from pinned memory, in eve
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ def quantize_shards(model: nn.Module) -> None:
     for layer in layers.values():
         module, key = layer.place
         setattr(module, key, shards[id(layer.weight)])
-        module.effective_rows = {}
+        vars(module)["effective_rows"] = {}
         module.register_state_dict_post_hook(functools.partial(_save_plain, key=key))
         layer.weight_is_effective = True
         for key in layer.extra_keys:  # FSDP2 treats it like any other parameter.
@@ -224,7 +224,7 @@ def refresh(model: nn.Module, dtype: torch.dtype, *, compiled: bool = False) -> 
             quantized[id(layer.weight)] = effective
         effective = quantized[id(layer.weight)]
         module, key = layer.place
-        module.effective_rows[key] = effective["weight"]
+        vars(module)["effective_rows"][key] = effective["weight"]
         for key in layer.extra_keys:
             local_rows(getattr(layer, key)).copy_(effective[key])
     for module in model.modules():
@@ -272,7 +272,7 @@ def hard_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, layer in layers.items()
         for key in (*layer.method.parameter_names, *layer.extra_keys)
     }
-    for name, value in get_model_state_dict(model).items():
+    for name, value in cast(dict[str, Tensor], get_model_state_dict(model)).items():
         if name in own:
             continue
         layer = layers.pop(name.removesuffix(".weight"), None)

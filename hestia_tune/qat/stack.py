@@ -55,12 +55,10 @@ class Stack(NamedTuple):
         """Raise InputError, with the stack's name, if a method cannot quantize stacks."""
         in_rows = not (method.scales_span_rows or method.pairs_rows)
         if not in_rows or method.parameter_names or method.extra_names:
-            pattern = f"*.{name.split('.')[-2]}.*" if "." in name else "*"
             raise InputError(
-                "a parameter of several matrices, such as the weights of experts, needs a method "
-                "whose scales lie within rows, without parameters of its own; got "
-                f"{method.key()} for {name}; leave it out by exclude=['{pattern}'], or set "
-                "skip_incompatible=True"
+                "the weights of experts need a method whose scales lie within rows, without "
+                f"parameters of its own; got {method.key()} for {name}; leave the experts out by "
+                "exclude=['*.experts.*'], or set skip_incompatible=True"
             )
 
 

@@ -164,7 +164,7 @@ def run_blocks(
             del tensors[name]
         for name, module in linears.items():
             own = effective.get(id(module), {"weight": module.weight.detach()})
-            # The weights of experts have the layer's name, and other weights are below it.
+            # The weight of a stack has the layer's name, and other weights are below it.
             own = {name if name in tensors else f"{name}.{k}": v for k, v in own.items()}
             tensors |= own
         states = run(template, tensors, states, inputs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods import Method
+from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.methods.base import require_finite
 from hestia_tune.methods.groups import GroupSize
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
@@ -22,7 +22,7 @@ from hestia_tune.tensors.group_tensor import (
     TernaryTensor,
     to_intx,
 )
-from hestia_tune.tensors.kernel_choice import KernelUse, use_kernel
+from hestia_tune.tensors.kernels import KernelUse, use_kernel
 
 __all__ = [
     "BinaryTensor",
@@ -114,6 +114,11 @@ def pack(
     """
     packed_format = check_format(method, packed_format)
     if is_hard:
+        if not isinstance(method, GroupMethod):
+            raise InputError(
+                f"{name}: the hard weight of {method.key()} has no codes that could be read back; "
+                "give the latent weight"
+            )
         read = read_hard(weight, method.group_size, method.levels, name)
         codes, scale = read.codes(), read.scale
     else:

@@ -256,7 +256,7 @@ def to_intx(
         qdata=codes,
         scale=intx_scale,
         zero_point=torch.zeros_like(intx_scale, dtype=torch.int8),
-        target_dtype=torch.int2,
+        target_dtype=torch.int2,  # pyright: ignore[reportAttributeAccessIssue]
         block_size=(1, packed.block_size[1]),
         dtype=dtype,
         activation_quantization=None,

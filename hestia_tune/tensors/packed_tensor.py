@@ -1,9 +1,9 @@
 """Define the base of packed weights: two parts, a presented dtype, and most operators.
 
 Every kind of packed tensor inherits the operators that are registered on `PackedTensor` (torchao
-copies a parent's table). All products go through `packed_linear`. If the weight has a kernel
+copies a parent's table). All products go through `multiply`. If the weight has a kernel
 (`hestia_tune.tensors.kernels`) that takes the product, the kernel reads the packed codes. Otherwise
-`packed_linear` dequantizes and calls the dense operator, which costs the time and the memory of one
+`multiply` dequantizes and calls the dense operator, which costs the time and the memory of one
 dense weight.
 
 A packed weight stays whole: it can be moved, copied and transposed, but not cut, joined or sharded.
@@ -13,7 +13,7 @@ part of a weight, or a dense weight, raises an error. It never makes a dense cop
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,9 @@ from torchao.utils import TorchAOBaseTensor
 from hestia_tune.errors import InputError, InputTypeError, one_line, warn_once
 from hestia_tune.methods import Method
 from hestia_tune.methods.base import require_float
-from hestia_tune.tensors.kernels import Kernel
+
+if TYPE_CHECKING:
+    from hestia_tune.tensors.kernels import Kernel
 
 T = TypeVar("T", bound="PackedTensor")
 _PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -78,7 +80,7 @@ class PackedTensor(TorchAOBaseTensor):
     method_type: ClassVar[Callable[..., Method]]
     is_transposed = False
     # Computes products in place of the dense weight; see `hestia_tune.use_kernel`.
-    kernel: Kernel | None = None
+    kernel: "Kernel | None" = None
 
     def __new__(cls, qdata, scale, shape, dtype, is_transposed=False):
         strides = (1, shape[0]) if is_transposed else None
@@ -96,6 +98,30 @@ class PackedTensor(TorchAOBaseTensor):
             )
         self.qdata, self.scale, self.is_transposed = qdata, scale, is_transposed
         self.check_shapes(self.weight_shape, tuple(qdata.shape), tuple(scale.shape))
+
+    def check_shapes(
+        self, shape: tuple[int, ...], qdata_shape: tuple[int, ...], scale_shape: tuple[int, ...]
+    ) -> None:
+        """Raise InputError if parts of these shapes do not hold a weight of ``shape``."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_codes(
+        cls: type[T], codes: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfloat16
+    ) -> T:
+        """Pack the codes and scales of a method, and present ``dtype``."""
+        raise NotImplementedError
+
+    def codes(self) -> Tensor:
+        """Return the codes, int8."""
+        raise NotImplementedError
+
+    def dequantize_weight(self, *, for_now: bool = False) -> Tensor:
+        """Return the dense weight in the presented dtype, also if this is its transpose.
+
+        `dequantize` describes the argument.
+        """
+        raise NotImplementedError
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -189,7 +215,7 @@ class PackedTensor(TorchAOBaseTensor):
         return type(self)(qdata, scale, **attributes | changes)
 
 
-def packed_linear(x: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: PackedTensor, bias: Tensor | None = None) -> Tensor:
     """Return ``F.linear(x, weight.dequantize(), bias)``.
 
     Every product with a packed weight uses this function. The result is exact unless the weight has
@@ -239,14 +265,14 @@ def _(func, types, args, kwargs):
 @PackedTensor.operator(aten.linear.default)
 def linear(input, weight, bias=None):  # (..., in) x (out, in) -> (..., out)
     """Return the product of the linear operator."""
-    return packed_linear(input, weight, bias)
+    return multiply(input, weight, bias)
 
 
 @PackedTensor.operator(aten.mm.default)
 def mm(x, weight):  # (n, in) x (in, out) -> (n, out)
     """Return the matrix product. A decomposed linear passes a transpose."""
     if getattr(weight, "is_transposed", False):
-        return packed_linear(x, weight.t())
+        return multiply(x, weight.t())
     return torch.mm(as_dense(x), as_dense(weight))
 
 
@@ -254,7 +280,7 @@ def mm(x, weight):  # (n, in) x (in, out) -> (n, out)
 def addmm(bias, x, weight, *, beta=1, alpha=1):  # (n, in) x (in, out) -> (n, out)
     """Return the matrix product plus the bias."""
     if getattr(weight, "is_transposed", False) and bias.dim() == 1 and beta == alpha == 1:
-        return packed_linear(x, weight.t(), bias)
+        return multiply(x, weight.t(), bias)
     return torch.addmm(as_dense(bias), as_dense(x), as_dense(weight), beta=beta, alpha=alpha)
 
 

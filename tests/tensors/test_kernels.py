@@ -10,9 +10,8 @@ from torch import nn
 
 from hestia_tune import Fairy2iTensor, TernaryTensor, use_kernel
 from hestia_tune.tensors import BinaryTensor, INT2Tensor
-from hestia_tune.tensors import kernel_choice as choice
-from hestia_tune.tensors.kernel_choice import stacked
-from hestia_tune.tensors.kernels import Gemlite, Int4Pack, Kernel
+from hestia_tune.tensors import kernels as choice
+from hestia_tune.tensors.kernels import Gemlite, Int4Pack, Kernel, stacked
 
 # Largest relative error of a product (2-norm). Rounding to bfloat16 gives at most 0.4%.
 TOLERANCE = {

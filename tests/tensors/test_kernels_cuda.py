@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from test_kernels import inputs, layer, relative_error, ternary
 
 from hestia_tune import use_kernel
-from hestia_tune.tensors import kernel_choice as choice
+from hestia_tune.tensors import kernels as choice
 from hestia_tune.tensors.kernels import Gemlite
 
 
