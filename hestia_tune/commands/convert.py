@@ -26,7 +26,7 @@ from hestia_tune.export import (
     write_onnx,
     write_openvino,
 )
-from hestia_tune.export.folder import check_stacks, write_card
+from hestia_tune.export.folder import check_experts, write_card
 from hestia_tune.export.formats import check_format
 from hestia_tune.export.gguf import TypeSize, compare_types
 from hestia_tune.export.gguf_types import smaller_type
@@ -123,7 +123,7 @@ class ConvertRecipe:
         chosen = []
         for name in FILE_FORMATS if "all" in self.asked else self.asked:
             with self._unless_asked(name):
-                check_stacks(self.model, [name])
+                check_experts(self.model, [name])
                 check_format(name, self.source, self.methods, self.settings)
                 chosen.append(name)
         for name in chosen:

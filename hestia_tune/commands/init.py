@@ -44,7 +44,7 @@ from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
 from hestia_tune.config.sections import FILE_FORMATS
 from hestia_tune.data import chat_format
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.export.folder import check_stacks
+from hestia_tune.export.folder import check_experts
 from hestia_tune.export.formats import GROUPS_OF_256, check_format, suggested_group_size
 from hestia_tune.files import staged
 from hestia_tune.memory import fit_to_memory
@@ -446,13 +446,13 @@ def _look_at_model(
             "train on plain text"
         )
     tokens, is_chain = torch.zeros(1, 8, dtype=torch.int64, device="meta"), False
-    for gives_tuple in (False, True):  # to find out would run a block: routers need real values
+    for gives_tuple in (False, True):  # to find out would run a block: experts need real values
         with contextlib.suppress(Exception):  # code of other libraries may raise anything
             is_chain = bool(record_blocks(model, tokens, None, gives_tuple))
     layers = quantized_linears(HestiaQATQuantizer(group_size="channel").prepare(model))
     weights = {f"{name}.weight": layer.weight for name, layer in layers.items()}
     widths = sorted({weight.shape[-1] for weight in weights.values()})
-    # Files may hold each matrix of a stack by itself; `open_source` finds them.
+    # Files may hold each expert by itself; `open_source` finds them.
     shapes = {name: weight.shape for name, weight in weights.items() if weight.dim() == 2}
     in_files = SafetensorsFolder(folder).shapes
     check_shapes(shapes, {n: in_files[n] for n in shapes if n in in_files}, str(folder))
@@ -467,7 +467,7 @@ def _look_at_model(
             try:
                 if form not in method.file_formats:
                     method.check_file_formats([form])
-                check_stacks(model, [form])
+                check_experts(model, [form])
                 check_format(form, source, methods, ConvertConfig())
             except InputError as error:
                 reasons[form] = str(error)
@@ -498,7 +498,7 @@ def _look_at_model(
         "on_gpu": on_gpu,
         "tokenizer": tokenizer,
         "has_template": tokenizer.chat_template is not None,
-        "has_stacks": len(shapes) < len(weights),
+        "has_experts": len(shapes) < len(weights),
         "is_chain": is_chain,
         "group_size": group_size,
         "group_reason": group_reason,

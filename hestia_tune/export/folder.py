@@ -251,7 +251,7 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         )
 
 
-def check_stacks(model: nn.Module, formats: Iterable[str]) -> None:
+def check_experts(model: nn.Module, formats: Iterable[str]) -> None:
     """Raise InputError if a format cannot hold the quantized weights of experts.
 
     Args:

@@ -52,7 +52,7 @@ def check_products(source: ModelFolder) -> None:
     if importlib.util.find_spec("transformers"):
         _, linears = _model_on_meta(source)
         for name in (name.removesuffix(".weight") for name in source.quantized):
-            if name in linears:  # stacks are dense in the file
+            if name in linears:  # the weights of experts are dense in the file
                 _require_plain(linears[name], name)
 
 

@@ -27,7 +27,7 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
 from hestia_tune.errors import InputError, collecting, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
-from hestia_tune.export.folder import check_stacks
+from hestia_tune.export.folder import check_experts
 from hestia_tune.export.formats import check_format, check_methods
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
@@ -353,7 +353,7 @@ def check_formats(config: RunConfig, model: nn.Module) -> None:
     formats = [name for name in config.convert.formats or () if name != "all"]
     methods = methods_of(model)
     check_methods(methods, formats)
-    check_stacks(model, formats)
+    check_experts(model, formats)
     if formats and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         options = {"quantize": True, "embedding": config.bits.embedding}
         source = checkpoints.open_source(config.model_type, folder, methods, **options)
