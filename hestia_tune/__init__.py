@@ -1,7 +1,6 @@
 """Train pretrained LLMs to ternary weights, by quantization-aware training."""
 
 import logging
-from typing import Any
 
 import lazy_loader
 
@@ -16,14 +15,14 @@ logging.getLogger("torchao").addFilter(
 _listed, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Return a name of `__init__.pyi`, or the component or the config of any other method."""
     if name in __all__ or not name[:1].isupper():  # Modules have no capitals.
         return _listed(name)
     from hestia_tune.qat import prepare
 
     try:
-        return getattr(prepare, name)
+        return prepare.__getattr__(name)
     except AttributeError:
         return _listed(name)  # It raises the error with the name of this package.
 

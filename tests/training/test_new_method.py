@@ -64,8 +64,9 @@ def test_the_names_follow_from_the_class():
         hestia_tune.Peak(shar=1)
     with pytest.raises(ValueError, match=r"share must be in \[0.1, 1\]"):
         hestia_tune.PeakConfig(share=2)
-    with pytest.raises(AttributeError, match="No hestia_tune attribute Peek"):
-        hestia_tune.Peek  # noqa: B018
+    for wrong in ("Peek", "PeekConfig", "Config", "Any"):
+        with pytest.raises(AttributeError, match=f"No hestia_tune attribute {wrong}"):
+            getattr(hestia_tune, wrong)
 
 
 def test_the_component_trains_resumes_evaluates_and_converts(model_dir, tmp_path):
