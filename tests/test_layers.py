@@ -1,4 +1,4 @@
-"""Test the structure of the package: no import cycles, no upward imports, no file too long."""
+"""Test the structure of the package: no import cycles, no upward imports, no private names."""
 
 import ast
 import graphlib

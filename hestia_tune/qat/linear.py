@@ -242,8 +242,9 @@ class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
     dicts, optimizers and tied weights do not change.
     """
 
-    # On shards, what a method with the extra "bias" adds to the bias.
-    added_bias: nn.Parameter
+    # On shards, what a method with the extra "bias" adds. None: the weight is the latent
+    # weight.
+    added_bias: nn.Parameter | None
 
     @classmethod
     def from_linear(
@@ -269,12 +270,13 @@ class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
         fake = self.weight_fake_quantizer
         if not fake.enabled or "bias" not in self.method.extra_names:
             return self.bias
-        if self.weight_is_effective:
-            added = self.added_bias
-        else:
+        added = self.added_bias
+        if not self.weight_is_effective:
             pressure = torch.ones_like(fake.pressure) if fake.is_hard else fake.pressure
             (added,) = extras(self.weight, pressure, fake.method)
-        return added if self.bias is None else self.bias + added
+        if self.bias is None or added is None:
+            return self.bias if added is None else added
+        return self.bias + added
 
     def to_hard_linear(
         self,
