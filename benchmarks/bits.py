@@ -33,11 +33,12 @@ from matplotlib.figure import Figure
 
 from hestia_tune.bits.budget import bits_per_weight
 from hestia_tune.bits.file import BITS_FILE, component_of
-from hestia_tune.commands.bits import choose_bits
 from hestia_tune.config.bits import CHOICES
 from hestia_tune.config.files import load_config, overridden
 from hestia_tune.config.run import RunConfig
 from hestia_tune.files import read_json, write_json
+from hestia_tune.run import Run
+from hestia_tune.stages import choose_bits
 
 DEMO = str(Path(__file__).resolve().with_name("demo.yaml"))  # the settings of the study
 CONTROLS = ("uniform", "position")
@@ -106,7 +107,7 @@ def overrides_of(
         return [f"bits.by={way}"], None
     other = [*overrides, "bits.by=error", "sensitivity=null", f"output_dir={folder}"]
     settings = RunConfig.parse(overridden(load_config(config), other))
-    choose_bits(settings)  # for the sizes of the layers
+    choose_bits(Run.of(settings))  # for the sizes of the layers
     layers = read_json(folder / BITS_FILE)["layers"]
     sizes = {name: entry["weights"] for name, entry in layers.items()}
     components, mean = controlled(way, settings, sizes)
