@@ -200,7 +200,8 @@ def test_existing_files_are_not_overwritten_without_the_option(model_dir, output
         (["convert.formats=gguf"], "convert.formats: give a list"),
         (["quantizer.groupsize=32"], "quantizer: .*groupsize"),
         (["convert.overwite=True"], "did you mean overwrite"),
-        (["convert.formats=[torchao,gguf]", "convert.block_type=Q8_0"], "TQ1_0, Q2_K; got Q8_0"),
+        (["convert.formats=[torchao,gguf]", "convert.block_type=Q8_0"], "TQ2_0, TQ1_0; got Q8_0"),
+        (["convert.block_type=[Q2_0,Q2_K]"], "no Q2_K any more.*set convert.block_type=auto"),
         (
             ["convert.formats=[torchao,gguf]", "convert.block_type=[TQ2_0,Q2_0]"],
             "no block of TQ2_0 or Q2_0 holds .*; use convert.block_type=Q4_0",
