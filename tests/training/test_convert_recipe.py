@@ -101,7 +101,7 @@ def test_all_writes_what_is_possible_and_says_what_is_missing(
         monkeypatch.setitem(sys.modules, package, None)
     # A format that turns out to be impossible while it is written is left out too.
     refused = InputError("a scale is too small")
-    monkeypatch.setattr("hestia_tune.commands.convert.write_gguf", Mock(side_effect=refused))
+    monkeypatch.setattr("hestia_tune.export.gguf.write_gguf", Mock(side_effect=refused))
     assert run_convert(make_config(model_dir, output_dir, "convert.formats=[all]")) == 0
     sizes = json.loads((output_dir / "converted" / "sizes.json").read_text())
     assert list(sizes) == ["torchao", "intx", "huggingface", "compressed_tensors", "mlx"]
@@ -137,7 +137,7 @@ def test_all_of_a_method_with_one_format(model_dir, tmp_path):
     del config.quantizer.group_size
     config.quantizer._component_ = "hestia_tune.Fairy2iQATQuantizer"
     recipe = ConvertRecipe(config)
-    assert recipe.formats == ["torchao"]
+    assert [*recipe.formats] == ["torchao"]
     assert "can only be written as torchao; got gguf" in recipe.missing["gguf"]
 
 
