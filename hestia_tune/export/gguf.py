@@ -722,7 +722,10 @@ class _GGUF(Format):
     """A file of llama.cpp, with a Modelfile for Ollama beside it."""
 
     name = extra = library = "gguf"
-    about = "2.06 bits per weight in the type `TQ2_0`, 2.25 in `Q2_0`, or another type"
+    about = (
+        "2.06 bits per weight in the type `TQ2_0`, 2.25 in `Q2_0`, or "
+        "[another type](convert.md#block-types-of-gguf)"
+    )
     runs_in = "llama.cpp, LM Studio, Ollama"
     packages = ("gguf",)
     file = "model.gguf"

@@ -199,7 +199,7 @@ class _IntX(_TorchAO):
     """The same folder with torchao's own tensor, which loads without this package."""
 
     name = "intx"
-    about = "codes in torchao's own tensor of the type `int2`, a byte per weight"
+    about = "codes in torchao's own tensor of the type `int2`, which takes a byte per weight"
     runs_in = "torchtune with torchao, `hestia_tune.load_quantized`"
     codes = frozenset({CODES[3]})
     left_out = "it takes a byte per weight, and torchao holds the same codes in 2 bits"
