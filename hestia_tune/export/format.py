@@ -61,7 +61,7 @@ class Conversion:
 
 
 class Format(ABC):
-    """A file format. A subclass sets the attributes that differ, and has `write` and `run_code`."""
+    """A file format. A subclass sets name, about, runs_in and loading, and what differs."""
 
     # Its name in convert.formats, in the registry, and in the folder ``converted``.
     name: ClassVar[str]
@@ -109,15 +109,21 @@ class Format(ABC):
             first.setdefault(method, name)
         for method, name in first.items():
             if not self.holds(method):
-                known = ", ".join(form.name for form in all_formats() if form.holds(method))
                 layer = f"{name}: " if len(first) > 1 else ""
+                others = [form.name for form in all_formats() if all(map(form.holds, first))]
+                choice = f", or set convert.formats=[{', '.join(others)}]" if others else ""
                 raise InputError(
-                    f"{layer}a model of {method.key()} can only be written as {known}; got "
-                    f"{self.name}; remove {self.name}, or set convert.formats=[{known}]"
+                    f"{layer}a model of {method.key()} can only be written as "
+                    f"{', '.join(holding(method))}; got {self.name}; remove {self.name}{choice}"
                 )
         if experts and not self.holds_experts:
             patterns = sorted({f"*.{'.'.join(name.split('.')[-2:])}" for name in experts})
-            others = [f.name for f in all_formats() if f.holds_experts and not f.architectures]
+            others = [
+                form.name
+                for form in all_formats()
+                if form.holds_experts and not form.architectures and not form.left_out
+                if all(map(form.holds, first))
+            ]
             raise InputError(
                 f"{self.name} files cannot hold the weights of experts, such as {experts[0]}; set "
                 f"convert.formats=[{','.join(others)}], or leave the experts out by "

@@ -165,6 +165,27 @@ def test_the_codes_of_a_method_decide_which_formats_hold_it(key, expected):
     assert holding(Method.from_key(key)) == names
 
 
+def test_an_error_names_the_layer_and_formats_that_hold_every_layer():
+    keys = {"a.q_proj": "ternary, group_size=32", "a.down_proj": "int4, group_size=32"}
+    methods = {name: Method.from_key(key) for name, key in keys.items()}
+    with pytest.raises(
+        InputError, match=r"^a\.down_proj: a model of int4, group_size=32 can "
+    ) as e:
+        registry.load_format("mlx").check_layers(methods)
+    fitting = "torchao, huggingface, compressed_tensors, gguf, openvino"
+    assert str(e.value).endswith(f"; got mlx; remove mlx, or set convert.formats=[{fitting}]")
+    methods["a.up_proj"] = Method.from_key("dlt, group_size=32, start=absmax")
+    with pytest.raises(InputError, match=r"a\.up_proj: .* can only be written as huggingface") as e:
+        registry.load_format("gguf").check_layers(methods)
+    assert str(e.value).endswith("or set convert.formats=[huggingface]")
+    methods["a.v_proj"] = Method.from_key("fairy2i, num_stages=2, granularity=tensor")
+    with pytest.raises(InputError, match=r"; got torchao; remove torchao$"):  # nothing holds both
+        registry.load_format("torchao").check_layers(methods)
+    experts = ["a.experts.gate_up_proj"]
+    with pytest.raises(InputError, match=r"set convert.formats=\[torchao,huggingface\], or leave"):
+        registry.load_format("openvino").check_layers(dict([*methods.items()][:1]), experts)
+
+
 def test_every_format_says_what_the_commands_and_pages_need(tmp_path):
     for name, form in zip(registry.FORMATS, registry.all_formats(), strict=True):
         assert form.name == name and registry.load_format(name) is form
