@@ -33,6 +33,8 @@ from hestia_tune.models.hugging_face_model import read_config
 from hestia_tune.qat.experts import QuantizedExperts
 from hestia_tune.qat.linear import quantized_linears
 
+# Weights that may share a scale in MLX, and in the products of onnxruntime.
+BLOCKS = (128, 64, 32)
 PROMPT = "Once upon a time"  # of every command that runs a file
 
 

@@ -76,6 +76,8 @@ from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.models.embedding import embedding_codes
 from hestia_tune.models.folder import ModelFolder, import_optional, is_exact
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class TensorType:
@@ -819,7 +821,7 @@ ollama create my-model -f MODEL/Modelfile && ollama run my-model
     def notes(self, conversion, path):
         source, block_type = conversion.source, conversion.config.convert.block_type
         if llama_cpp.is_installed():
-            print("measuring the speed of the GGUF file in llama.cpp (half a minute at most)")
+            log.info("measuring the speed of the GGUF file in llama.cpp (half a minute at most)")
         rows = compare_types(source, path, block_type, measure=True)
         if not rows:  # no weight is quantized
             return ""

@@ -38,11 +38,10 @@ import torch
 from hestia_tune.errors import InputError
 from hestia_tune.export.compare import REMEDY, Text, check_small, compare, full_config
 from hestia_tune.export.folder import split_weights, write_safetensors
-from hestia_tune.export.format import PROMPT, Format
+from hestia_tune.export.format import BLOCKS, PROMPT, Format
 from hestia_tune.methods.groups import CODES
 from hestia_tune.models.folder import ModelFolder, import_optional
 from hestia_tune.tensors.group_tensor import GroupTensor
-from hestia_tune.tensors.kernels import BLOCKS
 
 _BITS = {2: 1, 3: 2, 4: 2}  # number of codes -> bits per code
 _RENAMED = {"mistral": "llama"}  # model types that mlx-lm reads with the code of another type

@@ -13,8 +13,7 @@ repeated. The temporary folder holds these tensors for each quantized linear:
 
 Each linear becomes a `MatMulNBits` of 2 bits; query, key and value become one. The folder has the
 names that transformers.js expects (``onnx/model_q2.onnx``: 2-bit products, the rest in float32), so
-it loads the folder too. The products round activations to 8 bits, like the products of
-`hestia_tune.tensors.kernels`. Everything else is float32.
+it loads the folder too. The products round activations to 8 bits. Everything else is float32.
 
 A linear that holds query, key and value, or gate and up, is split by its rows.
 
@@ -61,7 +60,7 @@ from hestia_tune.export.folder import (
     write_folder,
     write_texts,
 )
-from hestia_tune.export.format import PROMPT, Format, python_line
+from hestia_tune.export.format import BLOCKS, PROMPT, Format, python_line
 from hestia_tune.files import read_json, staged
 from hestia_tune.methods.groups import CODES
 from hestia_tune.models.folder import (
@@ -73,7 +72,6 @@ from hestia_tune.models.folder import (
 from hestia_tune.models.hugging_face_model import read_config
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.group_tensor import GroupTensor
-from hestia_tune.tensors.kernels import BLOCKS
 
 MODEL_FILE = "onnx/model_q2.onnx"
 _BUILT_FILE, _SETTINGS_FILE = "model.onnx", "genai_config.json"
