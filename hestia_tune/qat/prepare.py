@@ -37,7 +37,7 @@ from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.qat.linear import QuantizedLayer, QuantizedLinear, clean_fqn, methods_of
 from hestia_tune.qat.select import check_layer, matching, select_layers
 from hestia_tune.qat.stack import QuantizedStack, Stack
-from hestia_tune.tensors import pack
+from hestia_tune.tensors import pack, packed_formats
 
 log = logging.getLogger(__name__)
 # The end of the name of a component that the name of its config lacks.
@@ -75,7 +75,7 @@ class QATConfigBase(AOBaseConfig):
             raise InputError(f'step must be "prepare" or "convert"; got {self.step!r}')
         require_number("tau", self.tau, 0, 100, "the paper starts at 0.3")
         require_number("pressure", self.pressure, 0, 1, "1 is fully quantized")
-        allowed = ("dense", *self.method().packed_formats)
+        allowed = ("dense", *packed_formats(self.method()))
         if self.target not in allowed:
             words = ", ".join(f'"{word}"' for word in allowed)
             raise InputError(f"target must be one of {words}; got {self.target!r}")
