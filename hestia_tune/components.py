@@ -137,7 +137,8 @@ def _find(name: str) -> Any:
         except Exception as error:  # modules run code of any kind
             absent = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
             is_absent = bool(absent) and f"{module}.".startswith(f"{absent}.")
-            if is_torchtunes and isinstance(error, ImportError) and absent in ("", "torchtune"):
+            is_there = absent.startswith("torchtune.")  # torchtune is, but not this part of it
+            if is_torchtunes and isinstance(error, ImportError) and not is_there:
                 raise needs_torchtune(name, error) from error
             text = f"there is no {name}" if is_absent else f"{module} cannot be imported"
             raise InputError(f"{text}: {one_line(error)}") from error

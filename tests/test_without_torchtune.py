@@ -5,6 +5,7 @@ those of the tests' own environment, by links, because torch alone is gigabytes.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -132,10 +133,34 @@ def test_the_commands(environment, run_folder):
     def hestia(*words, ok: bool = True) -> str:
         return environment.run("hestia", *words, cwd=run_folder, ok=ok)
 
-    assert "Qwen3" in hestia("inspect", "model")
+    assert "14 linears: dense float32" in hestia("inspect", "model")
     hestia("init", "model", "text.txt", "--format", "gguf", "--output", "mine.yaml")
     few = ("mine.yaml", "seed=1", "device=cpu", "dtype=fp32", "compile=False")
-    hestia("sensitivity", *few, "sensitivity_estimation.num_samples=4")
-    assert [*run_folder.rglob("*sensitivity*.safetensors")] or [*run_folder.rglob("*ensitivity*")]
     told = hestia("qat", *few, ok=False)
+    assert "pip install 'hestia-tune[torchtune]'" in told and "Traceback" not in told
+    assert not [*(run_folder / "runs").rglob("*.safetensors")]  # it fails before long work
+
+    samples = "sensitivity_estimation.num_samples=4"
+    told = hestia("sensitivity", *few, "sensitivity=auto", "schedule.alpha=1", samples)
+    assert "scores of the most and the least sensitive layers" in told
+    passes = ("reconstruct.epochs=1", "reconstruct.kl_epochs=1", "reconstruct.num_samples=32")
+    told = hestia("reconstruct", *few, *passes)
+    errors = re.findall(r"block \d of 2: error ([\d.]+), was ([\d.]+) before", told)
+    assert len(errors) == 2 and all(float(after) < float(before) for after, before in errors)
+
+    hard = "runs/mine/reconstruction/hard_model"
+    formats = "convert.formats=[huggingface,torchao,intx,gguf]"
+    hestia("convert", *few, f"convert.source={hard}", formats)
+    assert "14 linears: ternary" in hestia("inspect", "runs/mine/converted/torchao")
+    models = f"eval.models=[pretrained,{hard},packed]"
+    text = "eval.perplexity={mine: {source: text.txt}}"
+    told = hestia("eval", *few, models, "eval.tasks=[]", text)
+    _, trained, packed = re.search(r"token perplexity \| (\S+) +\| (\S+) +\| (\S+)", told).groups()
+    assert trained == packed
+
+
+@pytest.mark.slow
+def test_models_of_torchtune_say_what_to_install(environment, run_folder):
+    told = environment.run("hestia", "validate", "demo", cwd=run_folder, ok=False)
+    assert told.splitlines()[-1].startswith("validate: error: model hestia_tune.models.llama needs")
     assert "pip install 'hestia-tune[torchtune]'" in told and "Traceback" not in told
