@@ -1,5 +1,6 @@
 """Train pretrained LLMs to ternary weights, by quantization-aware training."""
 
+import importlib
 import logging
 
 import lazy_loader
@@ -25,8 +26,7 @@ def __getattr__(name: str) -> object:
     """Return a name of `__init__.pyi`, or the component or the config of any other method."""
     if name in __all__ or not name[:1].isupper():  # Modules have no capitals.
         return _listed(name)
-    from hestia_tune.qat import prepare
-
+    prepare = importlib.import_module("hestia_tune.qat.prepare")
     try:
         return prepare.__getattr__(name)
     except AttributeError:
