@@ -1,4 +1,4 @@
-"""Test the structure of the package: no import cycles, no upward imports, no file too long."""
+"""Test the structure of the package: no import cycles and no upward imports."""
 
 import ast
 import graphlib
@@ -12,6 +12,7 @@ ROOMS = [
     "annealing",
     "units",
     "files",
+    "export.registry",  # names alone
     "config",
     "devices",
     "distributed",
@@ -35,8 +36,8 @@ ROOMS = [
     "torchtune",
 ]
 # Import torchtune, and move to hestia_tune/torchtune.
-MOVING = {
-    f"hestia_tune.training.{name}" for name in ("base", "build", "generation", "plan", "recipe")
+MOVING = {"hestia_tune.run"} | {
+    f"hestia_tune.training.{name}" for name in ("base", "build", "recipe")
 }
 MODULES = {
     ".".join(("hestia_tune", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(

@@ -2,21 +2,24 @@
 
 Nothing here is needed to write a file, and nothing here fails: without xllamacpp, or if it fails or
 takes too long, there is no answer. It runs in a process of its own, because importing xllamacpp
-changes the process that imports it.
+changes the process that imports it. That process runs the source of this module, whose second half
+it needs, and writes a line of JSON for each job. So the results of the first jobs remain if the
+process is ended.
 """
 
 import importlib.util
 import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
-_WORKER = Path(__file__).with_name("llama_cpp_worker.py")
 
 
 def is_installed() -> bool:
@@ -28,19 +31,21 @@ def ask(jobs: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
     """Return the results of jobs, at most those that are ready in time.
 
     Args:
-        jobs: See `llama_cpp_worker`.
+        jobs: Each has ``file``, a GGUF file, and either ``texts``, a list of (text, whether special
+            tokens in it count), or ``predict``, a number of tokens.
         seconds: The time after which the process is ended.
 
     Returns:
-        A result for each of the first jobs. It has ``error`` if llama.cpp raised one. The list is
-        shorter than ``jobs`` if llama.cpp is missing, crashed or took too long.
+        A result for each of the first jobs. It has ``tokens``, ``tokens_per_second``, or ``error``
+        if llama.cpp raised one. The list is shorter than ``jobs`` if llama.cpp is missing, crashed
+        or took too long.
     """
     if not is_installed():
         return []
     with tempfile.TemporaryDirectory() as name:
         given, output = Path(name) / "jobs.json", Path(name) / "results.jsonl"
         given.write_text(json.dumps({"jobs": list(jobs), "output": str(output)}), encoding="utf-8")
-        command = [sys.executable, "-c", _WORKER.read_text(encoding="utf-8"), str(given)]
+        command = [sys.executable, "-c", Path(__file__).read_text(encoding="utf-8"), str(given)]
         try:
             # In the empty folder, no file hides a module.
             subprocess.run(command, cwd=name, timeout=seconds, capture_output=True)
@@ -62,3 +67,56 @@ def tokens_per_second(files: Sequence[Path], seconds: float) -> list[float | Non
     jobs = [{"file": str(file.resolve()), "predict": 16} for file in files]
     found: list[float | None] = [each.get("tokens_per_second") for each in ask(jobs, seconds)]
     return found + [None] * (len(files) - len(found))
+
+
+def _serve(file: str) -> Any:
+    """Return a server of a file on the CPU, which listens to this machine only."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = file
+    params.n_ctx, params.n_parallel, params.n_gpu_layers = 256, 1, 0
+    params.warmup = params.fit_params = False
+    params.verbosity = -1
+    return xllamacpp.Server(params)
+
+
+def _post(server: Any, path: str, content: dict[str, Any]) -> Any:
+    """Send JSON to a server and return the JSON of its answer."""
+    request = urllib.request.Request(server.listening_address + path, json.dumps(content).encode())
+    request.add_header("Content-Type", "application/json")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a job."""
+    server = _serve(job["file"])
+    if "texts" in job:
+        asked = [
+            {"content": text, "add_special": True, "parse_special": special}
+            for text, special in job["texts"]
+        ]
+        return {"tokens": [_post(server, "/tokenize", each)["tokens"] for each in asked]}
+    request = {"prompt": [1, 2, 3, 4], "n_predict": job["predict"], "ignore_eos": True}
+    timings = _post(server, "/completion", request | {"temperature": 0})["timings"]
+    return {"tokens_per_second": timings["predicted_per_second"]}
+
+
+def _main() -> None:
+    """Run the jobs of the file that the command line names. It has ``output`` and ``jobs``."""
+    with open(sys.argv[1], encoding="utf-8") as file:
+        given = json.load(file)
+    for job in given["jobs"]:
+        try:
+            result = _run(job)
+        except Exception as error:
+            result = {"error": str(error)}
+        with open(given["output"], "a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+    os._exit(0)  # its threads may take long to end
+
+
+if __name__ == "__main__":
+    _main()

@@ -19,7 +19,7 @@ from torchtune.training import FullModelHFCheckpointer
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
-from hestia_tune.models.folder import SafetensorsFolder
+from hestia_tune.models.folder import SafetensorsFolder, open_folder
 
 # torchtune's model type -> model_type in config.json, for the models that can be read here.
 MODEL_TYPES = {
@@ -66,7 +66,7 @@ def pretrained_source(config: RunConfig, folder: Path) -> SafetensorsFolder | No
         return None
     if not all((folder / name).is_file() for name in names):
         return None
-    return SafetensorsFolder(folder, names)
+    return open_folder(folder, names)
 
 
 def remember_files(checkpointer: Any, source: SafetensorsFolder) -> None:

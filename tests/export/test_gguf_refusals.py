@@ -14,7 +14,7 @@ from gguf_models import DEMO, edit_json, pre_tokenizer
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
-from hestia_tune.export import gguf_tokenizer
+from hestia_tune.export import gguf_families
 from hestia_tune.export.gguf import check_gguf
 from hestia_tune.export.gguf_families import FAMILIES
 from hestia_tune.models.folder import ModelFolder
@@ -40,7 +40,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.fixture(autouse=True)
 def no_llama_cpp(monkeypatch):
     """Decide by rules alone, as without xllamacpp."""
-    monkeypatch.setattr(gguf_tokenizer.llama_cpp, "is_installed", lambda: False)
+    monkeypatch.setattr(gguf_families.llama_cpp, "is_installed", lambda: False)
 
 
 def make(folder: Path, kind: str, **differences: object) -> Path:
