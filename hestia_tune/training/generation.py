@@ -97,8 +97,8 @@ def _generate_batches(run: Run, settings: GeneratedConfig, paths: dict[int, Path
         paths: Number of a batch -> its file.
     """
     device, dtype = run.device, run.dtype
-    model: Any = load_model("pretrained", run.config, device=device, dtype=dtype)[0]
     torchtune = torchtune_module("generation", "a generated set")
+    model: Any = load_model("pretrained", run.config, device=device, dtype=dtype)[0]
     with device:
         model.setup_caches(torchtune.BATCH_SIZE, dtype, decoder_max_seq_len=settings.seq_len)
     rows = model.tok_embeddings.num_embeddings

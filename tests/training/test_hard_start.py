@@ -19,7 +19,7 @@ from hestia_tune.methods import EvenMethod, INT4Method
 from hestia_tune.models import llama
 from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.training.recipe import HestiaQATRecipe
+from hestia_tune.torchtune.recipe import HestiaQATRecipe
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
