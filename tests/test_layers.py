@@ -36,8 +36,8 @@ ROOMS = [
     "torchtune",
 ]
 # Import torchtune, and move to hestia_tune/torchtune.
-MOVING = {"hestia_tune.run"} | {
-    f"hestia_tune.training.{name}" for name in ("base", "build", "recipe")
+MOVING = {
+    f"hestia_tune.training.{name}" for name in ("base", "build", "generation", "plan", "recipe")
 }
 MODULES = {
     ".".join(("hestia_tune", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
