@@ -3,8 +3,9 @@
 The estimates of `hestia_tune.training.estimate` and `hestia_tune.reconstruction.estimate` run one
 step on tensors without data. Here they run on a model of two and of four blocks. Memory grows
 linearly with the number of blocks, so the two give the memory of the whole model, in a fraction of
-its time. `fit_to_memory` then tries changes of the config, those first that lose
-no quality and little speed:
+its time. In between the largest and the smallest micro-batch, the memory lies on a line or below
+it, because the peak is the largest of several sums that grow linearly with the sequences.
+`fit_to_memory` then tries changes of the config, those first that lose no quality and little speed:
 
 1. smaller micro-batches, down to some 4000 tokens. The sequences per step stay the same;
 2. recomputation of activations, which costs a third of the time, with the largest micro-batch;
@@ -17,6 +18,8 @@ then a step has fewer sequences.
 """
 
 import dataclasses
+import functools
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from hestia_tune.blocks import find_blocks
 from hestia_tune.config.run import RunConfig
@@ -72,17 +76,17 @@ class MemoryPlan:
 
 def shape_plan(config: RunConfig) -> Plan:
     """Return as much of a run's plan as the estimates read. No weights and no text are needed."""
-    component = build.make_component(config.quantizer)
     seq_len = next((s["seq_len"] for s in config.datasets if s.get("seq_len")), None)
     if seq_len is None:
         raise InputError("the memory depends on the length of a sequence; set dataset.seq_len=1024")
     data: Any = SimpleNamespace(seq_len=int(seq_len))
+    component, model = _shape(json.dumps(config.model), json.dumps(config.quantizer))
     return Plan(
         config=config,
         device=torch.device("cpu"),
         dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype],
         component=component,
-        model=build.build_on_meta(config.model, component),
+        model=model,
         shapes={},
         layers=[],
         tokenizer=None,
@@ -90,6 +94,13 @@ def shape_plan(config: RunConfig) -> Plan:
         data=data,
         loss=build.instantiate(config.loss, "loss"),
     )
+
+
+@functools.lru_cache(maxsize=2)
+def _shape(model: str, quantizer: str) -> tuple[Any, nn.Module]:
+    """Return the component and the model on the meta device. A large model takes seconds."""
+    component = build.make_component(json.loads(quantizer))
+    return component, build.build_on_meta(json.loads(model), component)
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
@@ -203,8 +214,6 @@ def _final_stage(plan: Plan, stage: Stage, room: float) -> tuple[int, float]:
 def _fit_training(plan: Plan, room: float) -> Fit:
     """Choose micro-batch, recomputation, optimizer and offloading of the training."""
     whole, config = plan, plan.config
-    blocks = len(find_blocks(plan.model))
-    estimated = None if blocks <= _FEW_BLOCKS else (2, 4)
     each = config.batch_size
     sizes = [each // 2**k for k in range(each.bit_length()) if each % 2**k == 0]
     again = config.enable_activation_checkpointing
@@ -218,16 +227,27 @@ def _fit_training(plan: Plan, room: float) -> Fit:
         ways.append(recomputed | {"fsdp_cpu_offload": True})
     need = math.inf
     for number, way in enumerate(ways):
-        for size in sizes:
-            changes = way if size == each else {"batch_size": size, **way}
-            plan = with_changes(whole, changes)
-            few = size * plan.data.seq_len < _FEW_TOKENS
-            if number == 0 and recomputed and few and size != each:
-                break  # recomputation is faster than such small products
-            need = estimate(plan, estimated).peak
+        # Recomputation is faster than products of few tokens.
+        few = [size for size in sizes if size * plan.data.seq_len < _FEW_TOKENS and size != each]
+        tried = sizes if number or not recomputed else [s for s in sizes if s not in few]
+        for size, need in _training_bytes(with_changes(whole, way), tried).items():
             if need <= room:
+                changes = way if size == each else {"batch_size": size, **way}
                 return changes, {TRAINING: need}, _reasons(plan, changes)
     return {}, {TRAINING: need}, ["The training does not fit."]
+
+
+def _training_bytes(plan: Plan, sizes: list[int]) -> dict[int, float]:
+    """Return the peak of the training for each micro-batch size, of which the first is largest."""
+
+    def need(size: int) -> float:
+        short = None if len(find_blocks(plan.model)) <= _FEW_BLOCKS else (2, 4)
+        return estimate(with_changes(plan, {"batch_size": size}), short).peak
+
+    first, last = sizes[0], sizes[-1]
+    peaks = {size: need(size) for size in {first, last}}
+    slope = (peaks[first] - peaks[last]) / max(first - last, 1)
+    return {size: peaks[last] + slope * (size - last) for size in sizes}
 
 
 def _reasons(plan: Plan, changes: Mapping[str, Any]) -> list[str]:
@@ -253,16 +273,18 @@ def _text(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def fit_to_memory(config: RunConfig, gigabytes: float) -> MemoryPlan:
+def fit_to_memory(config: RunConfig, gigabytes: float, *, recipe: str = "hestia_qat") -> MemoryPlan:
     """Return the changes with which every stage of a run fits a GPU, and leaves 10% free.
 
     Args:
         config: The config of the run. Its device does not matter: the plan is for a GPU with
             products in bfloat16, on as many ranks as this process is part of.
         gigabytes: Memory of each GPU, in units of 10^9 bytes.
+        recipe: "hestia_qat", or "hestia_reconstruct" for the reconstruction alone.
 
     Raises:
-        InputError: If no change is enough. The message names the memory that would be.
+        InputError: If no change is enough. The message names the memory that would be. Or if the
+            config has no reconstruction that could run alone.
     """
     if not 0 < gigabytes < math.inf:
         raise InputError(f"the memory of a GPU must be a number of GB above 0; got {gigabytes}")
@@ -272,12 +294,16 @@ def fit_to_memory(config: RunConfig, gigabytes: float) -> MemoryPlan:
     peak: dict[str, float] = {}
     reasons: list[str] = []
     plan = shape_plan(config)
-    for fit in (_fit_sensitivity, _fit_reconstruction, _fit_training):
+    fits = [_fit_sensitivity, _fit_reconstruction, _fit_training]
+    if recipe == "hestia_reconstruct":
+        if config.reconstruction is None:
+            raise InputError("the config has no reconstruction; set reconstruction=auto")
+        fits.remove(_fit_training)
+    for fit in fits:
         more, needs, why = fit(with_changes(plan, changes), room)
         changes |= more
         peak |= needs
         reasons += why
-    recipe = "hestia_qat"
     if peak.get(TRAINING, 0) > room:
         others = [size for name, size in peak.items() if name != TRAINING]
         if config.reconstruction is not None and max(others) <= room:

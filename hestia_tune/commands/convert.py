@@ -229,7 +229,8 @@ class ConvertRecipe:
         if name == "onnx":
             return write_onnx(source, target, head=self.settings.onnx_head, **options)
         if name == "gguf":
-            return write_gguf(source, target, block_type=self.settings.block_type, **options)
+            types = self.settings.block_type
+            return write_gguf(source, target, block_type=types, verify=True, **options)
         entries = packed_entries(
             checkpoints.read_weights(self.config.model_type, source),
             {f"{layer}.weight": method for layer, method in self.methods.items()},

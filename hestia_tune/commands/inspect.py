@@ -164,8 +164,10 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
             lines.append(f"resuming a run of {ranks} processes: not checked here; the rest is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
     planned = plan(config)
+    waits = ["comparing the model with transformers"] * config.needs_pretrained
+    if waits := waits + ["estimating memory and time"] * estimates:
+        log.info(", and ".join(waits))
     if config.needs_pretrained:
-        log.info("comparing the model with transformers, and estimating memory and time")
         read_checkpoint(planned.checkpointer, config, planned.shapes)
     lines += planned.data.examples()
     if estimates:

@@ -89,6 +89,7 @@ def write_gguf(
     *,
     block_type: str | Sequence[str] = "auto",
     overwrite: bool = False,
+    verify: bool = False,
 ) -> dict[str, Any]:
     """Write a Hugging Face model of a family in `gguf_families` as one GGUF file.
 
@@ -98,6 +99,8 @@ def write_gguf(
         block_type: "auto", or one of `BLOCK_TYPES`, or several, of which every quantized weight
             gets the first type that holds its groups. The module docstring says what each costs.
         overwrite: Replace a file that exists, once the new file is complete.
+        verify: Compare the logits of the file with those of transformers, if llama.cpp is installed
+            (`llama_cpp.compare_file`).
 
     Returns:
         What `sizes` returns, and ``types``: name of a type -> number of tensors in the file.
@@ -105,8 +108,8 @@ def write_gguf(
     Raises:
         InputError: If the gguf package is missing; if the target is a folder, or exists and
             ``overwrite`` is False; if llama.cpp does not have the architecture, the tokenizer or
-            the rotary scaling; if no block type holds the groups of a weight; or if a scale is
-            outside float16's normal range.
+            the rotary scaling; if no block type holds the groups of a weight; if a scale is outside
+            float16's normal range; or if llama.cpp computes other logits.
         OSError: If the disk is full.
         RuntimeError: If the file that is read back differs from the model.
     """
@@ -148,6 +151,9 @@ def write_gguf(
         finally:
             writer.close()
         _read_back(temporary, model, entry_types, num_bytes, writer.data_alignment)
+        if verify:
+            runs = {name: 256 if kind.block == 256 else 32 for name, kind in types.items()}
+            llama_cpp.compare_file(source, temporary, runs)
         quantized_bytes = sum(num_bytes[name] for name in _quantized(source, model))
         return sizes(source.shapes, source.quantized, temporary.stat().st_size, quantized_bytes) | {
             "types": dict(Counter(kind.name for kind in entry_types.values()))

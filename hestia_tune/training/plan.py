@@ -12,6 +12,7 @@ import inspect
 import logging
 import random
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -192,6 +193,10 @@ def plan(config: RunConfig, *, trains: bool = True) -> Plan:
             with check():
                 path = on_first_rank(checkpoint.choose_checkpoint, config)
             with check():
+                day = on_first_rank(_date_of, path)
+                if hasattr(tokenizer, "date"):
+                    tokenizer.date = day
+            with check():
                 _check_components(config)
             with check():
                 loss = _make_loss(config)
@@ -204,6 +209,12 @@ def plan(config: RunConfig, *, trains: bool = True) -> Plan:
                 if decided is not None:
                     decided = _plan_training(decided, loss, data, path)
     return cast(Plan, decided)
+
+
+def _date_of(path: Path | None) -> str:
+    """Return the date that chat templates print: that of the run's start, or today's."""
+    saved = checkpoints.read_meta(path).get("date") if path else None
+    return saved or date.today().isoformat()
 
 
 def _plan_model(config: RunConfig, device: torch.device, tokenizer: Any) -> Plan:

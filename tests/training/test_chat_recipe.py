@@ -1,5 +1,6 @@
 """Chats and mixtures in every stage of a run: losses, exact resuming, ranks, reconstruction."""
 
+import datetime
 import json
 import logging
 import shutil
@@ -147,6 +148,38 @@ def reference_loss(chat_dir, output, batches):
         kept = torch.tensor(labels[1:]) != -100
         total, count = total + losses[kept].sum().item(), count + int(kept.sum())
     return total / count
+
+
+@pytest.mark.parametrize("component", [HELD, STREAM, "torchtune.datasets.chat_dataset"])
+def test_a_run_that_resumes_on_another_day(chat_dir, tmp_path, chats, monkeypatch, component):
+    """The template prints the date of the run's start, also in data that is held in memory."""
+    folder = shutil.copytree(chat_dir, tmp_path / "dated")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ strftime_now('%d %B %Y') }}" + TURNS
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    data = section(chats / "train.jsonl", component)
+    if "torchtune" in component:
+        del data["seq_len"]
+        data |= {"conversation_column": "messages", "conversation_style": "openai"}
+        data |= {"split": "train"}
+    run(config(folder, tmp_path / "whole", chats, dataset=data))
+    assert not run(
+        config(folder, tmp_path / "cut", chats, *signal_at(3, "SIGINT"), dataset=data)
+    ).finished
+
+    class Later(datetime.date):
+        @classmethod
+        def today(cls):
+            return datetime.date(2031, 9, 1)
+
+    for module in ("hestia_tune.models.tokenizers", "hestia_tune.training.plan"):
+        monkeypatch.setattr(f"{module}.date", Later)
+    resume = "resume_from_checkpoint=True"
+    assert run(config(folder, tmp_path / "cut", chats, resume, dataset=data)).finished
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
+    run(config(folder, tmp_path / "later", chats, dataset=data))
+    assert logged(tmp_path / "later") != logged(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("loss_on", ["replies", "all"])
