@@ -3,8 +3,8 @@
 The estimates of `hestia_tune.training.estimate` and `hestia_tune.reconstruction.estimate` run one
 step on tensors without data. Here they run on a model of two and of four blocks. Memory grows
 linearly with the number of blocks, so the two give the memory of the whole model, in a fraction of
-its time. In between the largest and the smallest micro-batch, the memory lies on a line or below
-it, because the peak is the largest of several sums that grow linearly with the sequences.
+its time. It grows linearly with the sequences of a micro-batch too, as long as the logits are
+computed in the same way.
 `fit_to_memory` then tries changes of the config, those first that lose no quality and little speed:
 
 1. smaller micro-batches, down to some 4000 tokens. The sequences per step stay the same;
@@ -23,6 +23,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,15 +240,16 @@ def _fit_training(plan: Plan, room: float) -> Fit:
 
 def _training_bytes(plan: Plan, sizes: list[int]) -> dict[int, float]:
     """Return the peak of the training for each micro-batch size, of which the first is largest."""
-
-    def need(size: int) -> float:
-        short = None if len(find_blocks(plan.model)) <= _FEW_BLOCKS else (2, 4)
-        return estimate(with_changes(plan, {"batch_size": size}), short).peak
-
-    first, last = sizes[0], sizes[-1]
-    peaks = {size: need(size) for size in {first, last}}
-    slope = (peaks[first] - peaks[last]) / max(first - last, 1)
-    return {size: peaks[last] + slope * (size - last) for size in sizes}
+    short = None if len(find_blocks(plan.model)) <= _FEW_BLOCKS else (2, 4)
+    plans = {size: with_changes(plan, {"batch_size": size}) for size in sizes}
+    peaks: dict[int, float] = {}
+    # The largest logits are computed in chunks.
+    for _, group in groupby(sizes, lambda size: plans[size].recomputes_logits):
+        alike = [*group]
+        high, low = (estimate(plans[alike[k]], short, counts_flops=False).peak for k in (0, -1))
+        slope = (high - low) / max(alike[0] - alike[-1], 1)
+        peaks |= {size: low + slope * (size - alike[-1]) for size in alike}
+    return peaks
 
 
 def _reasons(plan: Plan, changes: Mapping[str, Any]) -> list[str]:

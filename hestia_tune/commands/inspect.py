@@ -154,7 +154,7 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
     config, lines = RunConfig.parse(config), []
     has_device = config.device == "cpu" or torch.cuda.is_available()
     if not has_device:
-        lines.append("device cuda: not here; everything else is checked")
+        lines.append(f"device {config.device}: not here; everything else is checked")
         offload = {"fsdp_cpu_offload": False, "enable_activation_offloading": False}
         config = config.changed(device="cpu", **offload)
     saved = checkpoints.complete_checkpoints(Path(config.output_dir) / "checkpoints")
@@ -163,7 +163,7 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
         if ranks > 1:
             lines.append(f"resuming a run of {ranks} processes: not checked here; the rest is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
-    planned = plan(config)
+    planned = plan(config, is_here=has_device)
     waits = ["comparing the model with transformers"] * config.needs_pretrained
     if waits := waits + ["estimating memory and time"] * estimates:
         log.info(", and ".join(waits))

@@ -10,21 +10,32 @@ from hestia_tune.models.folder import ModelFolder, import_optional
 from hestia_tune.models.hugging_face_model import read_config
 
 
-def plain_linears(source: ModelFolder) -> list[str]:
+def plain_linears(source: ModelFolder, *, attends: bool = False) -> list[str]:
     """Return the names of all linears of a model, after checking those that are quantized.
 
     The model is built on the meta device.
 
     Args:
         source: The model.
+        attends: Whether the format has a place for the keys and values of attention only, and for
+            no other state of a block, such as Mamba's.
 
     Raises:
         InputError: If transformers is missing or converts weights when it loads them; if no layer
-            is quantized; if a quantized layer is the output head or not a linear; or if the class
-            of a quantized linear has its own forward.
+            is quantized; if a quantized layer is the output head or not a linear; if the class of a
+            quantized linear has its own forward; or if a block keeps another state.
     """
     model, linears = _model_on_meta(source)
     kind = source.config["model_type"]
+    blocks = getattr(model.config, "layer_types", None) or []
+    others = sorted({name for name in blocks if not name.endswith("attention")} - {"attention"})
+    others += ["linear_attention"] * ("linear_attention" in blocks)
+    if attends and (others or getattr(model, "_is_stateful", False)):
+        which = f" ({', '.join(others)})" if others else ""
+        raise InputError(
+            "the format has a place for keys and values of attention only; some blocks of a "
+            f"{kind} keep another state{which}; export to another format"
+        )
     tied = getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ()
     if renamed := model.state_dict().keys() - source.shapes.keys() - set(tied):
         raise InputError(

@@ -96,7 +96,7 @@ def check_openvino(source: ModelFolder) -> None:
     """
     for package in ("openvino", "openvino_tokenizers"):
         import_optional(package, "openvino")
-    plain_linears(source)
+    plain_linears(source, attends=True)
     check_small("openvino", source, _write)
 
 

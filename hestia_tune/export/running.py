@@ -3,13 +3,15 @@
 LM Studio and llama.cpp use the chat template in the GGUF file. Ollama has templates of its own, in
 the language of Go's text/template. It recognises well-known chat templates only. So the Modelfile
 has a template that is made from what the tokenizer's chat template renders: the text before and
-after the content of each role. It is used only if it renders other conversations alike.
+after the content of each role. It is used only if it renders other conversations alike. Some chat
+templates, such as Gemma's, put the system prompt before the first content of the user, or refuse
+it. Ollama's template then puts it there, with a blank line in between.
 """
 
 import contextlib
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,23 +168,47 @@ def make_template(render: Callable[..., str]) -> str | None:
         return None
     end, user = own.removeprefix("<a1>"), "{}<u{}>{}"
     default = first.removesuffix(user.format(before, 0, after))  # a system prompt, or nothing
-    system = render("su").removesuffix(user.format(before, 1, after)).split("<s0>")
-    if len(system) != 2 or "{{" in "".join((before, after, reply, end, default, *system)):
-        return None
+    # The texts around a system prompt, and whether they are a part of the user's first turn.
+    ways: list[tuple[list[str], bool]] = [(["", "\n\n"], True)]
+    asked = ["u", "uau"]
+    with contextlib.suppress(Exception):  # a chat template without system prompts raises
+        text = render("su")
+        asked += ["su", "suauau"]
+        joint = text.removeprefix(default + before).removesuffix(f"<u1>{after}")
+        own = text.removesuffix(user.format(before, 1, after))
+        ways = [(own.split("<s0>"), False), (joint.split("<s0>"), True)]
 
-    def expected(roles: Sequence[str]) -> str:
-        text = "" if "s" in roles else default
+    def expected(roles: str, system: list[str], is_joint: bool) -> str:
+        text = default if is_joint or "s" not in roles else ""
         for index, role in enumerate(roles):
-            parts = {"s": system, "u": (before, after), "a": (reply, end)}[role]
-            text += f"<{role}{index}>".join(parts)
+            content = f"<{role}{index}>"
+            if role == "s":
+                text += "" if is_joint else content.join(system)
+            elif role == "u":
+                is_first = is_joint and roles[:index] == "s"
+                text += ("<s0>".join(system) * is_first + content).join((before, after))
+            else:
+                text += content.join((reply, end))
         return text + reply
 
-    if any(render(roles, True) != expected(roles) for roles in ("u", "uau", "su", "suauau")):
+    for system, is_joint in ways:
+        texts = (before, after, reply, end, default, *system)
+        is_plain = len(system) == 2 and "{{" not in "".join(texts)
+        if is_plain and all(render(r, True) == expected(r, system, is_joint) for r in asked):
+            break
+    else:
         return None
+    prompt, content = "{{ .System }}".join(system), "{{ .Content }}"
+    if is_joint:
+        start = "{{ $system := .System }}" + default
+        prompt = "{{ $system }}".join(system)
+        content = "{{ if $system }}" + prompt + '{{ $system = "" }}{{ end }}' + content
+    else:
+        start = "{{ if .System }}" + prompt + "{{ else }}" + default + "{{ end }}"
     return (
-        "{{ if .System }}" + "{{ .System }}".join(system) + "{{ else }}" + default + "{{ end }}"
-        '{{ range .Messages }}{{ if eq .Role "user" }}'
-        + "{{ .Content }}".join((before, after))
+        start
+        + '{{ range .Messages }}{{ if eq .Role "user" }}'
+        + content.join((before, after))
         + '{{ else if eq .Role "assistant" }}'
         + "{{ .Content }}".join((reply, end))
         + "{{ end }}{{ end }}"

@@ -14,9 +14,10 @@ import copy
 import functools
 import gc
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,7 +174,9 @@ def fit_text(plan: Plan, need: Callable[[int], float], has_device: bool, remedy:
     return f"{text} (too little: lower {remedy}{f', or use {gpus}' if enough else ''})"
 
 
-def estimate(plan: Plan, blocks: tuple[int, int] | None = None) -> Estimate:
+def estimate(
+    plan: Plan, blocks: tuple[int, int] | None = None, *, counts_flops: bool = True
+) -> Estimate:
     """Return the estimate of a plan that trains, for the plan's number of ranks.
 
     Weights that a reconstruction or a sensitivity needs are not included: both run before the
@@ -185,6 +188,8 @@ def estimate(plan: Plan, blocks: tuple[int, int] | None = None) -> Estimate:
             whole model, and the estimate grows linearly with the number of blocks. All gradients
             then count beside all activations, which is right for more than one micro-batch. None:
             the whole model runs.
+        counts_flops: Whether to count operations, which takes longer than all the rest. Otherwise
+            ``flops`` is NaN.
     """
     config, ranks = plan.config, num_ranks()
     model = _trained_model(plan) if blocks is None else plan.model
@@ -204,9 +209,10 @@ def estimate(plan: Plan, blocks: tuple[int, int] | None = None) -> Estimate:
     if config.fsdp_cpu_offload:  # in host memory, with the gradients
         state = 0
     if blocks is None:
-        activations, flops = _run_without_data(plan, model.to(plan.dtype), grows=True)
+        options = {"grows": True, "counts_flops": counts_flops}
+        activations, flops = _run_without_data(plan, model.to(plan.dtype), **options)
     else:
-        low, high = (_run_shortened(plan, sizes, count) for count in blocks)
+        low, high = (_run_shortened(plan, sizes, count, counts_flops) for count in blocks)
         more = (len(sizes) - blocks[1]) / (blocks[1] - blocks[0])
         activations, flops = (b + more * (b - a) for a, b in zip(low, high, strict=True))
         activations += 0 if config.fsdp_cpu_offload else 4 * trained / ranks
@@ -264,28 +270,33 @@ def _build_short(model: str, quantizer: str, begin: int, end: int) -> nn.Module:
     return build.make_component(json.loads(quantizer)).prepare(built) if quantizer else built
 
 
-def _run_shortened(plan: Plan, sizes: list[int], count: int) -> tuple[int, int]:
+def _run_shortened(
+    plan: Plan, sizes: list[int], count: int, counts_flops: bool
+) -> tuple[int, float]:
     """Return what `_run_without_data` returns for a model of some blocks, without gradients.
 
     Args:
         plan: The plan.
         sizes: Weights of each block.
         count: Number of blocks, from the largest one on.
+        counts_flops: Whether to count operations.
     """
     begin, config = min(sizes.index(max(sizes)), len(sizes) - count), plan.config
     key = [config.model, config.frozen_modules, config.loss, config.batch_size, plan.data.seq_len]
     key += [config.enable_activation_checkpointing, config.distillation.weight, str(plan.dtype)]
     return remembered(
-        [*key, begin, count, "training"], lambda: _run_blocks(plan, begin, begin + count)
+        [*key, begin, count, counts_flops, "training"],
+        lambda: _run_blocks(plan, begin, begin + count, counts_flops),
     )
 
 
-def _run_blocks(plan: Plan, begin: int, end: int) -> tuple[int, int]:
+def _run_blocks(plan: Plan, begin: int, end: int, counts_flops: bool) -> tuple[int, float]:
     """Return what `_run_without_data` returns for a model of some blocks, without gradients."""
     model = shortened(plan, begin, end, prepared=False)
     for value in _frozen(model, plan.config):
         value.requires_grad_(False)
-    return _run_without_data(plan, model.to(plan.dtype), grows=False)
+    options = {"grows": False, "counts_flops": counts_flops}
+    return _run_without_data(plan, model.to(plan.dtype), **options)
 
 
 @contextmanager
@@ -305,7 +316,9 @@ def without_data(model: nn.Module) -> Iterator[None]:
             gc.unfreeze()
 
 
-def _run_without_data(plan: Plan, model: nn.Module, *, grows: bool) -> tuple[int, int]:
+def _run_without_data(
+    plan: Plan, model: nn.Module, *, grows: bool, counts_flops: bool
+) -> tuple[int, float]:
     """Return (peak bytes, operations) of one micro-batch through a model on the meta device.
 
     Args:
@@ -313,6 +326,7 @@ def _run_without_data(plan: Plan, model: nn.Module, *, grows: bool) -> tuple[int
         model: The model.
         grows: Whether to count this rank's share of the gradients. With CPU offloading it is in
             host memory.
+        counts_flops: Whether to count operations.
     """
     config, shape = plan.config, (plan.config.batch_size, plan.data.seq_len)
     if config.enable_activation_checkpointing:
@@ -323,7 +337,8 @@ def _run_without_data(plan: Plan, model: nn.Module, *, grows: bool) -> tuple[int
     keeps = grows and not config.fsdp_cpu_offload
     recompute = plan.recomputes_logits  # before the tensors without data: it reads samples
     build.build_buffers(model, "cpu")  # with data: their values decide what they compute
-    with without_data(model), FlopCounterMode(display=False) as counter:
+    counter = FlopCounterMode(display=False) if counts_flops else nullcontext()
+    with without_data(model), counter:
         trained = [value for value in model.parameters() if value.requires_grad]
         shards: list[torch.Tensor] = []
 
@@ -347,7 +362,7 @@ def _run_without_data(plan: Plan, model: nn.Module, *, grows: bool) -> tuple[int
             training_loss(
                 model, teacher, batch, tokens, plan.loss, config, recompute=recompute
             ).backward()
-        flops = counter.get_total_flops()
+        flops = counter.get_total_flops() if counts_flops else math.nan
     return live.peak - weights, flops
 
 

@@ -162,19 +162,21 @@ def _say_once(text: str) -> None:
     log.info(text)
 
 
-def plan(config: RunConfig, *, trains: bool = True) -> Plan:
+def plan(config: RunConfig, *, trains: bool = True, is_here: bool = True) -> Plan:
     """Return the checked plan of a run. Collective.
 
     Args:
         config: The config.
         trains: Whether the run trains. A run for a sensitivity or a reconstruction has no
             optimizer, no training data and no checkpoint to resume from.
+        is_here: Whether the run will be on this machine. If not, its dtype need not suit this
+            processor.
 
     Raises:
         InputError: On every rank, if checks fail on any rank. The message has one line for each
             check that failed on that rank.
     """
-    device = join_ranks(config.device, config.dtype)
+    device = join_ranks(config.device, config.dtype if is_here else "fp32")
     if config.global_batch_size is not None:  # the config may have been read in another process
         config = config.changed()
     say_choices(config)

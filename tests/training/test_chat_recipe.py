@@ -158,15 +158,14 @@ def test_a_run_that_resumes_on_another_day(chat_dir, tmp_path, chats, monkeypatc
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ strftime_now('%d %B %Y') }}" + TURNS
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    data = section(chats / "train.jsonl", component)
+    data, most = section(chats / "train.jsonl", component), "tokenizer.max_seq_len=48"
     if "torchtune" in component:
         del data["seq_len"]
         data |= {"conversation_column": "messages", "conversation_style": "openai"}
         data |= {"split": "train"}
-    run(config(folder, tmp_path / "whole", chats, dataset=data))
-    assert not run(
-        config(folder, tmp_path / "cut", chats, *signal_at(3, "SIGINT"), dataset=data)
-    ).finished
+    run(config(folder, tmp_path / "whole", chats, most, dataset=data))
+    stop = signal_at(3, "SIGINT")
+    assert not run(config(folder, tmp_path / "cut", chats, most, *stop, dataset=data)).finished
 
     class Later(datetime.date):
         @classmethod
@@ -176,9 +175,9 @@ def test_a_run_that_resumes_on_another_day(chat_dir, tmp_path, chats, monkeypatc
     for module in ("hestia_tune.models.tokenizers", "hestia_tune.training.plan"):
         monkeypatch.setattr(f"{module}.date", Later)
     resume = "resume_from_checkpoint=True"
-    assert run(config(folder, tmp_path / "cut", chats, resume, dataset=data)).finished
+    assert run(config(folder, tmp_path / "cut", chats, most, resume, dataset=data)).finished
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
-    run(config(folder, tmp_path / "later", chats, dataset=data))
+    run(config(folder, tmp_path / "later", chats, most, dataset=data))
     assert logged(tmp_path / "later") != logged(tmp_path / "whole")
 
 
