@@ -24,8 +24,8 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.memory import MemoryPlan, fit_to_memory, shape_plan
 from hestia_tune.reconstruction.estimate import decide
+from hestia_tune.run import TrainingRun
 from hestia_tune.training.estimate import estimate, memory_of, usable
-from hestia_tune.training.plan import Plan
 
 SHAPES = {  # model_type and the sizes that differ from transformers' defaults
     "qwen3_0_6b": ("qwen3", 1024, 28, 16, 8, 3072, 151936, {"head_dim": 128}),
@@ -65,8 +65,8 @@ def model_folder(name: str) -> str:
     return str(folder)
 
 
-def planned(name: str, overlay: str) -> Plan:
-    """Return as much of a run's plan as an estimate reads."""
+def planned(name: str, overlay: str) -> TrainingRun:
+    """Return as much of a run as an estimate reads."""
     given = load_config(name + overlay)
     given.device, given.output_dir, given.dtype = "cpu", f"/tmp/{name}", "bf16"
     given.fsdp_cpu_offload = given.enable_activation_offloading = False
@@ -128,9 +128,9 @@ def cell(found: MemoryPlan | None) -> str:
 
 def row(name: str, overlay: str) -> str:
     """Return the row of a config in the table, in GB."""
-    plan = planned(name, overlay)
-    config, need, gpu = plan.config, estimate(plan), memory_of(None)
-    found = decide(plan, plan.data.seq_len, usable(gpu)) if config.reconstruction else {}
+    run = planned(name, overlay)
+    config, need, gpu = run.config, estimate(run), memory_of(None)
+    found = decide(run, run.data.seq_len, usable(gpu)) if config.reconstruction else {}
     peaks = {stage.is_final: bytes_ for stage, bytes_ in found.items()}
     again = any(stage.recomputes for stage in found if stage.is_final)
     gpus = next(n for n in (1, 2, 4, 8, 16, 99) if need.on(n) <= usable(gpu))
@@ -139,7 +139,7 @@ def row(name: str, overlay: str) -> str:
     sizes = [need.state, need.gathered, need.activations, need.peak, need.on(8)]
     sizes += [peaks.get(False), peaks.get(True)]
     cells = ["" if size is None else f"{size / 1e9:.1f}" for size in sizes]
-    shape = f"{config.batch_size} × {plan.data.seq_len}"
+    shape = f"{config.batch_size} × {run.data.seq_len}"
     cells[-1] += "*" * again
     return f"| `{name}{overlay}` | {shape} | {' | '.join(cells)} | {gpus} |"
 

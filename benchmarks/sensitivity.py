@@ -25,6 +25,7 @@ from tqdm import tqdm
 from hestia_tune.config.files import load_config
 from hestia_tune.config.run import RunConfig
 from hestia_tune.models import build
+from hestia_tune.run import Run
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.sensitivity.curvature import (
     double_backward_attention,
@@ -33,8 +34,6 @@ from hestia_tune.sensitivity.curvature import (
     mean_loss,
 )
 from hestia_tune.training.data import calibration_batches
-from hestia_tune.training.plan import plan
-from hestia_tune.training.weights import read_pretrained
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
 
@@ -123,12 +122,14 @@ def main() -> None:
         OmegaConf.from_dotlist([*options.overrides, f"output_dir={options.output_dir}"]),
         {"sensitivity_estimation": settings, "sensitivity": None},
     )
-    planned = plan(RunConfig.parse(cfg).changed(dtype="fp32"), trains=False)
+    planned = Run.of(RunConfig.parse(cfg).changed(dtype="fp32"))
     config, estimation = planned.config, planned.config.sensitivity_estimation
     sizes = (estimation.num_samples, estimation.batch_size)
     drawn = calibration_batches(config, planned.tokenizer, *sizes)
     batches = [batch.to(planned.device) for batch in drawn]
-    model = build.load_on_all_ranks(config.model, read_pretrained(planned), planned.device)
+    model = build.load_on_all_ranks(
+        config.model, planned.pretrained.read(planned, planned.undecided), planned.device
+    )
     names = spread(planned.layers, options.layers)
     weights = {name: model.get_submodule(name).weight for name in names}
 

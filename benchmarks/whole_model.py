@@ -38,17 +38,18 @@ from hestia_tune.models import build
 from hestia_tune.models.load import load_model
 from hestia_tune.reconstruction.folder import Windows
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
-from hestia_tune.training.weights import read_pretrained
+from hestia_tune.run import Run
 
 
 def stage_step(
     config: RunConfig, stack: contextlib.ExitStack
 ) -> tuple[Callable[[], object], torch.Tensor]:
     """A call that takes one step of the whole-model stage, and tokens of one batch."""
-    recipe = ReconstructionRecipe(config)
+    run = Run.of(config)
+    recipe = ReconstructionRecipe(run)
     batches = recipe._calibration_batches()
-    model = build.build_on_meta(config.model, recipe.plan.component)
-    Windows(recipe.output / "windows", model).start(read_pretrained(recipe.plan))
+    model = build.build_on_meta(config.model, run.component)
+    Windows(recipe.output / "windows", model).start(run.pretrained.read(run, run.prepared))
     work = recipe._make_engine(model, batches)
     stack.enter_context(recipe.head_on_device(model))
     steps = work.run(len(work.windows) - 1)

@@ -28,15 +28,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
 from hestia_tune.blocks import find_blocks
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models import build
 from hestia_tune.reconstruction.estimate import Stage, stage_bytes, stages
+from hestia_tune.run import Prepared, TrainingRun
 from hestia_tune.training.estimate import estimate, usable
-from hestia_tune.training.plan import Plan
+from hestia_tune.weights import PretrainedWeights
 
 EIGHT_BIT = "torchao.optim.AdamW8bit"
 SENSITIVITY, WINDOW, FINAL, TRAINING = "sensitivity", "blocks", "all blocks together", "training"
@@ -75,33 +75,33 @@ class MemoryPlan:
         return "\n".join([*lines, *([f"options: {options}"] if options else [])])
 
 
-def shape_plan(config: RunConfig) -> Plan:
-    """Return as much of a run's plan as the estimates read. No weights and no text are needed."""
+def shape_plan(config: RunConfig) -> TrainingRun:
+    """Return as much of a run as the estimates read. No weights and no text are needed."""
+    prepared = _prepared(json.dumps(config.model), json.dumps(config.quantizer))
     seq_len = next((s["seq_len"] for s in config.datasets if s.get("seq_len")), None)
     if seq_len is None:
         raise InputError("the memory depends on the length of a sequence; set dataset.seq_len=1024")
     data: Any = SimpleNamespace(seq_len=int(seq_len))
-    component, model = _shape(json.dumps(config.model), json.dumps(config.quantizer))
-    return Plan(
+    return TrainingRun(
         config=config,
+        asked=config,
         device=torch.device("cpu"),
-        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype],
-        component=component,
-        model=model,
-        shapes={},
-        layers=[],
         tokenizer=None,
         checkpointer=None,
+        shapes={},
+        pretrained=PretrainedWeights(config),
+        prepared=prepared,
+        undecided=prepared,
         data=data,
         loss=build.instantiate(config.loss, "loss"),
     )
 
 
 @functools.lru_cache(maxsize=2)
-def _shape(model: str, quantizer: str) -> tuple[Any, nn.Module]:
-    """Return the component and the model on the meta device. A large model takes seconds."""
+def _prepared(model: str, quantizer: str) -> Prepared:
+    """Return the model on the meta device. A large model takes seconds."""
     component = build.make_component(json.loads(quantizer))
-    return component, build.build_on_meta(json.loads(model), component)
+    return Prepared(component, build.build_on_meta(json.loads(model), component))
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
@@ -120,26 +120,26 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     return config.changed(**whole)
 
 
-def with_changes(plan: Plan, changes: Mapping[str, Any]) -> Plan:
-    """Return a plan with changes of the config that leave the model as it is."""
-    return dataclasses.replace(plan, config=changed(plan.config, changes))
+def with_changes(run: TrainingRun, changes: Mapping[str, Any]) -> TrainingRun:
+    """Return a run with changes of the config that leave the model as it is."""
+    return dataclasses.replace(run, config=changed(run.config, changes))
 
 
 Fit = tuple[dict[str, Any], dict[str, float], list[str]]  # changes, peak of each stage, reasons
 
 
-def _fit_sensitivity(plan: Plan, room: float) -> Fit:
+def _fit_sensitivity(run: TrainingRun, room: float) -> Fit:
     """Leave the sensitivity out if the whole model in float32 does not fit.
 
     The peak is a formula, not a run: the weights, and for the Hessian eight float32 copies of the
     logits, which are larger than the graph of a block.
     """
-    config, settings = plan.config, plan.config.sensitivity_estimation
+    config, settings = run.config, run.config.sensitivity_estimation
     if config.sensitivity != "auto" or not config.schedule.alpha:
         return {}, {}, []
-    model: Any = plan.model
+    model: Any = run.model
     whole = sum(value.numel() for value in model.parameters())
-    logits = settings.batch_size * plan.data.seq_len * model.tok_embeddings.num_embeddings
+    logits = settings.batch_size * run.data.seq_len * model.tok_embeddings.num_embeddings
     need = 4.0 * whole + 32.0 * logits + (4.0 * whole if settings.curvature == "fisher" else 0)
     if need <= room:
         return {}, {SENSITIVITY: need}, []
@@ -151,27 +151,27 @@ def _fit_sensitivity(plan: Plan, room: float) -> Fit:
     return {"sensitivity": None}, {}, [why]
 
 
-def _fit_reconstruction(plan: Plan, room: float) -> Fit:
+def _fit_reconstruction(run: TrainingRun, room: float) -> Fit:
     """Choose the sequences of a step, and the blocks that learn together at the end."""
-    whole, config = plan, plan.config
+    whole, config = run, run.config
     if config.reconstruction is None:
         return {}, {}, []
-    count = len(find_blocks(plan.model))
+    count = len(find_blocks(run.model))
     size = config.reconstruct.batch_size
     sizes = [size // 2**k for k in range(size.bit_length()) if size % 2**k == 0]
     best: Fit = {}, {}, []
     for batch in sizes:
         changes: dict[str, Any] = {} if batch == size else {"reconstruct.batch_size": batch}
         reasons = [] if batch == size else [f"A step of the reconstruction has {batch} sequences."]
-        plan = with_changes(whole, changes)
-        found = stages(plan)
-        peak = {WINDOW: float(stage_bytes(plan, found[0], plan.data.seq_len, alone=True))}
+        run = with_changes(whole, changes)
+        found = stages(run)
+        peak = {WINDOW: float(stage_bytes(run, found[0], run.data.seq_len, alone=True))}
         best = changes, peak, reasons
         if peak[WINDOW] > room:
             continue
         if len(found) == 1:
             return best
-        blocks, need = _final_stage(plan, found[1], room)
+        blocks, need = _final_stage(run, found[1], room)
         if blocks < 2 and batch != sizes[-1]:
             continue
         if blocks < found[1].end - found[1].begin:
@@ -189,14 +189,14 @@ def _fit_reconstruction(plan: Plan, room: float) -> Fit:
     return best
 
 
-def _final_stage(plan: Plan, stage: Stage, room: float) -> tuple[int, float]:
+def _final_stage(run: TrainingRun, stage: Stage, room: float) -> tuple[int, float]:
     """Return the largest number of blocks of the final stage that fits, and its bytes."""
-    count, seq_len = stage.end - stage.begin, plan.data.seq_len
+    count, seq_len = stage.end - stage.begin, run.data.seq_len
 
     def sizes(recomputes: bool, counts: range) -> dict[int, float]:
         def need(blocks: int) -> float:
             part = dataclasses.replace(stage, begin=stage.end - blocks, recomputes=recomputes)
-            return float(stage_bytes(plan, part, seq_len, alone=True))
+            return float(stage_bytes(run, part, seq_len, alone=True))
 
         if count <= _FEW_BLOCKS:
             return {blocks: need(blocks) for blocks in counts}
@@ -212,9 +212,9 @@ def _final_stage(plan: Plan, stage: Stage, room: float) -> tuple[int, float]:
     return found
 
 
-def _fit_training(plan: Plan, room: float) -> Fit:
+def _fit_training(run: TrainingRun, room: float) -> Fit:
     """Choose micro-batch, recomputation, optimizer and offloading of the training."""
-    whole, config = plan, plan.config
+    whole, config = run, run.config
     each = config.batch_size
     sizes = [each // 2**k for k in range(each.bit_length()) if each % 2**k == 0]
     again = config.enable_activation_checkpointing
@@ -229,19 +229,19 @@ def _fit_training(plan: Plan, room: float) -> Fit:
     need = math.inf
     for number, way in enumerate(ways):
         # Recomputation is faster than products of few tokens.
-        few = [size for size in sizes if size * plan.data.seq_len < _FEW_TOKENS and size != each]
+        few = [size for size in sizes if size * run.data.seq_len < _FEW_TOKENS and size != each]
         tried = sizes if number or not recomputed else [s for s in sizes if s not in few]
         for size, need in _training_bytes(with_changes(whole, way), tried).items():
             if need <= room:
                 changes = way if size == each else {"batch_size": size, **way}
-                return changes, {TRAINING: need}, _reasons(plan, changes)
+                return changes, {TRAINING: need}, _reasons(run, changes)
     return {}, {TRAINING: need}, ["The training does not fit."]
 
 
-def _training_bytes(plan: Plan, sizes: list[int]) -> dict[int, float]:
+def _training_bytes(run: TrainingRun, sizes: list[int]) -> dict[int, float]:
     """Return the peak of the training for each micro-batch size, of which the first is largest."""
-    short = None if len(find_blocks(plan.model)) <= _FEW_BLOCKS else (2, 4)
-    plans = {size: with_changes(plan, {"batch_size": size}) for size in sizes}
+    short = None if len(find_blocks(run.model)) <= _FEW_BLOCKS else (2, 4)
+    plans = {size: with_changes(run, {"batch_size": size}) for size in sizes}
     peaks: dict[int, float] = {}
     # The largest logits are computed in chunks.
     for _, group in groupby(sizes, lambda size: plans[size].recomputes_logits):
@@ -252,9 +252,9 @@ def _training_bytes(plan: Plan, sizes: list[int]) -> dict[int, float]:
     return peaks
 
 
-def _reasons(plan: Plan, changes: Mapping[str, Any]) -> list[str]:
+def _reasons(run: TrainingRun, changes: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each change of the training."""
-    whole = sum(value.numel() for value in plan.model.parameters())
+    whole = sum(value.numel() for value in run.model.parameters())
     texts = {
         "batch_size": f"A micro-batch has {changes.get('batch_size')} sequences; the sequences per "
         "step stay the same.",
@@ -295,14 +295,14 @@ def fit_to_memory(config: RunConfig, gigabytes: float, *, recipe: str = "hestia_
     changes: dict[str, Any] = {}
     peak: dict[str, float] = {}
     reasons: list[str] = []
-    plan = shape_plan(config)
+    run = shape_plan(config)
     fits = [_fit_sensitivity, _fit_reconstruction, _fit_training]
     if recipe == "hestia_reconstruct":
         if config.reconstruction is None:
             raise InputError("the config has no reconstruction; set reconstruction=auto")
         fits.remove(_fit_training)
     for fit in fits:
-        more, needs, why = fit(with_changes(plan, changes), room)
+        more, needs, why = fit(with_changes(run, changes), room)
         changes |= more
         peak |= needs
         reasons += why

@@ -15,11 +15,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import distributed as dist
 
-from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.files import load_config
 from hestia_tune.config.run import RunConfig
 from hestia_tune.evaluation import versions
 from hestia_tune.files import write_atomically
+from hestia_tune.run import Run
+from hestia_tune.stages import measure_sensitivity
 from hestia_tune.training.generation import generate_missing
 from hestia_tune.training.outputs import HARD
 from hestia_tune.training.recipe import HestiaQATRecipe
@@ -121,7 +122,7 @@ class Study:
             cfg.sensitivity = None
             estimation = {"curvature": method.curvature, "output": str(path)}
             cfg = OmegaConf.merge(cfg, {"sensitivity_estimation": estimation})
-            estimate(cfg)
+            measure_sensitivity(Run.of(cfg))
             self._artifacts.add(path)
         return str(path)
 
@@ -162,7 +163,7 @@ class Study:
             return record
         started = time.perf_counter()
         cfg.output_dir, cfg.sensitivity = str(folder), self.sensitivity(method)
-        generate_missing(RunConfig.parse(cfg))
+        generate_missing(Run.of(RunConfig.parse(cfg)))
         recipe = self.recipe(cfg)
         recipe.setup(recipe.config)
         try:

@@ -23,10 +23,10 @@ from typing import Any
 from common import DEMO, HARD, many_runs, require_same, settings_of, slug
 from omegaconf import OmegaConf
 
-from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
 from hestia_tune.files import write_atomically
-from hestia_tune.reconstruction.recipe import reconstruct
+from hestia_tune.run import Run
+from hestia_tune.stages import measure_sensitivity, reconstruct
 from hestia_tune.training.outputs import RECONSTRUCTED
 from hestia_tune.training.recipe import HestiaQATRecipe
 
@@ -121,14 +121,14 @@ def one_run(folder: Path, config: str, overrides: list[str], *, trains: bool) ->
     run = RunConfig.parse(OmegaConf.merge(cfg, {"output_dir": str(folder)}))
     started = time.perf_counter()
     if not trains or run.reconstruction == "auto":
-        first = reconstruct(run)
+        first = reconstruct(Run.of(run))
         if not first.finished:
             raise KeyboardInterrupt
         losses = first.losses
         run = run.changed(reconstruction=str(first.output))
     if trains:
         if run.sensitivity == "auto":
-            estimate(run)
+            measure_sensitivity(Run.of(run))
             run = run.changed(sensitivity=run.sensitivity_estimation.output)
         recipe = HestiaQATRecipe(run)
         recipe.setup(recipe.config)

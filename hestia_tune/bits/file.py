@@ -82,7 +82,7 @@ def read_choices(saved: Mapping[str, Any], path: Path) -> dict[str, str]:
         path: The file, for errors.
 
     Raises:
-        InputError: If a choice is missing or unknown. The error names the linear.
+        InputError: If a choice is missing or unknown, or if every linear stays dense.
     """
     choices = {}
     for name, entry in saved["layers"].items():
@@ -93,6 +93,11 @@ def read_choices(saved: Mapping[str, Any], path: Path) -> dict[str, str]:
                 f"{choice}; correct it, or delete the file to choose again"
             )
         choices[name] = choice
+    if {*choices.values()} == {"bf16"}:
+        raise InputError(
+            f"{path} leaves every linear dense, so there is nothing to quantize; lower "
+            "bits.average, or leave bf16 out of bits.choices"
+        )
     return choices
 
 

@@ -33,8 +33,8 @@ from hestia_tune.evaluation.texts import PROMPTS
 from hestia_tune.files import digest, kept_result, require_writable_dir, write_json
 from hestia_tune.models import build
 from hestia_tune.models.load import load_model, locate
+from hestia_tune.run import join_ranks, say_choices
 from hestia_tune.training.data import calibration_batches, texts_of
-from hestia_tune.training.plan import join_ranks, say_choices
 
 log = logging.getLogger(__name__)
 

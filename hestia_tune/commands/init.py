@@ -50,7 +50,7 @@ from hestia_tune.files import staged
 from hestia_tune.memory import fit_to_memory
 from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.checkpoints import check_shapes, open_source
-from hestia_tune.models.folder import SafetensorsFolder, hub_name, local_folder
+from hestia_tune.models.folder import hub_name, local_folder, open_folder
 from hestia_tune.models.hugging_face_files import model_on_meta
 from hestia_tune.units import count_text, duration_text, size_text
 
@@ -454,7 +454,7 @@ def _look_at_model(
     widths = sorted({weight.shape[-1] for weight in weights.values()})
     # Files may hold each expert by itself; `open_source` finds them.
     shapes = {name: weight.shape for name, weight in weights.items() if weight.dim() == 2}
-    in_files = SafetensorsFolder(folder).shapes
+    in_files = open_folder(folder).shapes
     check_shapes(shapes, {n: in_files[n] for n in shapes if n in in_files}, str(folder))
 
     def absent_with(group_size: int | str) -> dict[str, str]:

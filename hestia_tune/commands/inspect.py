@@ -146,10 +146,9 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
     import torch.distributed as dist
 
     from hestia_tune.models import checkpoints
-    from hestia_tune.models.build import read_checkpoint
     from hestia_tune.reconstruction.estimate import describe_stages
+    from hestia_tune.run import TrainingRun
     from hestia_tune.training.estimate import describe_costs
-    from hestia_tune.training.plan import plan
 
     config, lines = RunConfig.parse(config), []
     has_device = config.device == "cpu" or torch.cuda.is_available()
@@ -163,21 +162,21 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
         if ranks > 1:
             lines.append(f"resuming a run of {ranks} processes: not checked here; the rest is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
-    planned = plan(config, is_here=has_device)
+    run = TrainingRun.of(config, is_here=has_device)
     waits = ["comparing the model with transformers"] * config.needs_pretrained
     if waits := waits + ["estimating memory and time"] * estimates:
         log.info(", and ".join(waits))
     if config.needs_pretrained:
-        read_checkpoint(planned.checkpointer, config, planned.shapes)
-    lines += planned.data.examples()
+        run.pretrained.read(run, run.prepared)
+    lines += run.data.examples()
     if estimates:
-        lines += describe_costs(planned, has_device).splitlines()
+        lines += describe_costs(run, has_device).splitlines()
     if estimates and config.reconstruction == "auto":
-        lines.append(describe_stages(planned, has_device))
+        lines.append(describe_stages(run, has_device))
     dist.destroy_process_group()
     lines.append(
-        f"valid: {len(planned.layers)} linear layers become {planned.component.key()}; "
-        f"{planned.data.total_steps} steps of {planned.data.sequences_per_step} sequences (on one "
+        f"valid: {len(run.layers)} linear layers become {run.component.key()}; "
+        f"{run.data.total_steps} steps of {run.data.sequences_per_step} sequences (on one "
         f"process); output in {config.output_dir}"
     )
     return lines

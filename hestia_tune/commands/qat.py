@@ -1,29 +1,22 @@
-"""``hestia_qat``: compute sensitivity, bits and reconstruction if needed, and then train.
-
-``hestia_reconstruct`` makes the reconstruction alone, after the choice of the bits.
-"""
+"""``hestia_qat`` and ``hestia_reconstruct``: lists of the stages of `hestia_tune.stages`."""
 
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hestia_tune.commands.bits import choose_bits
 from hestia_tune.commands.launch import INTERRUPTED, Stopped, next_command
-from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group
 from hestia_tune.files import locked
 from hestia_tune.models.checkpoints import complete_checkpoints
-from hestia_tune.reconstruction.recipe import reconstruct
-from hestia_tune.training.generation import generate_missing
-from hestia_tune.training.plan import plan
-from hestia_tune.training.recipe import HestiaQATRecipe
+from hestia_tune.run import Run, TrainingRun
+from hestia_tune.stages import choose_bits, measure_sensitivity, reconstruct, train, with_starts
+from hestia_tune.training.generation import generate_missing, generates
 
-# Overrides for going on with a reconstruction, by whether it may replace an earlier run.
-_AGAIN = {False: (), True: ("overwrite_output=True",)}
+R = TypeVar("R", bound=Run)
 
 
 def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
@@ -32,42 +25,59 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
     All checks run before a sensitivity or a reconstruction is computed.
     """
     config = RunConfig.parse(config)
-    for_bits = config.bits.reads_sensitivity
     for_temperatures = config.schedule.alpha != 0 or config.sensitivity != "auto"
-    if not for_bits and not for_temperatures:
+    if not config.bits.reads_sensitivity and not for_temperatures:
         config = config.changed(sensitivity=None)
     with locked(config.output_dir):
         config = _resume_if_possible(config)
-        generate_missing(config)
-        planned = plan(config)
-        # overwrite_output also covers the sensitivity and the reconstruction that a run computes.
-        replace = {"overwrite": True} if config.overwrite_output and not planned.resume else {}
-        config = _measured(config, replace)
-        if config.bits.average is not None:
-            config = choose_bits(config, overwrite=bool(replace))
-            planned = planned.choosing(config.quantizer)
-            if not for_temperatures:
-                config = config.changed(sensitivity=None)
-        if config.reconstruction == "auto":
-            recipe = reconstruct(config.changed(reconstruct=replace))
+        run = TrainingRun.of(config, _generated(config))
+        replaces = config.overwrite_output and run.resume is None
+        if replaces:  # it also covers what the stages before the training write
+            replace = {"overwrite": True}
+            run = run.changed(sensitivity_estimation=replace, reconstruct=replace)
+        run = choose_bits(_with_sensitivity(run), overwrite=replaces)
+        if not for_temperatures:
+            run = run.changed(sensitivity=None)
+        if run.config.reconstruction == "auto":
+            recipe = reconstruct(run)
             if not recipe.finished:
-                again = next_command("qat", *_AGAIN[bool(replace)])
+                again = next_command("qat", *["overwrite_output=True"] * replaces)
                 raise Stopped(f"{recipe.summary()}; to go on: {again}")
-            config = config.changed(reconstruction=str(recipe.output))
-        planned = planned.starting_from(
-            sensitivity=config.sensitivity, reconstruction=config.reconstruction
-        )
-        recipe = HestiaQATRecipe(planned.config)
-        recipe.build(planned)
-        recipe.train()
-        finished = recipe.finished
+            run = run.changed(reconstruction=str(recipe.output))
+        recipe = train(with_starts(run))
         if dist.get_rank() == 0:
             again = next_command("qat", "resume_from_checkpoint=True")
-            end = _next_steps(config) if finished else f"; to go on: {again}"
+            end = _next_steps(run.config) if recipe.finished else f"; to go on: {again}"
             with contextlib.suppress(OSError):  # the terminal may be closed
                 print(f"{recipe.summary()}{end}")
         recipe.cleanup()
-        return 0 if finished else INTERRUPTED
+        return 0 if recipe.finished else INTERRUPTED
+
+
+def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
+    """Reconstruct the model of a config, print a summary, and return the exit code.
+
+    With a budget of bits, the bits of every linear are chosen first, as in `run_qat`.
+    """
+    run = Run.of(config)
+    generate_missing(run)
+    if run.asked.bits.average is not None:
+        if not run.asked.bits.reads_sensitivity:
+            run = run.changed(sensitivity=None)
+        with locked(run.config.output_dir):
+            replaces = run.config.overwrite_output
+            if replaces:
+                run = run.changed(sensitivity_estimation={"overwrite": True})
+            run = choose_bits(_with_sensitivity(run), overwrite=replaces)
+    recipe = reconstruct(run)
+    if dist.get_rank() == 0:
+        train, again = next_command("qat", "reconstruction=auto"), next_command("reconstruct")
+        files = next_command("convert", f"convert.source={recipe.output / 'hard_model'}")
+        step = f". Next:\n  {train}   # trains the whole model from there"
+        step += f"\n  {files}   # or writes files of this model"
+        print(f"{recipe.summary()}{step if recipe.finished else f'; to go on: {again}'}")
+    end_process_group()
+    return 0 if recipe.finished else INTERRUPTED
 
 
 def _next_steps(config: RunConfig) -> str:
@@ -79,42 +89,18 @@ def _next_steps(config: RunConfig) -> str:
     return "\n".join([". Next:", *steps])
 
 
-def run_reconstruct(config: RunConfig | Mapping[str, Any]) -> int:
-    """Reconstruct the model of a config, print a summary, and return the exit code.
-
-    With a budget of bits, the bits of every linear are chosen first, as in `run_qat`.
-    """
-    config = RunConfig.parse(config)
-    generate_missing(config)
-    if config.bits.average is not None:
-        if not config.bits.reads_sensitivity:
-            config = config.changed(sensitivity=None)
-        with locked(config.output_dir):
-            plan(config, trains=False)
-            replace = {"overwrite": True} if config.overwrite_output else {}
-            config = choose_bits(_measured(config, replace), overwrite=bool(replace))
-    recipe = reconstruct(config)
-    if dist.get_rank() == 0:
-        train, again = next_command("qat", "reconstruction=auto"), next_command("reconstruct")
-        files = next_command("convert", f"convert.source={recipe.output / 'hard_model'}")
-        step = f". Next:\n  {train}   # trains the whole model from there"
-        step += f"\n  {files}   # or writes files of this model"
-        print(f"{recipe.summary()}{step if recipe.finished else f'; to go on: {again}'}")
-    end_process_group()
-    return 0 if recipe.finished else INTERRUPTED
+def _with_sensitivity(run: R) -> R:
+    """Return the run with its sensitivity measured if ``sensitivity`` is "auto"."""
+    return measure_sensitivity(run) if run.config.sensitivity == "auto" else run
 
 
-def _measured(config: RunConfig, replace: Mapping[str, Any]) -> RunConfig:
-    """Return the config with a path as its sensitivity, and compute the sensitivity for "auto".
-
-    Args:
-        config: The config.
-        replace: Changes to ``sensitivity_estimation``.
-    """
-    if config.sensitivity != "auto":
-        return config
-    estimate(config.changed(sensitivity_estimation=replace))
-    return config.changed(sensitivity=config.sensitivity_estimation.output)
+def _generated(config: RunConfig) -> Run | None:
+    """Return a run that has generated its text, or None if the config needs no generated text."""
+    if not generates(config):
+        return None
+    run = Run.of(config)
+    generate_missing(run)
+    return run
 
 
 def _resume_if_possible(config: RunConfig) -> RunConfig:

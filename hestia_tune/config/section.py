@@ -1,12 +1,13 @@
 """Sections of the YAML file as frozen dataclasses that check themselves.
 
 A field carries its type, its range (`option`) and, in the string below it, its meaning.
-`Section.parse` reads a section once, and reports all its errors together. ``OmegaConf.structured``
-checks the types. The rest of the package receives the parsed section and does not check it again.
-The same checks run when Python code makes a section.
+`Section.parse` reads a section once, and reports all its errors together. The rest of the package
+receives the parsed section and does not check it again. The same checks run when Python code makes
+a section.
 """
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -14,7 +15,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
+from pathlib import PurePath
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -102,23 +105,15 @@ class Section:
         return section
 
     def __post_init__(self):
-        typed = OmegaConf.structured(type(self))
-        OmegaConf.set_readonly(typed, False)
         with collecting() as check:
             for field in dataclasses.fields(self):
                 with check():
-                    self._check_field(field, typed)
+                    self._check_field(field)
         self.check()
 
-    def _check_field(self, field: dataclasses.Field, typed: Any) -> None:
-        """Give one option its type, so that "1e-3" becomes a float, and check its rules.
-
-        Args:
-            field: The field of the option.
-            typed: An OmegaConf structure of the section.
-        """
+    def _check_field(self, field: dataclasses.Field) -> None:
+        """Give one option its type, so that "1e-3" becomes a float, and check its rules."""
         key, value = f"{self.section}.{field.name}".lstrip("."), getattr(self, field.name)
-        # OmegaConf takes a number for a switch, and does not name the key of a wrong list.
         is_section = isinstance(field.default, Section)
         is_mapping = isinstance(value, Section if is_section else Mapping)
         # A component with defaults is a mapping. Without defaults it may be a list of components.
@@ -127,24 +122,10 @@ class Section:
             needs_mapping = isinstance(value, list)
         if needs_mapping and not is_mapping:
             raise InputTypeError(f"{key} must be a mapping of options; got {value!r}")
-        is_switch = bool in (field.type, *get_args(field.type))
-        if is_switch and isinstance(value, int | float) and not isinstance(value, bool):
-            words = ["true", "false", *field.metadata.get("choices", ())]
-            rule = f"{', '.join(words[:-1])} or {words[-1]}"
-            raise InputTypeError(f"{key} must be {rule}; got {value!r}")
-        try:
-            OmegaConf.update(typed, field.name, value, merge=False)
-        except OmegaConfBaseException as error:
-            text = str(error).splitlines()[0]
-            if "is not a ListConfig" in text:
-                text = f"give a list, such as [a, b]; got {value!r}"
-            elif "is not Optional" in text:
-                text = "null is not allowed; leave the key out to use its default"
-            raise InputTypeError(f"{key}: {text}") from None
-        if value is not None and not OmegaConf.is_config(typed[field.name]):
-            value = typed[field.name]
-            object.__setattr__(self, field.name, value)
-        if not (rules := field.metadata):
+        rules = field.metadata
+        value = _typed(field.type, value, key, rules["choices"] if rules else ())
+        object.__setattr__(self, field.name, value)
+        if not rules:
             return
         for word in value if isinstance(value, list) else [value]:
             if isinstance(word, str) and rules["choices"] and word not in rules["choices"]:
@@ -157,6 +138,60 @@ class Section:
 
     def check(self) -> None:
         """Raise InputError if the options contradict each other. Subclasses override this."""
+
+
+_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def _typed(kind: Any, value: Any, key: str, words: tuple[str, ...] = ()) -> Any:
+    """Return the value of an option with the type of its field.
+
+    A text that a number or a switch can be read from is read, because command lines give texts. A
+    field of several types takes a value of one of them as it is.
+
+    Args:
+        kind: The annotation of the field.
+        value: The value.
+        key: Name of the option, for the error.
+        words: Words that the option takes in place of true and false, for the error.
+
+    Raises:
+        InputTypeError: If the value has another type.
+    """
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if Any in kinds or get_origin(kind) is dict or isinstance(value, Section):
+        return value
+    if value is None:
+        if NoneType in kinds:
+            return None
+        raise InputTypeError(f"{key}: null is not allowed; leave the key out to use its default")
+    kinds = tuple(each for each in kinds if each is not NoneType)
+    if isinstance(value, list | tuple):
+        for each in kinds:
+            if get_origin(each) is list:
+                (of_items,) = get_args(each)
+                return [_typed(of_items, item, f"{key}[{n}]") for n, item in enumerate(value)]
+    if len(kinds) > 1 and type(value) in kinds:
+        return value
+    if bool in kinds:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in _SWITCHES:
+            return _SWITCHES[value.lower()]
+        rule = ["true", "false", *words]
+        raise InputTypeError(f"{key} must be {', '.join(rule[:-1])} or {rule[-1]}; got {value!r}")
+    first, others = kinds[0], kinds[1:]
+    if get_origin(first) is list:
+        raise InputTypeError(f"{key}: give a list, such as [a, b]; got {value!r}")
+    if kinds == (str,) and isinstance(value, str | int | float | PurePath):
+        return str(value)
+    if not others and isinstance(value, str | int | float) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            if first is float or not isinstance(value, float):
+                return first(value)
+    names = {int: "a whole number", float: "a number", str: "a text"}
+    rule = " or ".join(dict.fromkeys(names.get(each, "a list") for each in kinds))
+    raise InputTypeError(f"{key} must be {rule}; got {value!r}")
 
 
 def _with_sections(kind: Any, value: Any, key: str) -> Any:

@@ -31,7 +31,7 @@ from hestia_tune.errors import InputError, InputTypeError, one_line
 from hestia_tune.files import read_json
 from hestia_tune.models import checkpoints
 from hestia_tune.models.checkpoints import MODEL_TYPES, check_shapes
-from hestia_tune.models.folder import EMBEDDING, HEAD, SafetensorsFolder
+from hestia_tune.models.folder import EMBEDDING, HEAD, SafetensorsFolder, open_folder
 from hestia_tune.models.reference import check_architecture, check_logits, use_transformers
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import QATQuantizerBase
@@ -345,7 +345,7 @@ def read_checkpoint(
             )
         if files is None and not torch.isfinite(value).all():
             raise InputError(f"NaN or infinity in the pretrained weights: {name}; get it again")
-    check_logits(plain_on_meta(run.model), loaded, files or SafetensorsFolder(Path(source)))
+    check_logits(plain_on_meta(run.model), loaded, files or open_folder(Path(source)))
     return loaded
 
 

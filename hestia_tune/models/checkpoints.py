@@ -27,6 +27,7 @@ from hestia_tune.models.folder import (
     ModelFolder,
     SafetensorsFolder,
     local_folder,
+    open_folder,
     ties_embeddings,
 )
 from hestia_tune.models.hugging_face_model import loading_of
@@ -142,7 +143,7 @@ def read_checked(model_type: str, folder: Path, plain: nn.Module) -> dict[str, t
     Raises:
         InputError: If `read_weights` or `check_logits` raises it.
     """
-    source = SafetensorsFolder(folder)
+    source = open_folder(folder)
     state = dict(read_weights(model_type, source))
     add_biases(plain, state)
     shapes = {name: value.shape for name, value in plain.state_dict().items()}
@@ -163,7 +164,7 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
     Raises:
         InputError: If the names of this model type cannot be converted.
     """
-    source = SafetensorsFolder(folder)
+    source = open_folder(folder)
     if model_type == TRANSFORMERS_MODEL_TYPE:
         return hugging_face_files.names_in_files(source)
     return {ours: [theirs] for theirs, ours, _ in _converted(model_type, source)}
@@ -221,13 +222,13 @@ def pretrained_source(config: RunConfig) -> SafetensorsFolder | None:
     """
     folder = pretrained_folder(config)
     if config.is_transformers_model:
-        return SafetensorsFolder(folder)
+        return open_folder(folder)
     names = config.checkpointer.get("checkpoint_files")
     if config.model_type not in MODEL_TYPES or not isinstance(names, list) or not names:
         return None
     if not all((folder / name).is_file() for name in names):
         return None
-    return SafetensorsFolder(folder, names)
+    return open_folder(folder, names)
 
 
 def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import huggingface_hub
 import torch
@@ -211,11 +212,7 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path, names: Iterable[str] | None = None):
         self.folder = folder
-        self.files = (
-            weight_files(folder)
-            if names is None
-            else sorted({inside(folder, name) for name in names})
-        )
+        self.files = _files_to_read(folder, names)
         tensors: dict[str, torch.Tensor] = {}
         self.file_of: dict[str, Path] = {}
         for file in self.files:
@@ -274,6 +271,35 @@ class SafetensorsFolder:
                 "file again"
             )
         return tensor
+
+
+def _files_to_read(folder: Path, names: Iterable[str] | None) -> list[Path]:
+    if names is None:
+        return weight_files(folder)
+    return sorted({inside(folder, name) for name in names})
+
+
+_open: WeakValueDictionary[tuple, SafetensorsFolder] = WeakValueDictionary()
+
+
+def open_folder(folder: Path, names: Iterable[str] | None = None) -> SafetensorsFolder:
+    """Return the open folder if it is in use and its files are the same, or open it.
+
+    So the parts of a run that need a folder share it, as long as one of them holds it.
+
+    Args:
+        folder: The folder.
+        names: The files to read. None: see `weight_files`.
+
+    Raises:
+        InputError: As for `SafetensorsFolder`.
+    """
+    paths = [*_files_to_read(folder, names), folder / "config.json"]
+    stats = [(path.resolve(), path.stat()) for path in paths if path.is_file()]
+    key = (folder, *((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats))
+    if (found := _open.get(key)) is None:
+        found = _open[key] = SafetensorsFolder(folder, names)
+    return found
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool:
@@ -349,7 +375,8 @@ class ModelFolder(SafetensorsFolder):
         self.description = read_json(file) if file.is_file() and not quantize else None
         if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise InputError(f"{folder} has no tokenizer.json or the like; copy the model's")
-        super().__init__(folder)
+        opened = open_folder(folder)
+        vars(self).update(vars(opened) | {"shapes": dict(opened.shapes)})
         for name, method in self.quantized.items():
             if len(self.shapes.get(name, ())) not in (2, 3):  # 3: a matrix for each expert
                 raise InputError(f"only matrices can be quantized; {name} is none of {folder}")

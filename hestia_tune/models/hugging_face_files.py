@@ -23,6 +23,7 @@ from hestia_tune.models.folder import (
     copy_side_files,
     import_optional,
     local_folder,
+    open_folder,
     side_files,
     ties_embeddings,
 )
@@ -150,7 +151,7 @@ class HuggingFaceCheckpointer:
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Read all weights, in the dtype of the files."""
-        return {MODEL_KEY: dict(read_weights(SafetensorsFolder(self.folder)))}
+        return {MODEL_KEY: dict(read_weights(open_folder(self.folder)))}
 
     def save_checkpoint(
         self, state_dict: dict[str, Any], epoch: int, intermediate_checkpoint: bool = False
@@ -172,7 +173,7 @@ class HuggingFaceCheckpointer:
         for written in folder.glob("*config.json"):  # by transformers; replaced by the originals
             written.unlink()
         config = read_json(self.folder / "config.json")
-        if ties_embeddings(config) and not loading_of(SafetensorsFolder(self.folder)).tied:
+        if ties_embeddings(config) and not loading_of(open_folder(self.folder)).tied:
             config["tie_word_embeddings"] = False  # transformers sees it in the files, others here
         write_json(folder / "config.json", config)
         copy_side_files(self.folder, folder)

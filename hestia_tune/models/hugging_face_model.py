@@ -36,7 +36,7 @@ from torchtune.modules import TiedLinear
 from hestia_tune.blocks import find_blocks
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import read_json
-from hestia_tune.models.folder import SafetensorsFolder, import_optional, local_folder
+from hestia_tune.models.folder import SafetensorsFolder, import_optional, local_folder, open_folder
 from hestia_tune.models.packed_layouts import dense_config
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ def _unties(path: str, config: Any) -> bool:
     if not getattr(config, "tie_word_embeddings", False):
         return False
     try:
-        source = SafetensorsFolder(local_folder(path))
+        source = open_folder(local_folder(path))
     except InputError:  # no weights: the model is built for others, or reading raises the error
         return False
     rows = getattr(config, "vocab_size", None)

@@ -56,10 +56,10 @@ from hestia_tune.reconstruction.window import (
     WindowResult,
     call_block,
     run_blocks,
+    spans_to_train,
     templates,
     trained_layers,
     training_step,
-    windows,
 )
 from hestia_tune.units import size_text
 
@@ -137,16 +137,14 @@ class Reconstruction:
         self.device, self.dtype = torch.device(device), dtype
         self.seed, self._compiled, self._checkpointing = seed, compiled, checkpointing
         self._is_first = True  # No window has been trained in this process.
-        count, self.num_batches = len(self.blocks), len(loss_masks)
-        plan = windows(count, settings.window, max(1, settings.window // 2))
-        has_any = [bool(quantized_linears(block)) for block in self.blocks]
-        self.windows = [(begin, end) for begin, end in plan if any(has_any[begin:end])]
+        self.num_batches = len(loss_masks)
+        is_quantized = [bool(quantized_linears(block)) for block in self.blocks]
+        self.windows, final = spans_to_train(is_quantized, settings)
         self.steps = [settings.epochs * self.num_batches] * len(self.windows)
         self._towards_predictions: int | None = None  # Number of the window with this target.
-        begin = max(0, count - settings.kl_blocks)
-        if any(has_any[begin:]):
+        if final is not None:
             self._towards_predictions = len(self.windows)
-            self.windows.append((begin, count))
+            self.windows.append(final)
             self.steps.append(settings.kl_epochs * self.num_batches)
         self.sizes = [end - begin for begin, end in self.windows]
         self._calls: list[list[BlockCall]] = []

@@ -33,10 +33,11 @@ from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.reconstruction.window import (
     WindowOptimizer,
     run_blocks,
+    spans_to_train,
     trained_layers,
     training_step,
-    windows,
 )
+from hestia_tune.run import TrainingRun
 from hestia_tune.training.estimate import (
     LiveBytes,
     fit_text,
@@ -46,7 +47,6 @@ from hestia_tune.training.estimate import (
     usable,
     without_data,
 )
-from hestia_tune.training.plan import Plan
 from hestia_tune.units import size_text
 
 log = logging.getLogger(__name__)
@@ -78,54 +78,54 @@ class Stage:
         return f"{size_text(need)} for {blocks}{again}"
 
 
-def stages(plan: Plan) -> list[Stage]:
-    """Return the largest window of a plan's reconstruction, and the final stage if there is one."""
-    settings, blocks = plan.config.reconstruct, find_blocks(plan.model).values()
+def stages(run: TrainingRun) -> list[Stage]:
+    """Return the largest window of a run's reconstruction, and the final stage if there is one."""
+    settings, blocks = run.config.reconstruct, find_blocks(run.model).values()
     sizes = [sum(p.numel() for p in b.parameters()) * bool(quantized_linears(b)) for b in blocks]
-    spans = windows(len(sizes), settings.window, max(1, settings.window // 2))
+    spans, final = spans_to_train([size > 0 for size in sizes], settings)
     options = {
         "sequences": max(1, settings.batch_size // num_ranks()),
-        "recomputes": plan.config.enable_activation_checkpointing,
+        "recomputes": run.config.enable_activation_checkpointing,
     }
     begin, end = max(spans, key=lambda span: sum(sizes[slice(*span)]))
     found = [Stage(begin=begin, end=end, is_final=False, **options)]
-    begin = max(0, len(sizes) - settings.kl_blocks)
-    if any(sizes[begin:]):
-        found.append(Stage(begin=begin, end=len(sizes), is_final=True, **options))
+    if final is not None:
+        begin, end = final
+        found.append(Stage(begin=begin, end=end, is_final=True, **options))
     return found
 
 
-def stage_bytes(plan: Plan, stage: Stage, seq_len: int, *, alone: bool = False) -> int:
+def stage_bytes(run: TrainingRun, stage: Stage, seq_len: int, *, alone: bool = False) -> int:
     """Return the peak of a stage's memory on its device, in bytes, on one rank.
 
     Args:
-        plan: The plan of the run.
+        run: The run.
         stage: The stage.
         seq_len: Tokens in a sequence.
         alone: Whether the model has no other blocks than the stage's. This takes less time.
     """
     if alone:
-        settings = dataclasses.asdict(plan.config.reconstruct) | {"output": None}
+        settings = dataclasses.asdict(run.config.reconstruct) | {"output": None}
         settings["kl_blocks"] = bool(settings["kl_blocks"])
-        key = [plan.config.model, plan.config.quantizer, settings, dataclasses.asdict(stage)]
-        run = partial(_stage_bytes, plan, stage, seq_len, alone=True)
-        return remembered([*key, seq_len, str(plan.dtype)], run)
-    return _stage_bytes(plan, stage, seq_len, alone=False)
+        key = [run.config.model, run.config.quantizer, settings, dataclasses.asdict(stage)]
+        estimate = partial(_stage_bytes, run, stage, seq_len, alone=True)
+        return remembered([*key, seq_len, str(run.dtype)], estimate)
+    return _stage_bytes(run, stage, seq_len, alone=False)
 
 
-def _stage_bytes(plan: Plan, stage: Stage, seq_len: int, *, alone: bool) -> int:
-    config, shape = plan.config, (stage.sequences, seq_len)
+def _stage_bytes(run: TrainingRun, stage: Stage, seq_len: int, *, alone: bool) -> int:
+    config, shape = run.config, (stage.sequences, seq_len)
     if alone:
-        model = shortened(plan, stage.begin, stage.end, prepared=True)
+        model = shortened(run, stage.begin, stage.end, prepared=True)
         stage = dataclasses.replace(stage, begin=0, end=stage.end - stage.begin)
     else:
-        model = build.build_on_meta(config.model, plan.component)
+        model = build.build_on_meta(config.model, run.component)
     model.requires_grad_(False).eval()
     for layer in quantized_linears(model).values():
         layer.weight_fake_quantizer.reset_buffers("cpu")
     model.set_num_output_chunks(1)  # As in the recipe.
     build.build_buffers(model, "cpu")  # With data: their values decide what they compute.
-    mixed = torch.autocast("cpu", plan.dtype, enabled=plan.dtype != torch.float32)
+    mixed = torch.autocast("cpu", run.dtype, enabled=run.dtype != torch.float32)
     with without_data(model):
         first = record_blocks(model, torch.zeros(1, min(64, seq_len), dtype=torch.long))
         chain = record_blocks(model, torch.zeros(shape, dtype=torch.long), None, first.gives_tuple)
@@ -155,42 +155,42 @@ def _stage_bytes(plan: Plan, stage: Stage, seq_len: int, *, alone: bool) -> int:
             optimizer.take_step()  # It makes the moments.
             ahead = [torch.zeros_like(chain.hidden, dtype=torch.bfloat16) for _ in range(2)]
             states, target = (value.float() for value in ahead)
-            with training_step(layers, optimizer, plan.dtype):
+            with training_step(layers, optimizer, run.dtype):
                 loss().backward()
     return live.peak
 
 
-def decide(plan: Plan, seq_len: int, room: float) -> dict[Stage, int]:
-    """Return the stages of a plan with their peaks in bytes, on one rank.
+def decide(run: TrainingRun, seq_len: int, room: float) -> dict[Stage, int]:
+    """Return the stages of a run with their peaks in bytes, on one rank.
 
     A stage of several blocks recomputes its activations if it does not fit otherwise.
 
     Args:
-        plan: The plan of the run.
+        run: The run.
         seq_len: Tokens in a sequence.
         room: Bytes that may be used.
     """
     decided = {}
-    for stage in stages(plan):
-        need = stage_bytes(plan, stage, seq_len)
+    for stage in stages(run):
+        need = stage_bytes(run, stage, seq_len)
         if need > room and stage.end - stage.begin > 1 and not stage.recomputes:
             stage = dataclasses.replace(stage, recomputes=True)
-            need = stage_bytes(plan, stage, seq_len)
+            need = stage_bytes(run, stage, seq_len)
         decided[stage] = need
     return decided
 
 
-def recomputes(plan: Plan, seq_len: int) -> bool:
+def recomputes(run: TrainingRun, seq_len: int) -> bool:
     """Return whether a reconstruction computes the activations of its blocks twice.
 
     Args:
-        plan: The plan of the run.
+        run: The run.
         seq_len: Tokens in a sequence.
     """
-    if all(stage.recomputes or stage.end - stage.begin == 1 for stage in stages(plan)):
-        return plan.config.enable_activation_checkpointing  # There is nothing to decide.
+    if all(stage.recomputes or stage.end - stage.begin == 1 for stage in stages(run)):
+        return run.config.enable_activation_checkpointing  # There is nothing to decide.
     try:
-        decided = decide(plan, seq_len, usable(memory_of(plan.device)))
+        decided = decide(run, seq_len, usable(memory_of(run.device)))
     except Exception as error:  # The code of some models needs data.
         log.debug(f"the memory cannot be estimated for this model: {one_line(error)}")
         return False
@@ -199,17 +199,17 @@ def recomputes(plan: Plan, seq_len: int) -> bool:
     return any(stage.recomputes for stage in decided)
 
 
-def describe_stages(plan: Plan, has_device: bool = True) -> str:
+def describe_stages(run: TrainingRun, has_device: bool = True) -> str:
     """Return the line about the memory of the reconstruction that ``validate`` prints.
 
     Args:
-        plan: A plan that trains.
+        run: The run.
         has_device: Whether the device of the config is here. Otherwise GPUs of 80 GB are assumed.
     """
-    memory = memory_of(plan.device if has_device else None)
-    seq_len, size = plan.data.seq_len, plan.config.reconstruct.batch_size
+    memory = memory_of(run.device if has_device else None)
+    seq_len, size = run.data.seq_len, run.config.reconstruct.batch_size
     try:
-        decided = decide(plan, seq_len, usable(memory))
+        decided = decide(run, seq_len, usable(memory))
     except Exception as error:
         return f"memory of the reconstruction cannot be estimated: {one_line(error)}"
     stage, need = max(decided.items(), key=lambda item: item[1])
@@ -218,8 +218,8 @@ def describe_stages(plan: Plan, has_device: bool = True) -> str:
         if ranks == num_ranks():
             return need
         share = dataclasses.replace(stage, sequences=size // ranks)
-        return stage_bytes(plan, share, seq_len) if size % ranks == 0 else math.inf
+        return stage_bytes(run, share, seq_len) if size % ranks == 0 else math.inf
 
     text = ", ".join(found.describe(bytes_) for found, bytes_ in decided.items())
     remedy = "reconstruct.batch_size" + " or reconstruct.kl_blocks" * stage.is_final
-    return f"memory of the reconstruction: about {text}{fit_text(plan, on, has_device, remedy)}"
+    return f"memory of the reconstruction: about {text}{fit_text(run, on, has_device, remedy)}"

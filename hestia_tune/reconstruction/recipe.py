@@ -17,7 +17,6 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from hestia_tune.blocks import (
     outside_blocks,
     record_blocks,
 )
-from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import (
     StopRequest,
     of_all_ranks,
@@ -45,7 +43,7 @@ from hestia_tune.distributed import (
     totals_over_ranks,
 )
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import digest, locked, remove, require_writable_dir, write_json
+from hestia_tune.files import digest, remove, require_writable_dir, write_json
 from hestia_tune.models import build
 from hestia_tune.plots import plot_errors
 from hestia_tune.qat.hard_state import hard_state_dict
@@ -54,13 +52,12 @@ from hestia_tune.reconstruction.engine import Reconstruction
 from hestia_tune.reconstruction.estimate import recomputes
 from hestia_tune.reconstruction.folder import Windows, prepare_folder
 from hestia_tune.reconstruction.window import WindowResult
+from hestia_tune.run import Run
 from hestia_tune.sensitivity import CalibrationBatch
 from hestia_tune.sensitivity.curvature import IGNORE_INDEX, logits_of
 from hestia_tune.training import data, outputs
 from hestia_tune.training.loader import TrainingData
 from hestia_tune.training.outputs import LATENTS_FILE, RESULTS_FILE, validation_identity
-from hestia_tune.training.plan import plan
-from hestia_tune.training.weights import fingerprint, read_pretrained
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +69,7 @@ class ReconstructionRecipe:
     """Reconstruct the blocks of a run's model.
 
     Args:
-        config: The config of the run.
+        run: The run, with the bits of its linears.
 
     Attributes:
         output: The folder of the reconstruction.
@@ -81,15 +78,15 @@ class ReconstructionRecipe:
         losses: Label -> validation loss. Empty without validation data.
 
     Raises:
-        InputError: If the config cannot be used, or ``reconstruct.batch_size`` is not a multiple of
-            the number of ranks.
+        InputError: If the bits are not chosen yet, or ``reconstruct.batch_size`` is not a multiple
+            of the number of ranks.
     """
 
-    def __init__(self, config: RunConfig | Mapping[str, Any]):
-        self.plan = plan(RunConfig.parse(config), trains=False)
-        self.config, self.settings = self.plan.config, self.plan.config.reconstruct
+    def __init__(self, run: Run):
+        run.require_bits()
+        self.parent, self.config, self.settings = run, run.config, run.config.reconstruct
         self.output = require_writable_dir(str(self.settings.output))
-        self.device, self.dtype = self.plan.device, self.plan.dtype
+        self.device, self.dtype = run.device, run.dtype
         if self.settings.batch_size % dist.get_world_size():
             raise InputError(
                 f"reconstruct.batch_size {self.settings.batch_size} must be a multiple of the "
@@ -111,12 +108,12 @@ class ReconstructionRecipe:
         log.info(f"reading {self.settings.num_samples} samples, and the pretrained weights")
         batches, seed = self._calibration_batches(), self.config.seed or 0
         self.data = TrainingData(
-            self.config, self.plan.tokenizer, ignore_index=IGNORE_INDEX, seed=seed
+            self.config, self.parent.tokenizer, ignore_index=IGNORE_INDEX, seed=seed
         )
-        state = read_pretrained(self.plan)
+        state = self.parent.pretrained.read(self.parent, self.parent.prepared)
 
         def prepare() -> tuple[dict[str, Any], dict[str, Any] | None]:
-            identity = self._identify(state or {}, batches)
+            identity = self._identify(batches)
             return identity, prepare_folder(self.output, identity, self.settings.overwrite)
 
         identity, existing = on_first_rank(prepare)
@@ -127,10 +124,10 @@ class ReconstructionRecipe:
             self.finished, self.losses = True, existing["validation_loss"]
             return
         self.computed = existing is None
-        model = build.build_on_meta(self.config.model, self.plan.component)
+        model = build.build_on_meta(self.config.model, self.parent.component)
         windows = Windows(self.output / "windows", model)
         windows.start(state)
-        state = None  # Parts of it are in memory.
+        del state
         fakes = [layer.weight_fake_quantizer for layer in quantized_linears(model).values()]
         for fake in fakes:
             fake.enabled, fake.is_hard = False, True
@@ -139,7 +136,7 @@ class ReconstructionRecipe:
         self._validate(model, outputs.PRETRAINED)
         for fake in fakes:
             fake.enabled = True
-        self._validate(model, f"naive {self.plan.component.name}")
+        self._validate(model, f"naive {self.parent.component.name}")
         if existing:  # Only the losses are on other data.
             windows.map(self.output / LATENTS_FILE)
             self.results = [WindowResult(**row) for row in existing["windows"]]
@@ -153,7 +150,7 @@ class ReconstructionRecipe:
     def _calibration_batches(self) -> list[CalibrationBatch]:
         """Return the calibration samples in batches of one size."""
         count, size = self.settings.num_samples, self.settings.batch_size
-        batches = data.calibration_batches(self.config, self.plan.tokenizer, count, size)
+        batches = data.calibration_batches(self.config, self.parent.tokenizer, count, size)
         batches = [batch for batch in batches if len(batch.tokens) == size]
         if not batches:
             raise InputError(
@@ -177,7 +174,7 @@ class ReconstructionRecipe:
             **identity,
             "hestia_tune": hestia_tune.__version__,
             "step": 0,
-            **self.plan.component.describe(model),
+            **self.parent.component.describe(model),
             "validation_loss": self.losses,
             **outputs.provenance(self.config, tokens),
         }
@@ -185,7 +182,7 @@ class ReconstructionRecipe:
         def write() -> None:
             outputs.save_blocks(model, find_blocks(model), self.output / LATENTS_FILE)
             folder = self.output / "hard_model"
-            outputs.write_hard_model(state, self.plan.checkpointer, folder, description)
+            outputs.write_hard_model(state, self.parent.checkpointer, folder, description)
             windows = [result for result in self.results if result.measure == "error"]
             plot_errors(windows, self.output / "errors.png")
             rows = [dataclasses.asdict(result) for result in self.results]
@@ -194,9 +191,7 @@ class ReconstructionRecipe:
 
         on_first_rank(write, share=False)
 
-    def _identify(
-        self, state: Mapping[str, torch.Tensor], batches: Sequence[CalibrationBatch]
-    ) -> dict[str, Any]:
+    def _identify(self, batches: Sequence[CalibrationBatch]) -> dict[str, Any]:
         """Return everything that the reconstruction depends on, as plain values."""
         settings = dataclasses.asdict(self.settings)
         for key in ("output", "overwrite"):
@@ -208,8 +203,8 @@ class ReconstructionRecipe:
             return [row for part in parts for row in part.tolist()]
 
         return {
-            "model_fingerprint": fingerprint(self.plan, state),
-            "quantizer": self.plan.component.key(),
+            "model_fingerprint": self.parent.pretrained.fingerprint(self.parent.layers),
+            "quantizer": self.parent.component.key(),
             "settings": settings | {"seed": self.config.seed},
             "samples": digest([content(batch) for batch in batches]),
             "dtype": str(self.dtype),
@@ -270,7 +265,7 @@ class ReconstructionRecipe:
             device=self.device,
             dtype=self.dtype,
             compiled=bool(self.config.compile),
-            checkpointing=recomputes(self.plan, length),
+            checkpointing=recomputes(self.parent, length),
             folder=self.output,
         )
 
@@ -373,11 +368,3 @@ class ReconstructionRecipe:
             f"\n{table}{self.output} has the ternary model (hard_model), a start for training "
             f"({LATENTS_FILE}), the losses ({RESULTS_FILE}) and a picture (errors.png)"
         )
-
-
-def reconstruct(config: RunConfig) -> ReconstructionRecipe:
-    """Run the recipe while its folder is locked against other jobs, and return it."""
-    with locked(Path(str(config.reconstruct.output))):
-        recipe = ReconstructionRecipe(config)
-        recipe.run()
-    return recipe

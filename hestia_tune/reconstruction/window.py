@@ -43,6 +43,22 @@ def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int]]:
     return [span for span in spans if span[0] < num_blocks]
 
 
+def spans_to_train(
+    is_quantized: Sequence[bool], settings: ReconstructionConfig
+) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
+    """Return (begin, end) of every window to train, and of the final stage. None: there is none.
+
+    Args:
+        is_quantized: Whether a block has quantized linears, for every block of the model.
+        settings: The settings ``window`` and ``kl_blocks``.
+    """
+    count, half = len(is_quantized), max(1, settings.window // 2)
+    spans = windows(count, settings.window, half)
+    last = max(0, count - settings.kl_blocks), count
+    final = last if any(is_quantized[slice(*last)]) else None
+    return [span for span in spans if any(is_quantized[slice(*span)])], final
+
+
 @dataclass(frozen=True)
 class WindowResult:
     """Hold the result of training one window."""

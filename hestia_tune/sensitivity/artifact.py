@@ -237,7 +237,7 @@ def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def estimation_identity(
-    weights: Mapping[str, torch.Tensor],
+    fingerprint: str,
     batches: Sequence[CalibrationBatch],
     settings: EstimationConfig,
     seed: int,
@@ -245,7 +245,7 @@ def estimation_identity(
     """Return everything that the results of an estimation depend on.
 
     Args:
-        weights: Fully qualified name -> pretrained weight, in any dtype.
+        fingerprint: The `model_fingerprint` of the measured weights.
         batches: The calibration samples.
         settings: The settings of the estimation.
         seed: Seed of the probes.
@@ -259,7 +259,6 @@ def estimation_identity(
     del estimator["output"], estimator["overwrite"]
     inputs = (value for b in batches for value in (b.tokens, b.labels, *b.model_inputs.values()))
     dataset = {"num_batches": len(batches), "digest": _digest(("", value) for value in inputs)}
-    fingerprint = model_fingerprint(weights)
     return {"model_fingerprint": fingerprint, "estimator": estimator, "dataset": dataset}
 
 

@@ -38,6 +38,7 @@ from hestia_tune.sensitivity.artifact import (
     SensitivityArtifact,
     estimation_identity,
     is_resolved,
+    model_fingerprint,
     sensitivity_scores,
 )
 from hestia_tune.sensitivity.curvature import CalibrationBatch, cut
@@ -87,6 +88,7 @@ def estimate_sensitivity(
     *,
     seed: int = 0,
     journal: Journal | None = None,
+    identity: Mapping[str, Any] | None = None,
 ) -> SensitivityArtifact:
     """Return the sensitivity artifact of a model, estimated on calibration batches.
 
@@ -101,6 +103,7 @@ def estimate_sensitivity(
         settings: Settings of the estimation. None: the defaults.
         seed: Seed of the probes.
         journal: Keeps measurements for a later call. None: they are not kept.
+        identity: What `estimation_identity` returned for this call. None: it is computed.
 
     Raises:
         InputTypeError: If a weight has a lower precision than float32.
@@ -130,7 +133,7 @@ def estimate_sensitivity(
             setattr(owner, flag, value)
     artifact = SensitivityArtifact(
         **columns,
-        **estimation_identity(weights, batches, settings, seed),
+        **(identity or estimation_identity(model_fingerprint(weights), batches, settings, seed)),
         tokens_seen=sum(batch.num_predicted for batch in batches),
         wall_time_seconds=round(time.perf_counter() - started, 3),
     )

@@ -28,14 +28,14 @@ from hestia_tune.evaluation import metrics_of
 from hestia_tune.files import remove
 from hestia_tune.models import build as models
 from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.run import TrainingRun, join_ranks
 from hestia_tune.training import checkpoint, monitoring, outputs
 from hestia_tune.training.build import build
 from hestia_tune.training.checkpoint import Resume
 from hestia_tune.training.data import shifted_labels
-from hestia_tune.training.loss import training_loss
+from hestia_tune.training.loss import output_chunks, training_loss
 from hestia_tune.training.monitoring import CodeStatistics, History
 from hestia_tune.training.optimizer import make_optimizer
-from hestia_tune.training.plan import Plan, join_ranks, plan
 
 _path = Path(torchtune.__file__).parent.parent / "recipes" / "full_finetune_distributed.py"
 _spec: Any = importlib.util.spec_from_file_location("torchtune_full_finetune_distributed", _path)
@@ -91,17 +91,18 @@ class RecipeBase(FullFinetuneRecipeDistributed):
         self._restored_random_state: dict[str, Any] | None = None
 
     def setup(self, cfg: DictConfig | Mapping[str, Any] | RunConfig) -> None:
-        """Plan the run and build everything up to the first step. Collective."""
+        """Check the run and build everything up to the first step. Collective."""
         if RunConfig.parse(cfg) != self.config:
             raise InputError("setup needs the config that the recipe was made of; got another one")
-        self.build(plan(self.config))
+        self.build(TrainingRun.of(self.config))
 
-    def build(self, planned: Plan) -> None:
-        """Build everything up to the first step, from a plan of this run. Collective."""
-        self.plan, self.config, config = planned, planned.config, planned.config
-        self.data, self.seed = planned.data, config.seed
-        self.total_steps = planned.data.total_steps
-        built = build(planned)
+    def build(self, run: TrainingRun) -> None:
+        """Build everything up to the first step of a run. Collective."""
+        self.run, self.config, config = run, run.config, run.config
+        self.data, self.seed = run.data, config.seed
+        self.total_steps = run.data.total_steps
+        built = build(run)
+        run.pretrained.release()
         self._model, self._teacher = built.model, built.teacher
         self.schedule, self.driver = built.schedule, built.driver
         self._identity, self.validation_losses = built.identity, built.losses
@@ -111,14 +112,14 @@ class RecipeBase(FullFinetuneRecipeDistributed):
             with contextlib.redirect_stdout(None if is_disk else sys.stdout):  # it prints its path
                 self._metric_logger = models.instantiate(config.metric_logger, "metric_logger")
             self._metric_logger.log_config(OmegaConf.create(dataclasses.asdict(config)))
-        self._loss_fn = planned.loss
+        self._loss_fn = run.loss
         if config.compile:
             training.compile_loss(self._loss_fn, verbose=False)
-        if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
-            self._model.set_num_output_chunks(self._loss_fn.num_output_chunks)
+        if chunks := output_chunks(run.loss):
+            self._model.set_num_output_chunks(chunks)
         if self._teacher is not None:
             self._teacher.num_output_chunks = self._model.num_output_chunks
-            if planned.recomputes_logits:  # its head runs again in the model's backward pass
+            if run.recomputes_logits:  # its head runs again in the model's backward pass
                 self._teacher.set_reshard_after_forward(False, recurse=False)
         self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
             self._model, config.enable_activation_offloading
@@ -128,19 +129,21 @@ class RecipeBase(FullFinetuneRecipeDistributed):
             config.optimizer,
             self._model.parameters(),
             quantized_linears(self._model).values(),
-            planned.component.parameter_lr,
+            run.component.parameter_lr,
         )
-        scheduler = config.lr_scheduler and OmegaConf.create(config.lr_scheduler)
-        self._lr_scheduler = self._setup_lr_scheduler(scheduler, self.total_steps, -1)
+        steps = {"num_training_steps": self.total_steps, "last_epoch": -1}
+        self._lr_scheduler = models.instantiate(
+            config.lr_scheduler, "lr_scheduler", self._optimizer, **steps
+        )
         if self._lr_scheduler is not None:  # torchao's rates are tensors, which JSON cannot hold
             self._lr_scheduler.base_lrs = [float(rate) for rate in self._lr_scheduler.base_lrs]
-        profiler = config.profiler and OmegaConf.create(config.profiler)
-        # torchtune's own function would warn that there is no profiler.
-        self._profiler = self._setup_profiler(profiler) if profiler else training.DummyProfiler()
-        if planned.resume is not None:
-            self._resume(planned.resume)
+        self._profiler: Any = training.DummyProfiler()
+        if config.profiler:  # without one, torchtune's own function would warn
+            self._profiler = self._setup_profiler(OmegaConf.create(config.profiler))
+        if run.resume is not None:
+            self._resume(run.resume)
         if self._is_rank_zero:
-            if planned.resume is None:  # delete an earlier run's files now that all checks passed
+            if run.resume is None:  # delete an earlier run's files now that all checks passed
                 for name in ("checkpoints", "hard_model", "results.json", "curves.png"):
                     remove(self.output_dir / name)
             self.history = History(self.output_dir / "metrics.jsonl", self.global_step)
@@ -181,7 +184,7 @@ class RecipeBase(FullFinetuneRecipeDistributed):
             self._loss_fn,
             self.config,
             compiled=bool(self.config.compile),
-            recompute=self.plan.recomputes_logits,
+            recompute=self.run.recomputes_logits,
             context=self.activations_handling_ctx,
         )
         return total, count
@@ -197,7 +200,7 @@ class RecipeBase(FullFinetuneRecipeDistributed):
     def _evaluate_baselines(self) -> None:
         """Measure the validation losses of the models before training."""
         log.info("measuring the validation loss before training")
-        hard = f"naive {self.plan.component.name}"  # quantized without training
+        hard = f"naive {self.run.component.name}"  # quantized without training
         if self.config.reconstruction is None:
             with self.driver.latent(self._hard_start):
                 self.validation_losses[self.config.init] = self.evaluate()
@@ -225,7 +228,7 @@ class RecipeBase(FullFinetuneRecipeDistributed):
         An evaluation may fail for reasons outside of training, so `train` saves a checkpoint first.
         """
         with self.driver.hard():
-            result = self.plan.evaluator.evaluate("hard", self._model, {}, self._device)
+            result = self.run.evaluator.evaluate("hard", self._model, {}, self._device)
         self._log(metrics_of(result))
 
     def _is_due(self, every: int | None) -> bool:

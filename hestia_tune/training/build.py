@@ -1,4 +1,4 @@
-"""Build what a plan describes: the sharded model with its weights, the schedule, the teacher.
+"""Build what a run needs: the sharded model with its weights, the schedule, the teacher.
 
 Only the first rank reads weights. Its errors are raised on every rank.
 """
@@ -31,10 +31,11 @@ from hestia_tune.models.load import section_of
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.qat.schedule import ScheduleDriver
+from hestia_tune.run import TrainingRun
+from hestia_tune.sensitivity import model_fingerprint
 from hestia_tune.training import checkpoint
 from hestia_tune.training.outputs import validation_identity
-from hestia_tune.training.plan import Plan
-from hestia_tune.training.weights import State, fingerprint, initial_weights
+from hestia_tune.weights import State, initial_weights
 
 log = logging.getLogger(__name__)
 
@@ -64,57 +65,58 @@ class Built:
     hard_start: list[str]
 
 
-def build(plan: Plan) -> Built:
-    """Build the model, the schedule and the teacher of a plan. Collective.
+def build(run: TrainingRun) -> Built:
+    """Build the model, the schedule and the teacher of a run. Collective.
 
     Raises:
         InputError: On every rank, if the weights cannot be read. The same error is raised if the
             sensitivity or the reconstruction belongs to another model, or the checkpoint to
             another run.
     """
-    pretrained, state, hard_start = initial_weights(plan)
+    pretrained, state, hard_start = initial_weights(run)
     scores = None
-    if plan.artifact is not None:  # it may also have linears that stay dense
-        scores = {name: plan.artifact.scores[name] for name in plan.layers}
-    schedule = _make_schedule(plan, state)
-    identity: Any = on_first_rank(_identify, plan, schedule, state, scores)
-    model, mesh = _shard_model(plan, state)
+    if run.artifact is not None:  # it may also have linears that stay dense
+        scores = {name: run.artifact.scores[name] for name in run.layers}
+    schedule = _make_schedule(run, state)
+    identity: Any = on_first_rank(_identify, run, schedule, pretrained, state, scores)
+    model, mesh = _shard_model(run, state)
     models.make_head_contiguous(model)  # validation computes the logits in chunks
     teacher = None
-    if plan.config.distillation.weight:
-        teacher = _make_teacher(plan, pretrained, mesh)
+    if run.config.distillation.weight:
+        teacher = _make_teacher(run, pretrained, mesh)
         models.make_head_contiguous(teacher)
-    requantize = partial(shards.refresh, model, plan.dtype, compiled=bool(plan.config.compile))
+    requantize = partial(shards.refresh, model, run.dtype, compiled=bool(run.config.compile))
     return Built(
         model=model,
         teacher=teacher,
         schedule=schedule,
         driver=ScheduleDriver(schedule, quantized_linears(model), scores, requantize),
         identity=identity,
-        losses=_measured_before(plan),
+        losses=_measured_before(run),
         hard_start=hard_start,
     )
 
 
-def _make_schedule(plan: Plan, state: Mapping[str, torch.Tensor]) -> AnnealingSchedule:
+def _make_schedule(run: TrainingRun, state: Mapping[str, torch.Tensor]) -> AnnealingSchedule:
     """Return the schedule. tau_init "auto" takes the temperature that fits the weights best."""
-    section, tau_init = plan.config.schedule, plan.config.schedule.tau_init
-    if tau_init == "auto" and plan.resume is not None:
-        tau_init = plan.resume.meta["identity"]["schedule.tau_init"]
+    section, tau_init = run.config.schedule, run.config.schedule.tau_init
+    if tau_init == "auto" and run.resume is not None:
+        tau_init = run.resume.meta["identity"]["schedule.tau_init"]
     elif tau_init == "auto":
 
         def fit() -> float:  # the other ranks have no weights
-            weights = weights_of(plan.layers, state)
-            return plan.component.fit_temperature(weights, plan.methods, plan.device)
+            weights = weights_of(run.layers, state)
+            return run.component.fit_temperature(weights, run.methods, run.device)
 
         tau_init = on_first_rank(fit)
         log.info(f"tau_init auto: {tau_init:.4f}")
-    return AnnealingSchedule.of(plan.data.total_steps, section, tau_init=tau_init)
+    return AnnealingSchedule.of(run.data.total_steps, section, tau_init=tau_init)
 
 
 def _identify(
-    plan: Plan,
+    run: TrainingRun,
     schedule: AnnealingSchedule,
+    pretrained: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor],
     scores: Mapping[str, float] | None,
 ) -> dict[str, Any]:
@@ -123,26 +125,33 @@ def _identify(
     Raises:
         InputError: If one of them differs from the checkpoint to resume from.
     """
+    start = weights_of(run.layers, state)
+    names = weights_of(run.layers, pretrained) if pretrained else {}
+    is_pretrained = bool(names) and all(value is names[name] for name, value in start.items())
     identity = {
-        **checkpoint.config_identity(plan.config, plan.component),
-        "model_fingerprint": fingerprint(plan, state),
+        **checkpoint.config_identity(run.config, run.component),
+        "model_fingerprint": (
+            run.pretrained.fingerprint(run.layers) if is_pretrained else model_fingerprint(start)
+        ),
         **{f"schedule.{key}": getattr(schedule, key) for key in SCHEDULE_OPTIONS},
         "sensitivity": digest(scores),
-        **plan.data.identity(),
+        **run.data.identity(),
     }
-    if plan.resume is not None:
-        checkpoint.check_same(identity, plan.resume.meta)
+    if run.resume is not None:
+        checkpoint.check_same(identity, run.resume.meta)
     return identity
 
 
-def _shard_model(plan: Plan, state: Mapping[str, torch.Tensor]) -> tuple[nn.Module, DeviceMesh]:
+def _shard_model(
+    run: TrainingRun, state: Mapping[str, torch.Tensor]
+) -> tuple[nn.Module, DeviceMesh]:
     """Return the prepared and sharded model with its weights, and the mesh of ranks. Collective.
 
     A single process uses FSDP too. FSDP does the mixed precision, and one code path is easier to
     keep exact than two.
     """
-    config = plan.config
-    model = models.build_on_meta(config.model, plan.component)
+    config = run.config
+    model = models.build_on_meta(config.model, run.component)
     for name in config.frozen_modules or ():
         models.modules_by_name(model)[name].requires_grad_(False)
     if config.compile:
@@ -151,19 +160,19 @@ def _shard_model(plan: Plan, state: Mapping[str, torch.Tensor]) -> tuple[nn.Modu
         classes = {type(block) for block in find_blocks(model).values()}
         training.set_activation_checkpointing(model, auto_wrap_policy=classes)
     shards.quantize_shards(model)
-    mesh = init_device_mesh(plan.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    _shard(model, mesh, plan)
-    _load(model, state, plan, torch.float32)
+    mesh = init_device_mesh(run.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    _shard(model, mesh, run)
+    _load(model, state, run, torch.float32)
     return model, mesh
 
 
-def _measured_before(plan: Plan) -> dict[str, float]:
+def _measured_before(run: TrainingRun) -> dict[str, float]:
     """Return the validation losses that the reconstruction has measured on the same data."""
-    if plan.start is None:
+    if run.start is None:
         return {}
-    if plan.start.get("validation") == validation_identity(plan.config):
-        return dict(plan.start["validation_loss"])
-    if plan.data.val_loader is not None and plan.resume is None:
+    if run.start.get("validation") == validation_identity(run.config):
+        return dict(run.start["validation_loss"])
+    if run.data.val_loader is not None and run.resume is None:
         log.info(
             "the results leave out losses before the reconstruction: it has not measured them on "
             "these validation data; hestia_reconstruct with the same data measures them"
@@ -180,19 +189,19 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+def _shard(model: nn.Module, mesh: DeviceMesh, run: TrainingRun) -> None:
     """Apply FSDP2 to every block and to the whole model, in place.
 
-    Parameters stay float32. Forward and backward see them in the plan's dtype (for quantized
+    Parameters stay float32. Forward and backward see them in the run's dtype (for quantized
     linears, the effective weight). Gradients are reduced in float32.
 
     Raises:
         InputError: If the model has no blocks.
     """
-    options: Any = {"mesh": mesh, "reshard_after_forward": plan.config.fsdp_reshard_after_forward}
-    if plan.dtype != torch.float32:
-        options["mp_policy"] = MixedPrecisionPolicy(plan.dtype, reduce_dtype=torch.float32)
-    if plan.config.fsdp_cpu_offload:
+    options: Any = {"mesh": mesh, "reshard_after_forward": run.config.fsdp_reshard_after_forward}
+    if run.dtype != torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(run.dtype, reduce_dtype=torch.float32)
+    if run.config.fsdp_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     blocks = find_blocks(model)
     parts = [module for name, module in model.named_modules() if name in blocks]
@@ -202,19 +211,19 @@ def _shard(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         fully_shard(module, **options)
 
 
-def _load(model: nn.Module, state: State, plan: Plan, dtype: torch.dtype) -> None:
+def _load(model: nn.Module, state: State, run: TrainingRun, dtype: torch.dtype) -> None:
     """Create a sharded model's parameters and buffers, and load its weights. Collective.
 
     Args:
         model: The sharded model on the meta device.
         state: The full state dict on the first rank, and an empty dict on the others.
-        plan: The plan of the run.
+        run: The run.
         dtype: Dtype of the parameters. Latent weights need float32.
     """
-    cpu_offload = plan.config.fsdp_cpu_offload
-    device = torch.device("cpu") if cpu_offload else plan.device
+    cpu_offload = run.config.fsdp_cpu_offload
+    device = torch.device("cpu") if cpu_offload else run.device
     model.to_empty(device=device)
-    build_buffers(model, plan.device)
+    build_buffers(model, run.device)
     latents = {name: value.to(dtype) for name, value in state.items()}
     for name, layer in quantized_linears(model).items():
         layer.weight_fake_quantizer.reset_buffers(device)
@@ -232,25 +241,25 @@ def _load(model: nn.Module, state: State, plan: Plan, dtype: torch.dtype) -> Non
     training.validate_no_params_on_meta_device(model)
 
 
-def _make_teacher(plan: Plan, pretrained: State, mesh: DeviceMesh) -> nn.Module:
+def _make_teacher(run: TrainingRun, pretrained: State, mesh: DeviceMesh) -> nn.Module:
     """Return the frozen teacher, sharded like the model. Collective.
 
     Args:
-        plan: The plan of the run. ``distillation.teacher`` in its config names the teacher.
+        run: The run. ``distillation.teacher`` in its config names the teacher.
         pretrained: The pretrained state dict on the first rank.
         mesh: The ranks that share the model.
 
     Raises:
         InputError: If the teacher's folder holds no such model, or one with another vocabulary.
     """
-    config = plan.config
+    config = run.config
     folder = None
     if config.distillation.teacher != "pretrained":
         folder = Path(config.distillation.teacher)
     section = config.model if folder is None else section_of(config, folder)
     teacher: Any = models.plain_on_meta(section).requires_grad_(False).eval()
     if folder is not None:
-        own, model = teacher.tok_embeddings.num_embeddings, cast(Any, plan.model)
+        own, model = teacher.tok_embeddings.num_embeddings, cast(Any, run.model)
         if own != (expected := model.tok_embeddings.num_embeddings):
             raise InputError(
                 f"distillation.teacher {folder} has a vocabulary of {own} tokens, but the model "
@@ -261,6 +270,6 @@ def _make_teacher(plan: Plan, pretrained: State, mesh: DeviceMesh) -> nn.Module:
         pretrained = on_first_rank(read, share=False) or {}
     if config.compile:
         compile_blocks(teacher)
-    _shard(teacher, mesh, plan)
-    _load(teacher.to(plan.dtype), pretrained, plan, plan.dtype)
+    _shard(teacher, mesh, run)
+    _load(teacher.to(run.dtype), pretrained, run, run.dtype)
     return teacher

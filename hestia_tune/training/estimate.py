@@ -37,9 +37,9 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import one_line
 from hestia_tune.models import build
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.training.loss import training_loss
+from hestia_tune.run import TrainingRun
+from hestia_tune.training.loss import output_chunks, training_loss
 from hestia_tune.training.optimizer import state_bytes
-from hestia_tune.training.plan import Plan
 from hestia_tune.units import duration_text, size_text
 
 # A GPU that is assumed if there is none here.
@@ -110,30 +110,30 @@ class LiveBytes(TorchDispatchMode):
         self._now -= size
 
 
-def describe_costs(plan: Plan, has_device: bool = True) -> str:
+def describe_costs(run: TrainingRun, has_device: bool = True) -> str:
     """Return the lines about memory and time that ``validate`` prints.
 
     Args:
-        plan: A plan that trains.
+        run: The run.
         has_device: Whether the device of the config is here. Otherwise its speed is unknown, and
             GPUs of 80 GB are assumed.
     """
     try:
-        need = estimate(plan)
+        need = estimate(run)
     except Exception as error:  # the code of some models needs data
         return f"memory and time cannot be estimated for this model: {one_line(error)}"
-    on_gpus = plan.device.type != "cpu" or not has_device
+    on_gpus = run.device.type != "cpu" or not has_device
     divided = ", which several GPUs share" if on_gpus else ""
     parts = (
         f"{size_text(need.state)} for weights and optimizer{divided}, "
         f"{size_text(need.gathered + need.activations)} for a step"
     )
-    most = "at most " if plan.config.compile else "about "  # compiled blocks keep less
+    most = "at most " if run.config.compile else "about "  # compiled blocks keep less
     lines = [f"memory: {most}{size_text(need.peak)} ({parts})"]
-    lines[0] += fit_text(plan, need.on, has_device, "batch_size")
+    lines[0] += fit_text(run, need.on, has_device, "batch_size")
     if has_device:
-        seconds = need.flops / products_per_second(plan.device, plan.dtype)
-        steps = plan.data.total_steps
+        seconds = need.flops / products_per_second(run.device, run.dtype)
+        steps = run.data.total_steps
         lines.append(f"time: at least {duration_text(seconds * steps)} for {steps} training steps")
     return "\n".join(lines)
 
@@ -151,23 +151,23 @@ def usable(memory: float) -> float:
     return 0.9 * memory  # fragments, the libraries of the device, and the error of the estimate
 
 
-def fit_text(plan: Plan, need: Callable[[int], float], has_device: bool, remedy: str) -> str:
+def fit_text(run: TrainingRun, need: Callable[[int], float], has_device: bool, remedy: str) -> str:
     """Return the end of a line about memory: what there is, and how many GPUs it takes.
 
     Args:
-        plan: The plan of the run.
+        run: The run.
         need: Function from a number of ranks to the bytes that one of them needs.
         has_device: Whether the device of the config is here. Otherwise GPUs of 80 GB are assumed.
         remedy: The options that can be lowered.
     """
-    memory, ranks = memory_of(plan.device if has_device else None), num_ranks()
+    memory, ranks = memory_of(run.device if has_device else None), num_ranks()
     # Ranks on a CPU share its memory.
-    counts = [ranks * 2**k for k in range(1 if has_device and plan.device.type == "cpu" else 8)]
+    counts = [ranks * 2**k for k in range(1 if has_device and run.device.type == "cpu" else 8)]
     enough = next((count for count in counts if need(count) <= usable(memory)), None)
     gpus = f"{enough} GPU{'s' * (enough != 1)}"
     if not has_device and enough:
         return f"; {gpus} of 80 GB"
-    here = "this machine" if plan.device.type == "cpu" else "the GPU"
+    here = "this machine" if run.device.type == "cpu" else "the GPU"
     text = f"; {here} has {size_text(memory)}" if has_device else "; on GPUs of 80 GB"
     if enough == ranks:
         return text
@@ -175,15 +175,15 @@ def fit_text(plan: Plan, need: Callable[[int], float], has_device: bool, remedy:
 
 
 def estimate(
-    plan: Plan, blocks: tuple[int, int] | None = None, *, counts_flops: bool = True
+    run: TrainingRun, blocks: tuple[int, int] | None = None, *, counts_flops: bool = True
 ) -> Estimate:
-    """Return the estimate of a plan that trains, for the plan's number of ranks.
+    """Return the estimate of a run, for its number of ranks.
 
     Weights that a reconstruction or a sensitivity needs are not included: both run before the
     training and keep less in memory.
 
     Args:
-        plan: The plan.
+        run: The run.
         blocks: Two numbers of blocks. Models with so many of the largest blocks run in place of the
             whole model, and the estimate grows linearly with the number of blocks. All gradients
             then count beside all activations, which is right for more than one micro-batch. None:
@@ -191,14 +191,14 @@ def estimate(
         counts_flops: Whether to count operations, which takes longer than all the rest. Otherwise
             ``flops`` is NaN.
     """
-    config, ranks = plan.config, num_ranks()
-    model = _trained_model(plan) if blocks is None else plan.model
-    size = plan.dtype.itemsize
+    config, ranks = run.config, num_ranks()
+    model = _trained_model(run) if blocks is None else run.model
+    size = run.dtype.itemsize
     whole = sum(value.numel() for value in model.parameters())
     trained = whole - sum(value.numel() for value in _frozen(model, config))
     sizes = [sum(v.numel() for v in b.parameters()) for b in find_blocks(model).values()]
     distils = bool(config.distillation.weight)
-    latents = [v for layer in quantized_linears(plan.model).values() for v in layer.latents()[:1]]
+    latents = [v for layer in quantized_linears(run.model).values() for v in layer.latents()[:1]]
     # The effective weights of a rank's share stay from one step to the next.
     state = whole * (4 + size * distils) + trained * state_bytes(config.optimizer)
     state += sum(value.numel() for value in latents) * size
@@ -210,9 +210,9 @@ def estimate(
         state = 0
     if blocks is None:
         options = {"grows": True, "counts_flops": counts_flops}
-        activations, flops = _run_without_data(plan, model.to(plan.dtype), **options)
+        activations, flops = _run_without_data(run, model.to(run.dtype), **options)
     else:
-        low, high = (_run_shortened(plan, sizes, count, counts_flops) for count in blocks)
+        low, high = (_run_shortened(run, sizes, count, counts_flops) for count in blocks)
         more = (len(sizes) - blocks[1]) / (blocks[1] - blocks[0])
         activations, flops = (b + more * (b - a) for a, b in zip(low, high, strict=True))
         activations += 0 if config.fsdp_cpu_offload else 4 * trained / ranks
@@ -224,10 +224,10 @@ def estimate(
     )
 
 
-def _trained_model(plan: Plan) -> nn.Module:
+def _trained_model(run: TrainingRun) -> nn.Module:
     """Return the model on the meta device, with its frozen modules."""
-    model = build.plain_on_meta(plan.config.model)
-    for value in _frozen(model, plan.config):
+    model = build.plain_on_meta(run.config.model)
+    for value in _frozen(model, run.config):
         value.requires_grad_(False)
     return model
 
@@ -238,17 +238,17 @@ def _frozen(model: nn.Module, config: RunConfig) -> set[nn.Parameter]:
     return {value for name in config.frozen_modules or () for value in modules[name].parameters()}
 
 
-def shortened(plan: Plan, begin: int, end: int, *, prepared: bool) -> nn.Module:
-    """Return the model of a plan on the meta device, without its other blocks.
+def shortened(run: TrainingRun, begin: int, end: int, *, prepared: bool) -> nn.Module:
+    """Return the model of a run on the meta device, without its other blocks.
 
     Args:
-        plan: The plan.
+        run: The run.
         begin: The first block to keep.
         end: One more than the last block to keep.
         prepared: Whether the linears are quantized.
     """
-    quantizer = json.dumps(plan.config.quantizer) if prepared else ""
-    return copy.deepcopy(_build_short(json.dumps(plan.config.model), quantizer, begin, end))
+    quantizer = json.dumps(run.config.quantizer) if prepared else ""
+    return copy.deepcopy(_build_short(json.dumps(run.config.model), quantizer, begin, end))
 
 
 _seen: dict[str, Any] = {}
@@ -271,32 +271,32 @@ def _build_short(model: str, quantizer: str, begin: int, end: int) -> nn.Module:
 
 
 def _run_shortened(
-    plan: Plan, sizes: list[int], count: int, counts_flops: bool
+    run: TrainingRun, sizes: list[int], count: int, counts_flops: bool
 ) -> tuple[int, float]:
     """Return what `_run_without_data` returns for a model of some blocks, without gradients.
 
     Args:
-        plan: The plan.
+        run: The run.
         sizes: Weights of each block.
         count: Number of blocks, from the largest one on.
         counts_flops: Whether to count operations.
     """
-    begin, config = min(sizes.index(max(sizes)), len(sizes) - count), plan.config
-    key = [config.model, config.frozen_modules, config.loss, config.batch_size, plan.data.seq_len]
-    key += [config.enable_activation_checkpointing, config.distillation.weight, str(plan.dtype)]
+    begin, config = min(sizes.index(max(sizes)), len(sizes) - count), run.config
+    key = [config.model, config.frozen_modules, config.loss, config.batch_size, run.data.seq_len]
+    key += [config.enable_activation_checkpointing, config.distillation.weight, str(run.dtype)]
     return remembered(
         [*key, begin, count, counts_flops, "training"],
-        lambda: _run_blocks(plan, begin, begin + count, counts_flops),
+        lambda: _run_blocks(run, begin, begin + count, counts_flops),
     )
 
 
-def _run_blocks(plan: Plan, begin: int, end: int, counts_flops: bool) -> tuple[int, float]:
+def _run_blocks(run: TrainingRun, begin: int, end: int, counts_flops: bool) -> tuple[int, float]:
     """Return what `_run_without_data` returns for a model of some blocks, without gradients."""
-    model = shortened(plan, begin, end, prepared=False)
-    for value in _frozen(model, plan.config):
+    model = shortened(run, begin, end, prepared=False)
+    for value in _frozen(model, run.config):
         value.requires_grad_(False)
     options = {"grows": False, "counts_flops": counts_flops}
-    return _run_without_data(plan, model.to(plan.dtype), **options)
+    return _run_without_data(run, model.to(run.dtype), **options)
 
 
 @contextmanager
@@ -317,25 +317,25 @@ def without_data(model: nn.Module) -> Iterator[None]:
 
 
 def _run_without_data(
-    plan: Plan, model: nn.Module, *, grows: bool, counts_flops: bool
+    run: TrainingRun, model: nn.Module, *, grows: bool, counts_flops: bool
 ) -> tuple[int, float]:
     """Return (peak bytes, operations) of one micro-batch through a model on the meta device.
 
     Args:
-        plan: The plan.
+        run: The run.
         model: The model.
         grows: Whether to count this rank's share of the gradients. With CPU offloading it is in
             host memory.
         counts_flops: Whether to count operations.
     """
-    config, shape = plan.config, (plan.config.batch_size, plan.data.seq_len)
+    config, shape = run.config, (run.config.batch_size, run.data.seq_len)
     if config.enable_activation_checkpointing:
         classes = {type(block) for block in find_blocks(model).values()}
         training.set_activation_checkpointing(model, auto_wrap_policy=classes)
-    if type(plan.loss).__name__ == "CEWithChunkedOutputLoss":
-        model.set_num_output_chunks(plan.loss.num_output_chunks)
+    if chunks := output_chunks(run.loss):
+        model.set_num_output_chunks(chunks)
     keeps = grows and not config.fsdp_cpu_offload
-    recompute = plan.recomputes_logits  # before the tensors without data: it reads samples
+    recompute = run.recomputes_logits  # before the tensors without data: it reads samples
     build.build_buffers(model, "cpu")  # with data: their values decide what they compute
     counter = FlopCounterMode(display=False) if counts_flops else nullcontext()
     with without_data(model), counter:
@@ -360,7 +360,7 @@ def _run_without_data(
             teacher = model if config.distillation.weight else None  # it has the same shape
             batch = {"tokens": tokens}
             training_loss(
-                model, teacher, batch, tokens, plan.loss, config, recompute=recompute
+                model, teacher, batch, tokens, run.loss, config, recompute=recompute
             ).backward()
         flops = counter.get_total_flops() if counts_flops else math.nan
     return live.peak - weights, flops

@@ -8,7 +8,7 @@ bytes per weight, shared by the ranks.
 probabilities exist for one chunk at a time. By default the logits of all chunks exist in the
 compute dtype. With ``recompute``, only hidden states are kept. The logits of a chunk are computed
 in the forward and again in the backward pass. The loss and the gradients are the same. A run
-recomputes logits of more than 1 GiB per micro-batch (`Plan.recomputes_logits`).
+recomputes logits of more than 1 GiB per micro-batch (`TrainingRun.recomputes_logits`).
 """
 
 import copy
@@ -34,6 +34,11 @@ _LOSSES = {
 }
 
 Logits = torch.Tensor | list[torch.Tensor]
+
+
+def output_chunks(loss: Any) -> int:
+    """Return how many chunks of logits a loss component takes. 0: it takes them in one piece."""
+    return getattr(loss, "num_output_chunks", 0)
 
 
 def as_chunks(logits: Logits) -> list[torch.Tensor]:

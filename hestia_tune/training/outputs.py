@@ -30,8 +30,6 @@ from hestia_tune.files import digest, read_json, read_state, staged, write_json
 from hestia_tune.models import checkpoints
 from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, hub_name
 from hestia_tune.models.packed_layouts import dense_config
-from hestia_tune.qat.linear import weights_of
-from hestia_tune.sensitivity import model_fingerprint
 
 RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
 # Names of models in the validation losses.
@@ -72,7 +70,10 @@ def read_results(folder: str | Path, key: str, names: Iterable[str]) -> dict[str
 
 
 def reconstructed_weights(
-    pretrained: Mapping[str, torch.Tensor], folder: str | Path, results: Mapping[str, Any]
+    pretrained: Mapping[str, torch.Tensor],
+    folder: str | Path,
+    results: Mapping[str, Any],
+    fingerprint: str,
 ) -> dict[str, torch.Tensor]:
     """Return the pretrained state dict with the float32 weights of a reconstruction.
 
@@ -80,11 +81,13 @@ def reconstructed_weights(
         pretrained: The pretrained state dict.
         folder: Folder of the reconstruction.
         results: The description from `read_results`.
+        fingerprint: The `hestia_tune.sensitivity.model_fingerprint` of the pretrained weights of
+            the reconstructed linears.
 
     Raises:
         InputError: If the reconstruction was made from another model.
     """
-    if model_fingerprint(weights_of(results["layers"], pretrained)) != results["model_fingerprint"]:
+    if fingerprint != results["model_fingerprint"]:
         raise InputError(
             f"reconstruction: {folder} was made from another model than the checkpointer's; "
             "reconstruct this model"

@@ -177,7 +177,7 @@ class HestiaQATRecipe(RecipeBase):
         description = {
             "hestia_tune": hestia_tune.__version__,
             "step": self.global_step,
-            **self.plan.component.describe(self._model),
+            **self.run.component.describe(self._model),
             "validation_loss": losses,
             **outputs.provenance(self.config, self.tokens_seen),
             **self._identity,
@@ -188,7 +188,7 @@ class HestiaQATRecipe(RecipeBase):
         log.info(f"writing the ternary model to {self.output_dir / 'hard_model'}")
 
         def write() -> None:
-            folder, checkpointer = self.output_dir, self.plan.checkpointer
+            folder, checkpointer = self.output_dir, self.run.checkpointer
             outputs.write_hard_model(state, checkpointer, folder / "hard_model", description)
             modules = (hestia_tune, torch, torchao, torchtune)
             versions = {module.__name__: module.__version__ for module in modules}

@@ -13,6 +13,7 @@ from hestia_tune.distributed import end_process_group
 from hestia_tune.export.folder import write_card
 from hestia_tune.models.folder import hub_name
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
+from hestia_tune.run import Run
 from hestia_tune.training.outputs import provenance
 
 BASE_CARD = "---\nlicense: apache-2.0\nlanguage: [en]\nbase_model: other/base\n---\n# Its own\n"
@@ -116,7 +117,7 @@ def test_card_of_an_untrained_model_claims_no_training(trained, tmp_path):
 def test_card_of_a_reconstruction(trained, tmp_path):
     folder, _ = trained
     options = ("reconstruct.num_samples=8", "reconstruct.batch_size=4", "reconstruct.epochs=1")
-    ReconstructionRecipe(make_config(folder, tmp_path, *options)).run()
+    ReconstructionRecipe(Run.of(make_config(folder, tmp_path, *options))).run()
     end_process_group()
     _, rows = read(tmp_path / "reconstruction" / "hard_model")
     assert rows["tokens"] == ["128"] and "reconstructed, hard" in rows and "trained" not in rows

@@ -14,8 +14,8 @@ from hestia_tune.commands.qat import run_reconstruct
 from hestia_tune.config.run import RunConfig
 from hestia_tune.reconstruction.estimate import decide
 from hestia_tune.reconstruction.folder import Windows
+from hestia_tune.run import TrainingRun
 from hestia_tune.training.estimate import estimate
-from hestia_tune.training.plan import plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("end_process_group")]
 
@@ -80,7 +80,7 @@ def workspace():
 
 
 def planned(cfg):
-    return plan(RunConfig.parse(cfg).changed(overwrite_output=True))
+    return TrainingRun.of(RunConfig.parse(cfg).changed(overwrite_output=True))
 
 
 @pytest.mark.parametrize(

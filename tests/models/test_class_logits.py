@@ -10,7 +10,7 @@ from tiny import random_dataset, run
 from torch import nn
 
 from hestia_tune.commands.qat import run_reconstruct
-from hestia_tune.commands.sensitivity import estimate
+from hestia_tune.commands.sensitivity import run_sensitivity
 from hestia_tune.config.run import RunConfig
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
@@ -103,7 +103,7 @@ def test_a_run_refuses_other_logits_before_it_begins(tmp_path, monkeypatch, init
     assert not list(out.glob("*"))
 
 
-@pytest.mark.parametrize("command", [estimate, run_reconstruct])
+@pytest.mark.parametrize("command", [run_sensitivity, run_reconstruct])
 def test_commands_before_a_run_refuse_other_logits(tmp_path, monkeypatch, command):
     folder, out = make_family(tmp_path / "model", "Llama"), tmp_path / "out"
     monkeypatch.setattr(LLAMA, "forward", DIFFERENT["another backbone"][0])

@@ -21,6 +21,7 @@ from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_files import model_on_meta, names_in_files, read_weights
 from hestia_tune.models.hugging_face_model import hugging_face
 from hestia_tune.qat.linear import quantized_linears, weights_of
+from hestia_tune.run import Run
 from hestia_tune.sensitivity.curvature import (
     CalibrationBatch,
     HessianBatch,
@@ -287,7 +288,7 @@ def test_transformers_models_do_not_generate_training_text(tmp_path):
     text = {"num_sequences": 2, "seq_len": 8, "cache_dir": str(tmp_path / "text")}
     cfg.dataset = {"_component_": SELF_GENERATED} | text
     with pytest.raises(InputError, match="by models that torchtune builds"):
-        generate_missing(RunConfig.parse(cfg))
+        generate_missing(Run.of(RunConfig.parse(cfg)))
 
 
 def test_missing_weights_are_refused(tmp_path):

@@ -18,8 +18,8 @@ from hestia_tune.reconstruction import estimate as estimate_module
 from hestia_tune.reconstruction import window
 from hestia_tune.reconstruction.estimate import decide, describe_stages, stages
 from hestia_tune.reconstruction.streams import pieces
+from hestia_tune.run import TrainingRun
 from hestia_tune.training import estimate
-from hestia_tune.training.plan import plan
 
 OPTIONS = ("reconstruct.num_samples=8", "reconstruct.batch_size=8", "reconstruct.epochs=1")
 OPTIONS += ("reconstruct.kl_blocks=2", "dataset.seq_len=64", "dataset.num=32", "dataset_val=null")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("end_process_group")
 
 
 def planned(model_dir, folder, *overrides):
-    return plan(RunConfig.parse(make_config(model_dir, folder, *OPTIONS, *overrides)))
+    return TrainingRun.of(RunConfig.parse(make_config(model_dir, folder, *OPTIONS, *overrides)))
 
 
 def test_a_stage_of_several_blocks_recomputes_where_it_does_not_fit(model_dir, tmp_path):

@@ -9,7 +9,6 @@ import torch
 from omegaconf import OmegaConf
 from tiny import NUM_QUANTIZED, logged, make_config, run
 
-from hestia_tune.commands.bits import choose_bits
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat, run_reconstruct
 from hestia_tune.config.run import RunConfig
@@ -17,7 +16,8 @@ from hestia_tune.errors import InputError
 from hestia_tune.files import write_json
 from hestia_tune.models.embedding import round_embedding
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.training.plan import plan
+from hestia_tune.run import Run, TrainingRun
+from hestia_tune.stages import choose_bits
 
 SETTINGS = (
     "bits.average=3.3",
@@ -83,10 +83,10 @@ def test_a_resumed_run_reads_its_choices(finished, caplog):
     try:
         edit(path, **{name: "int2" if choice == "int4" else "int4"})
         with pytest.raises(InputError, match="has quantizer mixed, .*this run mixed, "):
-            plan(RunConfig.parse(config))
+            TrainingRun.of(RunConfig.parse(config))
         path.unlink()
         with pytest.raises(InputError, match=r"bits\.json does not exist"):
-            plan(RunConfig.parse(config))
+            TrainingRun.of(RunConfig.parse(config))
     finally:
         path.write_text(text)
     weights = (folder / "hard_model" / "model-00001-of-00001.safetensors").read_bytes()
@@ -114,37 +114,39 @@ def test_choices_may_be_edited_and_other_settings_are_refused(finished, tmp_path
     config, folder = finished
     changes = {"output_dir": str(tmp_path), "sensitivity": str(folder / "sensitivity.json")}
     config = RunConfig.parse(OmegaConf.merge(config, changes))
-    first = choose_bits(config)
+    first = choose_bits(Run.of(config)).config
     path = tmp_path / "bits.json"
     assert choices_in(tmp_path) == choices_in(folder)
     name, other = list(choices_in(tmp_path))[:2]
     edit(path, **{name: "bf16", other: "bf16"})
     caplog.set_level("INFO", "hestia_tune")
-    second = choose_bits(config)
+    second = choose_bits(Run.of(config)).config
     assert second.quantizer["layers"][name] is None and second.bits.average is None
     assert second.quantizer != first.quantizer
     assert "edited by hand" in caplog.text and "exceed bits.average 3.3" in caplog.text
     with pytest.raises(InputError, match=r"bits\.json: it was made with another average; use the"):
-        choose_bits(config.changed(bits={"average": 3.4}))
+        choose_bits(Run.of(config.changed(bits={"average": 3.4})))
     write_json(path, (saved := json.loads(path.read_text())) | {"embedding": "int8"})
     with pytest.raises(InputError, match="made with another embedding"):
-        choose_bits(config)
+        choose_bits(Run.of(config))
     write_json(path, saved)
     with pytest.raises(InputError, match=r"made with another by; use the same settings, delete"):
-        plan(config.changed(bits={"by": "error"}), trains=False)
-    choose_bits(config.changed(bits={"by": "uniform"}), overwrite=True)
+        Run.of(config.changed(bits={"by": "error"}))
+    uniform = config.changed(bits={"by": "uniform"}, overwrite_output=True)
+    choose_bits(Run.of(uniform), overwrite=True)
     assert choices_in(tmp_path) != choices_in(folder)
     edit(path, **dict.fromkeys(choices_in(tmp_path), "bf16"))
     with pytest.raises(InputError, match="leaves every linear dense"):
-        choose_bits(config.changed(bits={"by": "uniform"}))
+        choose_bits(Run.of(uniform))
     edit(path, **{name: "int3"})
     with pytest.raises(InputError, match=rf"the choice of {name} must be one of ternary, int2"):
-        choose_bits(config.changed(bits={"by": "uniform"}))
+        choose_bits(Run.of(uniform))
+    edit(path, **dict.fromkeys(choices_in(tmp_path), "int4"))
     saved = json.loads(path.read_text())
     del saved["layers"][name]
     write_json(path, saved)
     with pytest.raises(InputError, match=f"linears differ in {name}; correct the file"):
-        choose_bits(config.changed(bits={"by": "uniform"}))
+        choose_bits(Run.of(uniform))
 
 
 def test_a_reconstruction_chooses_and_training_starts_from_it(finished, model_dir, tmp_path):
@@ -184,7 +186,7 @@ def test_it_is_refused_before_anything_is_read(model_dir, tmp_path, override):
     if "Fairy2i" in override:
         config.quantizer = {"_component_": "hestia_tune.Fairy2iQATQuantizer"}
     with pytest.raises(InputError, match=re.escape(REFUSED[override])):
-        plan(RunConfig.parse(config))
+        TrainingRun.of(RunConfig.parse(config))
     assert not (tmp_path / "bits.json").exists()
 
 

@@ -21,14 +21,14 @@ from tiny import (
 )
 
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import warn_once
 from hestia_tune.models.build import llama
 from hestia_tune.reconstruction import engine
+from hestia_tune.run import Run, TrainingRun
+from hestia_tune.stages import measure_sensitivity
 from hestia_tune.training.data import calibration_batches
 from hestia_tune.training.loader import TrainingData
-from hestia_tune.training.plan import plan
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -135,11 +135,10 @@ def test_two_ranks_resume_exactly(chat_dir, tmp_path, chats, kind):
 
 def reference_loss(chat_dir, output, batches):
     """Return the mean loss of the pretrained model over the tokens with a label, one by one."""
-    from hestia_tune.training.weights import read_pretrained
-
     cfg = RunConfig.parse(make_config(chat_dir, output))
     model = llama(**{k: v for k, v in cfg.model.items() if k != "_component_"})
-    model.load_state_dict(read_pretrained(plan(cfg, trains=False)))
+    run = Run.of(cfg)
+    model.load_state_dict(run.pretrained.read(run, run.prepared))
     total, count = 0.0, 0
     for ids, labels in batches:
         with torch.no_grad():
@@ -172,7 +171,7 @@ def test_a_run_that_resumes_on_another_day(chat_dir, tmp_path, chats, monkeypatc
         def today(cls):
             return datetime.date(2031, 9, 1)
 
-    for module in ("hestia_tune.models.tokenizers", "hestia_tune.training.plan"):
+    for module in ("hestia_tune.models.tokenizers", "hestia_tune.run"):
         monkeypatch.setattr(f"{module}.date", Later)
     resume = "resume_from_checkpoint=True"
     assert run(config(folder, tmp_path / "cut", chats, most, resume, dataset=data)).finished
@@ -236,7 +235,7 @@ def test_all_three_stages_run_on_chats(chat_dir, tmp_path, chats, kind, monkeypa
     cfg = config(chat_dir, tmp_path, chats, *FEW, dataset=dataset_of(kind, chats))
     cfg.dataset_val = section(chats / "held.jsonl", HELD)
     parsed = RunConfig.parse(cfg)
-    batches = calibration_batches(parsed, plan(parsed, trains=False).tokenizer, 8, 4)
+    batches = calibration_batches(parsed, Run.of(parsed).tokenizer, 8, 4)
     assert run_qat(cfg) == 0
     found = json.loads((tmp_path / "reconstruction" / "reconstruction.json").read_text())
     measures = [window["measure"] for window in found["windows"]]
@@ -259,9 +258,9 @@ def test_sensitivity_is_measured_on_chats(chat_dir, tmp_path, chats, kind):
         chat_dir, tmp_path, chats, "sensitivity_estimation.num_samples=3",
         "sensitivity_estimation.num_probes=2", dataset=dataset_of(kind, chats),
     )  # fmt: skip
-    artifact = estimate(RunConfig.parse(cfg))
+    artifact = measure_sensitivity(Run.of(RunConfig.parse(cfg))).artifact
     parsed = RunConfig.parse(cfg)
-    batches = calibration_batches(parsed, plan(parsed, trains=False).tokenizer, 3, 1)
+    batches = calibration_batches(parsed, Run.of(parsed).tokenizer, 3, 1)
     assert artifact.tokens_seen == sum(batch.num_predicted for batch in batches)
 
 
@@ -286,7 +285,7 @@ def test_torchtunes_chat_dataset_has_our_masks(tmp_path, chats, template, packed
     run(cfg)
     assert len(logged(tmp_path / "run")) == 6
     parsed = RunConfig.parse(cfg)
-    planned = plan(parsed.changed(overwrite_output=True))
+    planned = TrainingRun.of(parsed.changed(overwrite_output=True))
     own = config(folder, tmp_path / "x", chats, packed=False, seq_len=64)
     theirs = planned.data.dataset
     if packed:
@@ -306,7 +305,7 @@ def told(caplog, cfg):
     warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         parsed = RunConfig.parse(cfg)
-        planned = plan(parsed, trains=False)
+        planned = Run.of(parsed)
         TrainingData(parsed, planned.tokenizer, ignore_index=-100, seed=0)
     return caplog.text
 
@@ -399,14 +398,14 @@ def test_wrong_sections_are_refused_before_the_run(chat_dir, tmp_path, chats, da
     if isinstance(data, dict) and "source" in data:
         data = data | {"data_files": str(chats / "train.jsonl")}
     with pytest.raises(ValueError) as raised:
-        plan(RunConfig.parse(config(chat_dir, tmp_path, chats, dataset=data)))
+        TrainingRun.of(RunConfig.parse(config(chat_dir, tmp_path, chats, dataset=data)))
     assert message in str(raised.value)
 
 
 def test_streams_in_a_list_need_weights(chat_dir, tmp_path, chats):
     data = [{k: v for k, v in part.items() if k != "weight"} for part in mixture(chats)]
     with pytest.raises(ValueError, match="streams in a list need a weight in every section"):
-        plan(RunConfig.parse(config(chat_dir, tmp_path, chats, dataset=data)))
+        TrainingRun.of(RunConfig.parse(config(chat_dir, tmp_path, chats, dataset=data)))
     with pytest.raises(ValueError, match="the number of steps is not known; give max_steps"):
         cfg = config(chat_dir, tmp_path, chats, "max_steps=null", dataset=mixture(chats))
-        plan(RunConfig.parse(cfg))
+        TrainingRun.of(RunConfig.parse(cfg))

@@ -10,12 +10,13 @@ from tiny import SHAPE, logged, make_config, make_model_dir, random_dataset, run
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
+from hestia_tune import run as runs
 from hestia_tune.config import DistillationConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.training import loss, plan
+from hestia_tune.training import loss
 from hestia_tune.training.loss import distillation_loss_sum
 from hestia_tune.training.recipe import HestiaQATRecipe
 
@@ -131,7 +132,7 @@ def test_recomputed_logits_give_the_same_training(
     head = loss._head
     monkeypatch.setattr(loss, "_head", lambda *args: seen.append(args[1].shape) or head(*args))
     for large in (2**30, 0):
-        monkeypatch.setattr(plan, "_LARGE_LOGITS", large)
+        monkeypatch.setattr(runs, "_LARGE_LOGITS", large)
         options = (f"distillation.weight={weight}", "max_steps=4", f"dtype={dtype}")
         cfg = make_config(model_dir, tmp_path / f"{large}", *options, "compile=False")
         if transformers:
@@ -150,7 +151,7 @@ def as_rank(rank, port, model_dir, folder):
     names = ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
     for large in (2**30, 0):
-        plan._LARGE_LOGITS = large
+        runs._LARGE_LOGITS = large
         options = ("distillation.weight=0.5", "max_steps=3", "compile=False")
         recipe = HestiaQATRecipe(make_config(model_dir, f"{folder}/{large}", *options))
         recipe.setup(recipe.config)

@@ -11,11 +11,11 @@ from tiny import logged, run
 
 import hestia_tune
 from hestia_tune.commands.convert import ConvertRecipe
-from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
 from hestia_tune.models import build
 from hestia_tune.models.checkpoints import names_in_files
-from hestia_tune.training.plan import plan
+from hestia_tune.run import Run, TrainingRun
+from hestia_tune.stages import measure_sensitivity
 
 transformers = pytest.importorskip("transformers")
 
@@ -112,7 +112,7 @@ def test_files_hold_the_hard_model_or_are_refused(trained, source):
 def test_formats_are_refused_before_training(trained):
     config = config_of(trained, "convert.formats=[compressed_tensors]", "overwrite_output=True")
     with pytest.raises(ValueError, match=r"cannot hold the weights of experts, such as \S+gate_up"):
-        plan(RunConfig.parse(config))
+        TrainingRun.of(RunConfig.parse(config))
     torch.distributed.destroy_process_group()
 
 
@@ -124,7 +124,7 @@ def test_tau_auto_and_sensitivity_cover_experts(trained):
     path = folder / "sensitivity.json"
     section = {"num_samples": 2, "num_probes": 2, "output": str(path)}
     cfg.sensitivity_estimation = section | {"curvature": "fisher", "target_standard_error": 0.5}
-    scores = estimate(cfg).scores
+    scores = measure_sensitivity(Run.of(cfg)).artifact.scores
     torch.distributed.destroy_process_group()
     experts = {name: score for name, score in scores.items() if ".experts." in name}
     assert len(experts) == 4 and len(set(experts.values())) > 1

@@ -14,11 +14,12 @@ from torchtune.models.convert_weights import hf_to_tune
 from hestia_tune import Fairy2iQATQuantizer, Fairy2iTensor
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.config.run import RunConfig
 from hestia_tune.functional import hard_fairy2i
 from hestia_tune.models.load import load_model
 from hestia_tune.qat.linear import full_tensor
+from hestia_tune.run import Run
+from hestia_tune.stages import measure_sensitivity
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -46,7 +47,7 @@ def test_the_hard_model_follows_from_the_latent_weights(model_dir, tmp_path, gra
         latents.update({name: full_tensor(value).clone() for name, value in state.items()})
 
     recipe = run(config(model_dir, tmp_path, granularity=granularity), keep)
-    assert recipe.plan.component.method.key() == f"fairy2i, num_stages=2, granularity={granularity}"
+    assert recipe.run.component.method.key() == f"fairy2i, num_stages=2, granularity={granularity}"
     losses = json.loads((tmp_path / "results.json").read_text())["validation_loss"]
     assert list(losses) == ["pretrained", "naive fairy2i", "trained, hard"]
     assert "zero_fraction" not in (tmp_path / "metrics.jsonl").read_text()
@@ -88,7 +89,7 @@ def test_the_sensitivity_changes_the_temperatures(model_dir, tmp_path):
     options = ("sensitivity_estimation.num_samples=4", "sensitivity_estimation.curvature=fisher")
     assert run_qat(config(model_dir, tmp_path, *options, "sensitivity=auto")) == 0
     assert logged(tmp_path, "tau_max")[1] > logged(tmp_path, "tau_min")[1]
-    artifact = estimate(config(model_dir, tmp_path, *options))  # reused
+    artifact = measure_sensitivity(Run.of(config(model_dir, tmp_path, *options))).artifact  # reused
     assert len(artifact.scores) == 14
 
 

@@ -12,11 +12,12 @@ from tiny import logged, run, tune_run, write_config
 import hestia_tune
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.launch import main
-from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.export.gguf_families import LlamaModel, check_architecture
 from hestia_tune.models.checkpoints import complete_checkpoints, names_in_files
 from hestia_tune.qat.linear import weights_of
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
+from hestia_tune.run import Run
+from hestia_tune.stages import measure_sensitivity
 
 transformers = pytest.importorskip("transformers")
 
@@ -122,7 +123,7 @@ def test_sensitivity(trained):
     section = {"num_samples": 2, "curvature": "fisher", "target_standard_error": 0.5}
     cfg = config_of(trained)
     cfg.sensitivity_estimation = section
-    artifact = estimate(cfg)
+    artifact = measure_sensitivity(Run.of(cfg)).artifact
     torch.distributed.destroy_process_group()
     description = json.loads((trained[1] / "out" / "hard_model" / "hestia.json").read_text())
     assert list(artifact.scores) == description["layers"]
@@ -159,7 +160,7 @@ def test_reconstruction(trained):
     family, folder = trained
     overrides = ("reconstruct.num_samples=8", "reconstruct.batch_size=4", "reconstruct.epochs=8")
     cfg = config_of(trained, *overrides, "reconstruct.kl_blocks=2")
-    recipe = ReconstructionRecipe(cfg)
+    recipe = ReconstructionRecipe(Run.of(cfg))
     recipe.run()
     torch.distributed.destroy_process_group()
     assert recipe.finished
@@ -228,7 +229,7 @@ def test_documents_in_one_sequence_train(tmp_path):
     cfg.dataset = data
     assert run(cfg).finished
     cfg.sensitivity_estimation = {"num_samples": 2, "num_probes": 2}
-    assert estimate(cfg).scores
+    assert measure_sensitivity(Run.of(cfg)).artifact.scores
     torch.distributed.destroy_process_group()
 
 

@@ -20,9 +20,9 @@ from hestia_tune.data import TokenizedSet, self_generated_dataset, verify_token_
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
+from hestia_tune.run import Run
 from hestia_tune.training import generation
 from hestia_tune.training.data import calibration_batches
-from hestia_tune.training.plan import plan
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -39,7 +39,7 @@ def small_batches():
 
 def run(cfg, *more):
     """Generate the missing text, as every command does first, and then call `tiny.run`."""
-    generation.generate_missing(RunConfig.parse(cfg))
+    generation.generate_missing(Run.of(RunConfig.parse(cfg)))
     return train(cfg, *more)
 
 
@@ -244,10 +244,10 @@ def test_calibration_generates_too(model_dir, tmp_path, seq_len):
     cfg = RunConfig.parse(config(model_dir, tmp_path, tmp_path / "set", seq_len=seq_len))
     if seq_len == 65:
         with pytest.raises(ValueError, match="must be at most the model's max_seq_len, 64; got 65"):
-            generation.generate_missing(cfg)
+            generation.generate_missing(Run.of(cfg))
         return
-    generation.generate_missing(cfg)
-    planned = plan(cfg, trains=False)
+    generation.generate_missing(Run.of(cfg))
+    planned = Run.of(cfg)
     [batch] = calibration_batches(cfg, planned.tokenizer, num_samples=5, batch_size=5)
     assert batch.tokens.shape == (5, 64) and (tmp_path / "set" / "index.json").is_file()
 

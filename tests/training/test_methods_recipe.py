@@ -89,7 +89,7 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
     for key, value in hard_weights(tmp_path / "whole").items():
         assert torch.equal(hard[key], value), key
 
-    component, methods = whole.plan.component, whole.plan.methods
+    component, methods = whole.run.component, whole.run.methods
     method = component.method
     left_out = {"onnx"} | ({"gguf"} if method.group_size == "tensor" else set())
     shared = set.intersection(*(set(each.file_formats) for each in methods.values()))

@@ -85,7 +85,7 @@ def test_the_run_records_every_method_and_reads_them_again(model_dir, trained):
     losses = json.loads((folder / "results.json").read_text())["validation_loss"]
     assert [*losses] == ["pretrained", "naive mixed", "trained, hard"]
     description = json.loads((folder / "hard_model" / "hestia.json").read_text())
-    key = recipe.plan.component.key()
+    key = recipe.run.component.key()
     assert description["quantizer"] == key and key.startswith("mixed, layers=")
     assert description["methods"] == {name: each for name, each in KEYS.items() if each}
     assert len(description["layers"]) == 13

@@ -22,7 +22,7 @@ from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_model import hugging_face
 from hestia_tune.qat.linear import full_tensor
-from hestia_tune.training.weights import draw_weights
+from hestia_tune.weights import draw_weights
 
 RANDOM = ("init=random",)
 

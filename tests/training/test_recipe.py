@@ -23,7 +23,6 @@ from tiny import (
 from torchtune.models.convert_weights import hf_to_tune
 
 from hestia_tune import AnnealingSchedule, HestiaQATQuantizer, ScheduleDriver
-from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.data import DataStreamError
 from hestia_tune.errors import warn_once
 from hestia_tune.functional import hard_ternary
@@ -32,7 +31,9 @@ from hestia_tune.models.checkpoints import complete_checkpoints
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import full_tensor, local_rows, quantized_linears
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
+from hestia_tune.run import Run
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
+from hestia_tune.stages import measure_sensitivity
 from hestia_tune.training.recipe import HestiaQATRecipe
 
 TOKENS = torch.randint(1, 200, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -188,14 +189,14 @@ def test_bfloat16_compute_keeps_float32_latents(model_dir, tmp_path):
     assert torch.equal(state["model.layers.0.mlp.gate_proj.weight"], recipe.expected)
 
 
-@pytest.mark.parametrize("recipe_class", [HestiaQATRecipe, ReconstructionRecipe])
+@pytest.mark.parametrize("begin", [HestiaQATRecipe, Run.of])
 def test_a_warning_on_a_processor_that_is_slow_in_bfloat16(
-    recipe_class, model_dir, tmp_path, monkeypatch, caplog
+    begin, model_dir, tmp_path, monkeypatch, caplog
 ):
     def told(*overrides):
         warn_once.cache_clear()
         caplog.clear()
-        recipe_class(make_config(model_dir, tmp_path, *overrides))
+        begin(make_config(model_dir, tmp_path, *overrides))
         return caplog.text.count("this processor has no products in bfloat16")
 
     for is_supported in (False, True):
@@ -418,7 +419,7 @@ def test_validation_data_with_nothing_to_predict(model_dir, tmp_path):
     cfg = make_config(model_dir, tmp_path, *odd, "batch_size_val=1")
     recipe = run(cfg)
     assert all(math.isfinite(loss) for loss in recipe.validation_losses.values())
-    recipe = ReconstructionRecipe(OmegaConf.merge(cfg, {"reconstruct": {"num_samples": 8}}))
+    recipe = ReconstructionRecipe(Run.of(OmegaConf.merge(cfg, {"reconstruct": {"num_samples": 8}})))
     recipe.run()
     assert all(math.isfinite(loss) for loss in recipe.losses.values()) and recipe.losses
     cfg.dataset_val.num = 4
@@ -430,7 +431,7 @@ def test_validation_data_with_nothing_to_predict(model_dir, tmp_path):
 
 def test_calibration_batches_with_nothing_to_predict_are_left_out(model_dir, tmp_path):
     odd = ("dataset._component_=tiny.half_ignored_dataset", "sensitivity_estimation.num_samples=8")
-    artifact = estimate(make_config(model_dir, tmp_path, *odd))
+    artifact = measure_sensitivity(Run.of(make_config(model_dir, tmp_path, *odd))).artifact
     assert artifact.dataset["num_batches"] == artifact.dataset["num_samples"] < 8
 
 

@@ -26,9 +26,9 @@ from hestia_tune.qat.linear import full_tensor, quantized_linears
 from hestia_tune.reconstruction import engine
 from hestia_tune.reconstruction import recipe as reconstruct
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
+from hestia_tune.run import Run
 from hestia_tune.training.data import calibration_batches
 from hestia_tune.training.loader import TrainingData
-from hestia_tune.training.plan import plan
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -91,15 +91,15 @@ def test_the_head_computes_the_same_without_a_copy_of_its_own(model_dir, tmp_pat
 def test_a_finished_reconstruction_is_used_again_and_not_replaced(model_dir, finished):
     folder, _ = finished
     written = (folder / "reconstruction.json").stat().st_mtime_ns
-    recipe = ReconstructionRecipe(config(model_dir, folder.parent))
+    recipe = ReconstructionRecipe(Run.of(config(model_dir, folder.parent)))
     recipe.run()
     assert recipe.finished and not recipe.computed
     assert (folder / "reconstruction.json").stat().st_mtime_ns == written
     with pytest.raises(ValueError, match="another settings.lr; set reconstruct.overwrite=True"):
-        ReconstructionRecipe(config(model_dir, folder.parent, "reconstruct.lr=0.1")).run()
+        ReconstructionRecipe(Run.of(config(model_dir, folder.parent, "reconstruct.lr=0.1"))).run()
     with pytest.raises(ValueError, match="made with another quantizer"):
         other = config(model_dir, folder.parent, "quantizer.group_size=16")
-        ReconstructionRecipe(other).run()
+        ReconstructionRecipe(Run.of(other)).run()
 
 
 def test_other_validation_data_are_measured(model_dir, finished, tmp_path):
@@ -383,7 +383,7 @@ def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
     losses = run(cfg).validation_losses
     assert losses["trained, hard"] == pytest.approx(losses["reconstructed, hard"], rel=1e-6)
     cfg.dataset_val.num = 5  # the finished reconstruction is loaded and measured again
-    recipe = ReconstructionRecipe(cfg)
+    recipe = ReconstructionRecipe(Run.of(cfg))
     recipe.run()
     assert not recipe.computed and recipe.losses["reconstructed, hard"] == pytest.approx(
         run(OmegaConf.merge(cfg, {"overwrite_output": True})).validation_losses["trained, hard"],
@@ -454,7 +454,7 @@ def test_training_after_a_reconstruction_has_another_order(model_dir, tmp_path, 
             "data_files": str(tmp_path / "tokens"),
         }
     parsed = RunConfig.parse(cfg)
-    planned = plan(parsed, trains=False)
+    planned = Run.of(parsed)
     [drawn] = calibration_batches(parsed, planned.tokenizer, num_samples=8, batch_size=8)
 
     def first(parsed):

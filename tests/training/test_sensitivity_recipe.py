@@ -73,7 +73,7 @@ def test_the_picture_shows_the_temperatures_of_the_run(model_dir, tmp_path, monk
     def record(schedule, scores, path):
         drawn.extend(schedule.temperature(0, score) for score in scores.values())
 
-    monkeypatch.setattr("hestia_tune.commands.sensitivity.plot_temperatures", record)
+    monkeypatch.setattr("hestia_tune.stages.plot_temperatures", record)
     options = (*FISHER, f"schedule.tau_init={tau_init}", "schedule.alpha=0.4")
     artifact = estimate(model_dir, tmp_path, *options)
     path = f"sensitivity={tmp_path}/sensitivity.json"
@@ -87,7 +87,7 @@ def test_out_of_memory_names_the_remedy(model_dir, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr("hestia_tune.commands.sensitivity.estimate_sensitivity", fail)
+    monkeypatch.setattr("hestia_tune.stages.estimate_sensitivity", fail)
     with pytest.raises(ValueError, match="ran out of memory .*; lower .*batch_size, or use curv"):
         estimate(model_dir, tmp_path)
     with pytest.raises(ValueError, match="batch_size; the estimation then starts"):
@@ -108,7 +108,7 @@ def test_an_artifact_of_this_estimation_is_reused(model_dir, tmp_path, monkeypat
     def fail(*args, **kwargs):
         raise AssertionError("estimated again")
 
-    monkeypatch.setattr("hestia_tune.commands.sensitivity.estimate_sensitivity", fail)
+    monkeypatch.setattr("hestia_tune.stages.estimate_sensitivity", fail)
     assert estimate(model_dir, tmp_path) == first
 
 
@@ -135,7 +135,7 @@ def test_another_kappa_needs_no_new_estimation(model_dir, tmp_path, monkeypatch)
     def fail(*args, **kwargs):
         raise AssertionError("estimated again")
 
-    monkeypatch.setattr("hestia_tune.commands.sensitivity.estimate_sensitivity", fail)
+    monkeypatch.setattr("hestia_tune.stages.estimate_sensitivity", fail)
     found = estimate(model_dir, tmp_path, "sensitivity_estimation.kappa=2")
     scores, _ = sensitivity_scores(first.traces, first.standard_errors, kappa=2)
     assert found.traces == first.traces and found.scores == scores

@@ -7,14 +7,14 @@ import pytest
 import torch
 from tiny import SHAPE, make_config
 
+from hestia_tune import run as runs
 from hestia_tune.config.run import RunConfig
+from hestia_tune.run import TrainingRun
 from hestia_tune.training import estimate as estimates
-from hestia_tune.training import plan as plans
-from hestia_tune.training.plan import plan
 
 
 def planned(model_dir, folder, *overrides):
-    return plan(RunConfig.parse(make_config(model_dir, folder, *overrides)))
+    return TrainingRun.of(RunConfig.parse(make_config(model_dir, folder, *overrides)))
 
 
 def test_live_bytes_counts_what_exists_at_the_same_time():
@@ -41,7 +41,7 @@ def test_the_state_is_counted_per_weight(model_dir, tmp_path):
     overrides = ("frozen_modules=[tok_embeddings]", "distillation.weight=0.5")
     cfg = make_config(model_dir, tmp_path / "b", *overrides)
     cfg.optimizer = {"_component_": "torch.optim.SGD", "lr": 0.1}
-    need = estimates.estimate(plan(RunConfig.parse(cfg)))
+    need = estimates.estimate(TrainingRun.of(RunConfig.parse(cfg)))
     assert need.state == 4 * whole + 4 * whole + effective  # latents and teacher
 
 
@@ -65,7 +65,7 @@ def test_recomputing_activations_saves_memory_and_costs_operations(model_dir, tm
 def test_recomputing_logits_saves_memory_and_costs_operations(model_dir, tmp_path, monkeypatch):
     options = ("distillation.weight=1", "dataset.seq_len=64", "dataset.num=64", "batch_size=8")
     plain = estimates.estimate(planned(model_dir, tmp_path / "run", *options))
-    monkeypatch.setattr(plans, "_LARGE_LOGITS", 0)
+    monkeypatch.setattr(runs, "_LARGE_LOGITS", 0)
     again = estimates.estimate(planned(model_dir, tmp_path / "run", *options))
     tokens = 8 * 64
     assert plain.activations - again.activations > 4 * 264 * tokens  # the logits of a model

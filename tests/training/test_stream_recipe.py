@@ -10,10 +10,11 @@ from torch import distributed
 from torch.utils.data import DistributedSampler
 from torchtune.training.metric_logging import DiskLogger
 
-from hestia_tune.commands.sensitivity import estimate
 from hestia_tune.commands.tokenize import run_tokenize
 from hestia_tune.data import DataStreamError, PositionSampler
 from hestia_tune.models import checkpoints
+from hestia_tune.run import Run
+from hestia_tune.stages import measure_sensitivity
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -218,11 +219,13 @@ def test_a_stream_that_ends_too_soon_is_an_error(model_dir, tmp_path, files):
 
 def test_calibration_samples_of_a_stream(model_dir, tmp_path, files):
     options = ("sensitivity_estimation.num_samples=5", "sensitivity_estimation.curvature=fisher")
-    first = estimate(config(model_dir, tmp_path / "a", files, *options))
-    second = estimate(config(model_dir, tmp_path / "b", files, *options))
+    first = measure_sensitivity(Run.of(config(model_dir, tmp_path / "a", files, *options))).artifact
+    second = measure_sensitivity(
+        Run.of(config(model_dir, tmp_path / "b", files, *options))
+    ).artifact
     assert first.traces == second.traces and first.dataset["num_samples"] == 5
     other = config(model_dir, tmp_path / "c", files, *options, "seed=9")
-    assert estimate(other).dataset["digest"] != first.dataset["digest"]
+    assert measure_sensitivity(Run.of(other)).artifact.dataset["digest"] != first.dataset["digest"]
 
 
 def tokenized(model_dir, folder, files):

@@ -1,0 +1,481 @@
+"""What a run knows: its config, model, weights and data, checked before anything starts.
+
+`Run.of` decides and checks everything that all commands share: the device, the output folder, the
+model on the meta device, names and shapes in the weight files, the tokenizer, and the formats to
+write. `TrainingRun.of` adds what training needs. Neither computes with a weight, so a wrong config
+fails within seconds. ``hestia validate`` makes a `TrainingRun` and nothing else.
+
+The stages of a run (`hestia_tune.stages`) take a run and return it with what they have found.
+"""
+
+import dataclasses
+import functools
+import inspect
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtune import utils
+
+from hestia_tune.bits import Budget, chosen, with_choices
+from hestia_tune.config.machine import is_slow_in_bf16
+from hestia_tune.config.run import RunConfig
+from hestia_tune.distributed import ensure_process_group, on_first_rank, together
+from hestia_tune.errors import InputError, collecting, one_line, warn_once
+from hestia_tune.evaluation import Evaluator
+from hestia_tune.export.folder import check_experts
+from hestia_tune.export.formats import check_format, check_methods
+from hestia_tune.files import read_json
+from hestia_tune.methods import Method
+from hestia_tune.models import build, checkpoints
+from hestia_tune.models.folder import require_teacher
+from hestia_tune.qat.linear import methods_of, quantized_linears
+from hestia_tune.qat.prepare import QATQuantizerBase
+from hestia_tune.sensitivity import SensitivityArtifact
+from hestia_tune.training import checkpoint
+from hestia_tune.training.checkpoint import Resume
+from hestia_tune.training.data import require_generated
+from hestia_tune.training.loader import TrainingData
+from hestia_tune.training.loss import output_chunks
+from hestia_tune.training.optimizer import check_optimizer
+from hestia_tune.training.outputs import read_results
+from hestia_tune.weights import PretrainedWeights
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound="Run")
+_LARGE_LOGITS = 2**30  # bytes
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model on the meta device whose linears a component has replaced.
+
+    Attributes:
+        component: The quantizer component.
+        model: The prepared model.
+    """
+
+    component: QATQuantizerBase
+    model: nn.Module
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """Return the names of the quantized linears, in model order."""
+        return list(quantized_linears(self.model))
+
+    @cached_property
+    def methods(self) -> dict[str, Method]:
+        """Return the method of every quantized linear, by name."""
+        return methods_of(self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Hold what a run knows. All fields are the same on every rank but ``device``.
+
+    Attributes:
+        config: The config, with a seed, and with the bits of every linear once they are chosen.
+        asked: The config before the bits were chosen.
+        device: Device of this rank.
+        tokenizer: The tokenizer.
+        checkpointer: The component that writes the hard model in Hugging Face format.
+        shapes: Name -> shape of every entry of the pretrained state dict.
+        pretrained: The pretrained weights. Their files are open, and not read yet.
+        prepared: The model with the methods of ``config``.
+        undecided: The model before the bits were chosen. A budget may leave some of its linears
+            dense.
+        artifact: The sensitivity. None gives all layers the same temperature.
+        start: The description of the reconstruction to start from. None starts without one.
+    """
+
+    config: RunConfig
+    asked: RunConfig
+    device: torch.device
+    tokenizer: Any
+    checkpointer: Any
+    shapes: dict[str, torch.Size]
+    pretrained: PretrainedWeights
+    prepared: Prepared
+    undecided: Prepared
+    artifact: SensitivityArtifact | None = None
+    start: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig | Mapping[str, Any]) -> "Run":
+        """Return the checked run of a config. Collective.
+
+        Raises:
+            InputError: On every rank, if checks fail on any rank. The message has one line for each
+                check that failed on that rank.
+        """
+        config, device = _begin(RunConfig.parse(config))
+        run = None
+        with together(), collecting() as check:
+            checkpoints.require_pretrained(config)
+            with check():
+                run = _plan_model(config, device, _tokenizer(config))
+        return cast(Run, run)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the matrix products."""
+        return _DTYPES[self.config.dtype]
+
+    @property
+    def component(self) -> QATQuantizerBase:
+        """Return the quantizer component."""
+        return self.prepared.component
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the prepared model on the meta device."""
+        return self.prepared.model
+
+    @property
+    def layers(self) -> list[str]:
+        """Return the names of the quantized linears, in model order."""
+        return self.prepared.layers
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        """Return the method of every quantized linear, by name."""
+        return self.prepared.methods
+
+    def changed(self: R, **changes: Any) -> R:
+        """Return the run with other values in its config that leave the model as it is."""
+        return dataclasses.replace(self, config=self.config.changed(**changes))
+
+    def choosing(self: R, choices: Mapping[str, str]) -> R:
+        """Return the run with the bits of every linear.
+
+        Args:
+            choices: Name of a linear -> its choice, one of ``bits.choices``.
+        """
+        config = with_choices(self.config.changed(quantizer=self.asked.quantizer), choices)
+        if config.quantizer == self.config.quantizer:
+            return dataclasses.replace(self, config=config)
+        prepared = _prepare(config)
+        with collecting() as check, check():
+            check_formats(config, prepared)
+        return dataclasses.replace(self, config=config, prepared=prepared)
+
+    def require_bits(self) -> None:
+        """Raise InputError if the config has a budget of bits and the choices are not made yet."""
+        chosen(self.config, required=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun(Run):
+    """A run that trains the whole model.
+
+    Attributes:
+        data: Training and validation data of this rank.
+        loss: The loss component.
+        evaluator: The evaluator for evaluations during training. None if there are none.
+        resume: The checkpoint to resume from. None for a new run.
+    """
+
+    data: TrainingData
+    loss: Any
+    evaluator: Evaluator | None = None
+    resume: Resume | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig | Mapping[str, Any],
+        run: Run | None = None,
+        *,
+        is_here: bool = True,
+    ) -> "TrainingRun":
+        """Return the checked run of a config that trains. Collective.
+
+        Args:
+            config: The config.
+            run: The result of `Run.of`, if it exists already.
+            is_here: Whether the run will be on this machine. If not, its dtype need not suit this
+                processor.
+
+        Raises:
+            InputError: As for `Run.of`.
+        """
+        if run is None:
+            config, device = _begin(RunConfig.parse(config), is_here)
+        else:
+            config, device = run.asked, run.device
+        trains = path = loss = data = None
+        with together(), collecting() as check:
+            if run is None:
+                checkpoints.require_pretrained(config)
+            tokenizer: Any = run and run.tokenizer
+            if run is None:
+                with check():
+                    tokenizer = _tokenizer(config)
+                with check():
+                    run = _plan_model(config, device, tokenizer)
+            with check():
+                path = on_first_rank(checkpoint.choose_checkpoint, config)
+            with check():
+                day = on_first_rank(_date_of, path)
+                if hasattr(tokenizer, "date"):
+                    tokenizer.date = day
+            with check():
+                _check_components(config)
+            with check():
+                loss = _make_loss(config)
+            with check():
+                require_generated(config)
+                if tokenizer is not None and loss is not None:
+                    options = {"ignore_index": loss.ignore_index, "seed": config.seed or 0}
+                    data = TrainingData(config, tokenizer, **options)
+            with check():
+                if run is not None and data is not None:
+                    trains = _plan_training(run, loss, data, path)
+        return cast(TrainingRun, trains)
+
+    @cached_property
+    def recomputes_logits(self) -> bool:
+        """Return whether the logits of a micro-batch are too large to keep until the backward pass.
+
+        Chunks of them are then computed twice (`hestia_tune.training.loss`).
+        """
+        vocabulary: Any = self.model.tok_embeddings
+        count = self.config.batch_size * self.data.seq_len * vocabulary.num_embeddings
+        return bool(output_chunks(self.loss)) and count * self.dtype.itemsize > _LARGE_LOGITS
+
+
+def join_ranks(device_name: str, dtype: str) -> torch.device:
+    """Join the process group and return the device of this process.
+
+    Args:
+        device_name: The config's device.
+        dtype: The config's dtype of matrix products. If the processor is slow with this dtype, the
+            log gets a warning.
+
+    Raises:
+        InputError: If there is no such device.
+    """
+    if device_name.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(
+            f"device {device_name}: torch finds no GPU here; set device=auto or device=cpu"
+        )
+    try:
+        device = utils.get_device(device_name)
+    except RuntimeError as error:
+        raise InputError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
+    ensure_process_group(device)
+    uses_cpu_bf16 = dist.get_rank() == 0 and device.type == "cpu" and dtype == "bf16"
+    if uses_cpu_bf16 and is_slow_in_bf16():
+        warn_once(
+            "dtype=bf16: this processor has no products in bfloat16 (AVX512 or AMX on x86), so "
+            "they take many times as long; use dtype=fp32"
+        )
+    return device
+
+
+def say_choices(config: RunConfig) -> None:
+    """Log the values that were chosen for this machine, on the first rank and once."""
+    if config.chosen and dist.get_rank() == 0:
+        _say_once(", ".join(f"{key}: {value}" for key, value in config.chosen.items()) + " (auto)")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.info(text)
+
+
+def _begin(config: RunConfig, is_here: bool = True) -> tuple[RunConfig, torch.device]:
+    """Join the ranks of a run, and return its config with a seed, and the device of this rank."""
+    device = join_ranks(config.device, config.dtype if is_here else "fp32")
+    if config.global_batch_size is not None:  # the config may have been read in another process
+        config = config.changed()
+    say_choices(config)
+    if config.seed is None:
+        config = config.changed(seed=on_first_rank(lambda: random.randrange(2**31)))
+    return config, device
+
+
+def _date_of(path: Path | None) -> str:
+    """Return the date that chat templates print: that of the run's start, or today's."""
+    saved = checkpoints.read_meta(path).get("date") if path else None
+    return saved or date.today().isoformat()
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    return build.instantiate(config.tokenizer, "tokenizer")
+
+
+def _prepare(config: RunConfig) -> Prepared:
+    """Return the model of a config on the meta device, after checking that it can be prepared."""
+    with collecting() as check:
+        with check():
+            component = build.make_component(config.quantizer)
+        with check():
+            plain = build.plain_on_meta(config.model)
+    prepared = Prepared(component, component.prepare(plain))
+    for method in set(prepared.methods.values()):
+        checkpoints.check_can_hold(method, config.model_type)
+    return prepared
+
+
+def _plan_model(asked: RunConfig, device: torch.device, tokenizer: Any) -> Run:
+    """Return a run without training, after the checks that all commands share."""
+    config, pretrained = asked, PretrainedWeights(asked)
+    with collecting() as check:
+        with check():
+            config = cast(RunConfig, on_first_rank(chosen, asked))
+        with check():
+            build.check_model_section(asked)
+        with check():
+            undecided = prepared = _prepare(asked)
+            if config.quantizer != asked.quantizer:
+                prepared = _prepare(config)
+    shapes = build.shapes_of(build.plain_on_meta(asked.model))
+    with collecting() as check:
+        with check():
+            build.check_model_options(config, prepared.model)
+            if asked.bits.average is not None:
+                Budget.of(asked, undecided.component, undecided.model)
+        with check():
+            if asked.needs_pretrained:
+                pretrained.check_shapes(shapes)
+            check_formats(config, prepared)
+        with check():
+            build.check_tokenizer(tokenizer, prepared.model)
+        with check():
+            checkpointer = build.instantiate(config.checkpointer, "checkpointer")
+    return Run(
+        config=config,
+        asked=asked,
+        device=device,
+        tokenizer=tokenizer,
+        checkpointer=checkpointer,
+        shapes=shapes,
+        pretrained=pretrained,
+        prepared=prepared,
+        undecided=undecided,
+    )
+
+
+def check_formats(config: RunConfig, prepared: Prepared) -> None:
+    """Check that hestia_convert can write the model in the formats that the config names.
+
+    Without a folder of safetensors, only the methods are checked.
+
+    Raises:
+        InputError: If a format cannot hold the model or one of its layers, or lacks its package.
+    """
+    methods = prepared.methods
+    formats = [name for name in config.convert.formats or () if name != "all"]
+    if not methods or not formats:
+        return
+    check_methods(methods, formats)
+    check_experts(prepared.model, formats)
+    folder = checkpoints.pretrained_folder(config)
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        options = {"quantize": True, "embedding": config.bits.embedding}
+        source = checkpoints.open_source(config.model_type, folder, methods, **options)
+        for name in formats:
+            check_format(name, source, methods, config.convert)
+
+
+def _make_loss(config: RunConfig) -> Any:
+    """Return the loss component."""
+    loss = build.instantiate(config.loss, "loss")
+    if not hasattr(loss, "ignore_index"):
+        raise InputError(
+            "loss must be a cross-entropy over tokens with an ignore_index, such as "
+            f"torchtune.modules.loss.CEWithChunkedOutputLoss; got {config.loss['_component_']}"
+        )
+    return loss
+
+
+def _check_components(config: RunConfig) -> None:
+    """Check the logger, the optimizer, the scheduler and the teacher of a config."""
+    with collecting() as check:
+        with check():
+            options = dict(config.metric_logger)
+            logger = build.find_component(options.pop("_component_"), "metric_logger")
+            try:
+                inspect.signature(logger).bind(**options)
+            except TypeError as error:
+                text = f"metric_logger: {error}; check its options {options}"
+                raise InputError(text) from error
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2, 2))])  # for the scheduler
+        with check():
+            optimizer = check_optimizer(config.optimizer)
+        with check():
+            steps = {"num_training_steps": 10**6, "last_epoch": -1}
+            build.instantiate(config.lr_scheduler, "lr_scheduler", optimizer, **steps)
+        with check():
+            if config.distillation.weight and config.distillation.teacher != "pretrained":
+                require_teacher(config.distillation.teacher)
+
+
+def _plan_training(run: Run, loss: Any, data: TrainingData, path: Path | None) -> TrainingRun:
+    """Return the run with everything that training needs besides."""
+    config = run.config
+    evaluator = artifact = start = resume = None
+    with collecting() as check:
+        with check():
+            if config.eval.every_n_steps:
+                longest: Any = run.model.max_seq_len
+                evaluator = Evaluator(config.eval, run.tokenizer, longest)
+        with check():
+            artifact, start = read_starts(config, run.prepared)
+        with check():
+            if path:
+                resume = _plan_resume(path, config, run.component, data)
+    if config.sensitivity is None and config.schedule.alpha and dist.get_rank() == 0:
+        log.warning(
+            f"schedule.alpha={config.schedule.alpha} has no effect, because sensitivity is null: "
+            "all layers have one temperature"
+        )
+    known = {field.name: getattr(run, field.name) for field in dataclasses.fields(Run)}
+    known |= {"artifact": artifact, "start": start}
+    return TrainingRun(**known, data=data, loss=loss, evaluator=evaluator, resume=resume)
+
+
+def _plan_resume(
+    path: Path, config: RunConfig, component: QATQuantizerBase, data: TrainingData
+) -> Resume:
+    """Return the checkpoint after checking that it belongs to this run, and move the data to it."""
+    meta = checkpoints.read_meta(path)
+    checkpoint.check_same(checkpoint.config_identity(config, component) | data.identity(), meta)
+    # With another number of ranks, every rank reads the state of the first rank.
+    own_state = meta["world_size"] == dist.get_world_size()
+    rank_state = read_json(path / f"rank_{dist.get_rank() * own_state}.json")
+    data.restore(rank_state["dataloader"])
+    return Resume(path=path, meta=meta, rank_state=rank_state)
+
+
+def read_starts(
+    config: RunConfig, prepared: Prepared
+) -> tuple[SensitivityArtifact | None, dict[str, Any] | None]:
+    """Return the sensitivity and the reconstruction of a config, after comparing their layers.
+
+    "auto" gives None, because a stage of the run computes it.
+
+    Raises:
+        InputError: If a file is missing or damaged, or belongs to another model or method.
+    """
+    artifact = start = None
+    if config.sensitivity not in (None, "auto"):
+        artifact = SensitivityArtifact.load(config.sensitivity)
+        # Linears that stay dense may have been measured, too.
+        dense = set(prepared.component.left_dense) & artifact.traces.keys()
+        artifact.check_model({*prepared.layers, *dense})
+    # With a budget, the methods of a reconstruction are compared after they are chosen.
+    if config.reconstruction not in (None, "auto") and config.bits.average is None:
+        start = read_results(config.reconstruction, prepared.component.key(), prepared.layers)
+    return artifact, start
