@@ -46,7 +46,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 DENSE = ("bfloat16", "float32")
 KERNELS = ("auto", "onnxruntime", "int4pack", "gemlite", "dequantize")
 ON_CUDA = ("bfloat16", "auto", "int4pack", "gemlite", "dequantize")
-BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0", "Q2_K")
+BLOCK_TYPES = ("Q4_0", "Q2_0", "TQ2_0")
 ONNX = {"ONNX": "float32", "ONNX, int8 head": "int8"}
 OTHERS = ("OpenVINO", "MLX")
 ROWS = (*DENSE, *KERNELS, *ONNX, *BLOCK_TYPES, *OTHERS)
@@ -103,7 +103,7 @@ def random_folder(model, quantized: set[str], group_size: int, folder: Path) -> 
 def write(name: str, work: Path, rows: list[str], pretrained: Path | None) -> dict[str, int]:
     """The packed weights (model.pt) and every row's file; bytes of the files."""
     from hestia_tune.export import write_gguf, write_mlx, write_onnx, write_openvino
-    from hestia_tune.export.packed import packed_entries
+    from hestia_tune.export.torchao import packed_entries
     from hestia_tune.methods import TernaryMethod
     from hestia_tune.models import checkpoints
     from hestia_tune.qat.select import select_layers

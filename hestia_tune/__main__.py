@@ -110,7 +110,6 @@ COMMANDS = {
     ),
     "configs": _command("inspect:print_configs", "list the configs, or print one", _configs),
     "options": _command("inspect:print_options", "print every option of a config", _nothing),
-    "formats": _command("formats:print_formats", "print which format holds which model", _nothing),
 }
 
 

@@ -31,8 +31,8 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
 from hestia_tune.errors import InputError, collecting, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
-from hestia_tune.export.folder import check_experts
-from hestia_tune.export.formats import check_format, check_methods
+from hestia_tune.export.format import expert_layers
+from hestia_tune.export.registry import load_format
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.models import build, checkpoints
@@ -376,17 +376,18 @@ def check_formats(config: RunConfig, prepared: Prepared) -> None:
         InputError: If a format cannot hold the model or one of its layers, or lacks its package.
     """
     methods = prepared.methods
-    formats = [name for name in config.convert.formats or () if name != "all"]
+    formats = [load_format(name) for name in config.convert.formats or () if name != "all"]
     if not methods or not formats:
         return
-    check_methods(methods, formats)
-    check_experts(prepared.model, formats)
+    experts = expert_layers(prepared.model)
+    for form in formats:
+        form.check_layers(methods, experts)
     folder = checkpoints.pretrained_folder(config)
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         options = {"quantize": True, "embedding": config.bits.embedding}
         source = checkpoints.open_source(config.model_type, folder, methods, **options)
-        for name in formats:
-            check_format(name, source, methods, config.convert)
+        for form in formats:
+            form.check(source, config.convert)
 
 
 def _make_loss(config: RunConfig) -> Any:

@@ -33,7 +33,7 @@ SMALL = (
 RUNS = re.compile(
     r"tune run (hestia_\w+ --config (demo|runs/)|generate --config runs/)|"
     r"hestia (qat|eval|convert|reconstruct|sensitivity|tokenize|validate) demo\b|"
-    r"hestia (validate|report|compare|inspect|formats|options) "
+    r"hestia (validate|report|compare|inspect|options) "
 )
 PYTHON = re.compile(r"python (-m hestia_tune |-c |examples/)|hestia configs\b")
 

@@ -112,7 +112,7 @@ def test_a_written_config_trains_and_converts(tmp_path, capsys, data):
     small = "reconstruct: {num_samples: 4, epochs: 1, kl_epochs: 1}\nmax_steps: 2\ncompile: False"
     config = OmegaConf.merge(load_config("model.yaml"), OmegaConf.create(small))
     assert run_qat(config) == 0
-    formats = ["torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino", "onnx"]
+    formats = ["torchao", "huggingface", "compressed_tensors", "gguf", "onnx", "mlx", "openvino"]
     assert config.convert.formats == formats
     config.convert.formats = ["torchao", "gguf"]  # the others take seconds
     assert run_convert(config) == 0

@@ -1,4 +1,4 @@
-"""Test the structure of the package: no import cycles, no upward imports, no file too long."""
+"""Test the structure of the package: no import cycles and no upward imports."""
 
 import ast
 import graphlib
@@ -11,6 +11,7 @@ ROOMS = [
     "annealing",
     "units",
     "files",
+    "export.registry",  # names alone
     "config",
     "distributed",
     "methods",

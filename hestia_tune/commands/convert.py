@@ -8,7 +8,7 @@ last checkpoint give the codes. All checks run before anything is written.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,29 +16,17 @@ from typing import Any
 import hestia_tune
 from hestia_tune.bits import chosen
 from hestia_tune.config.run import RunConfig
-from hestia_tune.config.sections import FILE_FORMATS
 from hestia_tune.errors import InputError
-from hestia_tune.export import (
-    write_compressed_tensors,
-    write_gguf,
-    write_huggingface,
-    write_mlx,
-    write_onnx,
-    write_openvino,
-)
-from hestia_tune.export.folder import check_experts, write_card
-from hestia_tune.export.formats import check_format
-from hestia_tune.export.gguf import TypeSize, compare_types
-from hestia_tune.export.gguf_types import smaller_type
-from hestia_tune.export.llama_cpp import is_installed
-from hestia_tune.export.packed import packed_entries, write_packed
-from hestia_tune.export.running import (
-    MODELFILE,
+from hestia_tune.export.card import write_card
+from hestia_tune.export.format import (
+    Conversion,
+    Format,
+    expert_layers,
     has_chat_template,
+    holding,
     model_name,
-    run_lines,
-    write_modelfile,
 )
+from hestia_tune.export.registry import FORMATS, load_format
 from hestia_tune.files import require_writable_dir, write_json
 from hestia_tune.models import build, checkpoints
 from hestia_tune.models.contents import describe, find_hard
@@ -47,16 +35,13 @@ from hestia_tune.qat.linear import methods_of
 
 log = logging.getLogger(__name__)
 
-# Format -> packed format of the method. None is the method's own packed format.
-_PACKED_FORMATS = {"torchao": None, "intx": "intx"}
-
 
 class ConvertRecipe:
     """Convert a config's model.
 
     Attributes:
         output: The folder that receives all formats.
-        formats: The formats that are written.
+        formats: Name -> format, of every format that is written.
         missing: Name -> the reason, for every format that "all" leaves out.
 
     Raises:
@@ -69,7 +54,7 @@ class ConvertRecipe:
         self.output = require_writable_dir(self.settings.output)
         build.check_model_section(self.config)
         self.component = build.make_component(self.config.quantizer)
-        self.asked = self.settings.formats or self.component.method.file_formats[:1]
+        self.asked = self.settings.formats or holding(self.component.method)[:1]
         self.missing: dict[str, str] = {}
         self.model = build.build_on_meta(self.config.model, self.component)
         self.methods = methods_of(self.model)
@@ -113,24 +98,24 @@ class ConvertRecipe:
             self.found = find_hard(((n, read(n).flatten(0, -2)) for n in methods), methods)
         return source
 
-    def _choose_formats(self) -> list[str]:
-        """Return the formats to write, and note why the others cannot be written.
+    def _choose_formats(self) -> dict[str, Format]:
+        """Return the formats to write by name, and note why the others cannot be written.
 
         Raises:
             InputError: If a format that the config names cannot hold the model, or if the output of
                 a format exists already.
         """
-        chosen = []
-        for name in FILE_FORMATS if "all" in self.asked else self.asked:
+        chosen, experts = {}, expert_layers(self.model)
+        for name in FORMATS if "all" in self.asked else self.asked:
             with self._unless_asked(name):
-                check_experts(self.model, [name])
-                check_format(name, self.source, self.methods, self.settings)
-                chosen.append(name)
-        for name in chosen:
-            if self.target(name).exists() and not self.settings.overwrite:
-                raise InputError(
-                    f"{self.target(name)} exists; set convert.overwrite=True to replace it"
-                )
+                form = load_format(name)
+                form.check_layers(self.methods, experts)
+                form.check(self.source, self.settings)
+                chosen[name] = form
+        for form in chosen.values():
+            target = form.target(self.output)
+            if target.exists() and not self.settings.overwrite:
+                raise InputError(f"{target} exists; set convert.overwrite=True to replace it")
         return chosen
 
     @contextlib.contextmanager
@@ -185,28 +170,32 @@ class ConvertRecipe:
             )
         return description | {"model": section}
 
-    def target(self, name: str) -> Path:
-        """Return the path of the file or folder of a format."""
-        return self.output / ("model.gguf" if name == "gguf" else name)
-
     def run(self) -> dict[str, dict[str, Any]]:
         """Write every format.
 
         Returns:
             Name of a format -> the sizes that its writer returned.
         """
+        description = self.description | {"hestia_tune": hestia_tune.__version__}
+        latents = self.checkpoint and partial(checkpoints.read_latents, self.checkpoint, self.model)
+        self.conversion = Conversion(
+            source=self.source,
+            config=self.config,
+            methods=self.methods,
+            method=self.component.method,
+            description=description,
+            weights=partial(checkpoints.read_weights, self.config.model_type, self.source),
+            latents=latents,
+        )
         summaries = {}
-        for name in self.formats:
-            target = self.target(name)
+        for name, form in self.formats.items():
+            target = form.target(self.output)
             log.info(f"writing {target}")
             with self._unless_asked(name):
-                summaries[name] = self._write(name, target)
-                modelfile = target.with_name(MODELFILE)
-                if name == "gguf" and (self.settings.overwrite or not modelfile.exists()):
-                    write_modelfile(self.source, target)
+                summaries[name] = form.write(self.conversion, target)
                 write_card(
-                    self.output if name == "gguf" else target,
-                    {"hestia_tune": hestia_tune.__version__} | self.description,
+                    form.card_folder(self.output),
+                    description,
                     form=name,
                     sizes=summaries[name],
                     evaluation=Path(self.config.eval.output),
@@ -214,38 +203,6 @@ class ConvertRecipe:
                 )
         write_json(self.output / "sizes.json", summaries)
         return summaries
-
-    def _write(self, name: str, target: Path) -> dict[str, Any]:
-        """Write one format and return the sizes from its writer."""
-        source, options = self.source, {"overwrite": self.settings.overwrite}
-        if name == "huggingface":
-            return write_huggingface(source, target, description=self.description, **options)
-        if name == "compressed_tensors":
-            return write_compressed_tensors(source, target, **options)
-        if name == "mlx":
-            return write_mlx(source, target, **options)
-        if name == "openvino":
-            return write_openvino(source, target, **options)
-        if name == "onnx":
-            return write_onnx(source, target, head=self.settings.onnx_head, **options)
-        if name == "gguf":
-            types = self.settings.block_type
-            return write_gguf(source, target, block_type=types, verify=True, **options)
-        entries = packed_entries(
-            checkpoints.read_weights(self.config.model_type, source),
-            {f"{layer}.weight": method for layer, method in self.methods.items()},
-            _PACKED_FORMATS[name],
-            latents=self.checkpoint and checkpoints.read_latents(self.checkpoint, self.model),
-        )
-        return write_packed(
-            source,
-            target,
-            entries,
-            config=self.config,
-            method=self.component.method,
-            description=self.description | {"hestia_tune": hestia_tune.__version__},
-            **options,
-        )
 
 
 def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
@@ -267,37 +224,6 @@ def sizes_table(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def types_table(rows: Sequence[TypeSize]) -> str:
-    """Return a Markdown table with a line for every GGUF block type that holds the model.
-
-    Args:
-        rows: What `compare_types` returned. Without a speed, the table has no column for it.
-    """
-    is_measured = any(row.tokens_per_second for row in rows)
-    heads = ["GGUF type", "bits per quantized weight", "file (MB)"]
-    heads += ["tokens/s on this CPU"] * is_measured + ["who loads it"]
-    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 2) + "---|"]
-    for row in rows:
-        speed = f"{row.tokens_per_second:.1f}" if row.tokens_per_second else "not measured"
-        cells = [row.name + " (written)" * row.is_written, f"{row.bits:.2f}"]
-        cells += [f"{row.num_bytes / 1e6:.1f}"] + [speed] * is_measured + [row.loaders]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _print_types(recipe: ConvertRecipe) -> None:
-    """Print `types_table` of the GGUF file that a recipe wrote, and how to get a smaller type."""
-    if is_installed():
-        print("measuring the speed of the GGUF file in llama.cpp (half a minute at most)")
-    path, block_type = recipe.target("gguf"), recipe.settings.block_type
-    rows = compare_types(recipe.source, path, block_type, measure=True)
-    if not rows:  # no weight is quantized
-        return
-    print(f"\n{types_table(rows)}\nAnother type: convert.block_type=NAME convert.overwrite=True")
-    if advice := smaller_type(recipe.source):
-        print(advice)
-
-
 def run_convert(config: RunConfig | Mapping[str, Any]) -> int:
     """Convert the model of a config, print sizes and how to run it, and return the exit code."""
     recipe = ConvertRecipe(config)
@@ -305,13 +231,14 @@ def run_convert(config: RunConfig | Mapping[str, Any]) -> int:
     print(f"\n{sizes_table(summaries)}\n\n{recipe.output}")
     for name, reason in recipe.missing.items():
         print(f"not written: {name}: {reason}")
-    if "gguf" in summaries:
-        _print_types(recipe)
-    is_chat = has_chat_template(recipe.source.folder)
+    forms = [recipe.formats[name] for name in summaries]
+    written = [(form, form.target(recipe.output)) for form in forms]
+    for form, target in written:
+        if notes := form.notes(recipe.conversion, target):
+            print(f"\n{notes}")
+    is_chat, label = has_chat_template(recipe.source.folder), model_name(recipe.description)
     print("\nTo run it:")
-    for name in summaries:
-        lines = run_lines(
-            name, recipe.target(name), model_name(recipe.description), is_chat=is_chat
-        )
-        print("\n".join([f"  # {name}", *(f"  {line}" for line in lines)]))
+    for form, target in written:
+        lines = form.run_lines(target, label, is_chat=is_chat)
+        print("\n".join([f"  # {form.name}", *(f"  {line}" for line in lines)]))
     return 0

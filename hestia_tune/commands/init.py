@@ -41,11 +41,10 @@ from hestia_tune.config import ConvertConfig, nearest
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.machine import is_slow_in_bf16
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
-from hestia_tune.config.sections import FILE_FORMATS
 from hestia_tune.data import chat_format
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.export.folder import check_experts
-from hestia_tune.export.formats import GROUPS_OF_256, check_format, suggested_group_size
+from hestia_tune.export.format import expert_layers, holding, suggested_group_size
+from hestia_tune.export.registry import FORMATS, load_format
 from hestia_tune.files import staged
 from hestia_tune.memory import fit_to_memory
 from hestia_tune.models import AutoTokenizer
@@ -244,10 +243,10 @@ def _read_formats(formats: Sequence[str] | None) -> list[str]:
     """
     names = [part.strip() for word in formats or () for part in word.split(",")]
     for name in names:
-        if name not in FILE_FORMATS:
+        if name not in FORMATS:
             raise InputError(
-                f"--format: there is no format {name!r}{nearest(name, FILE_FORMATS)}; the formats "
-                f"are {', '.join(FILE_FORMATS)}"
+                f"--format: there is no format {name!r}{nearest(name, FORMATS)}; the formats are "
+                f"{', '.join(FORMATS)}"
             )
     return [*dict.fromkeys(names)]
 
@@ -463,31 +462,31 @@ def _look_at_model(
         methods = dict.fromkeys(layers, method)
         source = open_source(TRANSFORMERS_MODEL_TYPE, folder, methods, quantize=True)
         reasons = {}
-        for form in asked or method.file_formats:
+        for form in map(load_format, asked or holding(method)):
             try:
-                if form not in method.file_formats:
-                    method.check_file_formats([form])
-                check_experts(model, [form])
-                check_format(form, source, methods, ConvertConfig())
+                form.check_layers(methods, experts)
+                form.check(source, ConvertConfig())
             except InputError as error:
-                reasons[form] = str(error)
+                reasons[form.name] = str(error)
         return reasons
 
-    group_size, group_reason = suggested_group_size(widths, asked), ""
+    experts, group_reason = expert_layers(model), ""
+    group_size = suggested_group_size(widths, asked)
     absent = absent_with(group_size)
-    all_formats = asked or HestiaQATQuantizer(group_size="channel").method.file_formats
+    all_formats = asked or holding(HestiaQATQuantizer(group_size="channel").method)
     larger = suggested_group_size(widths, [form for form in all_formats if form not in absent])
     if larger != group_size and not {*(fewer := absent_with(larger))} - {*absent}:
         group_size, absent = larger, fewer
-    if group_size == 256:
-        reason = "256 weights share a scale, so that llama.cpp's type TQ2_0 holds the model; it is "
-        group_reason = f"{reason}small, and fast on CPUs; {GROUPS_OF_256}"
+    for form in (load_format(name) for name in all_formats if name not in absent):
+        if form.preferred_group and form.preferred_group[0] == group_size:
+            group_reason = form.preferred_group[1]
     if asked and absent:
         form, reason = next(iter(absent.items()))
         rest = "init without --format writes a config for the other formats, which you can edit"
         raise InputError(f"--format {form}: {reason}; {rest}")
-    if "intx" not in asked:
-        absent["intx"] = "it takes a byte per weight, and torchao holds the same codes in 2 bits"
+    for form in map(load_format, () if asked else all_formats):
+        if form.left_out:
+            absent[form.name] = form.left_out
     own_end = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
     ids = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     if asked:

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
@@ -32,8 +32,9 @@ def option(
     *,
     low: float = -math.inf,
     high: float = math.inf,
-    choices: tuple[str, ...] = (),
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = (),
     remedy: str = "",
+    removed: Mapping[str, str] | None = None,
 ) -> Any:
     """Declare a field of a `Section` with a check beyond the check of its type.
 
@@ -43,10 +44,12 @@ def option(
         low: The smallest allowed number. The check skips None and words.
         high: The largest allowed number.
         choices: The allowed words. They apply to a single word, to every word in a list, and to a
-            word in place of a number.
+            word in place of a number. A function gives them when a value is checked.
         remedy: The end of the error message for a number out of range.
+        removed: Word that earlier versions allowed -> why it is gone, and what to set instead.
     """
     rules = {"low": low, "high": high, "choices": choices, "remedy": remedy}
+    rules["removed"] = removed or {}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=rules)
     return dataclasses.field(default=default, metadata=rules)
@@ -123,21 +126,29 @@ class Section:
         if needs_mapping and not is_mapping:
             raise InputTypeError(f"{key} must be a mapping of options; got {value!r}")
         rules = field.metadata
-        value = _typed(field.type, value, key, rules["choices"] if rules else ())
+        value = _typed(field.type, value, key, _choices(field))
         object.__setattr__(self, field.name, value)
         if not rules:
             return
+        choices = _choices(field)
         for word in value if isinstance(value, list) else [value]:
-            if isinstance(word, str) and rules["choices"] and word not in rules["choices"]:
+            if isinstance(word, str) and word in rules["removed"]:
+                raise InputError(f"{key}: there is no {word} any more, {rules['removed'][word]}")
+            if isinstance(word, str) and choices and word not in choices:
                 kind = "" if math.isinf(rules["low"]) else "a number or "
                 kind = "true, false or " if "bool" in str(field.type) else kind
-                choices = ", ".join(rules["choices"])
-                raise InputError(f"{key} must be {kind}one of {choices}; got {word}")
+                raise InputError(f"{key} must be {kind}one of {', '.join(choices)}; got {word}")
         if isinstance(value, int | float) and not isinstance(value, bool):
             require_number(key, value, rules["low"], rules["high"], rules["remedy"])
 
     def check(self) -> None:
         """Raise InputError if the options contradict each other. Subclasses override this."""
+
+
+def _choices(field: dataclasses.Field) -> tuple[str, ...]:
+    """Return the allowed words of an option."""
+    choices: Any = field.metadata.get("choices", ())
+    return tuple(choices()) if callable(choices) else choices
 
 
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -226,6 +237,6 @@ def describe(section: type[Section], prefix: str = "") -> Iterator[tuple[str, st
         elif default is dataclasses.MISSING:
             default = "must be given"
         shown = "null" if default is None else str(default)
-        kind, choices = inspect.formatannotation(field.type), field.metadata.get("choices")
+        kind, choices = inspect.formatannotation(field.type), _choices(field)
         kind = " | ".join(choices) if choices and kind == "str" else kind
         yield f"{prefix}{field.name}", kind, shown, texts.get(field.name, "")

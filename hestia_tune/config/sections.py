@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from hestia_tune.annealing import RANGES, check_shares
 from hestia_tune.config.section import Section, option
 from hestia_tune.errors import InputError
+from hestia_tune.export.registry import FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,25 +238,12 @@ class EstimationConfig(Section):
             )
 
 
-# The formats that hestia_convert writes.
-FILE_FORMATS = (
-    "torchao",
-    "intx",
-    "huggingface",
-    "compressed_tensors",
-    "gguf",
-    "onnx",
-    "mlx",
-    "openvino",
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig(Section):
     """The ``convert`` section: which model files to write, and from which model."""
 
     section: ClassVar[str] = "convert"
-    formats: list[str] | None = option(None, choices=(*FILE_FORMATS, "all"))
+    formats: list[str] | None = option(None, choices=lambda: (*FORMATS, "all"))
     """Formats to write. "intx" is torchao's own int2 tensor: it loads without this package and
     takes a byte per weight. "all": write every format that can hold the model, and print why the
     others cannot. null: write the first format of the method, which is torchao for every method
@@ -268,7 +256,12 @@ class ConvertConfig(Section):
     output: str | None = None
     """Folder to write into. null: use the folder converted in output_dir."""
     block_type: str | list[str] = option(
-        "auto", choices=("auto", "Q4_0", "Q2_0", "TQ2_0", "TQ1_0", "Q2_K")
+        "auto",
+        choices=("auto", "Q4_0", "Q2_0", "TQ2_0", "TQ1_0"),
+        removed={
+            "Q2_K": "because it rounds the scales; set convert.block_type=auto, which is exact, or "
+            "Q4_0 for a llama.cpp from before July 2026"
+        },
     )
     """Block type of the quantized weights in a GGUF file. "auto": the smallest type that holds the
     weights exactly and runs well, which is TQ2_0 if every group is a multiple of 256 weights, else

@@ -35,8 +35,9 @@ import torch
 
 from hestia_tune.export.compare import REMEDY, Text, compare, expected_logits
 from hestia_tune.export.folder import split_weights, write_safetensors
-from hestia_tune.export.linears import plain_linears
-from hestia_tune.models.folder import ModelFolder, import_optional
+from hestia_tune.export.format import Format, plain_linears
+from hestia_tune.export.huggingface import LOADING, pipeline_line
+from hestia_tune.models.folder import ModelFolder
 
 _FORMAT = "pack-quantized"
 # Largest relative difference of logits in bfloat16. Both models multiply the same weights, but the
@@ -82,28 +83,8 @@ def write_compressed_tensors(
 
     entries = split_weights(source, split)
     config = source.config | {"quantization_config": layout}
-    description, check = source.description, partial(_check_logits, source)
+    description, check = source.description, partial(COMPRESSED_TENSORS.verify, source)
     return write_safetensors(source, target, entries, config, description, overwrite, check)
-
-
-def _check_logits(source: ModelFolder, folder: Path) -> None:
-    """Raise InputError unless transformers gives the hard model's logits for a packed folder.
-
-    Args:
-        source: The hard model.
-        folder: The folder that was written from it.
-    """
-    import transformers
-
-    def run(texts: Sequence[Text]) -> list[torch.Tensor]:
-        packed = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False
-        )
-        return [expected_logits(packed, text) for text in texts]
-
-    kind = source.config["model_type"]
-    rule = f"transformers must load a packed {kind} with the hard model's logits"
-    compare(source, run, _LOGITS_TOLERANCE, rule, REMEDY, torch.bfloat16)
 
 
 def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -123,7 +104,7 @@ def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         InputError: If compressed-tensors is missing, or if `plain_linears` raises it.
     """
-    import_optional("compressed_tensors")
+    COMPRESSED_TENSORS.import_packages()
     import compressed_tensors
     from compressed_tensors import quantization
 
@@ -149,3 +130,40 @@ def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     ).model_dump(mode="json", exclude_none=True)
     by_name = {f"{n}.weight": schemes[kind] for kind, names in targets.items() for n in names}
     return by_name, {"version": compressed_tensors.__version__} | layout
+
+
+class _CompressedTensors(Format):
+    """A packed folder of transformers."""
+
+    name = "compressed_tensors"
+    about = "2-bit codes in the layout `pack-quantized`"
+    runs_in = "transformers"
+    extra = "compressed-tensors"
+    packages = ("compressed_tensors",)
+    loading = LOADING
+
+    def check(self, source, settings):
+        layout_of(source)
+
+    def write(self, conversion, target):
+        overwrite = conversion.config.convert.overwrite
+        return write_compressed_tensors(conversion.source, target, overwrite=overwrite)
+
+    def verify(self, source, path):
+        import transformers
+
+        def run(texts: Sequence[Text]) -> list[torch.Tensor]:
+            packed = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False
+            )
+            return [expected_logits(packed, text) for text in texts]
+
+        kind = source.config["model_type"]
+        rule = f"transformers must load a packed {kind} with the hard model's logits"
+        compare(source, run, _LOGITS_TOLERANCE, rule, REMEDY, torch.bfloat16)
+
+    def run_lines(self, path, name, *, is_chat=False):
+        return [pipeline_line(path)]
+
+
+COMPRESSED_TENSORS = _CompressedTensors()

@@ -1,16 +1,11 @@
-"""Writes Hugging Face folders in any layout, and their model cards.
+"""Writes Hugging Face folders in any layout.
 
 A folder is written under a temporary name. Every tensor is read back and compared. Then the
 folder gets its name, and a folder that had the name is removed. The cost is memory for the
 tensors that change. Tensors of a hard model in bfloat16 stay mapped from its files. A model that
 is quantized during the export, or stored in another dtype, is held in memory in bfloat16.
-
-The model card is the README.md of a folder, with the metadata that the hub reads. Its template
-is card.md. The card shows the content of hestia.json and leaves out what hestia.json does not have.
-Licence and language come from the README.md of the pretrained model.
 """
 
-import contextlib
 import json
 import os
 from collections import Counter
@@ -19,17 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from huggingface_hub import ModelCard, ModelCardData, metadata_load, save_torch_state_dict
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
-from torch import nn
 
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.files import read_state, staged, write_atomically
-from hestia_tune.models.folder import DESCRIPTION_FILE, HUB_NAME, ModelFolder, copy_side_files
-from hestia_tune.qat.experts import QuantizedExperts
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.files import read_state, staged
+from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, copy_side_files
 from hestia_tune.tensors.packed_tensor import as_dense
 
 _TYPES = {
@@ -38,44 +29,6 @@ _TYPES = {
     torch.int64: "I64",
     torch.uint32: "U32",
 }
-
-
-def write_huggingface(
-    source: ModelFolder,
-    target: Path,
-    *,
-    overwrite: bool = False,
-    description: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Write a hard model of any architecture as dense bfloat16 safetensors with equal weights.
-
-    Args:
-        source: The model.
-        target: The folder to write. Its parents are made.
-        overwrite: Replace a model folder that exists, once the new folder is complete.
-        description: Content of ``hestia.json``, which says how the weights were made. None: the
-            content of the source's ``hestia.json``, if it has one.
-
-    Returns:
-        What `sizes` returns, and types: name -> number of tensors in the files.
-
-    Raises:
-        InputError: If the target exists, if a weight is not hard, or if bfloat16 would round a
-            weight.
-        OSError: If the disk is full.
-        RuntimeError: If the files that are read back differ from the model. After any error nothing
-            is left behind, and a folder that was to be replaced still exists.
-    """
-
-    def entries() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in source.shapes:
-            tensor = source.read_hard(name)
-            if name in source.quantized and source.quantized[name].packed_formats:
-                source.pack(name, tensor)  # raises InputError if the weight is not hard
-            yield name, tensor
-
-    description = description or source.description
-    return write_safetensors(source, target, entries(), source.config, description, overwrite)
 
 
 def write_safetensors(
@@ -87,7 +40,7 @@ def write_safetensors(
     overwrite: bool,
     check: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
-    """Write a hard model as safetensors in any layout, as `write_huggingface` does.
+    """Write a hard model as safetensors in any layout.
 
     Args:
         source: The model.
@@ -249,106 +202,3 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise InputError(
             f"{target} exists; choose another name (overwrite=True replaces other models only)"
         )
-
-
-def check_experts(model: nn.Module, formats: Iterable[str]) -> None:
-    """Raise InputError if a format cannot hold the quantized weights of experts.
-
-    Args:
-        model: The prepared model.
-        formats: Names of the formats that hestia_convert shall write. "huggingface" holds these
-            weights in bfloat16. "torchao" and "intx" do so too, because no product of experts takes
-            a packed weight. "gguf" packs them.
-    """
-    layers = quantized_linears(model).items()
-    experts = [name for name, layer in layers if isinstance(layer, QuantizedExperts)]
-    patterns = sorted({f"*.{'.'.join(name.split('.')[-2:])}" for name in experts})
-    for name in formats if experts else ():
-        if name not in ("huggingface", "torchao", "intx", "gguf"):
-            raise InputError(
-                f"{name} files cannot hold the weights of experts, such as {experts[0]}; set "
-                "convert.formats=[huggingface,torchao], or leave the experts out by "
-                f"quantizer.exclude='{json.dumps(patterns)}'"
-            )
-
-
-CARD_FILE = "README.md"
-_TEMPLATE = Path(__file__).with_name("card.md")
-_KEPT = ("license", "license_name", "license_link", "language")
-# Format -> the library that loads it. For formats that are not here: transformers.
-_LIBRARIES = {
-    "gguf": "gguf",
-    "mlx": "mlx",
-    "onnx": "onnxruntime-genai",
-    "openvino": "openvino",
-    "torchao": "hestia_tune",
-}
-
-
-def write_card(
-    folder: Path,
-    description: Mapping[str, Any],
-    *,
-    form: str = "huggingface",
-    sizes: Mapping[str, Any] | None = None,
-    evaluation: Path | None = None,
-    origin: Path | None = None,
-) -> None:
-    """Write the model card, README.md, of a folder.
-
-    Args:
-        folder: The folder of the model.
-        description: Content of hestia.json. The card shows hestia_tune, quantizer, layers,
-            base_model (a `hub_name`), step, data, tokens and validation_loss.
-        form: Name of the format.
-        sizes: What the export returned.
-        evaluation: Path of an evaluation.json. It is left out unless it measured ``origin``.
-        origin: The folder of the same weights that has a README.md with the licence. None:
-            ``folder``.
-    """
-    origin, given = origin or folder, {}
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # the file may hold anything
-        given = metadata_load(origin / CARD_FILE) or {}
-    model = {"base_model": "", "quantizer": "quantized", "layers": (), "data": ()} | {**description}
-    base, method, data = model["base_model"], model["quantizer"].partition(",")[0], model["data"]
-    title = f"{base.rpartition('/')[2] or 'A model'}, {method}"
-    metadata = ModelCardData(
-        **{key: given[key] for key in _KEPT if key in given},
-        base_model=base if HUB_NAME.fullmatch(base) else None,
-        base_model_relation="quantized",
-        datasets=[name for name in data if HUB_NAME.fullmatch(name)] or None,
-        library_name=_LIBRARIES.get(form, "transformers"),
-        model_name=title,
-        pipeline_tag="text-generation",
-        tags=["hestia_tune", method],
-    )
-    names, rows = _evaluation(evaluation, origin)
-    values = {"title": title, "model": model, "sizes": sizes, "names": names, "rows": rows}
-    values["has_distances"] = any(row[1] == "kl_divergence" for row in rows)
-    card = ModelCard.from_template(metadata, str(_TEMPLATE), form=form, **values)
-    write_atomically(folder / CARD_FILE, str(card))
-
-
-def _evaluation(path: Path | None, folder: Path) -> tuple[list[str], list[list[str]]]:
-    """Read the table of an evaluation.json.
-
-    Args:
-        path: The evaluation.json.
-        folder: The folder of one of the models.
-
-    Returns:
-        The names of the models, and rows of task, measure and one value per model. Both are empty
-        if there is no file or if the file did not measure ``folder``.
-    """
-    if path is None or not path.is_file():
-        return [], []
-    evaluation = json.loads(path.read_text(encoding="utf-8"))
-    sources = [model["settings"].get("source", "") for model in evaluation["models"].values()]
-    if folder.resolve() not in [Path(source).resolve() for source in sources]:
-        return [], []
-    names, rows = list(evaluation["models"]), []
-    for metric, table in evaluation["tables"].items():
-        for task in dict.fromkeys(task for row in table.values() for task in row):
-            values = [table.get(name, {}).get(task, {}).get("value") for name in names]
-            rows.append([task, metric, *("" if v is None else f"{v:.4f}" for v in values)])
-    return names, rows

@@ -1,41 +1,28 @@
 """Asks the installed llama.cpp (the package xllamacpp) for token ids, speed and logits.
 
-Without xllamacpp, or if it takes too long, there is no answer, and a file is written all the same.
-It runs in a process of its own, because importing xllamacpp changes the process that imports it.
-
-`compare_file` compares the logits of a file with those of transformers. llama.cpp rounds the
-activations of a product with a block type to 8 bits, which moves the logits of a ternary model by
-1% to 10%. So the same rounding is made in transformers too, and the file may differ a few times as
-much as this rounding alone. Other arithmetic, such as a window that is ignored or a wrong scale,
-moves the logits further.
+Nothing here is needed to write a file, and nothing here fails: without xllamacpp, or if it fails or
+takes too long, there is no answer. It runs in a process of its own, because importing xllamacpp
+changes the process that imports it. That process runs the source of this module, whose second half
+it needs, and writes a line of JSON for each job. So the results of the first jobs remain if the
+process is ended.
 """
 
+import array
 import importlib.util
-import inspect
 import json
 import logging
+import math
+import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from functools import partial
+import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
-import torch
-from torch import Tensor, nn
-
-from hestia_tune.errors import InputError
-from hestia_tune.export.compare import full_config, limits_of, texts_of
-from hestia_tune.models.folder import ModelFolder
-from hestia_tune.models.hugging_face_files import load_hard
-from hestia_tune.units import size_text
-
 log = logging.getLogger(__name__)
-_WORKER = Path(__file__).with_name("llama_cpp_worker.py")
 
 
 def is_installed() -> bool:
@@ -47,22 +34,32 @@ def ask(jobs: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
     """Return the results of jobs, at most those that are ready in time.
 
     Args:
-        jobs: See `llama_cpp_worker`.
+        jobs: Each has ``file``, a GGUF file, and ``texts``, a list of (text, whether special tokens
+            in it count); or ``predict``, a number of tokens; or what `run` says.
         seconds: The time after which the process is ended.
 
     Returns:
-        A result for each of the first jobs. It has ``error`` if llama.cpp raised one. The list is
-        shorter than ``jobs`` if llama.cpp is missing, crashed or took too long.
+        A result for each of the first jobs. It has ``tokens``, ``tokens_per_second``, or ``error``
+        if llama.cpp raised one. The list is shorter than ``jobs`` if llama.cpp is missing, crashed
+        or took too long.
     """
-    return _run(jobs, seconds)[0] if is_installed() else []
+    return run(jobs, seconds)[0] if is_installed() else []
 
 
-def _run(jobs: Sequence[dict[str, Any]], seconds: float) -> tuple[list[dict[str, Any]], bool]:
-    """Return what `ask` returns, and whether the process ended by itself and in time."""
+def run(jobs: Sequence[dict[str, Any]], seconds: float) -> tuple[list[dict[str, Any]], bool]:
+    """Return what `ask` returns, and whether the process ended by itself and in time.
+
+    Args:
+        jobs: See `ask`. A job may have ``prompts``, lists of token ids, with ``logits`` (a path),
+            ``seconds`` (the time for a prompt) and ``vocabulary`` (the number of tokens that the
+            model knows). The process appends to the path, as float32, the log-probability of every
+            token behind each prompt, NaN where llama.cpp gives none. The result is empty.
+        seconds: See `ask`.
+    """
     with tempfile.TemporaryDirectory() as name:
         given, output = Path(name) / "jobs.json", Path(name) / "results.jsonl"
         given.write_text(json.dumps({"jobs": list(jobs), "output": str(output)}), encoding="utf-8")
-        command = [sys.executable, "-c", _WORKER.read_text(encoding="utf-8"), str(given)]
+        command = [sys.executable, "-c", Path(__file__).read_text(encoding="utf-8"), str(given)]
         has_ended = False
         try:
             # In the empty folder, no file hides a module.
@@ -86,123 +83,73 @@ def tokens_per_second(files: Sequence[Path], seconds: float) -> list[float | Non
     return found + [None] * (len(files) - len(found))
 
 
-def compare_file(source: ModelFolder, path: Path, runs: Mapping[str, int]) -> None:
-    """Compare a GGUF file in llama.cpp with transformers, and say in one line what came out.
+def _serve(file: str, context: int = 256) -> Any:
+    """Return a server of a file on the CPU, which listens to this machine only."""
+    import xllamacpp
 
-    Args:
-        source: The hard model.
-        path: Its GGUF file.
-        runs: Name of a weight in the safetensors -> the number of activations that have one scale
-            in llama.cpp, for the weights whose activations it rounds to 8 bits.
-
-    Raises:
-        InputError: If llama.cpp does not run the file, or computes other logits.
-    """
-    if not is_installed():
-        log.info(
-            "the GGUF file was not compared with the model, because there is no llama.cpp; to "
-            "compare it, run `pip install xllamacpp` and convert again"
-        )
-        return
-    limits = limits_of(full_config(source.folder))
-    parameters = sum(shape.numel() for shape in source.shapes.values())
-    if 4 * parameters > 0.8 * psutil.virtual_memory().available:
-        log.info(
-            "the GGUF file was not compared with the model, because transformers needs "
-            f"{size_text(4 * parameters)} of free memory to compute it"
-        )
-        return
-    texts, reaches = texts_of(limits, source.config["vocab_size"], parameters)
-    log.info("comparing the logits of the GGUF file in llama.cpp with those of transformers")
-    tokens = [torch.cat(list(text.parts), 1) for text in texts]
-    found = _logits(path, tokens, source.config["vocab_size"])
-    if found is None:
-        log.info("the GGUF file was not compared with the model: llama.cpp took too long")
-        return
-    model, shares = load_hard(source, torch.float32), []
-    expected = [_last_logits(model, text) for text in tokens]
-    exact = _EXACT if _round_activations(model, runs) else _UNSEEN
-    if source.embedding:  # its product is with a block type as well
-        model.get_output_embeddings().register_forward_pre_hook(partial(_rounded, 32))
-    rounded = [_last_logits(model, text) for text in tokens]
-    for text, got, right, near in zip(tokens, found, expected, rounded, strict=True):
-        share, noise = (float((x - right).norm() / right.norm()) for x in (got, near))
-        most = exact + _TIMES * noise
-        if not share <= most:
-            behind = f" behind the {limits}" if text.shape[1] > limits.longest > 0 else ""
-            raise InputError(
-                f"llama.cpp must compute the logits of transformers; their relative difference is "
-                f"{share:.2g} instead of at most {most:.2g}{behind}; leave gguf out of "
-                "convert.formats"
-            )
-        shares.append(f"{share:.1%} on {text.shape[1]} tokens (8-bit activations: {noise:.1%})")
-    log.info(f"relative difference of the logits in llama.cpp: {', '.join(shares)}")
-    if not reaches:
-        log.info(f"a text behind the {limits} would take minutes, so none was compared")
+    params = xllamacpp.CommonParams()
+    params.model.path = file
+    params.n_ctx, params.n_parallel, params.n_gpu_layers = context, 1, 0
+    params.warmup = params.fit_params = False
+    params.verbosity = -1
+    return xllamacpp.Server(params)
 
 
-# The difference that is allowed without rounded activations: rounding of dense weights' products
-# to float16 or bfloat16. And how many times the effect of rounded activations is allowed, because
-# the effect of two different roundings differs.
-_EXACT, _TIMES = 0.02, 3
-_UNSEEN = 0.1  # instead of `_EXACT`, if the activations of experts are not rounded
-_COMPARED, _SECONDS = 3, 240  # positions at the end of each text; time for all texts
+def _post(server: Any, path: str, content: dict[str, Any], seconds: float = 60) -> Any:
+    """Send JSON to a server and return the JSON of its answer."""
+    request = urllib.request.Request(server.listening_address + path, json.dumps(content).encode())
+    request.add_header("Content-Type", "application/json")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=seconds) as answer:
+        return json.loads(answer.read())
 
 
-def _logits(path: Path, tokens: Sequence[Tensor], vocabulary: int) -> list[Tensor] | None:
-    """Return the centred logits (positions, vocabulary) at the end of each text in llama.cpp.
-
-    The first position of each text computes the whole text, and the others use its cache.
-
-    Returns:
-        None if llama.cpp took too long.
-    """
-    counts = [range(text.shape[1] - _COMPARED + 1, text.shape[1] + 1) for text in tokens]
-    prompts = [
-        t[0, :n].tolist() for t, lengths in zip(tokens, counts, strict=True) for n in lengths
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "logits"
-        job = {"file": str(path.resolve()), "prompts": prompts, "logits": str(file)}
-        results, has_ended = _run([job | {"seconds": _SECONDS, "vocabulary": vocabulary}], _SECONDS)
-        if not results and not has_ended:
-            return None
-        error = results[0].get("error") if results else "it crashes"
-        if error is not None:
-            raise InputError(
-                f"llama.cpp must run the file; {error}; if xllamacpp is older than the block type, "
-                "`pip install --upgrade xllamacpp`, or leave gguf out of convert.formats"
-            )
-        logits = torch.from_numpy(np.fromfile(file, np.float32)).reshape(-1, vocabulary)
-    return list((logits - logits.mean(-1, keepdim=True)).split(_COMPARED))
+def _write_logits(server: Any, job: dict[str, Any]) -> None:
+    """Append the log-probabilities behind each prompt to the file of a job."""
+    # Of a token that ends the text, or is a part of a character, llama.cpp reports nothing. So it
+    # is made to choose another one. What it reports is not changed by this.
+    chosen = _post(server, "/tokenize", {"content": "a", "add_special": False})["tokens"][-1]
+    request = {"n_predict": 1, "n_probs": job["vocabulary"], "logit_bias": [[chosen, 1000]]}
+    for prompt in job["prompts"]:
+        answer = _post(server, "/completion", request | {"prompt": prompt}, job["seconds"])
+        found = array.array("f", [math.nan]) * job["vocabulary"]
+        for entry in answer["completion_probabilities"][0]["top_logprobs"]:
+            found[entry["id"]] = entry["logprob"]
+        with open(job["logits"], "ab") as file:
+            found.tofile(file)
 
 
-@torch.no_grad()
-def _last_logits(model: Any, tokens: Tensor) -> Tensor:
-    """Return the centred logits (positions, vocabulary) at the end of a text in transformers."""
-    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-    options = {"logits_to_keep": _COMPARED} if keeps else {}
-    logits = model(tokens, **options).logits[0, -_COMPARED:].float()
-    return logits - logits.mean(-1, keepdim=True)
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a job."""
+    if "prompts" in job:
+        server = _serve(job["file"], max(map(len, job["prompts"])) + 8)
+        _write_logits(server, job)
+        return {}
+    server = _serve(job["file"])
+    if "texts" in job:
+        asked = [
+            {"content": text, "add_special": True, "parse_special": special}
+            for text, special in job["texts"]
+        ]
+        return {"tokens": [_post(server, "/tokenize", each)["tokens"] for each in asked]}
+    request = {"prompt": [1, 2, 3, 4], "n_predict": job["predict"], "ignore_eos": True}
+    timings = _post(server, "/completion", request | {"temperature": 0})["timings"]
+    return {"tokens_per_second": timings["predicted_per_second"]}
 
 
-def _round_activations(model: nn.Module, runs: Mapping[str, int]) -> bool:
-    """Make a model round the activations of some products to 8 bits, with a scale for each run.
+def _main() -> None:
+    """Run the jobs of the file that the command line names. It has ``output`` and ``jobs``."""
+    with open(sys.argv[1], encoding="utf-8") as file:
+        given = json.load(file)
+    for job in given["jobs"]:
+        try:
+            result = _run(job)
+        except Exception as error:
+            result = {"error": str(error)}
+        with open(given["output"], "a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+    os._exit(0)  # its threads may take long to end
 
-    Returns:
-        Whether it rounds them for all weights. The experts of a block may be one tensor in
-        transformers, whose input is not seen here.
-    """
-    modules = dict(model.named_modules())
-    found = {name: modules.get(name.removesuffix(".weight")) for name in runs}
-    for name, module in found.items():
-        if module is not None:
-            module.register_forward_pre_hook(partial(_rounded, runs[name]))
-    return None not in found.values()
 
-
-def _rounded(run: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the inputs of a linear, rounded: x (..., in_features) in runs of ``run``."""
-    x = inputs[0].unflatten(-1, (-1, run))
-    scale = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(x.dtype).tiny)
-    return ((x / scale).round() * scale).flatten(-2), *inputs[1:]
+if __name__ == "__main__":
+    _main()

@@ -25,6 +25,7 @@ model in float32, after the packed model has been freed.
 """
 
 import importlib.util
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,9 +38,10 @@ import torch
 from hestia_tune.errors import InputError
 from hestia_tune.export.compare import REMEDY, Text, check_small, compare, full_config
 from hestia_tune.export.folder import split_weights, write_safetensors
+from hestia_tune.export.format import BLOCKS, PROMPT, Format
+from hestia_tune.methods.groups import CODES
 from hestia_tune.models.folder import ModelFolder, import_optional
 from hestia_tune.tensors.group_tensor import GroupTensor
-from hestia_tune.tensors.kernels import BLOCKS
 
 _BITS = {2: 1, 3: 2, 4: 2}  # number of codes -> bits per code
 _RENAMED = {"mistral": "llama"}  # model types that mlx-lm reads with the code of another type
@@ -75,7 +77,7 @@ def _write(source: ModelFolder, target: Path, overwrite: bool = False) -> dict[s
     def split(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         return _affine(source.pack(name, weight), blocks[name])
 
-    bits = {name: _BITS[method.levels] for name, method in source.quantized.items()}
+    bits = _bits(source)
     layers: dict[str, dict[str, Any]] = {
         name.removesuffix(".weight"): {"group_size": block, "bits": bits[name], "mode": "affine"}
         for name, block in blocks.items()
@@ -85,7 +87,7 @@ def _write(source: ModelFolder, target: Path, overwrite: bool = False) -> dict[s
     layout = default | {name: how for name, how in layers.items() if how != default}
     # mlx-lm reads the first key. Its own converter writes both, and the hub shows the second.
     config = _explicit(source) | {"quantization": layout, "quantization_config": layout}
-    entries, check = split_weights(source, split), partial(_check, source, blocks, bits)
+    entries, check = split_weights(source, split), partial(MLX.verify, source)
     return write_safetensors(source, target, entries, config, source.description, overwrite, check)
 
 
@@ -107,10 +109,10 @@ def mlx_blocks(source: ModelFolder) -> dict[str, int]:
 
 def _blocks(source: ModelFolder) -> dict[str, int]:
     """Return what `mlx_blocks` returns, without the comparison of a small model."""
-    import_optional("mlx.core", "mlx")
+    MLX.import_packages()
     # Importing mlx_lm takes seconds, so only its path is read.
     spec = importlib.util.find_spec("mlx_lm")
-    package = Path((spec or import_optional("mlx_lm", "mlx").__spec__).origin).parent
+    package = Path((spec or import_optional("mlx_lm", MLX.extra).__spec__).origin).parent
     kind = source.config.get("model_type")
     if not (package / "models" / f"{_RENAMED.get(kind, kind)}.py").is_file():
         raise InputError(
@@ -130,10 +132,15 @@ def _blocks(source: ModelFolder) -> dict[str, int]:
         blocks[name] = next((block for block in BLOCKS if width % block == 0), 0)
         if not blocks[name]:
             raise InputError(
-                f"MLX needs groups, or whole rows, of a multiple of {BLOCKS[-1]} weights; {name} "
-                f"has {width}; export to another format"
+                f"MLX needs groups, or whole rows, of a multiple of {MLX.group_multiple} weights; "
+                f"{name} has {width}; export to another format"
             )
     return blocks
+
+
+def _bits(source: ModelFolder) -> dict[str, int]:
+    """Return the bits of a code of each quantized weight."""
+    return {name: _BITS[method.levels] for name, method in source.quantized.items()}
 
 
 def _explicit(source: ModelFolder) -> dict[str, Any]:
@@ -176,34 +183,6 @@ def _affine(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _check(source: ModelFolder, blocks: dict[str, int], bits: dict[str, int], folder: Path) -> None:
-    """Compare the weights and the logits of a folder, as MLX and mlx-lm compute them.
-
-    Args:
-        source: The hard model.
-        blocks: Name of each quantized weight -> the columns that share a scale.
-        bits: Name of each quantized weight -> bits per code.
-        folder: The folder that was written.
-
-    Raises:
-        RuntimeError: If a dequantized weight differs from the hard model's.
-        InputError: If the logits differ, or if mlx-lm does not load or run the folder.
-    """
-    import mlx.core as mx
-
-    tensors: dict[str, Any] = {}
-    for file in folder.glob("*.safetensors"):
-        tensors.update(mx.load(str(file)))  # mapped: nothing is read yet
-    for name, block in blocks.items():
-        parts = [tensors[f"{name.removesuffix('weight')}{p}"] for p in ("scales", "biases")]
-        dense = mx.dequantize(tensors[name], *parts, group_size=block, bits=bits[name])
-        found = torch.from_numpy(np.array(dense.astype(mx.float32)))
-        if not torch.equal(found, source.read_hard(name).float()):
-            raise RuntimeError(f"{name} dequantized by MLX differs from its source")
-    rule = f"mlx-lm must load a packed {source.config['model_type']} with the hard model's logits"
-    compare(source, partial(_logits, folder), _LOGITS_TOLERANCE, rule, REMEDY)
-
-
 def _logits(folder: Path, texts: Sequence[Text]) -> list[torch.Tensor]:
     """Return the logits of each text, as `hestia_tune.export.compare.Run` says."""
     import mlx.core as mx
@@ -237,3 +216,52 @@ def _same_limits() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit = before
+
+
+class _MLX(Format):
+    """A folder of mlx-lm."""
+
+    name = extra = library = "mlx"
+    about = "2 bits per weight in the layout `affine`; 1 bit for binary codes"
+    runs_in = "mlx-lm, on a Mac or a Linux CPU"
+    packages = ("mlx.core",)
+    # A weight is computed in bfloat16, which would round some weights of 16 levels.
+    codes = frozenset(CODES[levels] for levels in _BITS)
+    group_multiple = BLOCKS[-1]
+    loading = """
+With mlx-lm on a Mac. The tests of hestia_tune load folders of this format with mlx-lm on a Linux CPU:
+
+```bash
+mlx_lm.generate --model MODEL --prompt 'Once upon a time' --max-tokens 40
+```
+"""  # noqa: E501
+
+    def check(self, source, settings):
+        mlx_blocks(source)
+
+    def write(self, conversion, target):
+        return write_mlx(conversion.source, target, overwrite=conversion.config.convert.overwrite)
+
+    def verify(self, source, path):
+        import mlx.core as mx
+
+        tensors: dict[str, Any] = {}
+        for file in path.glob("*.safetensors"):
+            tensors.update(mx.load(str(file)))  # mapped: nothing is read yet
+        bits = _bits(source)
+        for name, block in _blocks(source).items():
+            parts = [tensors[f"{name.removesuffix('weight')}{p}"] for p in ("scales", "biases")]
+            dense = mx.dequantize(tensors[name], *parts, group_size=block, bits=bits[name])
+            found = torch.from_numpy(np.array(dense.astype(mx.float32)))
+            if not torch.equal(found, source.read_hard(name).float()):
+                raise RuntimeError(f"{name} dequantized by MLX differs from its source")
+        kind = source.config["model_type"]
+        rule = f"mlx-lm must load a packed {kind} with the hard model's logits"
+        compare(source, partial(_logits, path), _LOGITS_TOLERANCE, rule, REMEDY)
+
+    def run_lines(self, path, name, *, is_chat=False):
+        command = "mlx_lm.chat" if is_chat else f"mlx_lm.generate --prompt {PROMPT!r}"
+        return [f"{command} --model {shlex.quote(str(path))}"]
+
+
+MLX = _MLX()

@@ -50,10 +50,9 @@ class Method(ABC):
     pairs_rows: ClassVar[bool] = False
     # Whether only trained models can be converted: the hard model has more than hard weights.
     needs_training: ClassVar[bool] = False
-    # Packed tensors that hold the codes (`hestia_tune.tensors.pack`). The first is the default.
-    packed_formats: tuple[str, ...] = ()
-    # The formats that hestia_convert can write. The first is the default.
-    file_formats: tuple[str, ...] = ("torchao",)
+    # The codes of a weight, which is a code times the scale of its group. Packed tensors and files
+    # follow from them. Empty: weights are no such products, so no packed tensor holds them.
+    code_values: tuple[complex, ...] = ()
     # Whether a scale covers several rows. Parts of a weight then need `SumOverRanks`.
     scales_span_rows: bool = False
     # The names in `parameter_names` that are trained.
@@ -99,17 +98,7 @@ class Method(ABC):
     @property
     def has_zero(self) -> bool:
         """Return whether code 0 is the weight 0. For powers of i, code 0 is the weight 1."""
-        return not {"ternary", "int4"}.isdisjoint(self.packed_formats)
-
-    def check_file_formats(self, names: Iterable[str]) -> None:
-        """Raise InputError if hestia_convert cannot write this method in one of these formats."""
-        for name in names:
-            if name not in self.file_formats:
-                known = ", ".join(self.file_formats)
-                raise InputError(
-                    f"a model of {self.key()} can only be written as {known}; got {name}; remove "
-                    f"{name}, or set convert.formats=[{known}]"
-                )
+        return 0 in self.code_values
 
     @property
     def parameter_names(self) -> tuple[str, ...]:

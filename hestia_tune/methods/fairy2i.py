@@ -237,7 +237,7 @@ class Fairy2iMethod(Method):
     is_one_operator: ClassVar[bool] = True
     codes_follow_from_hard: ClassVar[bool] = False
     pairs_rows: ClassVar[bool] = True
-    packed_formats = ("fairy2i",)
+    code_values = (1, 1j, -1, -1j)
     num_stages: int = 2
     granularity: Granularity = "tensor"
 

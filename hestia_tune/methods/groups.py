@@ -49,13 +49,12 @@ _LEAST_SCALE = SCALE_EPS * (1 + 2**-5)
 # How many significant bits of a bfloat16 scale stay zero.
 _SPARE_BITS = {2: 0, 3: 0, 4: 2, 16: 3}
 _MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
-_PACKED_FORMATS = {2: ("binary",), 3: ("ternary", "intx"), 4: ("int2",), 16: ("int4",)}
-_INTEGERS = "torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino"
-_FILE_FORMATS = {
-    2: (*_INTEGERS, "onnx"),
-    3: (*_INTEGERS, "onnx", "intx"),
-    4: _INTEGERS,
-    16: tuple(name for name in _INTEGERS if name != "mlx"),
+# Number of codes -> the codes.
+CODES: dict[int, tuple[complex, ...]] = {
+    2: (-1, 1),
+    3: (-1, 0, 1),
+    4: (-3, -1, 1, 3),
+    16: tuple(range(-8, 8)),
 }
 
 
@@ -224,14 +223,9 @@ class GroupMethod(Method):
         validate_group_size(self.group_size)
 
     @property
-    def file_formats(self) -> tuple[str, ...]:
-        """Return the formats that hestia_convert can write. The first is the default."""
-        return _FILE_FORMATS[self.levels]
-
-    @property
-    def packed_formats(self) -> tuple[str, ...]:
-        """Packed tensors that hold the codes. The first is the default."""
-        return _PACKED_FORMATS[self.levels]
+    def code_values(self) -> tuple[complex, ...]:
+        """Return the codes of a weight."""
+        return CODES[self.levels]
 
     @property
     def scales_span_rows(self) -> bool:

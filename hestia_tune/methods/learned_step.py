@@ -154,8 +154,7 @@ class DLTMethod(LearnedStepMethod):
     """
 
     name: ClassVar[str] = "dlt"
-    packed_formats: ClassVar[tuple[str, ...]] = ()
-    file_formats: ClassVar[tuple[str, ...]] = ("huggingface",)
+    code_values: ClassVar[tuple[complex, ...]] = ()
     trained_parameters = "step", "offset"
 
     def initial_parameters(self, weight):

@@ -174,11 +174,10 @@ def searched_scale(blocks: Tensor) -> Tensor:
 class INT4Method(StraightThroughMethod):
     """Four-bit integers: Q(w) = s·clip(round(w/s), -8, 7), with a signed scale s for each group.
 
-    The scale gives the largest weight of the group the code -8, as GGUF's type Q4_0 does. The scale
-    is -w/8 of the largest weight w, or a near number with a smaller squared error
-    (`searched_scale`). It has 5 significant bits, so that every product is a bfloat16 number. A
-    second quantization does not change a hard weight. A group whose scale is at its bound becomes
-    zeros. MLX computes a weight in bfloat16 and would round some weights, so it does not hold them.
+    The scale gives the largest weight of the group the code -8. It is -w/8 of the largest weight w,
+    or a near number with a smaller squared error (`searched_scale`). It has 5 significant bits, so
+    that every product is a bfloat16 number. A second quantization does not change a hard weight. A
+    group whose scale is at its bound becomes zeros.
 
     Args:
         group_size: See `GroupMethod`; not "tensor".

@@ -20,7 +20,7 @@ from hestia_tune.methods.granularity import GroupSize
 from hestia_tune.qat.experts import ExpertsWeight, quantized_experts
 from hestia_tune.qat.linear import QuantizedLinear
 from hestia_tune.qat.tequila_linear import TequilaLinear  # noqa: F401  (registers itself)
-from hestia_tune.tensors import pack
+from hestia_tune.tensors import pack, packed_formats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class QATConfigBase(AOBaseConfig):
             raise InputError(f'step must be "prepare" or "convert"; got {self.step!r}')
         require_number("tau", self.tau, 0, 100, "the paper starts at 0.3")
         require_number("pressure", self.pressure, 0, 1, "1 is fully quantized")
-        allowed = ("dense", *self.method().packed_formats)
+        allowed = ("dense", *packed_formats(self.method()))
         if self.target not in allowed:
             words = ", ".join(f'"{word}"' for word in allowed)
             raise InputError(f"target must be one of {words}; got {self.target!r}")

@@ -1,7 +1,7 @@
 """Pack weights for inference, into tensors of this package or torchao's own tensor.
 
-The rest of the package packs weights by `pack`. A method lists the tensors that hold its codes in
-``packed_formats``. The table of these formats is here.
+The rest of the package packs weights by `pack`. The codes of a method say which tensors hold them
+(`packed_formats`).
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods import Method
+from hestia_tune.methods import Fairy2iMethod, Method
 from hestia_tune.methods.base import require_finite
 from hestia_tune.methods.granularity import GroupSize
+from hestia_tune.methods.groups import CODES
 from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
 from hestia_tune.tensors.group_tensor import (
     BinaryTensor,
@@ -33,6 +34,7 @@ __all__ = [
     "TernaryTensor",
     "check_format",
     "pack",
+    "packed_formats",
     "read_hard",
     "to_intx",
     "use_kernel",
@@ -50,6 +52,14 @@ _FROM_CODES = {
     "binary": BinaryTensor.from_codes,
     "intx": to_intx,
     "fairy2i": Fairy2iTensor.from_codes,
+}
+# Codes -> the packed tensors that hold them, the default first.
+_PACKED_FORMATS = {
+    CODES[2]: ("binary",),
+    CODES[3]: ("ternary", "intx"),
+    CODES[4]: ("int2",),
+    CODES[16]: ("int4",),
+    Fairy2iMethod.code_values: ("fairy2i",),
 }
 BY_LEVELS = {kind.levels: kind for kind in (BinaryTensor, TernaryTensor, INT2Tensor, INT4Tensor)}
 
@@ -74,15 +84,21 @@ def read_hard(
         raise InputError(f"{name} is not a hard weight: {error}") from None
 
 
+def packed_formats(method: Method) -> tuple[str, ...]:
+    """Return the names of the packed tensors that hold the codes of a method, the default first."""
+    return _PACKED_FORMATS.get(method.code_values, ())
+
+
 def check_format(method: Method, packed_format: str | None) -> str:
     """Return ``packed_format``, or the method's first packed format if it is None.
 
     Raises:
         InputError: If the method has no packed format of this name.
     """
-    packed_format = packed_format or next(iter(method.packed_formats), None)
-    if packed_format not in method.packed_formats:
-        known = ", ".join(method.packed_formats) or "none"
+    allowed = packed_formats(method)
+    packed_format = packed_format or next(iter(allowed), None)
+    if packed_format not in allowed:
+        known = ", ".join(allowed) or "none"
         raise InputError(f"{method.key()} packs as {known}; got {packed_format}; use one of those")
     return packed_format
 
@@ -101,7 +117,7 @@ def pack(
     Args:
         method: The method that trained the weight.
         weight: The latent weight (out_features, in_features).
-        packed_format: One of the method's ``packed_formats``. None takes the first.
+        packed_format: One of the `packed_formats` of the method. None takes the first.
         parameters: The method's parameters, if it has any.
         is_hard: Whether ``weight`` is the hard weight already, to be packed without a change. The
             method must have ``codes_follow_from_hard``.

@@ -25,7 +25,7 @@ from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
-from hestia_tune.export.folder import write_card
+from hestia_tune.export.card import write_card
 from hestia_tune.files import digest, read_json, read_state, staged, write_json
 from hestia_tune.models import checkpoints
 from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, hub_name

@@ -1,30 +1,34 @@
-"""Tests the table of formats: its page, its rows and columns, and its cells against conversions."""
+"""Tests docs/formats.md: its place for everything, and its cells against conversions."""
 
 import inspect
-import json
 
 import pytest
 
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
-from formats_table import PAGE, TABLES, cells, columns
+from formats_table import PAGE, TABLES, cells, columns, formats_page, read_page, registry_table
 
 import hestia_tune
-from hestia_tune.commands.formats import DATA_FILE, formats_page
+from hestia_tune.__main__ import main
+from hestia_tune.export.registry import FORMATS
 from hestia_tune.qat.prepare import Component
 
-DATA = json.loads(DATA_FILE.read_text(encoding="utf-8"))
+DATA = read_page()
 PACKAGES = ("compressed_tensors", "mlx_lm", "onnxruntime_genai", "openvino_tokenizers")
 
 
-def test_the_page_and_the_command_show_the_table(capsys):
-    from hestia_tune.__main__ import main
+def test_the_page_is_made_from_the_registry_and_the_cells():
+    remedy = "run: PYTHONPATH=tests:tests/export python tests/export/formats_table.py Falcon"
+    assert PAGE.read_text(encoding="utf-8") == formats_page(DATA), remedy
+    rows = [line.split("|")[1].strip(" `") for line in registry_table().splitlines()]
+    assert rows[2:] == list(FORMATS)
 
-    remedy = "run: python -m hestia_tune formats > docs/formats.md"
-    assert PAGE.read_text(encoding="utf-8") == formats_page(), remedy
-    assert main(["formats"]) == 0
-    assert capsys.readouterr().out == formats_page()
+
+def test_there_is_no_command_for_the_page(capsys):
+    assert main(["formats"]) == 2
+    assert "there is no command 'formats'" in capsys.readouterr().err
+    assert main(["--help"]) == 0 and "formats" not in capsys.readouterr().out
 
 
 def test_every_format_method_and_family_has_its_place():
@@ -49,7 +53,7 @@ def assert_cells(table: str, row: str, only: set[str] | None = None) -> None:
 @pytest.mark.parametrize(
     ("table", "row", "only"),
     [
-        ("groups", "128", {"torchao", "huggingface", "gguf TQ2_0", "gguf Q2_0", "gguf Q2_K"}),
+        ("groups", "128", {"torchao", "huggingface", "gguf TQ2_0", "gguf Q2_0", "gguf Q4_0"}),
         ("families", "Falcon", {"intx", "huggingface", "gguf Q4_0"}),
         ("methods", "Fairy2iQATQuantizer, num_stages: 2", {"torchao", "huggingface"}),
     ],

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hestia_tune.config import ConvertConfig
-from hestia_tune.export.gguf_types import AUTO, BLOCK_TYPES, choose_block_type
+from hestia_tune.export.gguf import AUTO, BLOCK_TYPES, choose_block_type
 from hestia_tune.functional import hard_ternary
 from hestia_tune.tensors import TernaryTensor
 
-NAMES = tuple(name for name in BLOCK_TYPES if name != "Q2_K")  # test_gguf_q2_k.py has this type
+NAMES = tuple(BLOCK_TYPES)
 FP16_MIN_NORMAL, FP16_MAX = 2.0**-14, 65504.0
 
 
@@ -86,7 +86,7 @@ def test_the_gguf_package_knows_the_types(name):
 
 def test_types_are_sorted_by_size():
     bits = [8 * kind.num_bytes / kind.block for kind in BLOCK_TYPES.values()]
-    assert bits == sorted(bits) == [1.6875, 2.0625, 2.25, 2.625, 4.5]
+    assert bits == sorted(bits) == [1.6875, 2.0625, 2.25, 4.5]
 
 
 def test_the_config_allows_every_type_and_the_last_choice_is_the_most_general():

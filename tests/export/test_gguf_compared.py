@@ -8,7 +8,8 @@ from gguf_models import DEMO, edit_json, ternarize
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
-from hestia_tune.export import llama_cpp
+from hestia_tune.export import gguf, llama_cpp
+from hestia_tune.export.compare import compare_gguf
 from hestia_tune.export.gguf import write_gguf
 from hestia_tune.models.folder import ModelFolder
 
@@ -28,7 +29,7 @@ def written(tmp_path_factory):
 
 def compare(folder, path, quantized):
     runs = dict.fromkeys(quantized, 32)
-    llama_cpp.compare_file(ModelFolder(folder, quantized), path, runs)
+    compare_gguf(ModelFolder(folder, quantized), path, runs)
 
 
 def test_a_file_within_and_behind_its_context(written, caplog):
@@ -84,7 +85,7 @@ def test_a_different_file_is_not_kept(tmp_path, monkeypatch):
         assert file.is_file() and set(runs) == set(quantized) and set(runs.values()) == {32}
         raise InputError("other logits")
 
-    monkeypatch.setattr(llama_cpp, "compare_file", refuse)
+    monkeypatch.setattr(gguf, "compare_gguf", refuse)
     with pytest.raises(InputError, match="other logits"):
         write_gguf(source, path, verify=True)
     assert not path.exists()

@@ -10,8 +10,7 @@ from gguf_models import edit_json, read_tensor_infos
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
-from hestia_tune.export.gguf import write_gguf
-from hestia_tune.export.gguf_types import TensorType
+from hestia_tune.export.gguf import TensorType, write_gguf
 from hestia_tune.models.folder import ModelFolder
 
 

@@ -19,9 +19,8 @@ from gguf_models import (
 )
 from safetensors.torch import load_file, save_file
 
-from hestia_tune.export.gguf import write_gguf
+from hestia_tune.export.gguf import BLOCK_TYPES, write_gguf
 from hestia_tune.export.gguf_families import ROPE_FACTORS, LlamaModel
-from hestia_tune.export.gguf_types import BLOCK_TYPES
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models.embedding import round_embedding
 from hestia_tune.models.folder import ModelFolder

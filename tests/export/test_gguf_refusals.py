@@ -14,7 +14,7 @@ from gguf_models import edit_json, random_model
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
-from hestia_tune.export import gguf_tokenizer
+from hestia_tune.export import gguf_families
 from hestia_tune.export.gguf import check_gguf
 from hestia_tune.export.gguf_families import FAMILIES
 from hestia_tune.models.folder import ModelFolder
@@ -33,7 +33,7 @@ EXPERTS = families.EXPERTS | {"head_dim": 16}
 @pytest.fixture(autouse=True)
 def no_llama_cpp(monkeypatch):
     """Decide by rules alone, as without xllamacpp."""
-    monkeypatch.setattr(gguf_tokenizer.llama_cpp, "is_installed", lambda: False)
+    monkeypatch.setattr(gguf_families.llama_cpp, "is_installed", lambda: False)
 
 
 def make(folder: Path, kind: str, **differences: object) -> Path:

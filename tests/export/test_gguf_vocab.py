@@ -9,8 +9,8 @@ import pytest
 from gguf_models import DEMO, edit_json, pre_tokenizer
 
 from hestia_tune.errors import InputError
-from hestia_tune.export import gguf_tokenizer
-from hestia_tune.export.gguf_tokenizer import add_vocabulary, check_tokens
+from hestia_tune.export import gguf_families
+from hestia_tune.export.gguf_families import add_vocabulary, check_tokens
 
 FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 CONFIG = {"vocab_size": 1024, "bos_token_id": 7, "eos_token_id": [8, 9]}
@@ -328,16 +328,16 @@ def test_the_installed_llama_cpp_has_the_same_tokens(folder, monkeypatch):
     check_tokens(folder, CONFIG)
     content = json.loads((folder / "tokenizer.json").read_text())
     edit_json(folder / "tokenizer.json", normalizer={"type": "Lowercase"})
-    monkeypatch.setattr(gguf_tokenizer, "_require_translatable", lambda *_: None)
+    monkeypatch.setattr(gguf_families, "_require_translatable", lambda *_: None)
     with pytest.raises(InputError, match="has other tokens than .*tokenizer.json: for .Hello wor"):
         check_tokens(folder, CONFIG)
     edit_json(folder / "tokenizer.json", normalizer=None, pre_tokenizer=pre_tokenizer(r"\p{N}"))
-    monkeypatch.setattr(gguf_tokenizer, "_split_name", lambda *_: "gpt-2")
+    monkeypatch.setattr(gguf_families, "_split_name", lambda *_: "gpt-2")
     with pytest.raises(InputError, match="has other tokens"):
         check_tokens(folder, CONFIG)
     assert content["normalizer"] is None
 
 
 def test_without_an_answer_nothing_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(gguf_tokenizer.llama_cpp, "ask", lambda *_: [])
+    monkeypatch.setattr(gguf_families.llama_cpp, "ask", lambda *_: [])
     check_tokens(folder, CONFIG | {"pad_token_id": 3})

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
 from hestia_tune.export import folder as folder_export
-from hestia_tune.export.folder import write_huggingface
+from hestia_tune.export.huggingface import write_huggingface
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
 from hestia_tune.export import mlx as mlx_export
-from hestia_tune.export.folder import write_huggingface
+from hestia_tune.export.huggingface import write_huggingface
 from hestia_tune.export.mlx import write_mlx
 from hestia_tune.methods.groups import round_scale
 from hestia_tune.models.folder import ModelFolder

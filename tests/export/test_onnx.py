@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
 from hestia_tune.export import onnx as onnx_export
-from hestia_tune.export import onnx_graph
-from hestia_tune.export.folder import write_huggingface
+from hestia_tune.export.huggingface import write_huggingface
 from hestia_tune.export.onnx import write_onnx
 from hestia_tune.methods import Method
 from hestia_tune.models.folder import ModelFolder
@@ -96,7 +95,7 @@ def test_logits_equal_the_hard_models(
         assert (target / "LICENSE.txt").read_text() == "as you like"
         with pytest.raises(ValueError, match="overwrite=True replaces"):
             write_onnx(source, target)
-        monkeypatch.setattr(onnx_export, "_check", failing)
+        monkeypatch.setattr(onnx_export.ONNX, "verify", failing)
         with pytest.raises(RuntimeError, match="as asked"):
             write_onnx(source, target, overwrite=True)
         assert torch.equal(logits(target), found)
@@ -168,7 +167,7 @@ def test_wrong_positions_are_refused_before_training(tmp_path, monkeypatch):
     """Without the tables of transformers, a small model has other logits in onnxruntime."""
     source = naive(make_family(tmp_path / "model", "Llama", **LINEAR), 32)
     source.read = None  # no weight of the model is read
-    monkeypatch.setattr(onnx_graph, "_set_positions", lambda *_: None)
+    monkeypatch.setattr(onnx_export, "_set_positions", lambda *_: None)
     match = "run a llama with .* relative difference is .* with the rope_type linear of config.json"
     with pytest.raises(InputError, match=match):
         onnx_export.block_of(source)

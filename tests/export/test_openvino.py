@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
 from hestia_tune.export import openvino as openvino_export
-from hestia_tune.export import openvino_graph
-from hestia_tune.export.folder import write_huggingface
+from hestia_tune.export.huggingface import write_huggingface
 from hestia_tune.export.openvino import write_openvino
 from hestia_tune.models.folder import ModelFolder
 
@@ -158,7 +157,7 @@ def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", ["codes", pytest.param("logits", marks=pytest.mark.slow)])
 def test_a_difference_is_found(tmp_path, monkeypatch, what):
-    source, honest = naive(DEMO, 128), openvino_graph.make_graph
+    source, honest = naive(DEMO, 128), openvino_export.make_graph
 
     def damaged(model, source, tokens, past):
         if what == "logits":

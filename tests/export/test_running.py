@@ -12,19 +12,24 @@ import pytest
 from gguf_models import DEMO, edit_json, random_qwen2, ternarize
 
 from hestia_tune.export import llama_cpp
-from hestia_tune.export.formats import suggested_group_size
-from hestia_tune.export.gguf import compare_types, write_gguf
-from hestia_tune.export.gguf_types import smaller_type
-from hestia_tune.export.running import make_template, model_name, run_lines, write_modelfile
+from hestia_tune.export.format import model_name, suggested_group_size
+from hestia_tune.export.gguf import (
+    compare_types,
+    make_template,
+    smaller_type,
+    write_gguf,
+    write_modelfile,
+)
+from hestia_tune.export.registry import FORMATS, load_format
 from hestia_tune.models.folder import ModelFolder
 
 
 @pytest.mark.parametrize(
     ("group_size", "expected"),
     [
-        (256, {"TQ1_0", "TQ2_0", "Q2_0", "Q2_K", "Q4_0"}),
-        (128, {"Q2_0", "Q2_K", "Q4_0"}),
-        (32, {"Q2_K", "Q4_0"}),
+        (256, {"TQ1_0", "TQ2_0", "Q2_0", "Q4_0"}),
+        (128, {"Q2_0", "Q4_0"}),
+        (32, {"Q4_0"}),
     ],
 )
 def test_sizes_of_other_types_are_those_of_their_files(tmp_path, group_size, expected):
@@ -202,12 +207,10 @@ def test_modelfile(tmp_path):
     assert "\nTEMPLATE" not in text and "# Ollama uses its own template" in text
 
 
-@pytest.mark.parametrize(
-    "form", ["gguf", "mlx", "onnx", "openvino", "torchao", "intx", "huggingface"]
-)
+@pytest.mark.parametrize("form", FORMATS)
 def test_commands_hold_the_path(tmp_path, form):
-    path = tmp_path / "it's a $folder" / ("model.gguf" if form == "gguf" else form)
-    for line in run_lines(form, path, "m"):
+    path = load_format(form).target(tmp_path / "it's a $folder")
+    for line in load_format(form).run_lines(path, "m"):
         words = shlex.split(line, comments=True)
         assert str(path) in line or any(
             str(path) in word or repr(str(path)) in word or str(path.parent / "Modelfile") == word
@@ -220,7 +223,7 @@ def test_commands_hold_the_path(tmp_path, form):
 def test_a_command_of_a_folder_runs(tmp_path):
     pytest.importorskip("transformers")
     ternarize(DEMO, tmp_path / "model", 128)
-    (line,) = run_lines("huggingface", tmp_path / "model", "m")
+    (line,) = load_format("huggingface").run_lines(tmp_path / "model", "m")
     _, *arguments = shlex.split(line)
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("Once upon a time")

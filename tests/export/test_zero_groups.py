@@ -6,10 +6,10 @@ from gguf_models import DEMO, assert_same, expected_tensors, is_linear, read_sto
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.export.compressed_tensors import write_compressed_tensors
-from hestia_tune.export.folder import write_huggingface
 from hestia_tune.export.gguf import write_gguf
+from hestia_tune.export.huggingface import write_huggingface
 from hestia_tune.export.onnx import write_onnx
-from hestia_tune.export.packed import packed_entries
+from hestia_tune.export.torchao import packed_entries
 from hestia_tune.methods import EvenMethod
 from hestia_tune.models.folder import ModelFolder
 from hestia_tune.tensors.packed_tensor import as_dense

@@ -129,7 +129,7 @@ def test_an_offset_is_added_to_the_codes_of_lsq_and_levels_are_rounded(start):
     for own, value in zip(grads, (w, step, offset), strict=True):
         torch.testing.assert_close(own, value.grad, rtol=1e-9, atol=1e-12)
     naive = DLTMethod(group_size=8).initial_parameters(w.detach())
-    assert not naive[1].any() and method.packed_formats == ()
+    assert not naive[1].any() and method.code_values == ()
 
 
 @pytest.mark.parametrize("group_size", [8, "channel", "tensor"])

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from hestia_tune import Fairy2iTensor, TernaryTensor
-from hestia_tune.export.packed import packed_entries
+from hestia_tune.export.torchao import packed_entries
 from hestia_tune.methods import Fairy2iMethod, TernaryMethod
 from hestia_tune.models import PackedWeights
 from hestia_tune.models.build import instantiate

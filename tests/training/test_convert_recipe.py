@@ -101,7 +101,7 @@ def test_all_writes_what_is_possible_and_says_what_is_missing(
         monkeypatch.setitem(sys.modules, package, None)
     # A format that turns out to be impossible while it is written is left out too.
     refused = InputError("a scale is too small")
-    monkeypatch.setattr("hestia_tune.commands.convert.write_gguf", Mock(side_effect=refused))
+    monkeypatch.setattr("hestia_tune.export.gguf.write_gguf", Mock(side_effect=refused))
     assert run_convert(make_config(model_dir, output_dir, "convert.formats=[all]")) == 0
     sizes = json.loads((output_dir / "converted" / "sizes.json").read_text())
     assert list(sizes) == ["torchao", "intx", "huggingface", "compressed_tensors", "mlx"]
@@ -137,7 +137,7 @@ def test_all_of_a_method_with_one_format(model_dir, tmp_path):
     del config.quantizer.group_size
     config.quantizer._component_ = "hestia_tune.Fairy2iQATQuantizer"
     recipe = ConvertRecipe(config)
-    assert recipe.formats == ["torchao"]
+    assert [*recipe.formats] == ["torchao"]
     assert "can only be written as torchao; got gguf" in recipe.missing["gguf"]
 
 
@@ -200,7 +200,8 @@ def test_existing_files_are_not_overwritten_without_the_option(model_dir, output
         (["convert.formats=gguf"], "convert.formats: give a list"),
         (["quantizer.groupsize=32"], "quantizer: .*groupsize"),
         (["convert.overwite=True"], "did you mean overwrite"),
-        (["convert.formats=[torchao,gguf]", "convert.block_type=Q8_0"], "TQ1_0, Q2_K; got Q8_0"),
+        (["convert.formats=[torchao,gguf]", "convert.block_type=Q8_0"], "TQ2_0, TQ1_0; got Q8_0"),
+        (["convert.block_type=[Q2_0,Q2_K]"], "no Q2_K any more.*set convert.block_type=auto"),
         (
             ["convert.formats=[torchao,gguf]", "convert.block_type=[TQ2_0,Q2_0]"],
             "no block of TQ2_0 or Q2_0 holds .*; use convert.block_type=Q4_0",

@@ -6,7 +6,7 @@ from torch import nn
 
 import hestia_tune
 from hestia_tune.distributed import ensure_process_group
-from hestia_tune.export.packed import packed_entries
+from hestia_tune.export.torchao import packed_entries
 from hestia_tune.methods import Fairy2iMethod
 from hestia_tune.qat.hard_state import hard_state_dict
 

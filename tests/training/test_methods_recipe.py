@@ -9,6 +9,7 @@ from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, 
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat
 from hestia_tune.config.run import RunConfig
+from hestia_tune.export.format import holding
 from hestia_tune.methods import TequilaMethod
 from hestia_tune.models.checkpoints import check_can_hold
 from hestia_tune.models.load import load_model
@@ -92,8 +93,8 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
     component, methods = whole.run.component, whole.run.methods
     method = component.method
     left_out = {"onnx"} | ({"gguf"} if method.group_size == "tensor" else set())
-    shared = set.intersection(*(set(each.file_formats) for each in methods.values()))
-    formats = [name for name in method.file_formats if name in shared - left_out]
+    shared = set.intersection(*(set(holding(each)) for each in methods.values()))
+    formats = [name for name in holding(method) if name in shared - left_out]
     options += (f"convert.formats=[{','.join(formats)}]",)
     cfg = config(model_dir, cut, name, *options)
     found = ConvertRecipe(cfg).run()

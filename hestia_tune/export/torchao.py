@@ -1,4 +1,6 @@
-"""Writes the packed folder of a torchtune model. `hestia_tune.models.packed` loads it.
+"""Writes the packed folder of a model. `hestia_tune.models.packed` loads it.
+
+The format "torchao" has the packed tensors of this package, "intx" has torchao's own.
 
 folder/
     model.pt                        packed weights, other weights in bfloat16, torchtune's names
@@ -7,6 +9,7 @@ folder/
     generate.yaml                   a config for `tune run generate`, which uses `PackedWeights`
 """
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.config.run import RunConfig
 from hestia_tune.export.folder import sizes, write_folder
-from hestia_tune.methods import Method
+from hestia_tune.export.format import PROMPT, Format, check_products, python_line
+from hestia_tune.methods import Fairy2iMethod, Method
+from hestia_tune.methods.groups import CODES
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder
 from hestia_tune.models.packed import FORMAT_VERSION, WEIGHTS_FILE
 from hestia_tune.tensors import pack
@@ -139,9 +144,70 @@ def _generate_config(
         },
         "dtype": "bf16",
         "seed": 0,
-        "prompt": {"system": None, "user": "Once upon a time"},
+        "prompt": {"system": None, "user": PROMPT},
         "max_new_tokens": 64,
         "temperature": 0.7,
         "top_k": 50,
         "enable_kv_cache": not from_transformers,
     }
+
+
+class _TorchAO(Format):
+    """A packed folder for `hestia_tune.load_quantized` and torchtune's ``generate``."""
+
+    name = "torchao"
+    about = "2-bit codes and bfloat16 scales, in this package's tensors"
+    runs_in = "`hestia_tune.load_quantized`, torchtune"
+    library = "hestia_tune"
+    codes = frozenset({*CODES.values(), Fairy2iMethod.code_values})
+    holds_experts = True  # dense: no product of experts takes a packed weight
+    loading = """
+With hestia_tune. Its tests load folders of this format with the same call:
+
+```python
+import hestia_tune
+
+model = hestia_tune.load_quantized("MODEL")
+```
+"""
+    # The packed format of every weight. None: the first of its method.
+    packed_format: str | None = None
+
+    def write(self, conversion, target):
+        methods = {f"{layer}.weight": method for layer, method in conversion.methods.items()}
+        latents = conversion.latents() if conversion.latents else None
+        entries = packed_entries(conversion.weights(), methods, self.packed_format, latents=latents)
+        return write_packed(
+            conversion.source,
+            target,
+            entries,
+            config=conversion.config,
+            method=conversion.method,
+            description=conversion.description,
+            overwrite=conversion.config.convert.overwrite,
+        )
+
+    def run_lines(self, path, name, *, is_chat=False):
+        if (path / "generate.yaml").is_file():
+            config = shlex.quote(str(path / "generate.yaml"))
+            return [f"tune run generate --config {config} prompt.user={PROMPT!r}"]
+        code = f"import hestia_tune; print(hestia_tune.load_quantized({str(path)!r}))"
+        return [python_line(code)]
+
+
+class _IntX(_TorchAO):
+    """The same folder with torchao's own tensor, which loads without this package."""
+
+    name = "intx"
+    about = "codes in torchao's own tensor of the type `int2`, which takes a byte per weight"
+    runs_in = "torchtune with torchao, `hestia_tune.load_quantized`"
+    codes = frozenset({CODES[3]})
+    left_out = "it takes a byte per weight, and torchao holds the same codes in 2 bits"
+    packed_format = "intx"
+
+    def check(self, source, settings):
+        super().check(source, settings)
+        check_products(source)
+
+
+TORCHAO, INTX = _TorchAO(), _IntX()
