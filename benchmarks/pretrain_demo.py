@@ -37,7 +37,7 @@ from hestia_tune.data.demo import (
 )
 from hestia_tune.data.sequences import SequenceDataset
 from hestia_tune.methods import TernaryMethod
-from hestia_tune.models.build import llama
+from hestia_tune.models import llama
 
 VOCAB_SIZE = 1024
 SPECIAL_TOKEN = "<|endoftext|>"

@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._pytree import tree_map
 
 from hestia_tune.errors import InputError
@@ -44,6 +48,15 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             lists[name] = module
     name = max(lists, key=lambda key: len(lists[key]), default="")
     return {f"{name}.{index}".lstrip("."): block for index, block in enumerate(lists.get(name, ()))}
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Let each block compute its activations again in the backward pass, instead of keeping them.
+
+    The model is changed in place.
+    """
+    classes = {type(block) for block in find_blocks(model).values()}
+    apply_activation_checkpointing(model, auto_wrap_policy=ModuleWrapPolicy(classes))
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:

@@ -23,13 +23,13 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtune import utils
 
 from hestia_tune.bits import Budget, chosen, with_choices
 from hestia_tune.config.machine import is_slow_in_bf16
 from hestia_tune.config.run import RunConfig
+from hestia_tune.devices import get_device, get_dtype
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
-from hestia_tune.errors import InputError, collecting, one_line, warn_once
+from hestia_tune.errors import InputError, collecting, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.format import expert_layers
 from hestia_tune.export.registry import load_format
@@ -53,7 +53,6 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound="Run")
 _LARGE_LOGITS = 2**30  # bytes
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Run:
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the matrix products."""
-        return _DTYPES[self.config.dtype]
+        return get_dtype(self.config.dtype, self.device)
 
     @property
     def component(self) -> QATQuantizerBase:
@@ -265,14 +264,7 @@ def join_ranks(device_name: str, dtype: str) -> torch.device:
     Raises:
         InputError: If there is no such device.
     """
-    if device_name.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(
-            f"device {device_name}: torch finds no GPU here; set device=auto or device=cpu"
-        )
-    try:
-        device = utils.get_device(device_name)
-    except RuntimeError as error:
-        raise InputError(f"device {device_name}: {one_line(error)}; use cuda or cpu") from error
+    device = get_device(device_name)
     ensure_process_group(device)
     uses_cpu_bf16 = dist.get_rank() == 0 and device.type == "cpu" and dtype == "bf16"
     if uses_cpu_bf16 and is_slow_in_bf16():

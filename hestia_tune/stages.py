@@ -3,7 +3,7 @@
     measure_sensitivity    sensitivity.json, sensitivity.png, temperatures.png
     choose_bits            bits.json, bits.png
     reconstruct            the folder reconstruction/ (`hestia_tune.reconstruction.recipe`)
-    train                  the hard model and its losses (`hestia_tune.training.recipe`)
+    train                  the hard model and its losses (`hestia_tune.torchtune.recipe`)
 
 ``hestia_qat`` runs all of them, and every other command a shorter list. Each stage keeps its result
 in a file. A run that starts again reads the file if everything that the result depends on is the
@@ -15,13 +15,14 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.bits import BITS_FILE, Budget, kept, read_choices, settings_of
+from hestia_tune.components import torchtune_module
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import digest, kept_result, locked, remove, require_writable_dir, write_json
@@ -34,7 +35,9 @@ from hestia_tune.sensitivity import CalibrationBatch, SensitivityArtifact, estim
 from hestia_tune.sensitivity.artifact import estimation_identity
 from hestia_tune.sensitivity.estimation import Journal
 from hestia_tune.training import data
-from hestia_tune.training.recipe import HestiaQATRecipe
+
+if TYPE_CHECKING:
+    from hestia_tune.torchtune.recipe import HestiaQATRecipe
 
 log = logging.getLogger(__name__)
 
@@ -224,12 +227,12 @@ def with_starts(run: R) -> R:
     return dataclasses.replace(run, artifact=artifact, start=start)
 
 
-def train(run: TrainingRun) -> HestiaQATRecipe:
+def train(run: TrainingRun) -> "HestiaQATRecipe":
     """Train the model of a run, and return the recipe that has done it. Collective.
 
     The recipe is not finished after a Ctrl-C, and has saved a checkpoint.
     """
-    recipe = HestiaQATRecipe(run.config)
+    recipe = torchtune_module("recipe", "hestia_qat").HestiaQATRecipe(run.config)
     recipe.build(run)
     recipe.train()
     return recipe

@@ -23,9 +23,9 @@ from torchtune.models.convert_weights import tune_to_hf
 from torchtune.training.metric_logging import DiskLogger
 
 from hestia_tune.data import SequenceDataset
-from hestia_tune.models.build import llama
+from hestia_tune.models import llama
+from hestia_tune.torchtune.recipe import HestiaQATRecipe
 from hestia_tune.training import loader
-from hestia_tune.training.recipe import HestiaQATRecipe
 
 SHAPE = {
     "vocab_size": 264,

@@ -21,9 +21,9 @@ from hestia_tune.evaluation import versions
 from hestia_tune.files import write_atomically
 from hestia_tune.run import Run
 from hestia_tune.stages import measure_sensitivity
+from hestia_tune.torchtune.recipe import HestiaQATRecipe
 from hestia_tune.training.generation import generate_missing
 from hestia_tune.training.outputs import HARD
-from hestia_tune.training.recipe import HestiaQATRecipe
 
 DEMO = str(Path(__file__).resolve().parents[1] / "demo.yaml")  # the settings of the studies
 TERNARY = {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 128}

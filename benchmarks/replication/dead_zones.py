@@ -22,7 +22,7 @@ from common import DEMO, HARD, METHODS, Study, many_runs, settings_of
 from hestia_tune.files import write_atomically
 from hestia_tune.methods.granularity import block_view
 from hestia_tune.qat.linear import full_tensor, quantized_linears
-from hestia_tune.training.recipe import HestiaQATRecipe
+from hestia_tune.torchtune.recipe import HestiaQATRecipe
 
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 _NEVER = 1e-7  # where a logarithmic axis puts "none"

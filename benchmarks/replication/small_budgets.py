@@ -27,8 +27,8 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.files import write_atomically
 from hestia_tune.run import Run
 from hestia_tune.stages import measure_sensitivity, reconstruct
+from hestia_tune.torchtune.recipe import HestiaQATRecipe
 from hestia_tune.training.outputs import RECONSTRUCTED
-from hestia_tune.training.recipe import HestiaQATRecipe
 
 STRAIGHT_THROUGH = ["schedule.rho=0", "schedule.tau_init=0", "schedule.alpha=0", "sensitivity=null"]
 UNIFORM = ["schedule.alpha=0", "sensitivity=null"]

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtune import training
 
 from hestia_tune.bits import chosen
 from hestia_tune.commands.launch import next_command
 from hestia_tune.config.run import RunConfig
+from hestia_tune.devices import get_dtype
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
@@ -58,7 +58,7 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     results_folder = require_writable_dir(path.with_suffix(""))
     device = join_ranks(config.device, config.dtype)
     say_choices(config)
-    dtype = training.get_dtype(config.dtype, device)
+    dtype = get_dtype(config.dtype, device)
     sensitivity = config.sensitivity
     if sensitivity == "auto":
         sensitivity = config.sensitivity_estimation.output if config.schedule.alpha else None

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hestia_tune.commands.launch import INTERRUPTED, Stopped, next_command
+from hestia_tune.components import torchtune_module
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group
 from hestia_tune.files import locked
@@ -25,6 +26,7 @@ def run_qat(config: RunConfig | Mapping[str, Any]) -> int:
     All checks run before a sensitivity or a reconstruction is computed.
     """
     config = RunConfig.parse(config)
+    torchtune_module("recipe", "hestia_qat")  # before any work
     for_temperatures = config.schedule.alpha != 0 or config.sensitivity != "auto"
     if not config.bits.reads_sensitivity and not for_temperatures:
         config = config.changed(sensitivity=None)

@@ -1,16 +1,19 @@
-"""Models as torchtune has them: built, named, loaded, tokenized, packed."""
+"""Models of a config: built, named, loaded, tokenized, packed."""
 
-from hestia_tune.models.build import llama
+from typing import Any
+
+from hestia_tune.components import torchtune_module
 from hestia_tune.models.hugging_face_files import HuggingFaceCheckpointer
 from hestia_tune.models.hugging_face_model import hugging_face
-from hestia_tune.models.packed import PackedWeights
 from hestia_tune.models.tokenizers import AutoTokenizer, HuggingFaceTokenizer
 
-__all__ = [
-    "AutoTokenizer",
-    "HuggingFaceCheckpointer",
-    "HuggingFaceTokenizer",
-    "PackedWeights",
-    "hugging_face",
-    "llama",
-]
+__all__ = ["AutoTokenizer", "HuggingFaceCheckpointer", "HuggingFaceTokenizer", "hugging_face"]
+
+# Component of torchtune's models -> its module in `hestia_tune.torchtune`, for configs.
+_NEED_TORCHTUNE = {"PackedWeights": "packed", "llama": "models"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCHTUNE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(torchtune_module(_NEED_TORCHTUNE[name], f"{__name__}.{name}"), name)

@@ -1,21 +1,20 @@
 """Reads the weights of a model from a training checkpoint or a Hugging Face folder.
 
-Weights of a Hugging Face folder get torchtune's names. `hestia_tune.training.checkpoint` writes
-training checkpoints and describes the folder of a checkpoint.
+Weights of a Hugging Face folder get the names that the model of a config has: transformers' own, or
+torchtune's (`hestia_tune.torchtune.checkpoints`). `hestia_tune.training.checkpoint` writes training
+checkpoints and describes the folder of a checkpoint.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torchtune.models import convert_weights
-from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
+from hestia_tune.components import torchtune_module
 from hestia_tune.config.files import download_command
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
 from hestia_tune.errors import InputError, one_line
@@ -37,14 +36,21 @@ from hestia_tune.qat.linear import weights_of
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 META_FILE = "meta.json"
 MODEL_PREFIX = "model."  # the names of latent weights in a checkpoint start with it
-# torchtune's model type -> model_type in config.json, for the models that can be read here.
-MODEL_TYPES = {
-    "LLAMA2": "llama",
-    "LLAMA3": "llama",
-    "LLAMA3_2": "llama",
-    "MISTRAL": "mistral",
-    "QWEN2": "qwen2",
-}
+
+
+def torchtunes(model_type: str) -> Any:
+    """Return `hestia_tune.torchtune.checkpoints`, which names the weights of this model type.
+
+    Raises:
+        InputError: If torchtune cannot be imported.
+    """
+    return torchtune_module("checkpoints", f"checkpointer.model_type {model_type}")
+
+
+def can_read(model_type: str) -> bool:
+    """Return whether the weights of a model type can be read from a Hugging Face folder."""
+    is_transformers = model_type == TRANSFORMERS_MODEL_TYPE
+    return is_transformers or model_type in torchtunes(model_type).MODEL_TYPES
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -128,7 +134,7 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
     if model_type == TRANSFORMERS_MODEL_TYPE:
         yield from hugging_face_files.read_weights(source)
         return
-    for _, ours, value in _converted(model_type, source, source.read):
+    for _, ours, value in torchtunes(model_type).converted(model_type, source, source.read):
         yield ours, value
 
 
@@ -167,7 +173,8 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
     source = open_folder(folder)
     if model_type == TRANSFORMERS_MODEL_TYPE:
         return hugging_face_files.names_in_files(source)
-    return {ours: [theirs] for theirs, ours, _ in _converted(model_type, source)}
+    converted = torchtunes(model_type).converted(model_type, source)
+    return {ours: [theirs] for theirs, ours, _ in converted}
 
 
 def open_source(
@@ -217,18 +224,12 @@ def pretrained_source(config: RunConfig) -> SafetensorsFolder | None:
     """Return the pretrained weights of a config, mapped from their files.
 
     Returns:
-        None if only torchtune's checkpointer can read them: if its ``model_type`` is another than
-        those of `MODEL_TYPES`, or if ``checkpoint_files`` is no list of files in the folder.
+        None if only torchtune's checkpointer can read them.
     """
     folder = pretrained_folder(config)
     if config.is_transformers_model:
         return open_folder(folder)
-    names = config.checkpointer.get("checkpoint_files")
-    if config.model_type not in MODEL_TYPES or not isinstance(names, list) or not names:
-        return None
-    if not all((folder / name).is_file() for name in names):
-        return None
-    return open_folder(folder, names)
+    return torchtunes(config.model_type).pretrained_source(config, folder)
 
 
 def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:
@@ -243,34 +244,8 @@ def shapes_in_files(config: RunConfig) -> dict[str, torch.Size] | None:
     if config.is_transformers_model:
         loading_of(source)
         return None
-    return {ours: value.shape for _, ours, value in _converted(config.model_type, source)}
-
-
-def split_biases(
-    state: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Split a Llama's state dict into weights and biases.
-
-    torchtune's Llamas have no biases. The linears of a transformers Llama all have a bias, or none
-    has one. If the state dict has any bias, every linear of the blocks gets one, which is zero if
-    the state dict does not have it.
-
-    Args:
-        state: The state dict, by torchtune's names.
-        config: The content of config.json.
-
-    Returns:
-        The weights, by torchtune's names, and the biases, by their names in Hugging Face files. For
-        a model that is not a Llama: the whole state dict, and no biases.
-    """
-    weights = {name: value for name, value in state.items() if not name.endswith(".bias")}
-    if len(weights) == len(state) or config["model_type"] != "llama":
-        return dict(state), {}
-    linears = {n: w for n, w in weights.items() if n.startswith("layers.") and w.dim() == 2}
-    biases = {n: state.get(f"{n[:-6]}bias", w.new_zeros(len(w))) for n, w in linears.items()}
-    columns = {name: bias.unsqueeze(1) for name, bias in biases.items()}
-    converted = convert_weights.tune_to_hf(columns, **_sizes(config) | {"dim": 1})
-    return weights, {f"{n[:-6]}bias": v.squeeze(1).contiguous() for n, v in converted.items()}
+    converted = torchtunes(config.model_type).converted(config.model_type, source)
+    return {ours: value.shape for _, ours, value in converted}
 
 
 def check_shapes(
@@ -329,53 +304,3 @@ def check_can_hold(method: Method, model_type: str) -> None:
             f"{method.name} leaves a bias in every linear, and only Llamas have room for it; got "
             f"model_type {model_type}; use another method"
         )
-
-
-def _llama_to_torchtune(state: dict[str, torch.Tensor], **sizes: Any) -> dict[str, torch.Tensor]:
-    """Convert one tensor of a Llama. A bias is converted as a weight with one column."""
-    if not next(iter(state)).endswith(".bias"):
-        return convert_weights.hf_to_tune(state, **sizes)
-    columns = {f"{name[:-4]}weight": bias.unsqueeze(1) for name, bias in state.items()}
-    converted = convert_weights.hf_to_tune(columns, **sizes | {"dim": 1})
-    return {f"{name[:-6]}bias": column.squeeze(1) for name, column in converted.items()}
-
-
-def _converted(
-    model_type: str,
-    source: SafetensorsFolder,
-    read: Callable[[str], torch.Tensor] | None = None,
-) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (name in the files, torchtune's name, tensor in torchtune's form) of every tensor.
-
-    Args:
-        model_type: The model type in the checkpointer section.
-        source: The folder.
-        read: Function from a name in the files to its tensor. None: the tensors are empty, on the
-            meta device.
-    """
-    to_torchtune = _converter(model_type, source.folder)
-    for theirs, shape in source.shapes.items():
-        tensor = read(theirs) if read else torch.empty(shape, device="meta")
-        for ours, value in to_torchtune({theirs: tensor}).items():
-            yield theirs, ours, value
-
-
-def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
-    """Return the function that gives tensors of a Hugging Face state dict torchtune's form."""
-    if model_type not in MODEL_TYPES:
-        known = ", ".join(MODEL_TYPES)
-        raise InputError(
-            f"model_type {model_type} is not supported here; it must be one of {known}"
-        )
-    config = read_json(folder / "config.json")
-    if model_type != "QWEN2":
-        return partial(_llama_to_torchtune, **_sizes(config))
-    # The source leaves out a head that is tied, so here is none to leave out.
-    return partial(qwen2_hf_to_tune, tie_word_embeddings=False, **_sizes(config))
-
-
-def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes in a config.json that torchtune's converters need."""
-    heads, dim = config["num_attention_heads"], config["hidden_size"]
-    sizes = {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads", heads)}
-    return sizes | {"dim": dim, "head_dim": config.get("head_dim") or dim // heads}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtune.training import MODEL_KEY
 
 from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
 from hestia_tune.errors import InputError, one_line, warn_once
@@ -151,7 +150,7 @@ class HuggingFaceCheckpointer:
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Read all weights, in the dtype of the files."""
-        return {MODEL_KEY: dict(read_weights(open_folder(self.folder)))}
+        return {"model": dict(read_weights(open_folder(self.folder)))}
 
     def save_checkpoint(
         self, state_dict: dict[str, Any], epoch: int, intermediate_checkpoint: bool = False
@@ -169,7 +168,7 @@ class HuggingFaceCheckpointer:
         if intermediate_checkpoint:
             raise InputError("only weights can be saved; got intermediate_checkpoint=True")
         folder = self._output_dir / f"epoch_{epoch}"
-        model_on_meta(self.folder).save_pretrained(folder, state_dict=state_dict[MODEL_KEY])
+        model_on_meta(self.folder).save_pretrained(folder, state_dict=state_dict["model"])
         for written in folder.glob("*config.json"):  # by transformers; replaced by the originals
             written.unlink()
         config = read_json(self.folder / "config.json")

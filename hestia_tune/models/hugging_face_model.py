@@ -7,9 +7,9 @@ attributes and methods that torchtune expects. Nothing here depends on an archit
 Three things differ from transformers:
 
 - Weights are left empty, because they are loaded at once.
-- A head that is tied to the embedding becomes torchtune's `TiedLinear`, which holds no weight of
-  its own. FSDP2 and safetensors both need each weight exactly once. config.json does not decide
-  alone: if the files hold a head with other values than the embedding, the model has that head.
+- A head that is tied to the embedding becomes a `TiedHead`, which holds no weight of its own. FSDP2
+  and safetensors both need each weight exactly once. config.json does not decide alone: if the
+  files hold a head with other values than the embedding, the model has that head.
 - Buffers that no checkpoint holds (rotary frequencies) are kept in memory, because a model that
   moves away from the meta device loses them.
 
@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torchtune.modules import TiedLinear
 
 from hestia_tune.blocks import find_blocks
 from hestia_tune.errors import InputError, one_line
@@ -274,7 +274,7 @@ class Decoder(nn.Module):
         return self.get_input_embeddings()
 
     @property
-    def output(self) -> nn.Module | TiedLinear:
+    def output(self) -> nn.Module:
         """Return the output head."""
         return self.get_output_embeddings()
 
@@ -430,14 +430,32 @@ def _find_backbone(model: nn.Module) -> str:
     raise InputError(f"{type(model).__name__} has no backbone with its blocks; train another model")
 
 
-class _TiedHead(TiedLinear):
-    """A tied head whose weight can be read. The forward of Mamba reads the dtype of its head."""
+class TiedHead(nn.Module):
+    """An output head that multiplies by the embedding's weight and has no parameter of its own.
 
-    weight = property(lambda self: self.tied_module.weight)
+    It keeps the embedding rather than its weight, because FSDP replaces the weight.
+
+    Args:
+        embedding: The embedding.
+    """
+
+    def __init__(self, embedding: nn.Module):
+        super().__init__()
+        # Not as a submodule: the embedding has its name in the model already.
+        self.__dict__["embedding"] = embedding
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Return the embedding's weight. The forward of Mamba reads the dtype of its head."""
+        return self.__dict__["embedding"].weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits (..., vocabulary) of hidden states (..., dim)."""
+        return F.linear(hidden, self.weight)
 
 
 def _tie(model: Any) -> None:
-    """Replace a head that is tied to the embedding by a `TiedLinear`, which has no parameter."""
+    """Replace a head that is tied to the embedding by a `TiedHead`, which has no parameter."""
     if not (tied := model.all_tied_weights_keys):
         return
     names = {id(module): name for name, module in model.named_modules()}
@@ -451,5 +469,5 @@ def _tie(model: Any) -> None:
             f"{type(model).__name__} ties {', '.join(tied)}; train a model of another class"
         )
     delattr(model, name)
-    setattr(model, name, _TiedHead(embedding))
+    setattr(model, name, TiedHead(embedding))
     model.tied = frozenset(tied)

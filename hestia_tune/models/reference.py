@@ -4,8 +4,9 @@ A model can be wrong without an error: config.json has a sliding window, another
 scaled rotary embedding that a builder of torchtune does not have, or the files hold a head of their
 own that a config calls tied. Two checks refuse such models.
 
-`check_architecture` compares the parts of a model that torchtune built with the values in
-config.json. It reads no weight and needs no transformers, so a config fails within a second.
+`hestia_tune.torchtune.models.check_architecture` compares the parts of a model that torchtune built
+with the values in config.json. It reads no weight and needs no transformers, so a config fails
+within a second.
 
 `check_logits` compares logits whenever weights are loaded, for every builder. The expected logits
 are those of a model that transformers itself makes from config.json and loads from the files. Only
@@ -29,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtune.modules import TiedLinear
 
 from hestia_tune.blocks import as_one, find_blocks, on_device, replaced
 from hestia_tune.errors import InputError, warn_once
@@ -201,7 +201,7 @@ class _Text:
             return (args[0][:, -_TOKENS:], *args[1:])
 
         head = model.output if hasattr(model, "output") else model.get_output_embeddings()
-        head = head.linear if isinstance(head, TiedLinear) else head
+        head = getattr(head, "linear", head)  # torchtune's tied head is no module, but has one
         with contextlib.ExitStack() as stack:
             hook = blocks[0].register_forward_hook(lambda *args: outputs.append(args[-1]))
             stack.callback(hook.remove)
@@ -242,85 +242,3 @@ def _critical_lengths(source: SafetensorsFolder) -> list[int]:
     if any(rope.get("rope_type") == "dynamic" for rope in (ropes, *nested)):
         found.append(config.max_position_embeddings)
     return sorted({value + _TOKENS // 2 for value in found if isinstance(value, int)}, reverse=True)
-
-
-def check_architecture(model: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
-    """Raise InputError if a Llama, Mistral or Qwen2 of torchtune is another model than config.json.
-
-    Args:
-        model: The model that torchtune built, on any device.
-        config: The content of config.json.
-        folder: Its folder, for the error.
-    """
-    parts: Any = model
-    attention, mlp = parts.layers[0].attn, parts.layers[0].mlp
-    heads, rope = config["num_attention_heads"], attention.pos_embeddings
-    scaling = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    base = scaling.pop("rope_theta", None) or config.get("rope_theta", 10_000)
-    is_silu = isinstance(mlp.activation, nn.SiLU)
-    activation = config.get("hidden_act", "silu")
-    rows = {
-        "num_hidden_layers": len(parts.layers),
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "rms_norm_eps": parts.norm.eps,
-        "rope_theta": rope.base,
-        "hidden_act": activation if is_silu == (activation in ("silu", "swish")) else "silu",
-    }
-    stored = {
-        "num_key_value_heads": heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "rms_norm_eps": 1e-6,
-    }
-    stored = stored | {key: config[key] for key in rows if config.get(key) is not None}
-    stored |= {"rope_theta": base, "hidden_act": activation}
-    for key, value in rows.items():
-        if value != stored[key]:
-            _refuse(folder, f"{key} {stored[key]}", f"{key} {value}")
-    longest = int(parts.max_seq_len)
-    if (window := _window(config)) is not None and window < longest:
-        _refuse(folder, f"a sliding window of {window} tokens", f"none, for {longest} tokens")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    expected = None if kind == "default" else scaling
-    if kind == "dynamic" and longest <= config.get("max_position_embeddings", 2048):
-        expected = None  # it begins to differ behind the original context
-    found = _llama3_scaling(rope)
-    if expected is not None and kind == "llama3" and found is not None:
-        expected = {key: float(expected[key]) for key in found}
-    if expected != found:
-        _refuse(folder, f"rope_scaling {expected or 'null'}", f"{found or 'null'}")
-
-
-def _refuse(folder: Path, theirs: str, ours: str) -> None:
-    raise InputError(
-        f"{folder}/config.json has {theirs}, but the model that torchtune builds has {ours}; give "
-        f"the folder of that model, or {use_transformers(folder)}"
-    )
-
-
-def _window(config: Mapping[str, Any]) -> int | None:
-    """Return the sliding window of a Mistral or Qwen2, as transformers reads it, or None."""
-    window = config.get("sliding_window", 4096)
-    if config["model_type"] == "mistral":
-        return window
-    if config["model_type"] != "qwen2" or not config.get("use_sliding_window"):
-        return None
-    full = config.get("max_window_layers", 28)
-    has_window = full < config["num_hidden_layers"]
-    if kinds := config.get("layer_types"):
-        has_window = "sliding_attention" in kinds
-    return window if has_window else None
-
-
-def _llama3_scaling(rope: nn.Module) -> dict[str, float] | None:
-    """Return the scaling of a rotary embedding of torchtune, by the names of config.json."""
-    values: Any = rope
-    if getattr(rope, "scale_factor", 1) == 1:
-        return None
-    return {
-        "factor": float(values.scale_factor),
-        "low_freq_factor": float(values.low_freq_factor),
-        "high_freq_factor": float(values.high_freq_factor),
-        "original_max_position_embeddings": float(values.old_context_len),
-    }

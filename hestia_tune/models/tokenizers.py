@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer, processors
-from torchtune.data import Message
 
 from hestia_tune.data.chats import Chat, reply_spans
 from hestia_tune.errors import InputError, one_line
@@ -245,13 +244,13 @@ class HuggingFaceTokenizer:
         """Add the keys "tokens" and "mask" to a sample, as a transform of torchtune.
 
         Args:
-            sample: A sample with the key "messages".
+            sample: A sample with the key "messages", a list of torchtune's ``Message``.
             inference: Whether the model will answer. An empty last message is then left out.
 
         Returns:
             The sample with the token ids, and with True in the mask for tokens without a loss.
         """
-        messages: Sequence[Message] = sample["messages"]
+        messages: Sequence[Any] = sample["messages"]
         if inference and messages and not messages[-1].text_content:
             messages = messages[:-1]
         ids, has_loss = self._encode_messages(messages, inference)
@@ -260,7 +259,7 @@ class HuggingFaceTokenizer:
         return {**sample, "tokens": ids, "mask": [not value for value in has_loss]}
 
     def _encode_messages(
-        self, messages: Sequence[Message], inference: bool
+        self, messages: Sequence[Any], inference: bool
     ) -> tuple[list[int], list[bool]]:
         texts, trained = [m.text_content for m in messages], [not m.masked for m in messages]
         if self.chat_template is None:

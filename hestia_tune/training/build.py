@@ -17,10 +17,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torchtune import training
 
 from hestia_tune.annealing import SCHEDULE_OPTIONS, AnnealingSchedule
-from hestia_tune.blocks import find_blocks
+from hestia_tune.blocks import checkpoint_blocks, find_blocks
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.files import digest
@@ -157,8 +156,7 @@ def _shard_model(
     if config.compile:
         compile_blocks(model)
     if config.enable_activation_checkpointing:
-        classes = {type(block) for block in find_blocks(model).values()}
-        training.set_activation_checkpointing(model, auto_wrap_policy=classes)
+        checkpoint_blocks(model)
     shards.quantize_shards(model)
     mesh = init_device_mesh(run.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     _shard(model, mesh, run)
@@ -238,7 +236,6 @@ def _load(model: nn.Module, state: State, run: TrainingRun, dtype: torch.dtype) 
         full_state_dict=True, broadcast_from_rank0=True, strict=True, cpu_offload=cpu_offload
     )
     set_model_state_dict(model, latents, options=options)
-    training.validate_no_params_on_meta_device(model)
 
 
 def _make_teacher(run: TrainingRun, pretrained: State, mesh: DeviceMesh) -> nn.Module:

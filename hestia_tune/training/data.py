@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
-from torchtune.config import instantiate
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_sft
-from torchtune.datasets import ConcatDataset
-from torchtune.modules.attention_utils import create_block_causal_mask
+from torch.utils.data import ConcatDataset
 
+from hestia_tune.components import make
 from hestia_tune.config.run import SELF_GENERATED, RunConfig
 from hestia_tune.data import MixtureDataset, Stream
+from hestia_tune.data.collate import document_mask, pad_samples
+from hestia_tune.data.sequences import IGNORE_INDEX
 from hestia_tune.data.tokens import INDEX
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.sensitivity import CalibrationBatch
@@ -55,7 +54,7 @@ def build_dataset(
     weights = [section.pop("weight", None) for section in sections]
     collate = partial(collate_samples, pad_id=tokenizer.pad_id, ignore_index=ignore_index)
     try:
-        parts = [instantiate(OmegaConf.create(section), tokenizer) for section in sections]
+        parts = [make(section, tokenizer) for section in sections]
         for part in parts:
             if not isinstance(part, Stream):
                 _try_first(part, collate)
@@ -117,7 +116,7 @@ def collate_samples(
         least: Smallest length of a batch with masks.
     """
     if not any("seq_lens" in sample for sample in samples):
-        return padded_collate_sft(samples, padding_idx=pad_id, ignore_idx=ignore_index)
+        return pad_samples(samples, pad_id, ignore_index)
     length = max(least, *(len(sample["tokens"]) for sample in samples))
     return collate_packed([_packed(sample, length, pad_id, ignore_index) for sample in samples])
 
@@ -149,7 +148,7 @@ def collate_packed(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """
     keys = ("tokens", "labels", "input_pos")
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
-    return batch | {"mask": create_block_causal_mask([sample["seq_lens"] for sample in samples])}
+    return batch | {"mask": document_mask([sample["seq_lens"] for sample in samples])}
 
 
 def shifted_labels(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -166,7 +165,7 @@ def real_tokens(batch: dict[str, torch.Tensor], pad_id: int) -> torch.Tensor:
     Padding is the run of padding tokens without a label at the end of a row. A padding token with a
     label is the end of a document.
     """
-    is_padding = (batch["tokens"] == pad_id) & (batch["labels"] == CROSS_ENTROPY_IGNORE_IDX)
+    is_padding = (batch["tokens"] == pad_id) & (batch["labels"] == IGNORE_INDEX)
     return ~is_padding.flip(1).cumprod(1).bool().flip(1)
 
 
@@ -180,7 +179,7 @@ def calibration_batch(
         pad_id: Token of the padding. None: the batch has no padding.
     """
     inputs = {key: value for key, value in batch.items() if key not in ("tokens", "labels")}
-    labels = shifted_labels(batch["labels"], CROSS_ENTROPY_IGNORE_IDX)
+    labels = shifted_labels(batch["labels"], IGNORE_INDEX)
     real = None if pad_id is None else real_tokens(batch, pad_id)
     return CalibrationBatch(
         tokens=batch["tokens"], labels=labels, model_inputs=inputs, is_real=real
@@ -203,9 +202,7 @@ def calibration_batches(
         key: Name of the section, "dataset" or "dataset_val".
     """
     seed = config.seed or 0
-    dataset, collate = build_dataset(
-        config, tokenizer, key, CROSS_ENTROPY_IGNORE_IDX, calibration_seed=seed
-    )
+    dataset, collate = build_dataset(config, tokenizer, key, IGNORE_INDEX, calibration_seed=seed)
     if not isinstance(dataset, Stream):  # a stream shuffles by itself
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(dataset), generator=generator)[:num_samples]
@@ -231,7 +228,7 @@ def texts_of(batches: list[CalibrationBatch], tokenizer: Any) -> list[str]:
         for tokens, labels, is_real in zip(batch.tokens, batch.labels, real, strict=True):
             ids = tokens[is_real].tolist()
             inner = getattr(tokenizer, "tokenizer", None)
-            is_chat = (labels[:-1][is_real[1:]] == CROSS_ENTROPY_IGNORE_IDX).any()
+            is_chat = (labels[:-1][is_real[1:]] == IGNORE_INDEX).any()
             if is_chat and inner is not None:
                 texts.append(inner.decode(ids, skip_special_tokens=False))
             else:

@@ -29,9 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
-from torchtune import training
 
-from hestia_tune.blocks import find_blocks, keep_blocks
+from hestia_tune.blocks import checkpoint_blocks, find_blocks, keep_blocks
 from hestia_tune.config.machine import num_ranks
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import one_line
@@ -330,8 +329,7 @@ def _run_without_data(
     """
     config, shape = run.config, (run.config.batch_size, run.data.seq_len)
     if config.enable_activation_checkpointing:
-        classes = {type(block) for block in find_blocks(model).values()}
-        training.set_activation_checkpointing(model, auto_wrap_policy=classes)
+        checkpoint_blocks(model)
     if chunks := output_chunks(run.loss):
         model.set_num_output_chunks(chunks)
     keeps = grows and not config.fsdp_cpu_offload

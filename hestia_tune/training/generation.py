@@ -1,9 +1,9 @@
 """Generate training text with the pretrained model, before the run that trains on it.
 
-torchtune's ``generate`` samples the text batch by batch, with its KV cache. Each batch has its own
-random numbers. This way the ranks can share the batches, and any number of ranks writes the same
-set. A run after a stop generates only the missing batches. Until the set is complete, the batches
-are files in ``cache_dir.DIGEST``.
+`hestia_tune.torchtune.generation` samples the text batch by batch. Each batch has its own random
+numbers. This way the ranks can share the batches, and any number of ranks writes the same set. A
+run after a stop generates only the missing batches. Until the set is complete, the batches are
+files in ``cache_dir.DIGEST``.
 
 Every rank that generates holds the whole model in the run's dtype, and the KV cache of one batch.
 Later runs do not load the model to generate text. Their first rank reads the model's files to
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torchtune.generation import generate, generate_next_token
 
+from hestia_tune.components import torchtune_module
 from hestia_tune.config import GeneratedConfig
 from hestia_tune.config.run import SELF_GENERATED, RunConfig
 from hestia_tune.data.tokens import write_set
@@ -27,8 +26,6 @@ from hestia_tune.errors import InputError
 from hestia_tune.files import checksum, digest, remove, staged
 from hestia_tune.models.load import load_model
 from hestia_tune.run import Run
-
-BATCH_SIZE = 32  # Sequences that are generated together. The generated text depends on it.
 
 
 def generates(config: RunConfig) -> bool:
@@ -68,7 +65,8 @@ def _generate_set(run: Run, settings: GeneratedConfig) -> None:
     source: Any = {"self_generated": True, "model": model} | dataclasses.asdict(settings)
     del source["cache_dir"], source["epochs"]
     parts = Path(f"{settings.cache_dir}.{digest(source)}")
-    paths = [parts / f"{n}.npy" for n in range(-(-settings.num_sequences // BATCH_SIZE))]
+    batch_size = torchtune_module("generation", "a generated set").BATCH_SIZE
+    paths = [parts / f"{n}.npy" for n in range(-(-settings.num_sequences // batch_size))]
 
     def find_missing() -> list[int]:
         cache_dir = Path(settings.cache_dir)
@@ -99,48 +97,15 @@ def _generate_batches(run: Run, settings: GeneratedConfig, paths: dict[int, Path
         paths: Number of a batch -> its file.
     """
     device, dtype = run.device, run.dtype
+    torchtune = torchtune_module("generation", "a generated set")
     model: Any = load_model("pretrained", run.config, device=device, dtype=dtype)[0]
     with device:
-        model.setup_caches(BATCH_SIZE, dtype, decoder_max_seq_len=settings.seq_len)
+        model.setup_caches(torchtune.BATCH_SIZE, dtype, decoder_max_seq_len=settings.seq_len)
     rows = model.tok_embeddings.num_embeddings
     vocab_size = getattr(run.tokenizer, "vocab_size", None) or rows
     with progress_bar(total=len(paths), unit="batch") as progress:
         for number, path in paths.items():
-            tokens = generate_batch(model, settings, number, vocab_size)
+            tokens = torchtune.generate_batch(model, settings, number, vocab_size)
             with staged(path) as temporary, open(temporary, "wb") as file:
                 np.save(file, tokens.numpy(force=True))
             progress.update()
-
-
-def generate_batch(
-    model: Any, config: GeneratedConfig, number: int, vocab_size: int
-) -> torch.Tensor:
-    """Return the token ids (batch_size, seq_len) of a batch of generated text.
-
-    The first token is random. The next 3 to 5 tokens are greedy, the same number in the whole
-    batch. All further tokens are sampled. The result depends on the arguments only.
-
-    Args:
-        model: A model that torchtune builds, with KV caches for the batch.
-        config: The options of the generated set.
-        number: Number of the batch.
-        vocab_size: The first token is below this number.
-    """
-    (state,) = np.random.SeedSequence([config.seed, number]).generate_state(1, np.uint64)
-    device = model.tok_embeddings.weight.device
-    rng = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
-    first = torch.randint(vocab_size, (BATCH_SIZE, 1), generator=rng, device=device)
-    num_greedy = int(torch.randint(3, 6, (), generator=rng, device=device))
-    shared: Any = {"pad_id": -1, "rng": rng, "custom_generate_next_token": _next_token}
-    model.reset_caches()
-    start, _ = generate(model, first, max_generated_tokens=num_greedy, top_k=1, **shared)
-    shared |= {"temperature": config.temperature, "top_k": None}
-    model.reset_caches()
-    rest = config.seq_len - start.shape[1]
-    return generate(model, start, max_generated_tokens=rest, **shared)[0]
-
-
-def _next_token(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call torchtune's function, and drop the logits that `generate` would keep of every token."""
-    tokens, logits = generate_next_token(*args, **options)
-    return tokens, logits[:, :0]

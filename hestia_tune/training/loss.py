@@ -20,17 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torchtune.modules import loss as losses
 
 from hestia_tune.config import DistillationConfig
 from hestia_tune.config.run import RunConfig
-from hestia_tune.losses import GradientAtOnce
+from hestia_tune.losses import GradientAtOnce, forward_kl, reverse_kl, symmetric_kl
 from hestia_tune.models.hugging_face_model import Decoder
 
 _LOSSES = {
-    "kl": losses.ForwardKLLoss,
-    "kl_reverse": losses.ReverseKLLoss,
-    "mixed": losses.SymmetricKLLoss,  # half of each
+    "kl": forward_kl,
+    "kl_reverse": reverse_kl,
+    "mixed": symmetric_kl,  # half of each
 }
 
 Logits = torch.Tensor | list[torch.Tensor]
@@ -81,11 +80,11 @@ def distillation_loss_sum(
 @cache
 def _divergence(kind: str, ignore_index: int, compiled: bool) -> Callable[..., torch.Tensor]:
     """Return a function of (logits, teacher's logits, labels) of one chunk: the divergence."""
-    divergence = _LOSSES[kind](ignore_index=ignore_index)
+    divergence = _LOSSES[kind]
 
     def of_chunk(own: torch.Tensor, other: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         flat = own.flatten(0, 1), other.flatten(0, 1)  # (tokens, vocabulary)
-        return divergence(*flat, part.flatten(), normalize=False)
+        return divergence(*flat, part.flatten(), ignore_index)
 
     return torch.compile(of_chunk, dynamic=True) if compiled else of_chunk
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtune import training
 
 from hestia_tune.data import DataStreamError
+from hestia_tune.devices import peak_memory
 from hestia_tune.distributed import of_all_ranks
 from hestia_tune.errors import NotFiniteError
 from hestia_tune.files import read_json_lines, write_atomically
@@ -181,9 +181,9 @@ def check_step(
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return peak memory: torchtune's statistics of a GPU, or the resident set of the process."""
+    """Return the peaks of a GPU's memory, or of the process's resident set, in GiB."""
     if device.type == "cuda":
-        return training.get_memory_stats(device=device)
+        return peak_memory(device)
     return {"peak_memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 

@@ -12,7 +12,6 @@ import logging
 import math
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torchtune.training import MODEL_KEY, FullModelHFCheckpointer
 
+from hestia_tune.components import has_torchtune, torchtune_module
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.export.card import write_card
 from hestia_tune.files import digest, read_json, read_state, staged, write_json
-from hestia_tune.models import checkpoints
 from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, hub_name
+from hestia_tune.models.hugging_face_files import HuggingFaceCheckpointer
 from hestia_tune.models.packed_layouts import dense_config
 
 RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
@@ -125,7 +124,7 @@ def provenance(config: RunConfig, tokens: int) -> dict[str, Any]:
 
 def write_hard_model(
     state: dict[str, torch.Tensor],
-    checkpointer: FullModelHFCheckpointer,
+    checkpointer: Any,
     folder: Path,
     description: dict[str, Any],
 ) -> None:
@@ -142,15 +141,11 @@ def write_hard_model(
         writer = copy.copy(checkpointer)
         writer._output_dir = Path(scratch)  # it writes into the subfolder epoch_0
         biases, head = {}, {}
-        if isinstance(writer, FullModelHFCheckpointer):  # the state has torchtune's names
-            if writer._weight_map is None:  # it has read no weights: write all into one file
-                writer._weight_map = defaultdict(lambda: "00001")
-            # The pretrained files decide whether the head is the embedding, not config.json alone.
-            head = {"tie_word_embeddings": "output.weight" not in state}
-            writer._config = writer._config | head
-            state, biases = checkpoints.split_biases(state, writer._config)
+        if not isinstance(writer, HuggingFaceCheckpointer) and has_torchtune():
+            torchtune = torchtune_module("checkpoints", type(writer).__name__)
+            state, biases, head = torchtune.prepare_to_write(writer, state)
         with _quiet():  # its log would name the temporary folder
-            writer.save_checkpoint({MODEL_KEY: state}, epoch=0, intermediate_checkpoint=False)
+            writer.save_checkpoint({"model": state}, epoch=0, intermediate_checkpoint=False)
         (Path(scratch) / "epoch_0").rename(temporary)
         for code in temporary.rglob("*.py"):  # torchtune copies all files but weights
             code.unlink()

@@ -3,7 +3,7 @@
 import torch
 from lm_eval.api.instance import Instance
 
-from hestia_tune.models.build import llama
+from hestia_tune.models import llama
 
 VOCAB = 264
 WINDOW = 64

@@ -15,7 +15,7 @@ from hestia_tune.config import TextConfig  # noqa: E402
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
 from hestia_tune.evaluation.texts import perplexity  # noqa: E402
 from hestia_tune.evaluation.texts import read_documents as documents_of  # noqa: E402
-from hestia_tune.models.build import llama  # noqa: E402
+from hestia_tune.models import llama  # noqa: E402
 
 
 def read_documents(source, **options):

@@ -19,6 +19,7 @@ from hestia_tune.models.checkpoints import pretrained_folder, read_weights
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.hugging_face_files import model_on_meta
 from hestia_tune.models.load import load_model
+from hestia_tune.torchtune.models import check_architecture
 
 transformers = pytest.importorskip("transformers")
 
@@ -167,7 +168,7 @@ def test_dynamic_scaling_counts_behind_the_original_context(tmp_path):
         config = RunConfig.parse(cfg)
         section = dict(config.model)
         model = plain_on_meta(section)
-        check = reference.check_architecture
+        check = check_architecture
         stored = json.loads((folder / "config.json").read_text())
         if longest == 64:
             check(model, stored, folder)
@@ -191,7 +192,7 @@ def test_attention_biases_that_config_json_lacks(tmp_path):
 
 
 def skip_the_rule(monkeypatch):
-    monkeypatch.setattr("hestia_tune.models.build.check_architecture", lambda *_: None)
+    monkeypatch.setattr("hestia_tune.torchtune.models.check_architecture", lambda *_: None)
 
 
 def test_every_command_has_the_gate(tmp_path, monkeypatch, end_process_group):

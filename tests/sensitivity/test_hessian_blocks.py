@@ -14,7 +14,7 @@ from small_nets import (
 )
 from torch import nn
 
-from hestia_tune.models.build import llama
+from hestia_tune.models import llama
 from hestia_tune.sensitivity import CalibrationBatch, EstimationConfig, estimate_sensitivity
 from hestia_tune.sensitivity.curvature import HessianBatch, cut
 

@@ -23,7 +23,7 @@ from tiny import (
 from hestia_tune.commands.qat import run_qat
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import warn_once
-from hestia_tune.models.build import llama
+from hestia_tune.models import llama
 from hestia_tune.reconstruction import engine
 from hestia_tune.run import Run, TrainingRun
 from hestia_tune.stages import measure_sensitivity

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tiny import SHAPE, make_model_dir
 from torchtune.models.convert_weights import hf_to_tune
 
-from hestia_tune.models.build import llama
+from hestia_tune.models import llama
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.training.monitoring import History

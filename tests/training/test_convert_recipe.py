@@ -21,7 +21,7 @@ from hestia_tune.commands.convert import ConvertRecipe, run_convert
 from hestia_tune.errors import InputError
 from hestia_tune.export import folder as folder_export
 from hestia_tune.functional import hard_ternary
-from hestia_tune.models.build import llama
+from hestia_tune.models import llama
 from hestia_tune.models.checkpoints import names_in_files, read_weights
 from hestia_tune.models.embedding import round_embedding
 from hestia_tune.models.folder import SafetensorsFolder

@@ -16,9 +16,9 @@ from hestia_tune.errors import InputError
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
+from hestia_tune.torchtune.recipe import HestiaQATRecipe
 from hestia_tune.training import loss
 from hestia_tune.training.loss import distillation_loss_sum
-from hestia_tune.training.recipe import HestiaQATRecipe
 
 IGNORED = -100
 

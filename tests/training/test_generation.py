@@ -21,6 +21,7 @@ from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.run import Run
+from hestia_tune.torchtune import generation as sampling
 from hestia_tune.training import generation
 from hestia_tune.training.data import calibration_batches
 
@@ -33,7 +34,7 @@ SEQ_LEN = 24
 def small_batches():
     """Set the batch size to 4: 26 sequences are seven batches, and the last is not full."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "BATCH_SIZE", 4)
+        patch.setattr(sampling, "BATCH_SIZE", 4)
         yield
 
 
@@ -116,13 +117,13 @@ def test_a_random_token_then_greedy_tokens_then_samples(model_dir, generated):
 
 def test_samples_follow_the_models_probabilities(model_dir, monkeypatch):
     """The seventh tokens of many sequences with one start follow softmax(logits / T)."""
-    monkeypatch.setattr(generation, "BATCH_SIZE", 4096)
+    monkeypatch.setattr(sampling, "BATCH_SIZE", 4096)
     model = whole_model(model_dir)
     model.norm.scale.data *= 16  # makes the distribution less uniform
     model.setup_caches(4096, torch.float32, decoder_max_seq_len=8)
     settings = GeneratedConfig(num_sequences=1, seq_len=8, cache_dir="x", temperature=1.5)
     number = next(n for n in range(99) if num_greedy(settings, n) == 5)
-    tokens = generation.generate_batch(model, settings, number, vocab_size=1)
+    tokens = sampling.generate_batch(model, settings, number, vocab_size=1)
     assert len(tokens[:, :6].unique(dim=0)) == 1  # the same start, and greedy tokens up to here
     model.reset_caches()
     position = torch.arange(6)[None]
@@ -141,7 +142,7 @@ def num_greedy(settings, number):
     """Return the length that `generate_batch` draws from the same random numbers."""
     (state,) = np.random.SeedSequence([settings.seed, number]).generate_state(1, np.uint64)
     rng = torch.Generator().manual_seed(int(state) >> 1)
-    torch.randint(1, (generation.BATCH_SIZE, 1), generator=rng)
+    torch.randint(1, (sampling.BATCH_SIZE, 1), generator=rng)
     return int(torch.randint(3, 6, (), generator=rng))
 
 
@@ -169,7 +170,7 @@ def test_seeds_and_batches_differ_and_a_longer_set_starts_the_same(model_dir, tm
 
 @pytest.mark.slow
 def test_two_ranks_write_the_same_set_and_train_the_same(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(generation, "BATCH_SIZE", 32)  # which the ranks have
+    monkeypatch.setattr(sampling, "BATCH_SIZE", 32)  # which the ranks have
     more = {"num_sequences": 70}
     run(config(model_dir, tmp_path / "one", tmp_path / "whole", **more))
     two = config(model_dir, tmp_path / "two", tmp_path / "set", "batch_size=2", **more)
@@ -190,7 +191,7 @@ def test_a_stopped_generation_resumes_without_repeating_a_batch(
     model_dir, tmp_path, generated, monkeypatch, done
 ):
     """The generation stops after ``done`` of 7 batches. The last batch is not full."""
-    made, generate = [], generation.generate_batch
+    made, generate = [], sampling.generate_batch
 
     def stopping(model, settings, number, vocab_size):
         if len(made) == done:
@@ -202,7 +203,7 @@ def test_a_stopped_generation_resumes_without_repeating_a_batch(
         raise KeyboardInterrupt
 
     cfg = config(model_dir, tmp_path / "run", tmp_path / "set", "max_steps=1")
-    monkeypatch.setattr(generation, "generate_batch", stopping)
+    monkeypatch.setattr(sampling, "generate_batch", stopping)
     if done == 7:  # stops while the set is written
         monkeypatch.setattr(generation, "write_set", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -210,7 +211,7 @@ def test_a_stopped_generation_resumes_without_repeating_a_batch(
     assert not (tmp_path / "set").exists() and len(made) == done
     assert len([*tmp_path.glob("set.*/*.npy")]) == done
     monkeypatch.undo()
-    monkeypatch.setattr(generation, "generate_batch", lambda *a: made.append(a[2]) or generate(*a))
+    monkeypatch.setattr(sampling, "generate_batch", lambda *a: made.append(a[2]) or generate(*a))
     run(cfg)
     assert sorted(made) == [*range(7)]  # every batch is generated once
     for name in ("tokens.bin", "index.json"):

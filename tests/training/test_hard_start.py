@@ -16,10 +16,10 @@ from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.errors import InputError
 from hestia_tune.functional import hard_ternary
 from hestia_tune.methods import EvenMethod, INT4Method
-from hestia_tune.models.build import llama
+from hestia_tune.models import llama
 from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.training.recipe import HestiaQATRecipe
+from hestia_tune.torchtune.recipe import HestiaQATRecipe
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 

@@ -34,7 +34,7 @@ from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 from hestia_tune.run import Run
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 from hestia_tune.stages import measure_sensitivity
-from hestia_tune.training.recipe import HestiaQATRecipe
+from hestia_tune.torchtune.recipe import HestiaQATRecipe
 
 TOKENS = torch.randint(1, 200, (2, 16), generator=torch.Generator().manual_seed(0))
 
