@@ -8,7 +8,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from hard_folders import is_linear
 from safetensors.torch import load_file, save_file
 
 import hestia_tune
@@ -70,6 +69,10 @@ def pre_tokenizer(digits: str) -> dict:
         first["pattern"] = {"Regex": WORDS + digits + REST}
     steps = [first, byte_level | {"use_regex": digits == "individual"}]
     return {"type": "Sequence", "pretokenizers": steps}
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith("_proj.weight")
 
 
 def naive(folder: Path, group_size: int | str, key: str = "ternary") -> ModelFolder:
