@@ -2,7 +2,8 @@
 
     python benchmarks/memory.py                 # each config alone, with +distil and with +evening
     python benchmarks/memory.py qwen3_1_7b+evening
-    python benchmarks/memory.py --gpus   # the largest model for 8, 16, 24, 48 and 80 GB
+    python benchmarks/memory.py --gpus   # what fits 8, 16, 24, 48 and 80 GB, about five minutes
+    python benchmarks/memory.py --gpus "Qwen3 8B"
 
 No weight, no tokenizer and no data are needed: the models are built from their shapes. The families
 that transformers builds read a config.json, which this script writes from the published shapes.
@@ -13,7 +14,7 @@ import json
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -46,6 +47,11 @@ SIZES = {
     ),
 }
 GIGABYTES = (8, 16, 24, 48, 80)
+RECIPES = {  # name -> overlay of the config, and what runs
+    "`+evening`": ("+evening", "hestia_qat"),
+    "reconstruction alone": ("+evening", "hestia_reconstruct"),
+    "the paper's": ("", "hestia_qat"),
+}
 
 
 def model_folder(name: str) -> str:
@@ -69,7 +75,7 @@ def planned(name: str, overlay: str) -> TrainingRun:
     return shape_plan(RunConfig.parse(given))
 
 
-def fitted(size: str, overlay: str, folder: str) -> Iterator[MemoryPlan | None]:
+def fitted(folder: str, overlay: str, recipe: str) -> Iterator[MemoryPlan | None]:
     """Yield the plan of a model for each of `GIGABYTES`. None: it does not fit."""
     given = load_config(f"qwen3_1_7b{overlay}")
     given.model.path = folder
@@ -77,21 +83,30 @@ def fitted(size: str, overlay: str, folder: str) -> Iterator[MemoryPlan | None]:
     config = RunConfig.parse(given)
     for gigabytes in GIGABYTES:
         try:
-            yield fit_to_memory(config, gigabytes)
+            found = fit_to_memory(config, gigabytes, recipe=recipe)
         except InputError:
-            yield None
+            found = None
+        yield found if found and found.recipe == recipe else None
 
 
-def print_gpus() -> None:
-    """Print each model's way into each memory, as rows of a table."""
+def print_gpus(sizes: Iterable[str]) -> None:
+    """Print each model's way into each memory, and then the largest model for each memory."""
     print("| model | recipe |", " | ".join(f"{size} GB" for size in GIGABYTES), "|")
     print("|---|---" + "|---" * len(GIGABYTES) + "|", flush=True)
-    for size in SIZES:
+    largest = {recipe: ["–"] * len(GIGABYTES) for recipe in RECIPES}
+    for size in sizes:
         folder = model_folder(size)
-        for overlay in ("+evening", ""):
-            cells = [cell(found) for found in fitted(size, overlay, folder)]
-            recipe = overlay or "the paper's"
-            print(f"| {size} | {recipe} | {' | '.join(cells)} |", flush=True)
+        for name, (overlay, recipe) in RECIPES.items():
+            plans = [*fitted(folder, overlay, recipe)]
+            print(f"| {size} | {name} | {' | '.join(map(cell, plans))} |", flush=True)
+            for number, plan in enumerate(plans):
+                if plan and not plan.changes.get("fsdp_cpu_offload"):
+                    largest[name][number] = f"{size}: {cell(plan)}"
+    print("\nThe largest model without offloading:\n")
+    print("| recipe |", " | ".join(f"{size} GB" for size in GIGABYTES), "|")
+    print("|---" + "|---" * len(GIGABYTES) + "|")
+    for name, cells in largest.items():
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def cell(found: MemoryPlan | None) -> str:
@@ -108,8 +123,6 @@ def cell(found: MemoryPlan | None) -> str:
         "sensitivity": "one temperature",
     }
     short = [words[key].format(value) for key, value in found.changes.items()]
-    if found.recipe == "hestia_reconstruct":
-        short.append("reconstruction alone")
     return ", ".join(short) or "as it is"
 
 
@@ -133,13 +146,15 @@ def row(name: str, overlay: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", nargs="?", help="such as qwen3_1_7b+evening; default: all")
+    parser.add_argument(
+        "config", nargs="?", help="such as qwen3_1_7b+evening, or with --gpus a size; default: all"
+    )
     parser.add_argument("--gpus", action="store_true", help="the largest model for each memory")
     arguments = parser.parse_args()
     given = arguments.config
     warnings.filterwarnings("ignore", message="Mismatch dtype")
     if arguments.gpus:
-        print_gpus()
+        print_gpus([given] if given else SIZES)
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     columns = ("config", "sequences", "state", "gathered", "activations", "1 GPU", "each of 8")

@@ -3,8 +3,9 @@
 The estimates of `hestia_tune.training.estimate` and `hestia_tune.reconstruction.estimate` run one
 step on tensors without data. Here they run on a model of two and of four blocks. Memory grows
 linearly with the number of blocks, so the two give the memory of the whole model, in a fraction of
-its time. `fit_to_memory` then tries changes of the config, those first that lose
-no quality and little speed:
+its time. It grows linearly with the sequences of a micro-batch too, as long as the logits are
+computed in the same way.
+`fit_to_memory` then tries changes of the config, those first that lose no quality and little speed:
 
 1. smaller micro-batches, down to some 4000 tokens. The sequences per step stay the same;
 2. recomputation of activations, which costs a third of the time, with the largest micro-batch;
@@ -17,9 +18,12 @@ then a step has fewer sequences.
 """
 
 import dataclasses
+import functools
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,8 +77,7 @@ class MemoryPlan:
 
 def shape_plan(config: RunConfig) -> TrainingRun:
     """Return as much of a run as the estimates read. No weights and no text are needed."""
-    component = build.make_component(config.quantizer)
-    prepared = Prepared(component, build.build_on_meta(config.model, component))
+    prepared = _prepared(json.dumps(config.model), json.dumps(config.quantizer))
     seq_len = next((s["seq_len"] for s in config.datasets if s.get("seq_len")), None)
     if seq_len is None:
         raise InputError("the memory depends on the length of a sequence; set dataset.seq_len=1024")
@@ -92,6 +95,13 @@ def shape_plan(config: RunConfig) -> TrainingRun:
         data=data,
         loss=build.instantiate(config.loss, "loss"),
     )
+
+
+@functools.lru_cache(maxsize=2)
+def _prepared(model: str, quantizer: str) -> Prepared:
+    """Return the model on the meta device. A large model takes seconds."""
+    component = build.make_component(json.loads(quantizer))
+    return Prepared(component, build.build_on_meta(json.loads(model), component))
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
@@ -205,8 +215,6 @@ def _final_stage(run: TrainingRun, stage: Stage, room: float) -> tuple[int, floa
 def _fit_training(run: TrainingRun, room: float) -> Fit:
     """Choose micro-batch, recomputation, optimizer and offloading of the training."""
     whole, config = run, run.config
-    blocks = len(find_blocks(run.model))
-    estimated = None if blocks <= _FEW_BLOCKS else (2, 4)
     each = config.batch_size
     sizes = [each // 2**k for k in range(each.bit_length()) if each % 2**k == 0]
     again = config.enable_activation_checkpointing
@@ -220,16 +228,28 @@ def _fit_training(run: TrainingRun, room: float) -> Fit:
         ways.append(recomputed | {"fsdp_cpu_offload": True})
     need = math.inf
     for number, way in enumerate(ways):
-        for size in sizes:
-            changes = way if size == each else {"batch_size": size, **way}
-            run = with_changes(whole, changes)
-            few = size * run.data.seq_len < _FEW_TOKENS
-            if number == 0 and recomputed and few and size != each:
-                break  # recomputation is faster than such small products
-            need = estimate(run, estimated).peak
+        # Recomputation is faster than products of few tokens.
+        few = [size for size in sizes if size * run.data.seq_len < _FEW_TOKENS and size != each]
+        tried = sizes if number or not recomputed else [s for s in sizes if s not in few]
+        for size, need in _training_bytes(with_changes(whole, way), tried).items():
             if need <= room:
+                changes = way if size == each else {"batch_size": size, **way}
                 return changes, {TRAINING: need}, _reasons(run, changes)
     return {}, {TRAINING: need}, ["The training does not fit."]
+
+
+def _training_bytes(run: TrainingRun, sizes: list[int]) -> dict[int, float]:
+    """Return the peak of the training for each micro-batch size, of which the first is largest."""
+    short = None if len(find_blocks(run.model)) <= _FEW_BLOCKS else (2, 4)
+    plans = {size: with_changes(run, {"batch_size": size}) for size in sizes}
+    peaks: dict[int, float] = {}
+    # The largest logits are computed in chunks.
+    for _, group in groupby(sizes, lambda size: plans[size].recomputes_logits):
+        alike = [*group]
+        high, low = (estimate(plans[alike[k]], short, counts_flops=False).peak for k in (0, -1))
+        slope = (high - low) / max(alike[0] - alike[-1], 1)
+        peaks |= {size: low + slope * (size - alike[-1]) for size in alike}
+    return peaks
 
 
 def _reasons(run: TrainingRun, changes: Mapping[str, Any]) -> list[str]:
@@ -255,16 +275,18 @@ def _text(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def fit_to_memory(config: RunConfig, gigabytes: float) -> MemoryPlan:
+def fit_to_memory(config: RunConfig, gigabytes: float, *, recipe: str = "hestia_qat") -> MemoryPlan:
     """Return the changes with which every stage of a run fits a GPU, and leaves 10% free.
 
     Args:
         config: The config of the run. Its device does not matter: the plan is for a GPU with
             products in bfloat16, on as many ranks as this process is part of.
         gigabytes: Memory of each GPU, in units of 10^9 bytes.
+        recipe: "hestia_qat", or "hestia_reconstruct" for the reconstruction alone.
 
     Raises:
-        InputError: If no change is enough. The message names the memory that would be.
+        InputError: If no change is enough. The message names the memory that would be. Or if the
+            config has no reconstruction that could run alone.
     """
     if not 0 < gigabytes < math.inf:
         raise InputError(f"the memory of a GPU must be a number of GB above 0; got {gigabytes}")
@@ -274,12 +296,16 @@ def fit_to_memory(config: RunConfig, gigabytes: float) -> MemoryPlan:
     peak: dict[str, float] = {}
     reasons: list[str] = []
     run = shape_plan(config)
-    for fit in (_fit_sensitivity, _fit_reconstruction, _fit_training):
+    fits = [_fit_sensitivity, _fit_reconstruction, _fit_training]
+    if recipe == "hestia_reconstruct":
+        if config.reconstruction is None:
+            raise InputError("the config has no reconstruction; set reconstruction=auto")
+        fits.remove(_fit_training)
+    for fit in fits:
         more, needs, why = fit(with_changes(run, changes), room)
         changes |= more
         peak |= needs
         reasons += why
-    recipe = "hestia_qat"
     if peak.get(TRAINING, 0) > room:
         others = [size for name, size in peak.items() if name != TRAINING]
         if config.reconstruction is not None and max(others) <= room:

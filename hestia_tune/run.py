@@ -15,6 +15,7 @@ import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -189,18 +190,26 @@ class TrainingRun(Run):
     resume: Resume | None = None
 
     @classmethod
-    def of(cls, config: RunConfig | Mapping[str, Any], run: Run | None = None) -> "TrainingRun":
+    def of(
+        cls,
+        config: RunConfig | Mapping[str, Any],
+        run: Run | None = None,
+        *,
+        is_here: bool = True,
+    ) -> "TrainingRun":
         """Return the checked run of a config that trains. Collective.
 
         Args:
             config: The config.
             run: The result of `Run.of`, if it exists already.
+            is_here: Whether the run will be on this machine. If not, its dtype need not suit this
+                processor.
 
         Raises:
             InputError: As for `Run.of`.
         """
         if run is None:
-            config, device = _begin(RunConfig.parse(config))
+            config, device = _begin(RunConfig.parse(config), is_here)
         else:
             config, device = run.asked, run.device
         trains = path = loss = data = None
@@ -215,6 +224,10 @@ class TrainingRun(Run):
                     run = _plan_model(config, device, tokenizer)
             with check():
                 path = on_first_rank(checkpoint.choose_checkpoint, config)
+            with check():
+                day = on_first_rank(_date_of, path)
+                if hasattr(tokenizer, "date"):
+                    tokenizer.date = day
             with check():
                 _check_components(config)
             with check():
@@ -273,15 +286,21 @@ def _say_once(text: str) -> None:
     log.info(text)
 
 
-def _begin(config: RunConfig) -> tuple[RunConfig, torch.device]:
+def _begin(config: RunConfig, is_here: bool = True) -> tuple[RunConfig, torch.device]:
     """Join the ranks of a run, and return its config with a seed, and the device of this rank."""
-    device = join_ranks(config.device, config.dtype)
+    device = join_ranks(config.device, config.dtype if is_here else "fp32")
     if config.global_batch_size is not None:  # the config may have been read in another process
         config = config.changed()
     say_choices(config)
     if config.seed is None:
         config = config.changed(seed=on_first_rank(lambda: random.randrange(2**31)))
     return config, device
+
+
+def _date_of(path: Path | None) -> str:
+    """Return the date that chat templates print: that of the run's start, or today's."""
+    saved = checkpoints.read_meta(path).get("date") if path else None
+    return saved or date.today().isoformat()
 
 
 def _tokenizer(config: RunConfig) -> Any:

@@ -30,6 +30,28 @@ LLAMA3_ROPE = {
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Windows and rotary embeddings that matter behind 24 or 64 tokens.
+KINDS = ["sliding_attention", "full_attention"]
+WINDOW = {"sliding_window": 24, "max_position_embeddings": 256}
+SOME_WINDOWS = {"use_sliding_window": True, "max_window_layers": 1} | WINDOW
+NESTED_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+}
+
+
+def with_rope(rope_type: str, **rope: Any) -> dict[str, Any]:
+    """Return the values of config.json for a rotary embedding, with the usual ones of its type."""
+    original = {"original_max_position_embeddings": 64}
+    usual = {
+        "yarn": original,
+        "longrope": original
+        | {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]},
+    }.get(rope_type, {})
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0} | usual | rope
+    return {"rope_parameters": rope, "max_position_embeddings": 256}
+
+
 # Name -> (config class of transformers, the values that differ from SHAPE).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {}),

@@ -56,6 +56,14 @@ def test_a_gpu_is_taken_if_there_is_one(gpu, monkeypatch):
     assert parsed(*AUTO).dtype == "fp32"
 
 
+def test_a_gpu_that_is_not_here_is_one_of_today(cpu):
+    """A config for another machine, on a laptop without a fast dtype and without compilers."""
+    cpu(is_slow=True, compilers=())
+    config = parsed("device=cuda", *AUTO[1:])
+    assert (config.device, config.dtype, config.compile) == ("cuda", "bf16", True)
+    assert config.chosen["dtype"] == "bf16" and config.num_workers == 2
+
+
 @pytest.mark.parametrize(
     ("is_slow", "has_onednn", "compilers", "dtype", "compiles"),
     [

@@ -153,7 +153,7 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
     config, lines = RunConfig.parse(config), []
     has_device = config.device == "cpu" or torch.cuda.is_available()
     if not has_device:
-        lines.append("device cuda: not here; everything else is checked")
+        lines.append(f"device {config.device}: not here; everything else is checked")
         offload = {"fsdp_cpu_offload": False, "enable_activation_offloading": False}
         config = config.changed(device="cpu", **offload)
     saved = checkpoints.complete_checkpoints(Path(config.output_dir) / "checkpoints")
@@ -162,9 +162,11 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
         if ranks > 1:
             lines.append(f"resuming a run of {ranks} processes: not checked here; the rest is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
-    run = TrainingRun.of(config)
+    run = TrainingRun.of(config, is_here=has_device)
+    waits = ["comparing the model with transformers"] * config.needs_pretrained
+    if waits := waits + ["estimating memory and time"] * estimates:
+        log.info(", and ".join(waits))
     if config.needs_pretrained:
-        log.info("comparing the model with transformers, and estimating memory and time")
         run.pretrained.read(run, run.prepared)
     lines += run.data.examples()
     if estimates:

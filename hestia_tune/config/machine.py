@@ -3,6 +3,9 @@
 A config with ``auto`` is the same file on a laptop and on a node of GPUs. `hestia_tune.config.run`
 asks here once, when it reads the config, and everything else sees the values that were found. The
 functions import torch when they are called, because printing the help must not wait for it.
+
+A config may name a GPU that is not here, to check the run before it moves to its machine. The
+values are then those of a GPU of today: bfloat16, and compiled code.
 """
 
 import importlib.util
@@ -38,7 +41,7 @@ def find_dtype(device: str) -> str:
     import torch
 
     if device.startswith("cuda"):
-        is_fast = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+        is_fast = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(False)
     else:  # without oneDNN, which has the products, they are loops over numbers
         is_fast = torch.backends.mkldnn.is_available() and not is_slow_in_bf16()
     return "bf16" if is_fast else "fp32"
@@ -51,8 +54,12 @@ def find_workers(device: str) -> int:
 
 def can_compile(device: str) -> bool:
     """Return whether torch.compile finds the compilers that it needs for a device."""
+    import torch
+
     names = [os.environ.get("CXX"), "g++", "clang++"]
     if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            return True
         if importlib.util.find_spec("triton") is None:
             return False
         names = [os.environ.get("CC"), "gcc", "clang", "cc"]

@@ -15,7 +15,6 @@ import json
 import logging
 from collections.abc import Generator, Iterator
 from dataclasses import replace
-from datetime import date
 from itertools import chain
 from typing import Any
 
@@ -104,12 +103,12 @@ class StreamingChatDataset(RowStream[Chat]):
     def __init__(self, tokenizer: Any, config: ChatConfig):
         if not hasattr(tokenizer, "encode_chats"):
             raise InputError(
-                f"{type(tokenizer).__name__} cannot render chats; set "
-                "tokenizer._component_=hestia_tune.models.AutoTokenizer and tokenizer.path to the "
-                "model's folder"
+                f"{type(tokenizer).__name__} has no chat template; use the tokenizer of a chat "
+                "model's folder: tokenizer._component_=hestia_tune.models.HuggingFaceTokenizer "
+                "'tokenizer.path=${checkpointer.checkpoint_dir}'"
             )
         self.tokenizer, self.skipped, self._chats = tokenizer, 0, 0
-        self._date = date.today().isoformat()
+        self._date = tokenizer.date
         super().__init__(config)
         template = [tokenizer.chat_template, config.chat_template_kwargs]
         how = [config.loss_on, config.packed, config.document_masks]

@@ -66,7 +66,7 @@ class Chat:
         is_plain: Whether the chat is a prompt and a completion that a tokenizer without a chat
             template can join.
         place: Where the row stands, for messages.
-        date: The date that a template prints, as YYYY-MM-DD. None: today.
+        date: The date that a template prints, as YYYY-MM-DD. None: the date of the tokenizer.
     """
 
     messages: list[dict[str, Any]]

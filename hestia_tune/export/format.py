@@ -255,13 +255,15 @@ def has_chat_template(folder: Path) -> bool:
     return file.is_file() and bool(read_json(file).get("chat_template"))
 
 
-def plain_linears(source: ModelFolder) -> list[str]:
+def plain_linears(source: ModelFolder, *, attends: bool = False) -> list[str]:
     """Return the names of all linears of a model, after checking those that are quantized.
 
     The model is built on the meta device.
 
     Args:
         source: The model.
+        attends: Whether the format has a place for the keys and values of attention only, and for
+            no other state of a block, such as Mamba's.
 
     Raises:
         InputError: If transformers is missing or converts weights when it loads them; if no layer
@@ -270,6 +272,15 @@ def plain_linears(source: ModelFolder) -> list[str]:
     """
     model, linears = _model_on_meta(source)
     kind = source.config["model_type"]
+    blocks = getattr(model.config, "layer_types", None) or []
+    others = sorted({name for name in blocks if not name.endswith("attention")} - {"attention"})
+    others += ["linear_attention"] * ("linear_attention" in blocks)
+    if attends and (others or getattr(model, "_is_stateful", False)):
+        which = f" ({', '.join(others)})" if others else ""
+        raise InputError(
+            "the format has a place for keys and values of attention only; some blocks of a "
+            f"{kind} keep another state{which}; export to another format"
+        )
     tied = getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ()
     if renamed := model.state_dict().keys() - source.shapes.keys() - set(tied):
         raise InputError(

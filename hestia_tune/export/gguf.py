@@ -62,6 +62,7 @@ import hestia_tune
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError
 from hestia_tune.export import llama_cpp
+from hestia_tune.export.compare import compare_gguf
 from hestia_tune.export.folder import sizes
 from hestia_tune.export.format import PROMPT, Format, has_chat_template
 from hestia_tune.export.gguf_families import (
@@ -339,6 +340,7 @@ def write_gguf(
     *,
     block_type: str | Sequence[str] = "auto",
     overwrite: bool = False,
+    verify: bool = False,
 ) -> dict[str, Any]:
     """Write a Hugging Face model of a family in `gguf_families` as one GGUF file.
 
@@ -348,6 +350,8 @@ def write_gguf(
         block_type: "auto", or one of `BLOCK_TYPES`, or several, of which every quantized weight
             gets the first type that holds its groups. The module docstring says what each costs.
         overwrite: Replace a file that exists, once the new file is complete.
+        verify: Compare the logits of the file with those of transformers, if llama.cpp is installed
+            (`compare_gguf`).
 
     Returns:
         What `sizes` returns, and ``types``: name of a type -> number of tensors in the file.
@@ -355,8 +359,8 @@ def write_gguf(
     Raises:
         InputError: If the gguf package is missing; if the target is a folder, or exists and
             ``overwrite`` is False; if llama.cpp does not have the architecture, the tokenizer or
-            the rotary scaling; if no block type holds the groups of a weight; or if a scale is
-            outside float16's normal range.
+            the rotary scaling; if no block type holds the groups of a weight; if a scale is outside
+            float16's normal range; or if llama.cpp computes other logits.
         OSError: If the disk is full.
         RuntimeError: If the file that is read back differs from the model.
     """
@@ -390,6 +394,9 @@ def write_gguf(
         finally:
             writer.close()
         GGUF.verify(source, temporary, kinds)
+        if verify:
+            runs = {name: 256 if kind.block == 256 else 32 for name, kind in types.items()}
+            compare_gguf(source, temporary, runs)
         quantized_bytes = _bytes(source, model, types, alignment=1)
         return sizes(source.shapes, source.quantized, temporary.stat().st_size, quantized_bytes) | {
             "types": dict(Counter(kind.name for kind in kinds.values()))
@@ -678,23 +685,47 @@ def make_template(render: Callable[..., str]) -> str | None:
         return None
     end, user = own.removeprefix("<a1>"), "{}<u{}>{}"
     default = first.removesuffix(user.format(before, 0, after))  # a system prompt, or nothing
-    system = render("su").removesuffix(user.format(before, 1, after)).split("<s0>")
-    if len(system) != 2 or "{{" in "".join((before, after, reply, end, default, *system)):
-        return None
+    # The texts around a system prompt, and whether they are a part of the user's first turn.
+    ways: list[tuple[list[str], bool]] = [(["", "\n\n"], True)]
+    asked = ["u", "uau"]
+    with contextlib.suppress(Exception):  # a chat template without system prompts raises
+        text = render("su")
+        asked += ["su", "suauau"]
+        joint = text.removeprefix(default + before).removesuffix(f"<u1>{after}")
+        own = text.removesuffix(user.format(before, 1, after))
+        ways = [(own.split("<s0>"), False), (joint.split("<s0>"), True)]
 
-    def expected(roles: Sequence[str]) -> str:
-        text = "" if "s" in roles else default
+    def expected(roles: str, system: list[str], is_joint: bool) -> str:
+        text = default if is_joint or "s" not in roles else ""
         for index, role in enumerate(roles):
-            parts = {"s": system, "u": (before, after), "a": (reply, end)}[role]
-            text += f"<{role}{index}>".join(parts)
+            content = f"<{role}{index}>"
+            if role == "s":
+                text += "" if is_joint else content.join(system)
+            elif role == "u":
+                is_first = is_joint and roles[:index] == "s"
+                text += ("<s0>".join(system) * is_first + content).join((before, after))
+            else:
+                text += content.join((reply, end))
         return text + reply
 
-    if any(render(roles, True) != expected(roles) for roles in ("u", "uau", "su", "suauau")):
+    for system, is_joint in ways:
+        texts = (before, after, reply, end, default, *system)
+        is_plain = len(system) == 2 and "{{" not in "".join(texts)
+        if is_plain and all(render(r, True) == expected(r, system, is_joint) for r in asked):
+            break
+    else:
         return None
+    prompt, content = "{{ .System }}".join(system), "{{ .Content }}"
+    if is_joint:
+        start = "{{ $system := .System }}" + default
+        prompt = "{{ $system }}".join(system)
+        content = "{{ if $system }}" + prompt + '{{ $system = "" }}{{ end }}' + content
+    else:
+        start = "{{ if .System }}" + prompt + "{{ else }}" + default + "{{ end }}"
     return (
-        "{{ if .System }}" + "{{ .System }}".join(system) + "{{ else }}" + default + "{{ end }}"
-        '{{ range .Messages }}{{ if eq .Role "user" }}'
-        + "{{ .Content }}".join((before, after))
+        start
+        + '{{ range .Messages }}{{ if eq .Role "user" }}'
+        + content.join((before, after))
         + '{{ else if eq .Role "assistant" }}'
         + "{{ .Content }}".join((reply, end))
         + "{{ end }}{{ end }}"
@@ -759,7 +790,11 @@ ollama create my-model -f MODEL/Modelfile && ollama run my-model
     def write(self, conversion, target):
         options = conversion.config.convert
         summary = write_gguf(
-            conversion.source, target, block_type=options.block_type, overwrite=options.overwrite
+            conversion.source,
+            target,
+            block_type=options.block_type,
+            overwrite=options.overwrite,
+            verify=True,
         )
         if options.overwrite or not target.with_name(MODELFILE).exists():
             write_modelfile(conversion.source, target)

@@ -113,7 +113,7 @@ def check_openvino(source: ModelFolder) -> None:
             small model otherwise than transformers.
     """
     OPENVINO.import_packages()
-    plain_linears(source)
+    plain_linears(source, attends=True)
     check_small("openvino", source, _write)
 
 

@@ -10,7 +10,7 @@ not have one.
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class HuggingFaceTokenizer:
         neutralized: The state of ``tokenizer.json`` that was switched off: "truncation", "padding",
             or the token that it appends.
         chat_template: The chat template. None if the folder has none.
+        date: The date that chat templates print, as YYYY-MM-DD. A run that resumes sets it to the
+            date of its start.
 
     Raises:
         InputError: If a file is missing or damaged, or if ``eos_token`` is not in the vocabulary.
@@ -75,6 +77,7 @@ class HuggingFaceTokenizer:
         """Take over a tokenizer of transformers, and switch off the state that changes texts."""
         self._transformers, self.tokenizer = loaded, loaded.backend_tokenizer
         self.max_seq_len, self.neutralized = max_seq_len, []
+        self.date = date.today().isoformat()
         for name in ("truncation", "padding"):
             if getattr(self.tokenizer, name) is not None:
                 getattr(self.tokenizer, f"no_{name}")()
@@ -161,7 +164,7 @@ class HuggingFaceTokenizer:
             )
         try:
             template = self._transformers.get_chat_template(None, chat.tools)
-            template, dates = with_date(template, chat.date)
+            template, dates = with_date(template, chat.date or self.date)
             return self._transformers.apply_chat_template(
                 chat.messages if messages is None else messages,
                 tools=chat.tools,
@@ -303,7 +306,7 @@ def _load(kind: Any, folder: Path) -> Any:
         logger.setLevel(level)
 
 
-def with_date(template: str, date: str | None) -> tuple[str, dict[str, Any]]:
+def with_date(template: str, day: str | None) -> tuple[str, dict[str, Any]]:
     """Return a chat template that prints a given date, and the variables that it needs.
 
     Templates print today's date by ``strftime_now``. A run that resumes on another day must render
@@ -311,15 +314,15 @@ def with_date(template: str, date: str | None) -> tuple[str, dict[str, Any]]:
 
     Args:
         template: The template.
-        date: The date, as YYYY-MM-DD. None: today.
+        day: The date, as YYYY-MM-DD. None: today.
     """
     forms = set(_DATES.findall(template))
-    if date is None or len(_DATES.findall(template)) != template.count("strftime_now("):
+    if day is None or len(_DATES.findall(template)) != template.count("strftime_now("):
         return template, {}
     if not forms:
         return template, {}
-    day = datetime.fromisoformat(date)
-    return _DATE_MACRO + template, {"dates_of_run": {form: day.strftime(form) for form in forms}}
+    then = datetime.fromisoformat(day)
+    return _DATE_MACRO + template, {"dates_of_run": {form: then.strftime(form) for form in forms}}
 
 
 def added_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

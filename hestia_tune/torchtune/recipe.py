@@ -328,6 +328,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
                     k: v for k, v in self.validation_losses.items() if k != outputs.HARD
                 },
                 "tokens_seen": self.tokens_seen,
+                "date": self.data.date,
             },
             keep_last=self.config.keep_last_checkpoints,
         )

@@ -14,9 +14,10 @@ import copy
 import functools
 import gc
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +173,9 @@ def fit_text(run: TrainingRun, need: Callable[[int], float], has_device: bool, r
     return f"{text} (too little: lower {remedy}{f', or use {gpus}' if enough else ''})"
 
 
-def estimate(run: TrainingRun, blocks: tuple[int, int] | None = None) -> Estimate:
+def estimate(
+    run: TrainingRun, blocks: tuple[int, int] | None = None, *, counts_flops: bool = True
+) -> Estimate:
     """Return the estimate of a run, for its number of ranks.
 
     Weights that a reconstruction or a sensitivity needs are not included: both run before the
@@ -184,6 +187,8 @@ def estimate(run: TrainingRun, blocks: tuple[int, int] | None = None) -> Estimat
             whole model, and the estimate grows linearly with the number of blocks. All gradients
             then count beside all activations, which is right for more than one micro-batch. None:
             the whole model runs.
+        counts_flops: Whether to count operations, which takes longer than all the rest. Otherwise
+            ``flops`` is NaN.
     """
     config, ranks = run.config, num_ranks()
     model = _trained_model(run) if blocks is None else run.model
@@ -203,9 +208,10 @@ def estimate(run: TrainingRun, blocks: tuple[int, int] | None = None) -> Estimat
     if config.fsdp_cpu_offload:  # in host memory, with the gradients
         state = 0
     if blocks is None:
-        activations, flops = _run_without_data(run, model.to(run.dtype), grows=True)
+        options = {"grows": True, "counts_flops": counts_flops}
+        activations, flops = _run_without_data(run, model.to(run.dtype), **options)
     else:
-        low, high = (_run_shortened(run, sizes, count) for count in blocks)
+        low, high = (_run_shortened(run, sizes, count, counts_flops) for count in blocks)
         more = (len(sizes) - blocks[1]) / (blocks[1] - blocks[0])
         activations, flops = (b + more * (b - a) for a, b in zip(low, high, strict=True))
         activations += 0 if config.fsdp_cpu_offload else 4 * trained / ranks
@@ -263,28 +269,33 @@ def _build_short(model: str, quantizer: str, begin: int, end: int) -> nn.Module:
     return build.make_component(json.loads(quantizer)).prepare(built) if quantizer else built
 
 
-def _run_shortened(run: TrainingRun, sizes: list[int], count: int) -> tuple[int, int]:
+def _run_shortened(
+    run: TrainingRun, sizes: list[int], count: int, counts_flops: bool
+) -> tuple[int, float]:
     """Return what `_run_without_data` returns for a model of some blocks, without gradients.
 
     Args:
         run: The run.
         sizes: Weights of each block.
         count: Number of blocks, from the largest one on.
+        counts_flops: Whether to count operations.
     """
     begin, config = min(sizes.index(max(sizes)), len(sizes) - count), run.config
     key = [config.model, config.frozen_modules, config.loss, config.batch_size, run.data.seq_len]
     key += [config.enable_activation_checkpointing, config.distillation.weight, str(run.dtype)]
     return remembered(
-        [*key, begin, count, "training"], lambda: _run_blocks(run, begin, begin + count)
+        [*key, begin, count, counts_flops, "training"],
+        lambda: _run_blocks(run, begin, begin + count, counts_flops),
     )
 
 
-def _run_blocks(run: TrainingRun, begin: int, end: int) -> tuple[int, int]:
+def _run_blocks(run: TrainingRun, begin: int, end: int, counts_flops: bool) -> tuple[int, float]:
     """Return what `_run_without_data` returns for a model of some blocks, without gradients."""
     model = shortened(run, begin, end, prepared=False)
     for value in _frozen(model, run.config):
         value.requires_grad_(False)
-    return _run_without_data(run, model.to(run.dtype), grows=False)
+    options = {"grows": False, "counts_flops": counts_flops}
+    return _run_without_data(run, model.to(run.dtype), **options)
 
 
 @contextmanager
@@ -304,7 +315,9 @@ def without_data(model: nn.Module) -> Iterator[None]:
             gc.unfreeze()
 
 
-def _run_without_data(run: TrainingRun, model: nn.Module, *, grows: bool) -> tuple[int, int]:
+def _run_without_data(
+    run: TrainingRun, model: nn.Module, *, grows: bool, counts_flops: bool
+) -> tuple[int, float]:
     """Return (peak bytes, operations) of one micro-batch through a model on the meta device.
 
     Args:
@@ -312,6 +325,7 @@ def _run_without_data(run: TrainingRun, model: nn.Module, *, grows: bool) -> tup
         model: The model.
         grows: Whether to count this rank's share of the gradients. With CPU offloading it is in
             host memory.
+        counts_flops: Whether to count operations.
     """
     config, shape = run.config, (run.config.batch_size, run.data.seq_len)
     if config.enable_activation_checkpointing:
@@ -321,7 +335,8 @@ def _run_without_data(run: TrainingRun, model: nn.Module, *, grows: bool) -> tup
     keeps = grows and not config.fsdp_cpu_offload
     recompute = run.recomputes_logits  # before the tensors without data: it reads samples
     build.build_buffers(model, "cpu")  # with data: their values decide what they compute
-    with without_data(model), FlopCounterMode(display=False) as counter:
+    counter = FlopCounterMode(display=False) if counts_flops else nullcontext()
+    with without_data(model), counter:
         trained = [value for value in model.parameters() if value.requires_grad]
         shards: list[torch.Tensor] = []
 
@@ -345,7 +360,7 @@ def _run_without_data(run: TrainingRun, model: nn.Module, *, grows: bool) -> tup
             training_loss(
                 model, teacher, batch, tokens, run.loss, config, recompute=recompute
             ).backward()
-        flops = counter.get_total_flops()
+        flops = counter.get_total_flops() if counts_flops else math.nan
     return live.peak - weights, flops
 
 

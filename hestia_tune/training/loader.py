@@ -78,6 +78,7 @@ class TrainingData:
         sequences_per_step: Sequences per optimizer step, summed over all ranks.
         taken: Sequences that all ranks have taken from this epoch, or from the whole stream.
         seconds_waited: Time that this rank waited for the batches of the last step.
+        date: The date that chat templates print. None: the tokenizer has none.
 
     Raises:
         InputError: If a dataset cannot be loaded or is too small, or if the number of steps is not
@@ -95,6 +96,7 @@ class TrainingData:
         self.sequences_per_step = config.batch_size * self._accumulation * self._world_size
         self.taken = 0
         self.seconds_waited = 0.0
+        self.date: str | None = getattr(tokenizer, "date", None)
         self._readers = [self._world_size, workers]
         build = partial(build_dataset, config, tokenizer, ignore_index=ignore_index)
         self.dataset, collate = build("dataset", batch_size=config.batch_size)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -10,10 +11,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hestia_tune
+from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.functional import hard_ternary
+from hestia_tune.methods import Method
+from hestia_tune.models.checkpoints import names_in_files, weights_of
+from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
 
 DEMO = Path(hestia_tune.__file__).parent / "assets" / "demo"
 
+SMALL = {
+    "vocab_size": 1100,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -56,6 +73,14 @@ def pre_tokenizer(digits: str) -> dict:
 
 def is_linear(name: str) -> bool:
     return name.endswith("_proj.weight")
+
+
+def naive(folder: Path, group_size: int | str, key: str = "ternary") -> ModelFolder:
+    """Return a model whose linears are quantized while they are read."""
+    shapes = SafetensorsFolder(folder).shapes
+    names = [n for n in shapes if is_linear(n) or ("dense" in n and len(shapes[n]) > 1)]
+    method = replace(Method.from_key(key), group_size=group_size)
+    return ModelFolder(folder, dict.fromkeys(names, method), quantize=True)
 
 
 def ternarize(source: Path, target: Path, group_size: int | str) -> dict[str, int | str]:
@@ -109,6 +134,38 @@ def random_qwen2(target: Path, group_size: int | str, **config: object) -> dict[
                 state[f"{prefix}.{name}.bias"] = 0.3 * torch.randn(shape[0])
     save_file({k: v.to(torch.bfloat16) for k, v in state.items()}, target / "model.safetensors")
     return {name: group_size for name in state if is_linear(name)}
+
+
+def random_model(folder: Path, kind: str, differences: dict, group_size=None) -> dict:
+    """Write a random model of transformers. Return name -> group size of its ternary weights.
+
+    Args:
+        folder: The folder to write.
+        kind: Class of the config in transformers.
+        differences: Values of the config that differ from `SMALL`.
+        group_size: Group size of the weights in the blocks. None: no weight is ternary.
+    """
+    import transformers
+
+    config = getattr(transformers, kind)(**SMALL | differences)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        is_norm = parameter.dim() == 1
+        torch.nn.init.normal_(parameter, float(is_norm), 0.2 if is_norm else 0.05)
+        parameter.data = (parameter.data * 512).round() / 512  # float16 holds it
+    names = []
+    if group_size is not None:
+        component = HestiaQATQuantizer(group_size=group_size)
+        names = [*quantized_linears(component.prepare(model))]
+        component.convert(model)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    files = weights_of(names, names_in_files("HUGGING_FACE", folder)).values()
+    names = {name: group_size for parts in files for name in parts}
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(DEMO / file, folder / file)
+    edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer(r"\p{N}"))
+    return names
 
 
 def edit_json(file: Path, **changes: object) -> None:

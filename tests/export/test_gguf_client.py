@@ -6,17 +6,14 @@ equals transformers.
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from gguf_models import DEMO, edit_json, pre_tokenizer, random_qwen2, ternarize
+from gguf_models import DEMO, edit_json, pre_tokenizer, random_model, random_qwen2, ternarize
 from safetensors.torch import load_file, save_file
 
-from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.export.gguf import write_gguf
-from hestia_tune.models.checkpoints import names_in_files, weights_of
 from hestia_tune.models.embedding import round_embedding
 from hestia_tune.models.folder import ModelFolder
 
@@ -25,18 +22,6 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.slow
 
-SMALL = {
-    "vocab_size": 1100,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
 TEXTS = [
     "The built-in function returns a list of",
@@ -250,36 +235,6 @@ LOCAL_AND_SCALED = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
 NEOX = {"num_key_value_heads": 4}  # GPT-NeoX has a key for every query
-
-
-def random_model(folder: Path, kind: str, differences: dict, group_size=None) -> dict:
-    """Write a random model of transformers. Return name -> group size of its ternary weights.
-
-    Args:
-        folder: The folder to write.
-        kind: Class of the config in transformers.
-        differences: Values of the config that differ from `SMALL`.
-        group_size: Group size of the weights in the blocks. None: no weight is ternary.
-    """
-    config = getattr(transformers, kind)(**SMALL | differences)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        is_norm = parameter.dim() == 1
-        torch.nn.init.normal_(parameter, float(is_norm), 0.2 if is_norm else 0.05)
-        parameter.data = (parameter.data * 512).round() / 512  # float16 holds it
-    names = []
-    if group_size is not None:
-        component = HestiaQATQuantizer(group_size=group_size)
-        names = [*quantized_linears(component.prepare(model))]
-        component.convert(model)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    files = weights_of(names, names_in_files("HUGGING_FACE", folder)).values()
-    names = {name: group_size for parts in files for name in parts}
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO / file, folder / file)
-    edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer(r"\p{N}"))
-    return names
 
 
 @pytest.mark.parametrize(

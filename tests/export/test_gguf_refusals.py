@@ -5,12 +5,12 @@ The tests make folders without training, and read no weight. `check_gguf` is wha
 """
 
 import json
-import shutil
 from pathlib import Path
 
+import families
 import pytest
-import torch
-from gguf_models import DEMO, edit_json, pre_tokenizer
+from families import GEMMA
+from gguf_models import edit_json, random_model
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
@@ -21,20 +21,13 @@ from hestia_tune.models.folder import ModelFolder
 
 transformers = pytest.importorskip("transformers")
 
-SHAPE = {
+NARROW = {
     "vocab_size": 1024,
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
 }
-GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+EXPERTS = families.EXPERTS | {"head_dim": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +38,7 @@ def no_llama_cpp(monkeypatch):
 
 def make(folder: Path, kind: str, **differences: object) -> Path:
     """Write a random model of transformers with the demo's tokenizer."""
-    config = getattr(transformers, kind)(**SHAPE | differences)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO / file, folder / file)
-    edit_json(folder / "tokenizer.json", pre_tokenizer=pre_tokenizer(r"\p{N}"))
+    random_model(folder, kind, NARROW | differences)
     return folder
 
 

@@ -2,13 +2,12 @@
 
 import json
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from families import make_family
-from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
+from families import KINDS, NESTED_ROPE, SOME_WINDOWS, WINDOW, make_family, with_rope
+from gguf_models import DEMO, edit_json, naive, random_qwen2, ternarize
 from readers import mlx_logits, transformers_logits
 from safetensors.torch import load_file, save_file
 
@@ -16,9 +15,8 @@ from hestia_tune.errors import InputError
 from hestia_tune.export import mlx as mlx_export
 from hestia_tune.export.huggingface import write_huggingface
 from hestia_tune.export.mlx import write_mlx
-from hestia_tune.methods import Method
 from hestia_tune.methods.groups import round_scale
-from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
+from hestia_tune.models.folder import ModelFolder
 from hestia_tune.tensors import read_hard
 
 transformers = pytest.importorskip("transformers")
@@ -28,20 +26,10 @@ TOKENS = torch.arange(2, 42)[None]
 METHODS = {2: "even, codebook=binary", 3: "ternary", 4: "even, codebook=int2"}
 
 
-def naive(folder, group_size, levels=3) -> ModelFolder:
-    """Return a model whose linears are quantized while they are read."""
-    shapes = SafetensorsFolder(folder).shapes
-    names = [
-        name for name in shapes if is_linear(name) or "dense" in name and len(shapes[name]) > 1
-    ]
-    method = replace(Method.from_key(METHODS[levels]), group_size=group_size)
-    return ModelFolder(folder, dict.fromkeys(names, method), quantize=True)
-
-
 @pytest.mark.parametrize("levels", [2, 3, 4])
 @pytest.mark.parametrize("group_size", [32, 64, 128, "channel"])
 def test_logits_equal_the_hard_models(tmp_path, group_size, levels):
-    source = naive(DEMO, group_size, levels)
+    source = naive(DEMO, group_size, METHODS[levels])
     summary = write_mlx(source, tmp_path / "out")
     write_huggingface(source, tmp_path / "hard")
     found, expected = (
@@ -137,32 +125,18 @@ def test_families(tmp_path, family):
     write_mlx(source, tmp_path / "out")  # this compares the logits
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64}
-LONG |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
-WINDOW = {"sliding_window": 24, "max_position_embeddings": 256}
-KINDS = ["sliding_attention", "full_attention"]
 LAST = [*KINDS, "full_attention"]
-SOME = {"use_sliding_window": True, "max_window_layers": 1} | WINDOW
-NESTED = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
-}
-
-
-def with_rope(**rope):
-    return {"rope_parameters": {"rope_theta": 10000.0} | rope, "max_position_embeddings": 256}
 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("Llama", with_rope(rope_type="linear", factor=4.0)),
-        ("Llama", with_rope(rope_type="dynamic", factor=4.0)),
-        ("Qwen2", with_rope(**YARN)),
-        ("Qwen2", SOME | {"use_sliding_window": False}),
+        ("Llama", with_rope("linear")),
+        ("Llama", with_rope("dynamic")),
+        ("Qwen2", with_rope("yarn")),
+        ("Qwen2", SOME_WINDOWS | {"use_sliding_window": False}),
         ("Llama", {"attention_bias": True, "mlp_bias": True}),
-        ("Gemma 3", {"num_hidden_layers": 6, "rope_parameters": NESTED} | WINDOW),
+        ("Gemma 3", {"num_hidden_layers": 6, "rope_parameters": NESTED_ROPE} | WINDOW),
         ("Gemma 3", {"num_hidden_layers": 4, "layer_types": KINDS * 2} | WINDOW),
         ("SmolLM3", {"use_sliding_window": True, "layer_types": KINDS * 2} | WINDOW),
         ("GPT-NeoX", {"intermediate_size": 256}),
@@ -186,14 +160,18 @@ BEHIND = (
 @pytest.mark.parametrize(
     ("family", "changes", "match"),
     [
-        ("Qwen2", SOME, BEHIND + "use_sliding_window True, sliding_window 24 of config.json"),
-        ("Qwen3", SOME | {"max_window_layers": 0}, BEHIND),
+        (
+            "Qwen2",
+            SOME_WINDOWS,
+            BEHIND + "use_sliding_window True, sliding_window 24 of",
+        ),
+        ("Qwen3", SOME_WINDOWS | {"max_window_layers": 0}, BEHIND),
         ("Mistral", WINDOW, BEHIND + "sliding_window 24"),
         ("Gemma 2", WINDOW, BEHIND),
         ("Phi-3", WINDOW, BEHIND + "sliding_window 24 of config.json; leave mlx out of"),
-        ("Llama", with_rope(**LONG), r"model with the rope_type longrope of config\.json"),
-        ("Gemma", with_rope(rope_type="linear", factor=4.0), "rope_type linear"),
-        ("StableLM", with_rope(rope_type="linear", factor=4.0), "rope_type linear"),
+        ("Llama", with_rope("longrope"), r"model with the rope_type longrope of config\.json"),
+        ("Gemma", with_rope("linear"), "rope_type linear"),
+        ("StableLM", with_rope("linear"), "rope_type linear"),
         ("Qwen3", {"attention_bias": True}, "it raises: Received 8 parameters not in model"),
         ("Gemma 3", {"num_hidden_layers": 6, "layer_types": LAST * 2} | WINDOW, "difference is"),
     ],

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import make_family
-from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
+from families import KINDS, NESTED_ROPE, SOME_WINDOWS, WINDOW, make_family, with_rope
+from gguf_models import DEMO, edit_json, is_linear, naive, random_qwen2, ternarize
 from readers import genai_logits, transformers_logits
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +16,7 @@ from hestia_tune.export import onnx as onnx_export
 from hestia_tune.export.huggingface import write_huggingface
 from hestia_tune.export.onnx import write_onnx
 from hestia_tune.methods import Method
-from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
+from hestia_tune.models.folder import ModelFolder
 
 transformers = pytest.importorskip("transformers")
 onnx = pytest.importorskip("onnx")
@@ -109,35 +109,13 @@ def failing(source, folder):
     raise RuntimeError("as asked")
 
 
-KINDS = ["sliding_attention", "full_attention"]
-WINDOW = {"sliding_window": 24, "max_position_embeddings": 256}
-SOME = {"use_sliding_window": True, "max_window_layers": 1} | WINDOW
-NESTED = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 777.0},
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
-}
-
-
-def with_rope(**rope):
-    return {"rope_parameters": {"rope_theta": 10000.0} | rope, "max_position_embeddings": 256}
-
-
-YARN = with_rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-LONG = with_rope(rope_type="longrope", factor=4.0, original_max_position_embeddings=64)
-LONG["rope_parameters"] |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
-LINEAR, DYNAMIC = (with_rope(rope_type=kind, factor=4.0) for kind in ("linear", "dynamic"))
-
-
-def naive(folder) -> ModelFolder:
-    shapes = SafetensorsFolder(folder).shapes
-    names = [name for name in shapes if is_linear(name)]
-    return ModelFolder(folder, dict.fromkeys(names, 32), quantize=True)
+YARN, LONG, LINEAR, DYNAMIC = map(with_rope, ("yarn", "longrope", "linear", "dynamic"))
 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("Qwen2", SOME | YARN),
+        ("Qwen2", SOME_WINDOWS | YARN),
         *(
             pytest.param(family, {"max_position_embeddings": 256} | changes, marks=pytest.mark.slow)
             for family, changes in [
@@ -146,10 +124,10 @@ def naive(folder) -> ModelFolder:
                 ("Llama", YARN),
                 ("Llama", {"attention_bias": True, "hidden_act": "gelu"}),
                 ("Mistral", WINDOW),
-                ("Qwen3", SOME | {"max_window_layers": 0}),
+                ("Qwen3", SOME_WINDOWS | {"max_window_layers": 0}),
                 ("Gemma", {}),
                 ("Gemma 2", WINDOW),
-                ("Gemma 3", {"num_hidden_layers": 6, "rope_parameters": NESTED} | WINDOW),
+                ("Gemma 3", {"num_hidden_layers": 6, "rope_parameters": NESTED_ROPE} | WINDOW),
                 ("Gemma 3", {"num_hidden_layers": 4, "layer_types": KINDS * 2} | WINDOW),
                 ("Granite", {}),
                 ("SmolLM3", {"use_sliding_window": True, "layer_types": KINDS * 2} | WINDOW),
@@ -160,7 +138,7 @@ def naive(folder) -> ModelFolder:
 )
 def test_families(tmp_path, family, changes):
     """The text is longer than the window and the original context; onnxruntime-genai reads it."""
-    source = naive(make_family(tmp_path / "model", family, **changes))
+    source = naive(make_family(tmp_path / "model", family, **changes), 32)
     write_onnx(source, tmp_path / "out", activation_bits=32)
     write_huggingface(source, tmp_path / "hard")
     tokens = torch.randint(2, 264, (1, 200), generator=torch.Generator().manual_seed(1))
@@ -178,7 +156,7 @@ def test_positions_that_depend_on_the_length_are_refused(tmp_path, family, rope)
     rope = json.loads(json.dumps(rope))
     for key in ("short_factor", "long_factor"):  # one for each pair of dimensions
         rope["rope_parameters"].update({key: [1.0] * 16} if family == "Qwen3" else {})
-    source = naive(make_family(tmp_path / "model", family, **rope))
+    source = naive(make_family(tmp_path / "model", family, **rope), 32)
     kind = rope["rope_parameters"]["rope_type"]
     match = f"rope_type {kind} in config.json .* leave onnx out of convert.formats"
     with pytest.raises(InputError, match=match):
@@ -187,7 +165,7 @@ def test_positions_that_depend_on_the_length_are_refused(tmp_path, family, rope)
 
 def test_wrong_positions_are_refused_before_training(tmp_path, monkeypatch):
     """Without the tables of transformers, a small model has other logits in onnxruntime."""
-    source = naive(make_family(tmp_path / "model", "Llama", **LINEAR))
+    source = naive(make_family(tmp_path / "model", "Llama", **LINEAR), 32)
     source.read = None  # no weight of the model is read
     monkeypatch.setattr(onnx_export, "_set_positions", lambda *_: None)
     match = "run a llama with .* relative difference is .* with the rope_type linear of config.json"

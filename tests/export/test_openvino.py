@@ -1,12 +1,11 @@
 """Tests OpenVINO folders: the hard model on OpenVINO's CPU, the layout, generation, and errors."""
 
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from families import make_family
-from gguf_models import DEMO, edit_json, is_linear, random_qwen2, ternarize
+from gguf_models import DEMO, edit_json, naive, random_qwen2, ternarize
 from readers import openvino_session, transformers_logits
 from safetensors.torch import load_file, save_file
 
@@ -14,8 +13,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.export import openvino as openvino_export
 from hestia_tune.export.huggingface import write_huggingface
 from hestia_tune.export.openvino import write_openvino
-from hestia_tune.methods import Method
-from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
+from hestia_tune.models.folder import ModelFolder
 
 transformers = pytest.importorskip("transformers")
 ov = pytest.importorskip("openvino")
@@ -27,13 +25,6 @@ NAME = "model.layers.1.mlp.up_proj"
 def assert_near(found, expected, tolerance=1e-5):
     assert found.shape == expected.shape
     assert (found - expected).norm() < tolerance * expected.norm()
-
-
-def naive(folder, group_size, key="ternary") -> ModelFolder:
-    """Return a model whose linears are quantized while they are read."""
-    names = [name for name in SafetensorsFolder(folder).shapes if is_linear(name)]
-    method = replace(Method.from_key(key), group_size=group_size)
-    return ModelFolder(folder, dict.fromkeys(names, method), quantize=True)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,43 @@ def test_the_template_of_a_chat_template():
     )
 
 
+def gemma(roles: str, is_prompt: bool = False, system: tuple[str, str] | None = None) -> str:
+    """The system prompt, if it is allowed, is a part of the first turn of the user."""
+    names, text = {"u": "user", "a": "model"}, "<bos>"
+    if "s" in roles and system is None:
+        raise ValueError("System role not supported")
+    for index, role in enumerate(roles):
+        if role != "s":
+            first = "<s0>".join(system) if system and roles[:index] == "s" else ""
+            text += f"<start_of_turn>{names[role]}\n{first}<{role}{index}><end_of_turn>\n"
+    return text + "<start_of_turn>model\n" * is_prompt
+
+
+@pytest.mark.parametrize(
+    ("system", "written"),
+    [
+        (None, ("", "\n\n")),
+        (("", "\n\n"), ("", "\n\n")),
+        (("<<SYS>>\n", "\n<</SYS>>\n"), ("<<SYS>>\n", "\n<</SYS>>\n")),
+    ],
+)
+def test_a_system_prompt_in_the_turn_of_the_user(system, written):
+    """The chat template refuses a system prompt, or puts it there."""
+    first = "{{ $system }}".join(written)
+    assert make_template(partial(gemma, system=system)) == (
+        "{{ $system := .System }}<bos>"
+        '{{ range .Messages }}{{ if eq .Role "user" }}<start_of_turn>user\n'
+        f'{{{{ if $system }}}}{first}{{{{ $system = "" }}}}{{{{ end }}}}'
+        "{{ .Content }}<end_of_turn>\n"
+        '{{ else if eq .Role "assistant" }}<start_of_turn>model\n{{ .Content }}<end_of_turn>\n'
+        "{{ end }}{{ end }}<start_of_turn>model\n"
+    )
+
+
 @pytest.mark.parametrize(
     "render",
     [
+        lambda roles, is_prompt=False: chatml(roles.replace("s", ""), is_prompt),
         lambda roles, is_prompt=False: chatml(roles, is_prompt).replace("<u5>", "<u5>!"),
         lambda roles, is_prompt=False: chatml(roles, is_prompt, "{{ now }}"),
         lambda roles, is_prompt=False: chatml(roles),

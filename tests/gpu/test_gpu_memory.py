@@ -10,6 +10,7 @@ import torch
 from tiny import logged, make_config, make_model_dir, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hestia_tune import memory
 from hestia_tune.commands.qat import run_reconstruct
 from hestia_tune.config.run import RunConfig
 from hestia_tune.reconstruction.estimate import decide
@@ -40,13 +41,22 @@ SIZES = {
 }
 
 
+# More blocks than a plan estimates one by one.
+DEEP = SIZES | {"num_layers": 8, "embed_dim": 64, "intermediate_dim": 192}
+
+
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory):
     return make_model_dir(tmp_path_factory.mktemp("larger"), **SIZES)
 
 
-def config(folder, output, *options):
-    sizes = (f"model.{key}={value}" for key, value in SIZES.items())
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    return make_model_dir(tmp_path_factory.mktemp("deep"), **DEEP)
+
+
+def config(folder, output, *options, shape=SIZES):
+    sizes = (f"model.{key}={value}" for key, value in shape.items())
     return make_config(folder, output, *sizes, *OPTIONS, *options)
 
 
@@ -113,3 +123,28 @@ def test_the_estimates_of_a_reconstruction(larger, tmp_path, monkeypatch, worksp
     with attention():
         window, final = decide(planned(cfg), SEQ_LEN, math.inf).values()
     assert [window, final] == pytest.approx([max(peaks[:-1]), peaks[-1]], rel=0.1)
+
+
+# A run with a teacher, whose sequences per step stay the same.
+GPU = ("dtype=bf16", "distillation.weight=1", "global_batch_size=32")
+
+
+def plans(whole, sizes, monkeypatch, **options):
+    """Return the plans for GPUs of some sizes, as shares of what the config needs as it is."""
+    monkeypatch.setattr(memory, "_FEW_TOKENS", 64)  # so that micro-batches become smaller first
+    with attention():
+        most = max(memory.fit_to_memory(whole, 10, **options).peak.values()) / 0.9e9
+        return [memory.fit_to_memory(whole, most * size, **options) for size in sizes]
+
+
+def test_plans_for_smaller_gpus(deep, tmp_path, monkeypatch, workspace):
+    """A run with a plan stays below the size of the GPU, and needs what the plan says."""
+    whole = RunConfig.parse(config(deep, tmp_path, *GPU, shape=DEEP))
+    found = plans(whole, (0.6, 0.35, 0.2), monkeypatch)
+    assert len({tuple(each.changes) for each in found}) == 3
+    for number, each in enumerate(found):
+        changes = [f"{key}={value}" for key, value in each.changes.items()]
+        run(config(deep, tmp_path / str(number), *GPU, *changes, shape=DEEP))
+        measured = logged(tmp_path / str(number), "peak_memory_alloc")[2] * 2**30 - workspace
+        assert measured < each.gigabytes * 1e9, each
+        assert each.peak[memory.TRAINING] == pytest.approx(measured, rel=0.1), each

@@ -8,7 +8,7 @@ import torch
 from families import LLAMA3_ROPE, family_config, make_family
 from hard_folders import edit_json
 from safetensors.torch import load_file, save_file
-from tiny import make_config, make_model_dir, run
+from tiny import SHAPE, make_config, make_model_dir, run
 
 from hestia_tune.commands.inspect import run_validate
 from hestia_tune.config.run import RunConfig
@@ -23,23 +23,14 @@ from hestia_tune.torchtune.models import check_architecture
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "vocab_size": 264,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 64,
-    "intermediate_dim": 96,
-    "max_seq_len": 64,
-}
-LLAMA = {"_component_": "torchtune.models.llama3.llama3", "norm_eps": 1e-6} | SIZES
-LLAMA31 = {"_component_": "torchtune.models.llama3_1.llama3_1"} | SIZES
-MISTRAL = {"_component_": "torchtune.models.mistral.mistral", "norm_eps": 1e-6} | SIZES
-QWEN2 = {"_component_": "torchtune.models.qwen2.qwen2", "norm_eps": 1e-6} | SIZES
+LLAMA = {"_component_": "torchtune.models.llama3.llama3", "norm_eps": 1e-6} | SHAPE
+LLAMA31 = {"_component_": "torchtune.models.llama3_1.llama3_1"} | SHAPE
+MISTRAL = {"_component_": "torchtune.models.mistral.mistral", "norm_eps": 1e-6} | SHAPE
+QWEN2 = {"_component_": "torchtune.models.qwen2.qwen2", "norm_eps": 1e-6} | SHAPE
 OURS = {"_component_": "hestia_tune.models.llama", "norm_eps": 1e-6, "tie_word_embeddings": False}
 ROUTES = {
     "llama": (LLAMA, "LLAMA3", "Llama"),
-    "ours": (OURS | SIZES, "LLAMA3", "Llama"),
+    "ours": (OURS | SHAPE, "LLAMA3", "Llama"),
     "mistral": (MISTRAL, "MISTRAL", "Mistral"),
     "qwen2": (QWEN2, "QWEN2", "Qwen2"),
 }

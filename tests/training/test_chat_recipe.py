@@ -1,5 +1,6 @@
 """Chats and mixtures in every stage of a run: losses, exact resuming, ranks, reconstruction."""
 
+import datetime
 import json
 import logging
 import shutil
@@ -146,6 +147,37 @@ def reference_loss(chat_dir, output, batches):
         kept = torch.tensor(labels[1:]) != -100
         total, count = total + losses[kept].sum().item(), count + int(kept.sum())
     return total / count
+
+
+@pytest.mark.parametrize("component", [HELD, STREAM, "torchtune.datasets.chat_dataset"])
+def test_a_run_that_resumes_on_another_day(chat_dir, tmp_path, chats, monkeypatch, component):
+    """The template prints the date of the run's start, also in data that is held in memory."""
+    folder = shutil.copytree(chat_dir, tmp_path / "dated")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ strftime_now('%d %B %Y') }}" + TURNS
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    data, most = section(chats / "train.jsonl", component), "tokenizer.max_seq_len=48"
+    if "torchtune" in component:
+        del data["seq_len"]
+        data |= {"conversation_column": "messages", "conversation_style": "openai"}
+        data |= {"split": "train"}
+    run(config(folder, tmp_path / "whole", chats, most, dataset=data))
+    stop = signal_at(3, "SIGINT")
+    assert not run(config(folder, tmp_path / "cut", chats, most, *stop, dataset=data)).finished
+
+    class Later(datetime.date):
+        @classmethod
+        def today(cls):
+            return datetime.date(2031, 9, 1)
+
+    for module in ("hestia_tune.models.tokenizers", "hestia_tune.run"):
+        monkeypatch.setattr(f"{module}.date", Later)
+    resume = "resume_from_checkpoint=True"
+    assert run(config(folder, tmp_path / "cut", chats, most, resume, dataset=data)).finished
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
+    run(config(folder, tmp_path / "later", chats, most, dataset=data))
+    assert logged(tmp_path / "later") != logged(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("loss_on", ["replies", "all"])
