@@ -81,6 +81,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def compile_backend() -> str:
+    """Return the backend of torch.compile: the variable TORCH_COMPILE_BACKEND, or Inductor."""
+    return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
+
+
 def move_batch(batch: dict[str, Any], device: torch.device) -> None:
     """Move the tensors of a batch to a device, in place.
 

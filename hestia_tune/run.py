@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hestia_tune.bits import Budget, chosen, with_choices
+from hestia_tune.components import find_component, has_torchtune
 from hestia_tune.config.machine import is_slow_in_bf16
 from hestia_tune.config.run import RunConfig
 from hestia_tune.devices import get_device, get_dtype
@@ -398,12 +399,14 @@ def _check_components(config: RunConfig) -> None:
     with collecting() as check:
         with check():
             options = dict(config.metric_logger)
-            logger = build.find_component(options.pop("_component_"), "metric_logger")
-            try:
-                inspect.signature(logger).bind(**options)
-            except TypeError as error:
-                text = f"metric_logger: {error}; check its options {options}"
-                raise InputError(text) from error
+            name = str(options.pop("_component_"))
+            if has_torchtune() or not name.startswith("torchtune."):  # its recipe alone logs
+                logger = find_component(name, "metric_logger")
+                try:
+                    inspect.signature(logger).bind(**options)
+                except TypeError as error:
+                    text = f"metric_logger: {error}; check its options {options}"
+                    raise InputError(text) from error
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2, 2))])  # for the scheduler
         with check():
             optimizer = check_optimizer(config.optimizer)

@@ -9,10 +9,11 @@ from string import Template
 
 import pytest
 from omegaconf import OmegaConf
-from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
+from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import hestia_tune
 from hestia_tune.commands.options import options_page
+from hestia_tune.components import find_component
 from hestia_tune.config import Section, SourceConfig
 from hestia_tune.config.files import load_config, packaged_configs
 from hestia_tune.config.run import RunConfig
@@ -83,7 +84,7 @@ def test_commands_parse(name, overrides):
     RunConfig.parse(cfg)
     for key in ("dataset", "quantizer"):
         own = dict(cfg[key])
-        component = _get_component_from_path(own.pop("_component_"))
+        component = find_component(own.pop("_component_"), name)
         required = {"tokenizer": None} if key == "dataset" else {}
         inspect.signature(component).bind(**required, **own)
 

@@ -61,7 +61,7 @@ def compare_runs(runs: Sequence[str]) -> str:
     Raises:
         InputError: If a path is not a finished training run, or the run has no validation losses.
     """
-    # A slow import: torchtune.
+    # A slow import.
     from hestia_tune.training.outputs import HARD, RECONSTRUCTED, results_table
 
     runs_losses: dict[str, dict[str, float]] = {}
@@ -108,7 +108,7 @@ def print_comparison(runs: Sequence[str]) -> int:
 
 def print_contents(folder: str) -> int:
     """Print what the weights of a model folder are, and return 0."""
-    from hestia_tune.models.contents import contents_table  # a slow import: torchtune
+    from hestia_tune.models.contents import contents_table  # a slow import
 
     print(contents_table(Path(folder)))
     return 0

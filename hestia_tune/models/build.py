@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hestia_tune.blocks import find_blocks
-from hestia_tune.components import find_component as find_component  # its former home
 from hestia_tune.components import instantiate, torchtune_module
 from hestia_tune.config import nearest
 from hestia_tune.config.run import RunConfig

@@ -32,7 +32,7 @@ from torchtune import training
 import hestia_tune
 from hestia_tune.config.run import RunConfig
 from hestia_tune.data import DataStreamError
-from hestia_tune.devices import move_batch
+from hestia_tune.devices import compile_backend, move_batch
 from hestia_tune.distributed import (
     StopRequest,
     end_process_group,
@@ -128,7 +128,11 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             self._metric_logger.log_config(OmegaConf.create(dataclasses.asdict(config)))
         self._loss_fn = run.loss
         if config.compile:
-            training.compile_loss(self._loss_fn, verbose=False)
+            if hasattr(run.loss, "compute_cross_entropy"):  # of one chunk of the logits
+                compute = run.loss.compute_cross_entropy
+                run.loss.compute_cross_entropy = torch.compile(compute, backend=compile_backend())
+            else:
+                run.loss.compile(backend=compile_backend())
         if chunks := output_chunks(run.loss):
             self._model.set_num_output_chunks(chunks)
         if self._teacher is not None:

@@ -4,7 +4,6 @@ Only the first rank reads weights. Its errors are raised on every rank.
 """
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from hestia_tune.annealing import SCHEDULE_OPTIONS, AnnealingSchedule
 from hestia_tune.blocks import checkpoint_blocks, find_blocks
+from hestia_tune.devices import compile_backend
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.files import digest
@@ -184,7 +184,7 @@ def compile_blocks(model: nn.Module) -> None:
     # Beyond Dynamo's own limit of 8 graphs for it, blocks would run without compilation.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for block in find_blocks(model).values():
-        block.compile(backend=os.environ.get("TORCH_COMPILE_BACKEND", "inductor"))
+        block.compile(backend=compile_backend())
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, run: TrainingRun) -> None:
