@@ -8,7 +8,7 @@
 #
 # Before it (this needs the hub):
 #
-#     pip install -e '.[torchtune,gguf,transformers]' xllamacpp   # in a clone
+#     pip install -e '.[torchtune,gguf]' xllamacpp   # in a clone
 #     hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir models/SmolLM2-135M-Instruct
 #
 # The environment can change what is below: MODEL (a folder), CONFIG (its config), SETTINGS
