@@ -95,3 +95,22 @@ def collecting() -> Iterator[Callable[[], AbstractContextManager[None]]]:
 def warn_once(text: str) -> None:
     """Log a warning, but only once per process."""
     log.warning(text)
+
+
+@contextmanager
+def quiet_loggers(*names: str, level: int = logging.WARNING) -> Iterator[None]:
+    """Let some loggers pass messages from a level on only, while the body runs.
+
+    Args:
+        names: Names of the loggers, such as "transformers".
+        level: The least level of messages that are passed.
+    """
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(max(level, logger.level))
+    try:
+        yield
+    finally:
+        for logger, old in zip(loggers, before, strict=True):
+            logger.setLevel(old)

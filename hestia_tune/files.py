@@ -9,7 +9,6 @@ error. The sensitivity, the reconstruction, token files, generated text and the 
 """
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
@@ -25,6 +24,11 @@ from typing import Any
 import numpy as np
 
 from hestia_tune.errors import InputError, one_line
+
+try:
+    import fcntl
+except ImportError as error:
+    raise ImportError("hestia_tune runs on Linux and macOS; on Windows, run it in WSL") from error
 
 log = logging.getLogger(__name__)
 

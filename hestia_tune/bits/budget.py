@@ -156,7 +156,8 @@ class Budget:
             size, in_features = layer.weight.numel(), layer.weight.shape[-1]
             for method in filter(None, methods.values()):
                 method.check_layer(in_features, size // in_features, name)
-            group_size: Any = component.method.group_size
+            own: Any = component.method  # of Hestia, so it has groups
+            group_size = own.group_size
             group = {"channel": in_features, "tensor": size}.get(group_size, group_size)
             layers[name] = Layer(size=size, group=group)
         options = {"average": settings.average, "by": settings.by}

@@ -232,7 +232,8 @@ class RunConfig(Section):
         """
         if isinstance(values, RunConfig):
             return values
-        given: Any = OmegaConf.create(values) if not OmegaConf.is_config(values) else values.copy()
+        given: Any = values
+        given = given.copy() if OmegaConf.is_config(given) else OmegaConf.create(given)
         model = given.get("model")
         if isinstance(model, DictConfig) and model.get("_component_") == TRANSFORMERS_MODEL:
             given = OmegaConf.merge(_TRANSFORMERS_DEFAULTS, given)

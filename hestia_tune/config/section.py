@@ -148,7 +148,8 @@ class Section:
 def _choices(field: dataclasses.Field) -> tuple[str, ...]:
     """Return the allowed words of an option."""
     choices: Any = field.metadata.get("choices", ())
-    return tuple(choices()) if callable(choices) else choices
+    found: Any = choices() if callable(choices) else choices
+    return tuple(found)
 
 
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

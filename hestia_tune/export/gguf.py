@@ -60,7 +60,7 @@ import yaml
 
 import hestia_tune
 from hestia_tune.distributed import progress_bar
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, quiet_loggers
 from hestia_tune.export import llama_cpp
 from hestia_tune.export.compare import compare_gguf
 from hestia_tune.export.folder import sizes
@@ -534,13 +534,13 @@ def _with_speeds(rows: list[TypeSize], source: ModelFolder, path: Path) -> list[
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Show no progress bars and no log."""
-    logging.disable(logging.WARNING)
-    try:
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+    """Show no progress bars, and no notices of the files that are written to be measured."""
+    with (
+        open(os.devnull, "w") as nothing,
+        contextlib.redirect_stderr(nothing),
+        quiet_loggers("hestia_tune", "gguf", level=logging.ERROR),
+    ):
+        yield
 
 
 def _quantized(source: ModelFolder, model: LlamaModel) -> list[str]:

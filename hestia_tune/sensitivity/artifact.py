@@ -267,5 +267,6 @@ def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, value in tensors:
         digest.update(f"{name}{tuple(value.shape)}".encode())
-        digest.update(value.cpu().contiguous().numpy())
+        values: Any = value.cpu().contiguous().numpy()  # to pyright, no buffer
+        digest.update(values)
     return f"sha256:{digest.hexdigest()}"

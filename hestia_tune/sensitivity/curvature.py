@@ -72,9 +72,13 @@ class CalibrationBatch:
     def to(self, device: torch.device | str) -> "CalibrationBatch":
         """Return the same batch on another device."""
         inputs = {key: value.to(device) for key, value in self.model_inputs.items()}
-        moved = {"tokens": self.tokens.to(device), "labels": self.labels.to(device)}
-        moved["is_real"] = None if self.is_real is None else self.is_real.to(device)
-        return dataclasses.replace(self, model_inputs=inputs, **moved)
+        return dataclasses.replace(
+            self,
+            tokens=self.tokens.to(device),
+            labels=self.labels.to(device),
+            model_inputs=inputs,
+            is_real=None if self.is_real is None else self.is_real.to(device),
+        )
 
 
 class Segment(NamedTuple):

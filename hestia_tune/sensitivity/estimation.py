@@ -274,7 +274,7 @@ class _Estimation:
             return
         first, segments = cut(self.model, weights, batch)
         hessian = curvature.HessianBatch(first, segments)
-        if self.is_sketched:
+        if settings.rank is not None:
             for key in keys:
                 result = curvature.hutchpp(
                     partial(hessian.products, key[0]),

@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,7 +185,9 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     """Return the peaks of a GPU's memory, or of the process's resident set, in GiB."""
     if device.type == "cuda":
         return peak_memory(device)
-    return {"peak_memory_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
+    return {"peak_memory_rss_gib": peak * unit / 2**30}
 
 
 def record_memory_history(recipe: Any, step: int) -> None:

@@ -8,7 +8,6 @@ weights that training can start from.
 
 import contextlib
 import copy
-import logging
 import math
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from torch import nn
 
 from hestia_tune.components import has_torchtune, torchtune_module
 from hestia_tune.config.run import RunConfig
-from hestia_tune.errors import InputError
+from hestia_tune.errors import InputError, quiet_loggers
 from hestia_tune.export.card import write_card
 from hestia_tune.files import digest, read_json, read_state, staged, write_json
 from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, hub_name
@@ -166,16 +165,15 @@ def write_hard_model(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep logs and transformers' progress bars out of the terminal."""
+    """Keep the notices of torchtune and transformers, and their bars, out of the terminal."""
     notices = sys.modules.get("transformers.utils.logging")
     has_bars = notices is not None and notices.is_progress_bar_enabled()
-    logging.disable(logging.INFO)
     if has_bars:
         notices.disable_progress_bar()
     try:
-        yield
+        with quiet_loggers("torchtune.utils._logging", "transformers"):
+            yield
     finally:
-        logging.disable(logging.NOTSET)
         if has_bars:
             notices.enable_progress_bar()
 
