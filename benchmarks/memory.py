@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py                 # each config alone, with +distil and with +evening
     python benchmarks/memory.py qwen3_1_7b+evening
-    python benchmarks/memory.py --gpus   # what fits 8, 16, 24, 48 and 80 GB, about five minutes
+    python benchmarks/memory.py --gpus   # what fits 8, 16, 24, 48 and 80 GB, some minutes
     python benchmarks/memory.py --gpus "Qwen3 8B"
 
 No weight, no tokenizer and no data are needed: the models are built from their shapes. The families

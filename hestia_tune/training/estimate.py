@@ -202,9 +202,10 @@ def estimate(
     state = whole * (4 + size * distils) + trained * state_bytes(config.optimizer)
     state += sum(value.numel() for value in latents) * size
     # The weights outside the blocks, and two blocks: the next block is gathered ahead of time.
-    ahead = 2 * max(sizes) if config.fsdp_reshard_after_forward else sum(sizes)
-    outside = whole - sum(sizes)
-    gathered = (outside + ahead) * size * (1 + distils) + (outside + max(sizes)) * 4
+    # The teacher has no blocks left when the model computes, only the weights outside them.
+    reshards, outside = config.fsdp_reshard_after_forward, whole - sum(sizes)
+    ahead = 2 * max(sizes) if reshards else sum(sizes) * (1 + distils)
+    gathered = (outside * (1 + distils) + ahead) * size + (outside + max(sizes)) * 4
     if config.fsdp_cpu_offload:  # in host memory, with the gradients
         state = 0
     if blocks is None:
