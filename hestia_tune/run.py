@@ -314,6 +314,7 @@ def _prepare(config: RunConfig) -> Prepared:
         with check():
             component = build.make_component(config.quantizer)
         with check():
+            build.check_model_section(config)
             plain = build.plain_on_meta(config.model)
     prepared = Prepared(component, component.prepare(plain))
     for method in set(prepared.methods.values()):
@@ -327,8 +328,6 @@ def _plan_model(asked: RunConfig, device: torch.device, tokenizer: Any) -> Run:
     with collecting() as check:
         with check():
             config = cast(RunConfig, on_first_rank(chosen, asked))
-        with check():
-            build.check_model_section(asked)
         with check():
             undecided = prepared = _prepare(asked)
             if config.quantizer != asked.quantizer:

@@ -79,8 +79,10 @@ def make_tokenizer_folder(folder, template=TURNS, **changes):
     """
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    # llama.cpp loads no BPE without merges. This merge is of bytes that no test has.
+    merge = ("\u0100", "\u0101")
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet, "".join(merge)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[merge]))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -67,8 +67,10 @@ def make_model_dir(folder: Path, seed: int = 0, **shape: int) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate(["<eos>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    # llama.cpp loads no BPE without merges. This merge is of bytes that no test has.
+    merge = ("\u0100", "\u0101")
+    vocab = {token: index for index, token in enumerate(["<eos>", *alphabet, "".join(merge)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[merge]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -112,7 +112,7 @@ HEAD = """# What every format holds
 says what the formats are, which of them can hold your model, and whether the file is exact.
 
 ```bash
-hestia convert mine.yaml 'convert.formats=[all]'   # every format that can hold the model
+hestia convert demo 'convert.formats=[all]'   # every format that can hold the model
 ```
 
 ## The formats

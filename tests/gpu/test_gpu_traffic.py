@@ -59,7 +59,7 @@ def test_a_step_waits_once(model_dir, tmp_path, events, options):
     assert wait.what.startswith("device to host") and wait.num_bytes <= 4 * 8
     (wait,) = waits(events["_log_step"])
     assert wait.num_bytes == 4 * 8
-    copies = [row for row in events["train_step"] if "torchtune/recipe.py" in row.place]
+    copies = [row for row in events["train_step"] if "devices.py" in row.place]
     batches = [row for row in copies if row.what.startswith("host to device")]
     assert len(batches) == 2 * MICRO_BATCHES
     assert not any("pageable" in row.what for row in batches)
