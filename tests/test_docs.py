@@ -111,7 +111,7 @@ def test_every_option_has_a_meaning(section):
 
 
 def test_readme_is_short_and_the_file_map_is_whole():
-    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rooms = text.partition("## Where things are")[2].partition("## How to")[0]
     mapped = {name.rstrip("/") for name in re.findall(r"`([\w.]+/?)`", rooms)}
