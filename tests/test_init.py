@@ -159,7 +159,7 @@ def test_the_text_between_documents_is_the_vocabularys_end_of_text(tmp_path, cap
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     tokenizer["added_tokens"] = [
-        {"id": 257 + n, "content": token, "special": True}
+        {"id": 258 + n, "content": token, "special": True}
         | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         for n, token in enumerate(["<|endoftext|>", "<|im_end|>"])
     ]

@@ -92,11 +92,6 @@ def test_the_page_has_the_path_in_its_order():
 @pytest.mark.slow
 def test_every_command_of_the_page(tmp_path):
     make_model_dir(tmp_path / "model", intermediate_dim=128, max_seq_len=256)
-    file = tmp_path / "model" / "tokenizer.json"
-    tokenizer = read_json(file)
-    tokenizer["model"]["vocab"]["Ġi"] = 257  # llama.cpp needs a merge
-    tokenizer["model"]["merges"] = [["Ġ", "i"]]
-    file.write_text(json.dumps(tokenizer))
     file = tmp_path / "model" / "tokenizer_config.json"
     file.write_text(json.dumps(read_json(file) | {"chat_template": TEMPLATE}))
     write_chats(tmp_path / "chats.jsonl", 200)

@@ -711,6 +711,10 @@ def add_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
     tokens, types = _tokens(tokenizer, settings, config["vocab_size"], file)
     encoder = _encoder(file)
     _require_translatable(tokenizer, encoder, file, is_sentencepiece)
+    if not is_sentencepiece and not tokenizer["model"].get("merges"):
+        raise InputError(
+            f"llama.cpp loads no BPE tokenizer without merges, and {file} has none; {_REMEDY}"
+        )
     special = gguf.SpecialVocab(folder, load_merges=True, special_token_types=())
     writer.add_tokenizer_model("llama" if is_sentencepiece else "gpt2")
     writer.add_tokenizer_pre(name)
@@ -772,10 +776,6 @@ def _split_name(tokenizer: dict, file: Path) -> str:
         idle = [step for step in steps if step.get("pattern") == {"String": " "}]
         if kinds in (["BPE"], ["BPE", "Metaspace"]) or (kinds == ["BPE", "Split"] and idle):
             return "default"
-    if kinds[0] == "BPE" and not model.get("merges"):
-        raise InputError(
-            f"llama.cpp loads no BPE tokenizer without merges, and {file} has none; {_REMEDY}"
-        )
     if kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
         own_words, whole = steps[-1].get("use_regex", True), bool(model.get("ignore_merges"))
         if kinds == ["BPE", "ByteLevel"] and own_words and not whole:

@@ -341,3 +341,11 @@ def test_the_installed_llama_cpp_has_the_same_tokens(folder, monkeypatch):
 def test_without_an_answer_nothing_is_refused(folder, monkeypatch):
     monkeypatch.setattr(gguf_families.llama_cpp, "ask", lambda *_: [])
     check_tokens(folder, CONFIG | {"pad_token_id": 3})
+
+
+def test_a_tokenizer_without_merges_is_refused(folder):
+    """llama.cpp would load no file with it."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    edit_json(folder / "tokenizer.json", model=model | {"merges": []})
+    with pytest.raises(InputError, match="no BPE tokenizer without merges"):
+        read_vocabulary(folder, CONFIG)

@@ -43,7 +43,7 @@ def test_tokenizer(tmp_path):
     ids = tokenizer.encode("naïve ternary", add_bos=False, add_eos=False)
     assert tokenizer.decode(ids) == "naïve ternary"
     assert tokenizer.encode("a", add_bos=False, add_eos=True)[-1] == tokenizer.eos_id == 0
-    assert tokenizer.pad_id == 0 and tokenizer.vocab_size == 257
+    assert tokenizer.pad_id == 0 and tokenizer.vocab_size == 258
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": None}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     other = HuggingFaceTokenizer(str(folder), eos_token="a")

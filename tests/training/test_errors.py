@@ -234,7 +234,7 @@ def test_weights_of_another_shape_than_their_own_config_says(tmp_path):
 
 def test_a_tokenizer_with_more_ids_than_the_model(tmp_path):
     folder = make_model_dir(tmp_path / "model", vocab_size=200)
-    message = "the tokenizer has 257 ids, but the model has 200 embeddings"
+    message = "the tokenizer has 258 ids, but the model has 200 embeddings"
     with pytest.raises(ValueError, match=message):
         run(make_config(folder, tmp_path / "run", "model.vocab_size=200"))
 

@@ -169,7 +169,7 @@ def test_every_format_holds_every_layer(model_dir, trained):
     types = sizes["gguf"]["types"]  # Q2_0 needs groups of 64, which LSQ has here
     assert (types["Q2_0"], types["Q4_0"], types.get("F16", 0) + types.get("BF16", 0)) == (1, 12, 2)
     hard = SafetensorsFolder(folder / "hard_model")
-    source = SafetensorsFolder(recipe.target("compressed_tensors"))
+    source = SafetensorsFolder(recipe.output / "compressed_tensors")
     bits = {n: t.bits for n, t in source.tensors.items() if isinstance(t, PackedWeight)}
     assert len(bits) == 13 and all(torch.equal(source.read(n), hard.read(n)) for n in bits)
     for name, expected in {"0.mlp.up": 2, "1.mlp.down": 4, "0.self_attn.q": 2}.items():
@@ -177,7 +177,7 @@ def test_every_format_holds_every_layer(model_dir, trained):
     parsed = RunConfig.parse(cfg)
     packed, model = (load_model(n, parsed, **ARGUMENTS)[0] for n in ("packed", "trained"))
     assert torch.equal(packed(TOKENS), model(TOKENS))
-    generate = OmegaConf.load(recipe.target("torchao") / "generate.yaml").quantizer
+    generate = OmegaConf.load(recipe.output / "torchao" / "generate.yaml").quantizer
     assert generate.pop("_component_").endswith("PackedWeights")
     dense, _ = load_model("pretrained", parsed, **ARGUMENTS)
     empty = PackedWeights(**generate).quantize(dense).state_dict()
