@@ -62,6 +62,7 @@ def test_some_cells_are_measured(table, row, only):
     assert_cells(table, row, only)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("table", "row"), [(t, row) for t, rows in TABLES.items() for row in rows])
 def test_every_cell_is_measured(table, row):
