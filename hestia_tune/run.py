@@ -164,9 +164,8 @@ class Run:
         config = with_choices(self.config.changed(quantizer=self.asked.quantizer), choices)
         if config.quantizer == self.config.quantizer:
             return dataclasses.replace(self, config=config)
-        prepared = _prepare(config)
-        with collecting() as check, check():
-            check_formats(config, prepared)
+        prepared = _chosen_model(config)
+        check_formats(config, prepared)
         return dataclasses.replace(self, config=config, prepared=prepared)
 
     def require_bits(self) -> None:
@@ -308,14 +307,14 @@ def _tokenizer(config: RunConfig) -> Any:
     return build.instantiate(config.tokenizer, "tokenizer")
 
 
-def _prepare(config: RunConfig) -> Prepared:
-    """Return the model of a config on the meta device, after checking that it can be prepared."""
-    with collecting() as check:
-        with check():
-            component = build.make_component(config.quantizer)
-        with check():
-            build.check_model_section(config)
-            plain = build.plain_on_meta(config.model)
+def _chosen_model(config: RunConfig) -> Prepared:
+    """Return the model of a config that names the method of each linear, on the meta device."""
+    component = build.make_component(config.quantizer)
+    return _prepare(config, component, build.plain_on_meta(config.model))
+
+
+def _prepare(config: RunConfig, component: Component, plain: nn.Module) -> Prepared:
+    """Prepare a model in place, after checking that it can hold what the methods leave."""
     prepared = Prepared(component, component.prepare(plain))
     for method in set(prepared.methods.values()):
         checkpoints.check_can_hold(method, config.model_type)
@@ -329,10 +328,14 @@ def _plan_model(asked: RunConfig, device: torch.device, tokenizer: Any) -> Run:
         with check():
             config = cast(RunConfig, on_first_rank(chosen, asked))
         with check():
-            undecided = prepared = _prepare(asked)
-            if config.quantizer != asked.quantizer:
-                prepared = _prepare(config)
-    shapes = build.shapes_of(build.plain_on_meta(asked.model))
+            component = build.make_component(asked.quantizer)
+        with check():
+            build.check_model_section(asked)
+            plain = build.plain_on_meta(asked.model)
+    shapes = build.shapes_of(plain)
+    undecided = prepared = _prepare(asked, component, plain)
+    if config.quantizer != asked.quantizer:
+        prepared = _chosen_model(config)
     with collecting() as check:
         with check():
             build.check_model_options(config, prepared.model)

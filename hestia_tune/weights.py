@@ -96,8 +96,7 @@ class PretrainedWeights:
             if self._problem is not None:
                 raise self._problem
             if self._state is None:
-                options = run.checkpointer, self._config, run.shapes
-                self._state = build.read_checkpoint(*options)
+                self._state = build.read_checkpoint(run.checkpointer, self._config, run.shapes)
             layers = frozenset(prepared.layers)
             if layers not in self._hard:
                 self._require_values(prepared.layers, self._state)
