@@ -235,7 +235,7 @@ def test_a_token_that_the_vocabulary_lacks_has_no_id(tmp_path):
     folder = make_tokenizer_folder(tmp_path, pad_token="[PAD]")
     for component in (HuggingFaceTokenizer, AutoTokenizer):
         tokenizer = component(folder)
-        assert tokenizer.pad_id == tokenizer.eos_id == 0 and tokenizer.vocab_size == 263
+        assert tokenizer.pad_id == tokenizer.eos_id == 0 and tokenizer.vocab_size == 264
 
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
