@@ -23,6 +23,8 @@ from .qat.prepare import (
     Tequila,
     TequilaConfig,
     TWNConfig,
+    TwoBit,
+    TwoBitConfig,
 )
 from .qat.schedule import ScheduleDriver, get_wsd_schedule
 from .qat.select import is_transformer_linear
@@ -59,6 +61,8 @@ __all__ = [
     "Tequila",
     "TequilaConfig",
     "TernaryTensor",
+    "TwoBit",
+    "TwoBitConfig",
     "estimate_sensitivity",
     "get_wsd_schedule",
     "is_transformer_linear",

@@ -32,6 +32,7 @@ COMPONENTS = {
     "int2": lambda: hestia_tune.INT2(group_size=4),
     "lsq": lambda: hestia_tune.LSQ(group_size=4, scale_lr=1e-3),
     "seq": lambda: hestia_tune.SEQ(group_size=4, bits=2),
+    "two bits": lambda: hestia_tune.TwoBit(group_size=4),
     "dlt": lambda: hestia_tune.DLT(group_size=4),
     "tequila": lambda: hestia_tune.Tequila(group_size=4, epsilon=0.1),
 }

@@ -18,6 +18,7 @@ from hestia_tune import (
     Fairy2iQATQuantizer,
     HestiaQATQuantizer,
     Tequila,
+    TwoBit,
     quantized_linears,
 )
 from hestia_tune.annealing import AnnealingSchedule
@@ -34,6 +35,8 @@ COMPONENTS = {
     "tensor": lambda: HestiaQATQuantizer(group_size="tensor"),
     "learned": lambda: HestiaQATQuantizer(group_size=4, scale="learned", scale_lr=0.02),
     "twn": lambda: TWN(group_size="tensor"),
+    "two bits": lambda: TwoBit(group_size="channel"),
+    "two bits, learned": lambda: TwoBit(group_size="channel", scale="learned", scale_lr=0.02),
     "seq": lambda: SEQ(group_size="channel", bits=2, scale_lr=0.02),
     "tequila": lambda: Tequila(group_size="tensor", epsilon=0.1),
     "experts": lambda: HestiaQATQuantizer(group_size="channel"),

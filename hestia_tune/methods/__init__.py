@@ -13,6 +13,7 @@ from hestia_tune.methods.straight_through import (
     TWNMethod,
 )
 from hestia_tune.methods.tequila import TequilaMethod
+from hestia_tune.methods.two_bit import TwoBitMethod
 
 __all__ = [
     "AbsMeanMethod",
@@ -28,6 +29,7 @@ __all__ = [
     "TWNMethod",
     "TequilaMethod",
     "TernaryMethod",
+    "TwoBitMethod",
     "effective_weight",
     "quantized_linear",
 ]

@@ -224,13 +224,17 @@ class Method(ABC):
         Raises:
             InputError: If the weights are not finite, or all zero.
         """
-        held = [(weight.detach().cpu(), weight.device) for weight in weights]
+        held = [
+            ([value.cpu() for value in (w.detach(), *self.initial_parameters(w))], w.device)
+            for w in weights
+        ]
 
         def error(tau: float) -> float:
             total = 0.0
-            for latent in (weight.to(device) for weight, device in held):
-                at, one = (torch.tensor(value, device=latent.device) for value in (tau, 1.0))
-                difference = latent - self.effective_weight(latent, at, one)
+            for values, device in held:
+                latent, *parameters = (value.to(device) for value in values)
+                at, one = (torch.tensor(value, device=device) for value in (tau, 1.0))
+                difference = latent - self.effective_weight(latent, at, one, parameters)
                 total += float(difference.square().sum(dtype=torch.float64))
             return total
 

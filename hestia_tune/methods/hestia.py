@@ -299,12 +299,7 @@ class EvenMethod(GroupMethod):
         """
         unit = 1 if self.codebook == "binary" else 2  # A code is this factor times its level.
         levels = [code / unit for code in _CODES[self.codebook]]
-        z = w / (unit * scale)
-        logits = [(2.0 * z - q) * q / tau for q in levels]
-        top = reduce(torch.maximum, logits)
-        terms = [torch.exp(logit - top) for logit in logits]
-        total = sum(terms)
-        return levels, [term / total for term in terms], unit * scale
+        return levels, softmax(w / (unit * scale), levels, tau), unit * scale
 
     def relaxed(self, w, tau, parameters, total):
         scale, code = self.scale_and_code(w, parameters, total, False)
@@ -316,9 +311,28 @@ class EvenMethod(GroupMethod):
         scale, _ = self.scale_and_code(w, parameters, total, False)
         safe_tau = tau.clamp(min=MIN_TAU)
         levels, pi, _ = self._softmax(w, scale, safe_tau)
-        pairs = combinations(zip(levels, pi, strict=True), 2)
-        variance = sum((q - r) ** 2 * p * s for (q, p), (r, s) in pairs)
-        return (torch.where(tau > 0, (2.0 / safe_tau) * variance, torch.ones_like(w)),)
+        return (torch.where(tau > 0, (2.0 / safe_tau) * variance(levels, pi), torch.ones_like(w)),)
+
+
+def softmax(z: Tensor, levels: Sequence[float], tau: Tensor) -> list[Tensor]:
+    """Return pi_q, proportional to exp(-(z - q)^2/tau), of every level q (Eq. 5).
+
+    Args:
+        z: The weights in units of the scale.
+        levels: The levels.
+        tau: The temperature, 0-D, at least `MIN_TAU`.
+    """
+    logits = [(2.0 * z - q) * q / tau for q in levels]  # Without z^2, which all of them share.
+    top = reduce(torch.maximum, logits)
+    terms = [torch.exp(logit - top) for logit in logits]
+    total = sum(terms)
+    return [term / total for term in terms]
+
+
+def variance(levels: Sequence[float], pi: Sequence[Tensor]) -> Tensor:
+    """Return Var[q] of `softmax`, as a sum over pairs of levels; see the module docstring."""
+    pairs = combinations(zip(levels, pi, strict=True), 2)
+    return reduce(torch.add, [(q - r) ** 2 * p * s for (q, p), (r, s) in pairs])
 
 
 def relaxation_histogram(z: Tensor, scale: Tensor) -> Tensor:

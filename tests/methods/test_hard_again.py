@@ -16,6 +16,7 @@ from hestia_tune.methods import (
     TequilaMethod,
     TernaryMethod,
     TWNMethod,
+    TwoBitMethod,
 )
 from hestia_tune.methods.autograd import fused
 from hestia_tune.methods.base import require_finite
@@ -42,6 +43,8 @@ EVEN = [
     SEQMethod(group_size=GROUP, bits=2),
 ]
 OTHERS = [
+    TwoBitMethod(group_size=GROUP),
+    TwoBitMethod(group_size=GROUP, scale="learned"),
     AbsMeanMethod(group_size=GROUP),
     TequilaMethod(group_size=GROUP),
     TWNMethod(group_size=GROUP),
