@@ -31,8 +31,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from hestia_tune.bits.budget import bits_per_weight
-from hestia_tune.bits.file import BITS_FILE, component_of
+from hestia_tune.bits import BITS_FILE, bits_per_weight, component_of
 from hestia_tune.config.bits import CHOICES
 from hestia_tune.config.files import load_config, overridden
 from hestia_tune.config.run import RunConfig

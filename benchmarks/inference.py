@@ -63,7 +63,7 @@ def resident() -> int:
 def build(name: str):
     """The model of a packaged config on the meta device, and its rotary tables' builder."""
     from hestia_tune.config.files import load_config
-    from hestia_tune.models import build as builders
+    from hestia_tune.models import loading as builders
 
     return builders.plain_on_meta(load_config(name).model)
 
@@ -105,7 +105,7 @@ def write(name: str, work: Path, rows: list[str], pretrained: Path | None) -> di
     from hestia_tune.export import write_gguf, write_mlx, write_onnx, write_openvino
     from hestia_tune.export.torchao import packed_entries
     from hestia_tune.methods import TernaryMethod
-    from hestia_tune.models import checkpoints
+    from hestia_tune.models import sources
     from hestia_tune.qat.select import select_layers
 
     model, method = build(name), TernaryMethod(group_size=GROUPS[name])
@@ -115,8 +115,8 @@ def write(name: str, work: Path, rows: list[str], pretrained: Path | None) -> di
     if pretrained is None:
         random_folder(model, quantized, GROUPS[name], folder)
     naive = pretrained is not None
-    source = checkpoints.open_source("LLAMA3_2", folder, methods, quantize=naive)
-    weights = checkpoints.read_weights("LLAMA3_2", source)
+    source = sources.open_source("LLAMA3_2", folder, methods, quantize=naive)
+    weights = sources.read_weights("LLAMA3_2", source)
     torch.save(dict(packed_entries(weights, quantized)), work / "model.pt")
     numels = sum(shape.numel() for shape in source.shapes.values())
     found = {row: numels * (4 if row == "float32" else 2) for row in DENSE}
@@ -151,7 +151,7 @@ def run_torch(
 ) -> dict:
     """One row: ``kernel``, or a dense model in "bfloat16" or "float32"."""
     from hestia_tune import use_kernel
-    from hestia_tune.models import build as builders
+    from hestia_tune.models import loading as builders
     from hestia_tune.tensors import TernaryTensor
 
     torch.set_num_threads(threads)

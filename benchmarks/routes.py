@@ -16,7 +16,7 @@ from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.config.files import load_config
 from hestia_tune.config.run import RunConfig
 from hestia_tune.data import text_dataset
-from hestia_tune.models import build, checkpoints
+from hestia_tune.models import loading, sources
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.schedule import ScheduleDriver
@@ -37,13 +37,13 @@ def main() -> None:
     other.model = {"_component_": "hestia_tune.models.hugging_face", "path": args.folder}
     for name, cfg in (("torchtune", plain), ("transformers", other)):
         config, started = RunConfig.parse(cfg), time.perf_counter()
-        model = build.plain_on_meta(config.model)
-        folder = checkpoints.pretrained_folder(config)
-        weights = checkpoints.read_weights(config.model_type, SafetensorsFolder(folder))
+        model = loading.plain_on_meta(config.model)
+        folder = sources.pretrained_folder(config)
+        weights = sources.read_weights(config.model_type, SafetensorsFolder(folder))
         model.load_state_dict({key: value.float() for key, value in weights}, assign=True)
-        build.build_buffers(model, "cpu")
+        loading.build_buffers(model, "cpu")
         data = text_dataset(
-            build.instantiate(config.tokenizer, "tokenizer"),
+            loading.instantiate(config.tokenizer, "tokenizer"),
             source="parquet",
             data_files=args.text,
             split="train",
@@ -58,7 +58,7 @@ def main() -> None:
 
         with torch.no_grad():
             print(f"{name}: pretrained {loss(0):.6f}", flush=True)
-        build.instantiate(config.quantizer, "quantizer").prepare(model)
+        loading.instantiate(config.quantizer, "quantizer").prepare(model)
         schedule = AnnealingSchedule(args.steps, rho=0.0, tau_init=0.3)
         driver = ScheduleDriver(schedule, quantized_linears(model), None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)

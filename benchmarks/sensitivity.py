@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from hestia_tune.config.files import load_config
 from hestia_tune.config.run import RunConfig
-from hestia_tune.models import build
+from hestia_tune.models import loading
 from hestia_tune.run import Run
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
 from hestia_tune.sensitivity.curvature import (
@@ -127,7 +127,7 @@ def main() -> None:
     sizes = (estimation.num_samples, estimation.batch_size)
     drawn = calibration_batches(config, planned.tokenizer, *sizes)
     batches = [batch.to(planned.device) for batch in drawn]
-    model = build.load_on_all_ranks(
+    model = loading.load_on_all_ranks(
         config.model, planned.pretrained.read(planned, planned.undecided), planned.device
     )
     names = spread(planned.layers, options.layers)

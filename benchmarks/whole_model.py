@@ -34,8 +34,8 @@ from hestia_tune.blocks import as_one, find_blocks
 from hestia_tune.config.files import load_config
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group
-from hestia_tune.models import build
-from hestia_tune.models.load import load_model
+from hestia_tune.models import loading
+from hestia_tune.models.loading import load_model
 from hestia_tune.reconstruction.folder import Windows
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 from hestia_tune.run import Run
@@ -48,7 +48,7 @@ def stage_step(
     run = Run.of(config)
     recipe = ReconstructionRecipe(run)
     batches = recipe._calibration_batches()
-    model = build.build_on_meta(config.model, run.component)
+    model = loading.build_on_meta(config.model, run.component)
     Windows(recipe.output / "windows", model).start(run.pretrained.read(run, run.prepared))
     work = recipe._make_engine(model, batches)
     stack.enter_context(recipe.head_on_device(model))

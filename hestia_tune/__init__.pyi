@@ -1,5 +1,5 @@
 from .annealing import AnnealingSchedule
-from .models.packed import load_quantized
+from .models.loading import load_quantized
 from .qat.linear import quantized_linears
 from .qat.prepare import (
     DLT,

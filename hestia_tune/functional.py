@@ -18,11 +18,10 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from hestia_tune.methods.autograd import effective_weight
-from hestia_tune.methods.base import Scalar, require_float
 from hestia_tune.methods.fairy2i import Fairy2iMethod, Granularity
 from hestia_tune.methods.groups import GroupSize
 from hestia_tune.methods.hestia import TernaryMethod
+from hestia_tune.methods.method import Scalar, effective_weight, require_float
 
 
 def relaxed_ternary(

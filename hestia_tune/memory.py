@@ -32,7 +32,7 @@ import torch
 from hestia_tune.blocks import find_blocks
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
-from hestia_tune.models import build
+from hestia_tune.models import loading
 from hestia_tune.reconstruction.estimate import Stage, stage_bytes, stages
 from hestia_tune.run import Prepared, TrainingRun
 from hestia_tune.training.estimate import estimate, usable
@@ -93,15 +93,15 @@ def shape_plan(config: RunConfig) -> TrainingRun:
         prepared=prepared,
         undecided=prepared,
         data=data,
-        loss=build.instantiate(config.loss, "loss"),
+        loss=loading.instantiate(config.loss, "loss"),
     )
 
 
 @functools.lru_cache(maxsize=2)
 def _prepared(model: str, quantizer: str) -> Prepared:
     """Return the model on the meta device. A large model takes seconds."""
-    component = build.make_component(json.loads(quantizer))
-    return Prepared(component, build.build_on_meta(json.loads(model), component))
+    component = loading.make_component(json.loads(quantizer))
+    return Prepared(component, loading.build_on_meta(json.loads(model), component))
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:

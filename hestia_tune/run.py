@@ -32,11 +32,10 @@ from hestia_tune.devices import get_device, get_dtype
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
 from hestia_tune.errors import InputError, collecting, warn_once
 from hestia_tune.evaluation import Evaluator
-from hestia_tune.export.format import stacked_layers
-from hestia_tune.export.registry import load_format
+from hestia_tune.export.format import load_format, stacked_layers
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
-from hestia_tune.models import build, checkpoints
+from hestia_tune.models import loading, sources
 from hestia_tune.models.folder import require_teacher
 from hestia_tune.qat.linear import methods_of, quantized_linears
 from hestia_tune.qat.prepare import Component
@@ -121,7 +120,7 @@ class Run:
         config, device = _begin(RunConfig.parse(config))
         run = None
         with together(), collecting() as check:
-            checkpoints.require_pretrained(config)
+            sources.require_pretrained(config)
             with check():
                 run = _plan_model(config, device, _tokenizer(config))
         return cast(Run, run)
@@ -215,7 +214,7 @@ class TrainingRun(Run):
         trains = path = loss = data = None
         with together(), collecting() as check:
             if run is None:
-                checkpoints.require_pretrained(config)
+                sources.require_pretrained(config)
             tokenizer: Any = run and run.tokenizer
             if run is None:
                 with check():
@@ -299,25 +298,25 @@ def _begin(config: RunConfig, is_here: bool = True) -> tuple[RunConfig, torch.de
 
 def _date_of(path: Path | None) -> str:
     """Return the date that chat templates print: that of the run's start, or today's."""
-    saved = checkpoints.read_meta(path).get("date") if path else None
+    saved = sources.read_meta(path).get("date") if path else None
     return saved or date.today().isoformat()
 
 
 def _tokenizer(config: RunConfig) -> Any:
-    return build.instantiate(config.tokenizer, "tokenizer")
+    return loading.instantiate(config.tokenizer, "tokenizer")
 
 
 def _chosen_model(config: RunConfig) -> Prepared:
     """Return the model of a config that names the method of each linear, on the meta device."""
-    component = build.make_component(config.quantizer)
-    return _prepare(config, component, build.plain_on_meta(config.model))
+    component = loading.make_component(config.quantizer)
+    return _prepare(config, component, loading.plain_on_meta(config.model))
 
 
 def _prepare(config: RunConfig, component: Component, plain: nn.Module) -> Prepared:
     """Prepare a model in place, after checking that it can hold what the methods leave."""
     prepared = Prepared(component, component.prepare(plain))
     for method in set(prepared.methods.values()):
-        checkpoints.check_can_hold(method, config.model_type)
+        sources.check_can_hold(method, config.model_type)
     return prepared
 
 
@@ -328,17 +327,17 @@ def _plan_model(asked: RunConfig, device: torch.device, tokenizer: Any) -> Run:
         with check():
             config = cast(RunConfig, on_first_rank(chosen, asked))
         with check():
-            component = build.make_component(asked.quantizer)
+            component = loading.make_component(asked.quantizer)
         with check():
-            build.check_model_section(asked)
-            plain = build.plain_on_meta(asked.model)
-    shapes = build.shapes_of(plain)
+            loading.check_model_section(asked)
+            plain = loading.plain_on_meta(asked.model)
+    shapes = loading.shapes_of(plain)
     undecided = prepared = _prepare(asked, component, plain)
     if config.quantizer != asked.quantizer:
         prepared = _chosen_model(config)
     with collecting() as check:
         with check():
-            build.check_model_options(config, prepared.model)
+            loading.check_model_options(config, prepared.model)
             if asked.bits.average is not None:
                 Budget.of(asked, undecided.component, undecided.model)
         with check():
@@ -346,9 +345,9 @@ def _plan_model(asked: RunConfig, device: torch.device, tokenizer: Any) -> Run:
                 pretrained.check_shapes(shapes)
             check_formats(config, prepared)
         with check():
-            build.check_tokenizer(tokenizer, prepared.model)
+            loading.check_tokenizer(tokenizer, prepared.model)
         with check():
-            checkpointer = build.instantiate(config.checkpointer, "checkpointer")
+            checkpointer = loading.instantiate(config.checkpointer, "checkpointer")
     return Run(
         config=config,
         asked=asked,
@@ -377,17 +376,17 @@ def check_formats(config: RunConfig, prepared: Prepared) -> None:
     stacks = stacked_layers(prepared.model)
     for form in formats:
         form.check_layers(methods, stacks)
-    folder = checkpoints.pretrained_folder(config)
+    folder = sources.pretrained_folder(config)
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         options = {"quantize": True, "embedding": config.bits.embedding}
-        source = checkpoints.open_source(config.model_type, folder, methods, **options)
+        source = sources.open_source(config.model_type, folder, methods, **options)
         for form in formats:
             form.check(source, config.convert)
 
 
 def _make_loss(config: RunConfig) -> Any:
     """Return the loss component."""
-    loss = build.instantiate(config.loss, "loss")
+    loss = loading.instantiate(config.loss, "loss")
     if not hasattr(loss, "ignore_index"):
         raise InputError(
             "loss must be a cross-entropy over tokens with an ignore_index, such as "
@@ -414,7 +413,7 @@ def _check_components(config: RunConfig) -> None:
             optimizer = check_optimizer(config.optimizer)
         with check():
             steps = {"num_training_steps": 10**6, "last_epoch": -1}
-            build.instantiate(config.lr_scheduler, "lr_scheduler", optimizer, **steps)
+            loading.instantiate(config.lr_scheduler, "lr_scheduler", optimizer, **steps)
         with check():
             if config.distillation.weight and config.distillation.teacher != "pretrained":
                 require_teacher(config.distillation.teacher)
@@ -446,7 +445,7 @@ def _plan_training(run: Run, loss: Any, data: TrainingData, path: Path | None) -
 
 def _plan_resume(path: Path, config: RunConfig, component: Component, data: TrainingData) -> Resume:
     """Return the checkpoint after checking that it belongs to this run, and move the data to it."""
-    meta = checkpoints.read_meta(path)
+    meta = sources.read_meta(path)
     checkpoint.check_same(checkpoint.config_identity(config, component) | data.identity(), meta)
     # With another number of ranks, every rank reads the state of the first rank.
     own_state = meta["world_size"] == dist.get_world_size()

@@ -26,7 +26,7 @@ from hestia_tune.components import torchtune_module
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import digest, kept_result, locked, remove, require_writable_dir, write_json
-from hestia_tune.models import build
+from hestia_tune.models import loading
 from hestia_tune.plots import plot_bits, plot_sensitivity, plot_temperatures
 from hestia_tune.qat.linear import weights_of
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
@@ -98,7 +98,7 @@ def _measure(
     """Estimate the sensitivity of the pretrained model. Collective."""
     config, layers = run.config, run.undecided.layers
     log.info(f"measuring how much the loss depends on each of {len(layers)} layers (sensitivity)")
-    model = build.load_on_all_ranks(config.model, state, run.device)
+    model = loading.load_on_all_ranks(config.model, state, run.device)
     weights = weights_of(layers, dict(model.named_parameters()))
     options = {"seed": config.seed or 0, "journal": journal}
     try:

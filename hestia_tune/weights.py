@@ -15,11 +15,11 @@ from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
 from hestia_tune.methods.groups import GroupSize, latent_of_hard
-from hestia_tune.models import build, checkpoints
-from hestia_tune.models.checkpoints import pretrained_folder
+from hestia_tune.models import loading, sources
 from hestia_tune.models.contents import describe, find_hard
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.reference import check_logits
+from hestia_tune.models.sources import pretrained_folder
 from hestia_tune.qat.linear import weights_of
 from hestia_tune.sensitivity import model_fingerprint
 from hestia_tune.training.outputs import reconstructed_weights
@@ -54,7 +54,7 @@ class PretrainedWeights:
         self._problem: InputError | None = None
         self.source: SafetensorsFolder | None = None
         try:
-            self.source = checkpoints.pretrained_source(config)
+            self.source = sources.pretrained_source(config)
         except InputError as error:
             self._problem = error
         self._state: State | None = None
@@ -74,10 +74,10 @@ class PretrainedWeights:
             raise self._problem
         if self.source is None:
             return
-        found = checkpoints.shapes_in_files(self._config)
+        found = sources.shapes_in_files(self._config)
         if found is not None:
             folder = self._config.checkpointer["checkpoint_dir"]
-            checkpoints.check_shapes(shapes, found, folder)
+            sources.check_shapes(shapes, found, folder)
 
     def read(self, run: "Run", prepared: "Prepared") -> State:
         """Return the state dict on the first rank, and an empty one on the others. Collective.
@@ -96,7 +96,7 @@ class PretrainedWeights:
             if self._problem is not None:
                 raise self._problem
             if self._state is None:
-                self._state = build.read_checkpoint(run.checkpointer, self._config, run.shapes)
+                self._state = loading.read_checkpoint(run.checkpointer, self._config, run.shapes)
             layers = frozenset(prepared.layers)
             if layers not in self._hard:
                 self._require_values(prepared.layers, self._state)
@@ -173,7 +173,7 @@ def initial_weights(run: "TrainingRun") -> tuple[State, State, list[str]]:
                 run.pretrained.fingerprint(run.start["layers"]),
             )
         if config.init == "random":
-            plain, folder = build.plain_on_meta(config.model), pretrained_folder(config)
+            plain, folder = loading.plain_on_meta(config.model), pretrained_folder(config)
             return draw_weights(plain, folder, config.seed or 0)
         return pretrained | _latents_of_hard(run, pretrained, hard_start)
 

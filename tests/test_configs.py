@@ -20,7 +20,7 @@ from hestia_tune.config.files import (
 )
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
-from hestia_tune.models.build import build_on_meta, check_model_options, modules_by_name
+from hestia_tune.models.loading import build_on_meta, check_model_options, modules_by_name
 from hestia_tune.qat.linear import quantized_linears
 
 REPOSITORY = Path(__file__).parents[1]

@@ -12,7 +12,6 @@ ROOMS = [
     "annealing",
     "units",
     "files",
-    "export.registry",  # names alone
     "config",
     "devices",
     "distributed",

@@ -15,7 +15,7 @@ from hestia_tune import (
     HestiaQATQuantizer,
     TernaryTensor,
 )
-from hestia_tune.models.build import ready_for_inference
+from hestia_tune.models.loading import ready_for_inference
 
 
 @pytest.mark.parametrize("target", ["ternary", "intx"])

@@ -5,12 +5,12 @@ import references
 import torch
 
 from hestia_tune.functional import optimal_temperature
-from hestia_tune.methods.base import SEARCH_RANGE
 from hestia_tune.methods.hestia import (
     NUM_BINS,
     relaxation_histogram,
     temperature_from_histogram,
 )
+from hestia_tune.methods.method import SEARCH_RANGE
 
 
 def relaxation_error(weights, tau: float, group_size) -> float:

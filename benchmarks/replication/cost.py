@@ -38,7 +38,7 @@ from torchtune import training
 
 from hestia_tune.config.run import RunConfig
 from hestia_tune.files import write_atomically
-from hestia_tune.models.build import build_buffers, instantiate, plain_on_meta
+from hestia_tune.models.loading import build_buffers, instantiate, plain_on_meta
 from hestia_tune.qat.prepare import HestiaQATQuantizer
 from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.torchtune.recipe import HestiaQATRecipe

@@ -16,19 +16,20 @@ from typing import Any
 import hestia_tune
 from hestia_tune.bits import chosen
 from hestia_tune.config.run import RunConfig
+from hestia_tune.config.sections import FORMATS
 from hestia_tune.errors import InputError
-from hestia_tune.export.card import write_card
 from hestia_tune.export.format import (
     Conversion,
     Format,
     has_chat_template,
     holding,
+    load_format,
     model_name,
     stacked_layers,
 )
-from hestia_tune.export.registry import FORMATS, load_format
+from hestia_tune.export.huggingface import write_card
 from hestia_tune.files import require_writable_dir, write_json
-from hestia_tune.models import build, checkpoints
+from hestia_tune.models import loading, sources
 from hestia_tune.models.contents import describe, find_hard
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder, SafetensorsFolder, hub_name
 from hestia_tune.qat.linear import methods_of
@@ -52,11 +53,11 @@ class ConvertRecipe:
         self.config = chosen(RunConfig.parse(config), required=True)
         self.settings = self.config.convert
         self.output = require_writable_dir(self.settings.output)
-        build.check_model_section(self.config)
-        self.component = build.make_component(self.config.quantizer)
+        loading.check_model_section(self.config)
+        self.component = loading.make_component(self.config.quantizer)
         self.asked = self.settings.formats or holding(self.component.method)[:1]
         self.missing: dict[str, str] = {}
-        self.model = build.build_on_meta(self.config.model, self.component)
+        self.model = loading.build_on_meta(self.config.model, self.component)
         self.methods = methods_of(self.model)
         self.source = self._open_source()
         self.description = self._describe()
@@ -72,7 +73,7 @@ class ConvertRecipe:
         config, named = self.config, self.settings.source
         folder = {
             "trained": Path(config.output_dir) / "hard_model",
-            "pretrained": checkpoints.pretrained_folder(config),
+            "pretrained": sources.pretrained_folder(config),
         }.get(named, Path(named))
         if not (folder / "config.json").is_file():
             raise InputError(
@@ -86,7 +87,7 @@ class ConvertRecipe:
                 f"a model of method {method.name} needs trained biases, and {folder} has none; "
                 "train first, or use AbsMean for the naive model, which has the same codes"
             )
-        source = checkpoints.open_source(
+        source = sources.open_source(
             config.model_type,
             folder,
             self.methods,
@@ -137,7 +138,7 @@ class ConvertRecipe:
         if not self.is_hard or not hidden:
             return None
         folder, step = self.source.folder.parent / "checkpoints", self.description["step"]
-        path = dict(checkpoints.complete_checkpoints(folder)).get(step)
+        path = dict(sources.complete_checkpoints(folder)).get(step)
         if path is None:
             raise InputError(
                 f"the codes of {hidden[0].key()} follow from latent weights, and there is no "
@@ -177,14 +178,14 @@ class ConvertRecipe:
             Name of a format -> the sizes that its writer returned.
         """
         description = self.description | {"hestia_tune": hestia_tune.__version__}
-        latents = self.checkpoint and partial(checkpoints.read_latents, self.checkpoint, self.model)
+        latents = self.checkpoint and partial(sources.read_latents, self.checkpoint, self.model)
         self.conversion = Conversion(
             source=self.source,
             config=self.config,
             methods=self.methods,
             method=self.component.method,
             description=description,
-            weights=partial(checkpoints.read_weights, self.config.model_type, self.source),
+            weights=partial(sources.read_weights, self.config.model_type, self.source),
             latents=latents,
         )
         summaries = {}

@@ -31,8 +31,8 @@ from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
 from hestia_tune.evaluation.compare import Comparison
 from hestia_tune.evaluation.texts import PROMPTS
 from hestia_tune.files import digest, kept_result, require_writable_dir, write_json
-from hestia_tune.models import build
-from hestia_tune.models.load import load_model, locate
+from hestia_tune.models import loading
+from hestia_tune.models.loading import load_model, locate
 from hestia_tune.run import join_ranks, say_choices
 from hestia_tune.training.data import calibration_batches, texts_of
 
@@ -63,10 +63,10 @@ def run_evaluation(config: RunConfig | Mapping[str, Any]) -> int:
     if sensitivity == "auto":
         sensitivity = config.sensitivity_estimation.output if config.schedule.alpha else None
     folders = {name: locate(name, config)[1] for name in settings.models}
-    build.check_model_section(config)
-    on_meta = build.plain_on_meta(config.model)
-    tokenizer = build.instantiate(config.tokenizer, "tokenizer")
-    build.check_tokenizer(tokenizer, on_meta)
+    loading.check_model_section(config)
+    on_meta = loading.plain_on_meta(config.model)
+    tokenizer = loading.instantiate(config.tokenizer, "tokenizer")
+    loading.check_tokenizer(tokenizer, on_meta)
     documents = _validation_documents(config, tokenizer)
     evaluator = Evaluator(settings, tokenizer, on_meta.max_seq_len, documents)
     identify = partial(_identity, config, device, documents, sensitivity)

@@ -145,7 +145,7 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
     import torch
     import torch.distributed as dist
 
-    from hestia_tune.models import checkpoints
+    from hestia_tune.models import sources
     from hestia_tune.reconstruction.estimate import describe_stages
     from hestia_tune.run import TrainingRun
     from hestia_tune.training.estimate import describe_costs
@@ -156,9 +156,9 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
         lines.append(f"device {config.device}: not here; everything else is checked")
         offload = {"fsdp_cpu_offload": False, "enable_activation_offloading": False}
         config = config.changed(device="cpu", **offload)
-    saved = checkpoints.complete_checkpoints(Path(config.output_dir) / "checkpoints")
+    saved = sources.complete_checkpoints(Path(config.output_dir) / "checkpoints")
     if config.resume_from_checkpoint and saved:
-        ranks = checkpoints.read_meta(saved[-1][1])["world_size"]
+        ranks = sources.read_meta(saved[-1][1])["world_size"]
         if ranks > 1:
             lines.append(f"resuming a run of {ranks} processes: not checked here; the rest is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)

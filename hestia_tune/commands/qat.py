@@ -12,7 +12,7 @@ from hestia_tune.components import torchtune_module
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group
 from hestia_tune.files import locked
-from hestia_tune.models.checkpoints import complete_checkpoints
+from hestia_tune.models.sources import complete_checkpoints
 from hestia_tune.run import Run, TrainingRun
 from hestia_tune.stages import choose_bits, measure_sensitivity, reconstruct, train, with_starts
 from hestia_tune.training.generation import generate_missing, generates

@@ -8,7 +8,7 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.data import verify_token_shards, write_token_shards
 from hestia_tune.errors import InputError
 from hestia_tune.files import require_writable_dir
-from hestia_tune.models import build
+from hestia_tune.models import loading
 
 _STREAM = "hestia_tune.data.streaming_text_dataset"
 
@@ -30,7 +30,7 @@ def run_tokenize(config: RunConfig | Mapping[str, Any]) -> int:
             f"its tokens; got {config.dataset}"
         )
     folder = require_writable_dir(config.output_dir) / "tokens"
-    tokenizer = build.instantiate(config.tokenizer, "tokenizer")
+    tokenizer = loading.instantiate(config.tokenizer, "tokenizer")
     index = write_token_shards(tokenizer, folder, **section)
     verify_token_shards(folder)
     shards = ("dataset.source=token_shards", f"dataset.data_files={folder}")

@@ -9,7 +9,22 @@ from typing import Any, ClassVar
 from hestia_tune.annealing import RANGES, check_shares
 from hestia_tune.config.section import Section, option
 from hestia_tune.errors import InputError
-from hestia_tune.export.registry import FORMATS
+
+# The formats that `hestia_convert` writes, in the order in which they are shown: name ->
+# "module:object" of a `hestia_tune.export.format.Format`. A line is all that the rest of the
+# package knows of a format: `init`, `validate`, `convert`, the choices of ``convert.formats``, the
+# errors and the table of docs/formats.md take everything else from the object. The names cost no
+# import, so that config and --help stay fast.
+FORMATS = {
+    "torchao": "hestia_tune.export.torchao:TORCHAO",
+    "intx": "hestia_tune.export.torchao:INTX",
+    "huggingface": "hestia_tune.export.huggingface:HUGGINGFACE",
+    "compressed_tensors": "hestia_tune.export.compressed_tensors:COMPRESSED_TENSORS",
+    "gguf": "hestia_tune.export.gguf:GGUF",
+    "onnx": "hestia_tune.export.onnx:ONNX",
+    "mlx": "hestia_tune.export.mlx:MLX",
+    "openvino": "hestia_tune.export.openvino:OPENVINO",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ per-channel layers too if that size divides their rows. transformers refuses two
 compressed-tensors 0.15 to 0.20 (transformers 5.23) and 0.12.2 (transformers 4.57) load the folder.
 
 Before the folder gets its name, transformers loads it and computes logits
-(`hestia_tune.export.compare`). The two models are in memory one after the other. Each is dense in
+(`hestia_tune.export.logits`). The two models are in memory one after the other. Each is dense in
 bfloat16 in the end, which takes 2 bytes per weight beside the packed weights.
 """
 
@@ -33,10 +33,9 @@ from typing import Any
 
 import torch
 
-from hestia_tune.export.compare import REMEDY, Text, compare, expected_logits
-from hestia_tune.export.folder import split_weights, write_safetensors
 from hestia_tune.export.format import Format, plain_linears
-from hestia_tune.export.huggingface import LOADING, pipeline_line
+from hestia_tune.export.huggingface import LOADING, pipeline_line, split_weights, write_safetensors
+from hestia_tune.export.logits import REMEDY, Text, compare, expected_logits
 from hestia_tune.models.folder import ModelFolder
 
 _FORMAT = "pack-quantized"

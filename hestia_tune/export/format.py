@@ -1,7 +1,7 @@
 """A file format: what it can hold, and how a model is checked, written, verified and run in it.
 
-A format is one subclass of `Format` in a file of its own, and one line in
-`hestia_tune.export.registry`. A method knows no format. It says which codes its weights have, and
+A format is one subclass of `Format` in a file of its own, and one line in `FORMATS`
+(`hestia_tune.config.sections`). A method knows no format. It says which codes its weights have, and
 a format says which codes it holds.
 
 The checks read names, shapes and config.json, but no weight. Training makes them before its first
@@ -10,6 +10,7 @@ step, and `hestia_convert` before it writes.
 
 import importlib.util
 import json
+import pkgutil
 import re
 import shlex
 from abc import ABC, abstractmethod
@@ -22,14 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from hestia_tune.config.run import RunConfig
-from hestia_tune.config.sections import ConvertConfig
+from hestia_tune.config.sections import FORMATS, ConvertConfig
 from hestia_tune.errors import InputError
-from hestia_tune.export.registry import all_formats, load_format
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
 from hestia_tune.methods.groups import CODES
+from hestia_tune.models.decoder import read_config
 from hestia_tune.models.folder import ModelFolder, import_optional
-from hestia_tune.models.hugging_face_model import read_config
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.stack import QuantizedStack
 
@@ -65,7 +65,7 @@ class Conversion:
 class Format(ABC):
     """A file format. A subclass sets name, about, runs_in and loading, and what differs."""
 
-    # Its name in convert.formats, in the registry, and in the folder ``converted``.
+    # Its name in convert.formats, in `FORMATS`, and in the folder ``converted``.
     name: ClassVar[str]
     # What it is and which programs load it, for docs/formats.md.
     about: ClassVar[str]
@@ -160,7 +160,7 @@ class Format(ABC):
             target: The file or folder; see `target`.
 
         Returns:
-            What `hestia_tune.export.folder.sizes` returns.
+            What `hestia_tune.export.huggingface.sizes` returns.
         """
 
     def verify(self, source: ModelFolder, path: Path) -> None:  # noqa: B027
@@ -328,3 +328,13 @@ def _require_plain(linear: torch.nn.Linear, name: str) -> None:
             f"only plain linear layers can be packed; {name} is a {type(linear).__name__} with its "
             "own forward; export to another format"
         )
+
+
+def load_format(name: str) -> Format:
+    """Return the format of a name in `FORMATS`. Its module is imported when it is first needed."""
+    return pkgutil.resolve_name(FORMATS[name])
+
+
+def all_formats() -> Iterator[Format]:
+    """Yield every format, in the order of `FORMATS`."""
+    yield from map(load_format, FORMATS)

@@ -62,8 +62,6 @@ import hestia_tune
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError, quiet_loggers
 from hestia_tune.export import llama_cpp
-from hestia_tune.export.compare import compare_gguf
-from hestia_tune.export.folder import sizes
 from hestia_tune.export.format import PROMPT, Format, has_chat_template
 from hestia_tune.export.gguf_families import (
     FAMILIES,
@@ -72,9 +70,11 @@ from hestia_tune.export.gguf_families import (
     check_tokens,
     end_ids,
 )
+from hestia_tune.export.huggingface import sizes
+from hestia_tune.export.logits import compare_gguf
 from hestia_tune.files import read_json, staged, write_atomically
 from hestia_tune.methods.groups import GroupSize
-from hestia_tune.models.embedding import embedding_codes
+from hestia_tune.methods.straight_through import embedding_codes
 from hestia_tune.models.folder import ModelFolder, import_optional, is_exact
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ config.json gets every value that transformers uses, by the names that mlx-lm re
 missing, mlx-lm would use a default of its own.
 
 Before the folder gets its name, MLX dequantizes every weight, which must equal the hard model's.
-mlx-lm then loads the folder and computes logits in float32 (`hestia_tune.export.compare`), because
+mlx-lm then loads the folder and computes logits in float32 (`hestia_tune.export.logits`), because
 it has its own code for every architecture, and ignores keys that it does not know. Memory: the hard
 model in float32, after the packed model has been freed.
 """
@@ -36,9 +36,9 @@ import numpy as np
 import torch
 
 from hestia_tune.errors import InputError
-from hestia_tune.export.compare import REMEDY, Text, check_small, compare, full_config
-from hestia_tune.export.folder import split_weights, write_safetensors
 from hestia_tune.export.format import BLOCKS, PROMPT, Format
+from hestia_tune.export.huggingface import split_weights, write_safetensors
+from hestia_tune.export.logits import REMEDY, Text, check_small, compare, full_config
 from hestia_tune.methods.groups import CODES
 from hestia_tune.models.folder import ModelFolder, import_optional
 from hestia_tune.tensors.group_tensor import GroupTensor
@@ -184,7 +184,7 @@ def _affine(hard: GroupTensor, block: int) -> dict[str, torch.Tensor]:
 
 
 def _logits(folder: Path, texts: Sequence[Text]) -> list[torch.Tensor]:
-    """Return the logits of each text, as `hestia_tune.export.compare.Run` says."""
+    """Return the logits of each text, as `hestia_tune.export.logits.Run` says."""
     import mlx.core as mx
 
     with _same_limits():

@@ -25,7 +25,7 @@ positions, and tables of the same shape are written over its own.
 
 Before the folder gets its name,
 every code and every scale is read back and compared, and onnxruntime computes logits with exact
-activations (`hestia_tune.export.compare`).
+activations (`hestia_tune.export.logits`).
 """
 
 import logging
@@ -44,7 +44,15 @@ from typing import Any
 import torch
 
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.export.compare import (
+from hestia_tune.export.format import BLOCKS, PROMPT, Format, python_line
+from hestia_tune.export.huggingface import (
+    check_target,
+    sizes,
+    split_weights,
+    write_folder,
+    write_texts,
+)
+from hestia_tune.export.logits import (
     REMEDY,
     Text,
     check_small,
@@ -53,23 +61,15 @@ from hestia_tune.export.compare import (
     limits_of,
     unusual_values,
 )
-from hestia_tune.export.folder import (
-    check_target,
-    sizes,
-    split_weights,
-    write_folder,
-    write_texts,
-)
-from hestia_tune.export.format import BLOCKS, PROMPT, Format, python_line
 from hestia_tune.files import read_json, staged
 from hestia_tune.methods.groups import CODES
+from hestia_tune.models.decoder import read_config
 from hestia_tune.models.folder import (
     DESCRIPTION_FILE,
     ModelFolder,
     copy_side_files,
     import_optional,
 )
-from hestia_tune.models.hugging_face_model import read_config
 from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.group_tensor import GroupTensor
 
@@ -487,7 +487,7 @@ def _set_positions(source: ModelFolder, graph: Any, folder: Path) -> None:
 
 
 def exact_logits(folder: Path, texts: Sequence[Text]) -> list[torch.Tensor]:
-    """Return the logits of each text, as `hestia_tune.export.compare.Run` says.
+    """Return the logits of each text, as `hestia_tune.export.logits.Run` says.
 
     onnxruntime runs a copy of the graph whose products do not round activations.
     """

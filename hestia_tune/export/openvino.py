@@ -18,7 +18,7 @@ zero point of 2-bit codes when it rounds activations to 8 bits, which it does by
 computes no weight: a trace keeps every tensor that it sees, which is 12 bytes for each weight.
 
 Before the folder gets its name, OpenVINO reads it, and its weights are compared with the hard
-model's. The CPU then computes logits in float32 (`hestia_tune.export.compare`), because the trace
+model's. The CPU then computes logits in float32 (`hestia_tune.export.logits`), because the trace
 of a short text knows nothing of what the model's code does with a longer one. Memory: about 13
 bytes for each weight of the model.
 """
@@ -36,17 +36,17 @@ import torch
 from torch import Tensor, nn
 
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.export.compare import REMEDY, Text, cache_name, check_small, compare
-from hestia_tune.export.folder import check_target, sizes, write_texts
 from hestia_tune.export.format import PROMPT, Format, plain_linears, python_line
+from hestia_tune.export.huggingface import check_target, sizes, write_texts
+from hestia_tune.export.logits import REMEDY, Text, cache_name, check_small, compare
 from hestia_tune.files import staged
+from hestia_tune.models.decoder import load_hard
 from hestia_tune.models.folder import (
     DESCRIPTION_FILE,
     ModelFolder,
     copy_side_files,
     is_exact,
 )
-from hestia_tune.models.hugging_face_files import load_hard
 from hestia_tune.tensors import BY_LEVELS
 from hestia_tune.tensors.bitpack import unpack_codes
 from hestia_tune.tensors.group_tensor import GroupTensor
@@ -158,7 +158,7 @@ def _convert_tokenizer(folder: Path) -> None:
 
 
 def _logits(folder: Path, texts: Sequence[Text]) -> list[Tensor]:
-    """Return the logits of each text, as `hestia_tune.export.compare.Run` says.
+    """Return the logits of each text, as `hestia_tune.export.logits.Run` says.
 
     The CPU computes them in float32.
     """

@@ -1,4 +1,4 @@
-"""Writes the packed folder of a model. `hestia_tune.models.packed` loads it.
+"""Writes the packed folder of a model. `hestia_tune.models.loading` loads it.
 
 The format "torchao" has the packed tensors of this package, "intx" has torchao's own.
 
@@ -19,12 +19,12 @@ from omegaconf import OmegaConf
 from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.config.run import RunConfig
-from hestia_tune.export.folder import sizes, write_folder
 from hestia_tune.export.format import PROMPT, Format, check_products, python_line
+from hestia_tune.export.huggingface import sizes, write_folder
 from hestia_tune.methods import Fairy2iMethod, Method
 from hestia_tune.methods.groups import CODES
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder
-from hestia_tune.models.packed import FORMAT_VERSION, WEIGHTS_FILE
+from hestia_tune.models.loading import FORMAT_VERSION, WEIGHTS_FILE
 from hestia_tune.tensors import pack
 from hestia_tune.tensors.packed_tensor import as_dense
 

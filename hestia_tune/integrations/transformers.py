@@ -29,7 +29,7 @@ import hestia_tune
 from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.config import ScheduleConfig
 from hestia_tune.errors import InputError
-from hestia_tune.export.card import write_card
+from hestia_tune.export.huggingface import write_card
 from hestia_tune.files import staged, write_json
 from hestia_tune.models.folder import DESCRIPTION_FILE, hub_name
 from hestia_tune.qat import shards

@@ -1,15 +1,16 @@
 """Hold the methods: one file each, stateless, with a backward in closed form."""
 
-from hestia_tune.methods.autograd import effective_weight, quantized_linear
-from hestia_tune.methods.base import Method
 from hestia_tune.methods.fairy2i import Fairy2iMethod
 from hestia_tune.methods.groups import GroupMethod
 from hestia_tune.methods.hestia import EvenMethod, TernaryMethod
-from hestia_tune.methods.learned_step import DLTMethod, LSQMethod, SEQMethod
+from hestia_tune.methods.method import Method, effective_weight, quantized_linear
 from hestia_tune.methods.straight_through import (
     AbsMeanMethod,
+    DLTMethod,
     INT2Method,
     INT4Method,
+    LSQMethod,
+    SEQMethod,
     TWNMethod,
 )
 from hestia_tune.methods.tequila import TequilaMethod

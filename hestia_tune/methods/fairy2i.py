@@ -69,15 +69,15 @@ import torch
 from torch import Tensor
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.base import (
+from hestia_tune.methods.groups import SCALE_EPS, round_to_bfloat16
+from hestia_tune.methods.hestia import MIN_TAU
+from hestia_tune.methods.method import (
     Method,
     SumOverRanks,
     check_count,
     compute_dtype,
     require_matrix,
 )
-from hestia_tune.methods.groups import SCALE_EPS, round_to_bfloat16
-from hestia_tune.methods.hestia import MIN_TAU
 
 Granularity = int | str
 Complex = tuple[Tensor, Tensor]

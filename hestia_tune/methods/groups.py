@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.base import (
+from hestia_tune.methods.method import (
     Method,
     SumOverRanks,
     check_count,

@@ -62,7 +62,6 @@ import torch
 from torch import Tensor
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.base import require_float, search_temperature
 from hestia_tune.methods.groups import (
     GroupMethod,
     least_squares_scale,
@@ -71,6 +70,7 @@ from hestia_tune.methods.groups import (
     round_scale,
     scale_of_hard,
 )
+from hestia_tune.methods.method import require_float, search_temperature
 
 # exp(80) is finite in float32 and bfloat16. Beyond it, the softmax gives a nonzero code less than
 # 1e-34.

@@ -3,8 +3,7 @@
 from typing import Any
 
 from hestia_tune.components import torchtune_module
-from hestia_tune.models.hugging_face_files import HuggingFaceCheckpointer
-from hestia_tune.models.hugging_face_model import hugging_face
+from hestia_tune.models.decoder import HuggingFaceCheckpointer, hugging_face
 from hestia_tune.models.tokenizers import AutoTokenizer, HuggingFaceTokenizer
 
 __all__ = ["AutoTokenizer", "HuggingFaceCheckpointer", "HuggingFaceTokenizer", "hugging_face"]

@@ -27,8 +27,13 @@ from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.files import inside, read_json, read_state
 from hestia_tune.methods import GroupMethod, Method
 from hestia_tune.methods.groups import GroupSize, find_codes, find_group_size, is_hard
-from hestia_tune.models.folder import DESCRIPTION_FILE, SafetensorsFolder, import_optional
-from hestia_tune.models.packed_layouts import Packed, is_float8
+from hestia_tune.models.folder import (
+    DESCRIPTION_FILE,
+    Packed,
+    SafetensorsFolder,
+    import_optional,
+    is_float8,
+)
 
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.")
 # Number of codes -> what a weight with so many codes is called.

@@ -33,15 +33,16 @@ from torch import nn
 
 from hestia_tune.blocks import as_one, find_blocks, on_device, replaced
 from hestia_tune.errors import InputError, warn_once
-from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.hugging_face_files import model_on_meta, require_same_logits
-from hestia_tune.models.hugging_face_model import (
+from hestia_tune.models.decoder import (
     Decoder,
     load_in_transformers,
     loading_of,
+    model_on_meta,
     placeholder,
     read_config,
+    require_same_logits,
 )
+from hestia_tune.models.folder import SafetensorsFolder
 
 # Largest relative difference of logits. A product of half of the rows may round differently.
 _TOLERANCE = 1e-4

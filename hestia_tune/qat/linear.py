@@ -11,8 +11,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.quantization.qat.linear import FakeQuantizedLinear
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.autograd import effective_weight, extras, quantized_linear
-from hestia_tune.methods.base import Method, require_finite
+from hestia_tune.methods.method import (
+    Method,
+    effective_weight,
+    extras,
+    quantized_linear,
+    require_finite,
+)
 from hestia_tune.qat.latent_shard import LatentShard
 
 T = TypeVar("T")
@@ -236,7 +241,7 @@ class QuantizedLayer(nn.Module):
 
 
 class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
-    """A linear whose forward uses the effective weight; see `hestia_tune.methods.autograd`.
+    """A linear whose forward uses the effective weight; see `hestia_tune.methods.method`.
 
     `from_linear` makes it. The parameter keeps its name ``weight`` and its identity, so state
     dicts, optimizers and tied weights do not change.

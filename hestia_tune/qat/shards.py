@@ -36,8 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from hestia_tune.distributed import of_all_ranks
 from hestia_tune.errors import InputError
-from hestia_tune.methods.autograd import fused
-from hestia_tune.methods.base import SumOverRanks, require_finite
+from hestia_tune.methods.method import SumOverRanks, fused, require_finite
 from hestia_tune.qat.exchange import PairedRows
 from hestia_tune.qat.latent_shard import LatentShard
 from hestia_tune.qat.linear import (

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from hestia_tune.errors import InputError
-from hestia_tune.methods.base import Method
+from hestia_tune.methods.method import Method
 from hestia_tune.qat.linear import FakeQuantizer, QuantizedLayer, clean_fqn
 
 # Name of the dict of quantized stacks in their module. `clean_fqn` removes it from names.

@@ -28,7 +28,7 @@ from hestia_tune.blocks import find_blocks, outside_blocks, record_blocks, tenso
 from hestia_tune.config.machine import num_ranks
 from hestia_tune.errors import one_line
 from hestia_tune.losses import divergence
-from hestia_tune.models import build
+from hestia_tune.models import loading
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.reconstruction.window import (
     WindowOptimizer,
@@ -119,12 +119,12 @@ def _stage_bytes(run: TrainingRun, stage: Stage, seq_len: int, *, alone: bool) -
         model = shortened(run, stage.begin, stage.end, prepared=True)
         stage = dataclasses.replace(stage, begin=0, end=stage.end - stage.begin)
     else:
-        model = build.build_on_meta(config.model, run.component)
+        model = loading.build_on_meta(config.model, run.component)
     model.requires_grad_(False).eval()
     for layer in quantized_linears(model).values():
         layer.weight_fake_quantizer.reset_buffers("cpu")
     model.set_num_output_chunks(1)  # As in the recipe.
-    build.build_buffers(model, "cpu")  # With data: their values decide what they compute.
+    loading.build_buffers(model, "cpu")  # With data: their values decide what they compute.
     mixed = torch.autocast("cpu", run.dtype, enabled=run.dtype != torch.float32)
     with without_data(model):
         first = record_blocks(model, torch.zeros(1, min(64, seq_len), dtype=torch.long))

@@ -24,7 +24,7 @@ from hestia_tune import files
 from hestia_tune.blocks import find_blocks, move, outside_blocks
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.files import read_json, read_state, remove, staged, write_json
-from hestia_tune.models.build import build_buffers
+from hestia_tune.models.loading import build_buffers
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.reconstruction.engine import Reconstruction
 from hestia_tune.reconstruction.window import WindowResult

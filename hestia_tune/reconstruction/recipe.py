@@ -44,7 +44,7 @@ from hestia_tune.distributed import (
 )
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import digest, remove, require_writable_dir, write_json
-from hestia_tune.models import build
+from hestia_tune.models import loading
 from hestia_tune.plots import plot_errors
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.shards import hard_state_dict
@@ -124,7 +124,7 @@ class ReconstructionRecipe:
             self.finished, self.losses = True, existing["validation_loss"]
             return
         self.computed = existing is None
-        model = build.build_on_meta(self.config.model, self.parent.component)
+        model = loading.build_on_meta(self.config.model, self.parent.component)
         windows = Windows(self.output / "windows", model)
         windows.start(state)
         del state

@@ -23,8 +23,8 @@ from torchao.quantization import IntxUnpackedToInt8Tensor
 
 from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.methods import EvenMethod, INT4Method, TernaryMethod
-from hestia_tune.methods.base import compute_dtype, require_float
 from hestia_tune.methods.groups import GroupSize, block_view, nearest_code, signed_scale
+from hestia_tune.methods.method import compute_dtype, require_float
 from hestia_tune.tensors.bitpack import pack_codes, packed_width, unpack_codes
 from hestia_tune.tensors.packed_tensor import PackedTensor, check_codes, exact_bfloat16
 

@@ -23,7 +23,7 @@ from torchao.utils import TorchAOBaseTensor
 
 from hestia_tune.errors import InputError, InputTypeError, one_line, warn_once
 from hestia_tune.methods import Method
-from hestia_tune.methods.base import require_float
+from hestia_tune.methods.method import require_float
 
 if TYPE_CHECKING:
     from hestia_tune.tensors.kernels import Kernel

@@ -12,8 +12,8 @@ from torchtune.training.checkpointing import ModelType
 
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
-from hestia_tune.models.build import plain_on_meta
 from hestia_tune.models.folder import EMBEDDING, HEAD
+from hestia_tune.models.loading import plain_on_meta
 from hestia_tune.models.reference import use_transformers
 from hestia_tune.torchtune.checkpoints import MODEL_TYPES, pretrained_source
 

@@ -10,7 +10,7 @@ from torchtune import utils
 from torchtune.training import quantization
 
 from hestia_tune.methods import Method
-from hestia_tune.models.checkpoints import add_parameters
+from hestia_tune.models.sources import add_parameters
 from hestia_tune.qat.select import select_layers
 from hestia_tune.tensors import pack, use_kernel
 

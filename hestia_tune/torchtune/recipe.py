@@ -43,7 +43,7 @@ from hestia_tune.distributed import (
 from hestia_tune.errors import InputError, NotFiniteError, one_line
 from hestia_tune.evaluation import metrics_of
 from hestia_tune.files import remove, write_json
-from hestia_tune.models import build as models
+from hestia_tune.models import loading as models
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import full_tensor, quantized_linears

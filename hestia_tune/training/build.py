@@ -23,10 +23,9 @@ from hestia_tune.devices import compile_backend
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.files import digest
-from hestia_tune.models import build as models
-from hestia_tune.models.build import build_buffers
-from hestia_tune.models.checkpoints import read_checked
-from hestia_tune.models.load import section_of
+from hestia_tune.models import loading as models
+from hestia_tune.models.loading import build_buffers, section_of
+from hestia_tune.models.sources import read_checked
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.qat.schedule import ScheduleDriver

@@ -39,7 +39,7 @@ from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import gathered, of_all_ranks, on_first_rank, together
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, differences, digest, remove, require_writable_dir, staged
-from hestia_tune.models import checkpoints
+from hestia_tune.models import sources
 from hestia_tune.qat.linear import plain_shard
 from hestia_tune.qat.prepare import Component
 from hestia_tune.training.optimizer import inner_tensors
@@ -78,7 +78,7 @@ def choose_checkpoint(config: RunConfig) -> Path | None:
             undamaged checkpoint to resume from.
     """
     folder = require_writable_dir(config.output_dir) / "checkpoints"
-    complete = checkpoints.complete_checkpoints(folder)
+    complete = sources.complete_checkpoints(folder)
     if not config.resume_from_checkpoint:
         if complete and not config.overwrite_output:
             raise InputError(
@@ -91,7 +91,7 @@ def choose_checkpoint(config: RunConfig) -> Path | None:
             f"no complete checkpoint in {folder}; set resume_from_checkpoint=False to start"
         )
     for _, path in reversed(complete):
-        if (problem := checkpoints.find_damage(path)) is None:
+        if (problem := sources.find_damage(path)) is None:
             return path
         log.warning(f"{problem}; trying the checkpoint before it")
     raise InputError(
@@ -167,9 +167,9 @@ def save_checkpoint(
                 "nodes share"
             )
         meta["digest"] = digest(meta)
-        (temporary / checkpoints.META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        (temporary / sources.META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         stack.close()
-        complete = checkpoints.complete_checkpoints(folder)
+        complete = sources.complete_checkpoints(folder)
         # Later checkpoints are damaged, because this run did not resume from them.
         later = [path for number, path in complete if number > step]
         for path in later + [path for number, path in complete if number <= step][:-keep_last]:
@@ -221,7 +221,7 @@ def _state(
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
     tensors = {
-        f"{checkpoints.MODEL_PREFIX}{name}": plain_shard(value) for name, value in weights.items()
+        f"{sources.MODEL_PREFIX}{name}": plain_shard(value) for name, value in weights.items()
     }
     settings = {}
     for name, value in moments.items():
@@ -247,7 +247,7 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> No
         InputError: If the optimizer has quantized moments and the number of ranks is another one.
     """
     tensors, _, moments = _state(model, optimizer)
-    meta, ranks = checkpoints.read_meta(path), dist.get_world_size()
+    meta, ranks = sources.read_meta(path), dist.get_world_size()
     quantized = {
         f"{_OPTIMIZER_PREFIX}{name}": value
         for name, value in moments.items()
@@ -272,7 +272,7 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer) -> No
             for name, value in whole.items()
             if name.startswith(start) and not _OF_A_RANK.search(name)
         }
-        for start in (checkpoints.MODEL_PREFIX, _OPTIMIZER_PREFIX)
+        for start in (sources.MODEL_PREFIX, _OPTIMIZER_PREFIX)
     )
     set_state_dict(
         model,

@@ -34,7 +34,7 @@ from hestia_tune.blocks import checkpoint_blocks, find_blocks, keep_blocks
 from hestia_tune.config.machine import num_ranks
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import one_line
-from hestia_tune.models import build
+from hestia_tune.models import loading
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.run import TrainingRun
 from hestia_tune.training.loss import output_chunks, training_loss
@@ -226,7 +226,7 @@ def estimate(
 
 def _trained_model(run: TrainingRun) -> nn.Module:
     """Return the model on the meta device, with its frozen modules."""
-    model = build.plain_on_meta(run.config.model)
+    model = loading.plain_on_meta(run.config.model)
     for value in _frozen(model, run.config):
         value.requires_grad_(False)
     return model
@@ -234,7 +234,7 @@ def _trained_model(run: TrainingRun) -> nn.Module:
 
 def _frozen(model: nn.Module, config: RunConfig) -> set[nn.Parameter]:
     """Return the parameters of a model that a run does not train."""
-    modules = build.modules_by_name(model)
+    modules = loading.modules_by_name(model)
     return {value for name in config.frozen_modules or () for value in modules[name].parameters()}
 
 
@@ -265,9 +265,9 @@ def remembered(key: list[Any], run: Callable[[], Any]) -> Any:
 @functools.lru_cache(maxsize=8)
 def _build_short(model: str, quantizer: str, begin: int, end: int) -> nn.Module:
     """Return a model of some blocks. Building all blocks of a large model takes seconds."""
-    built = build.plain_on_meta(json.loads(model))
+    built = loading.plain_on_meta(json.loads(model))
     keep_blocks(built, begin, end)
-    return build.make_component(json.loads(quantizer)).prepare(built) if quantizer else built
+    return loading.make_component(json.loads(quantizer)).prepare(built) if quantizer else built
 
 
 def _run_shortened(
@@ -335,7 +335,7 @@ def _run_without_data(
         model.set_num_output_chunks(chunks)
     keeps = grows and not config.fsdp_cpu_offload
     recompute = run.recomputes_logits  # before the tensors without data: it reads samples
-    build.build_buffers(model, "cpu")  # with data: their values decide what they compute
+    loading.build_buffers(model, "cpu")  # with data: their values decide what they compute
     counter = FlopCounterMode(display=False) if counts_flops else nullcontext()
     with without_data(model), counter:
         trained = [value for value in model.parameters() if value.requires_grad]

@@ -24,7 +24,7 @@ from hestia_tune.data.tokens import write_set
 from hestia_tune.distributed import on_first_rank, progress_bar, together
 from hestia_tune.errors import InputError
 from hestia_tune.files import checksum, digest, remove, staged
-from hestia_tune.models.load import load_model
+from hestia_tune.models.loading import load_model
 from hestia_tune.run import Run
 
 

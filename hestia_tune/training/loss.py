@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from hestia_tune.config import DistillationConfig
 from hestia_tune.config.run import RunConfig
 from hestia_tune.losses import GradientAtOnce, forward_kl, reverse_kl, symmetric_kl
-from hestia_tune.models.hugging_face_model import Decoder
+from hestia_tune.models.decoder import Decoder
 
 _LOSSES = {
     "kl": forward_kl,

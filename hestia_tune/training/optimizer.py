@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hestia_tune.config.machine import can_compile
 from hestia_tune.errors import InputError
-from hestia_tune.models import build
+from hestia_tune.models import loading
 from hestia_tune.qat.linear import QuantizedLayer, local_rows, shard_like
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def make_optimizer(
     untrained = {id(getattr(layer, key)) for layer in layers for key in layer.extra_keys}
     trained = [p for p in parameters if p.requires_grad and id(p) not in untrained]
     # Constructors of optimizers differ in what they accept, so they get a plain list.
-    optimizer = build.instantiate(section, "optimizer", trained)
+    optimizer = loading.instantiate(section, "optimizer", trained)
     if str(section["_component_"]).startswith(_TORCHAO):
         optimizer.__class__ = _on_plain_rows(type(optimizer))
     (group,) = optimizer.param_groups
@@ -80,7 +80,7 @@ def check_optimizer(section: Mapping[str, Any]) -> torch.optim.Optimizer:
             "optimizer=torch.optim.AdamW, which keep the moments in host memory too"
         )
     options = {**section, "fused": False} if "fused" in section else section
-    return build.instantiate(options, "optimizer", [nn.Parameter(torch.zeros(2, 2))])
+    return loading.instantiate(options, "optimizer", [nn.Parameter(torch.zeros(2, 2))])
 
 
 def state_bytes(section: Mapping[str, Any]) -> float:

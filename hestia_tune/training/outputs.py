@@ -23,11 +23,10 @@ from torch import nn
 from hestia_tune.components import has_torchtune, torchtune_module
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError, quiet_loggers
-from hestia_tune.export.card import write_card
+from hestia_tune.export.huggingface import write_card
 from hestia_tune.files import digest, read_json, read_state, staged, write_json
-from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, hub_name
-from hestia_tune.models.hugging_face_files import HuggingFaceCheckpointer
-from hestia_tune.models.packed_layouts import dense_config
+from hestia_tune.models.decoder import HuggingFaceCheckpointer
+from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, dense_config, hub_name
 
 RESULTS_FILE, LATENTS_FILE = "reconstruction.json", "latents.safetensors"
 # Names of models in the validation losses.

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hestia_tune.bits import allocate, allocation
+from hestia_tune import bits
+from hestia_tune.bits import allocate
 
 
 def brute_force(losses, costs, budget):
@@ -45,7 +46,7 @@ def test_no_assignment_is_better(seed):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_gap_holds_where_states_are_left_out(seed, monkeypatch):
-    monkeypatch.setattr(allocation, "_MOST_STATES", 1)
+    monkeypatch.setattr(bits, "_MOST_STATES", 1)
     losses, costs, budget = random_problem(seed)
     found = allocate(losses, costs, budget)
     best = brute_force(losses, costs, budget)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hestia_tune.bits import Budget, Layer
-from hestia_tune.bits.budget import bits_per_weight, resolved_traces, squared_error
+from hestia_tune.bits import Budget, Layer, bits_per_weight, resolved_traces, squared_error
 from hestia_tune.errors import InputError
 from hestia_tune.methods import EvenMethod, TernaryMethod
 from hestia_tune.sensitivity import SensitivityArtifact
@@ -81,7 +80,7 @@ def test_errors_are_those_of_the_hard_weight(monkeypatch):
     assert squared_error(weight, METHODS["ternary"]) == pytest.approx(float(expected), rel=1e-6)
     assert squared_error(weight.bfloat16().float(), None) == 0
     whole = squared_error(weight, METHODS["int2"])
-    monkeypatch.setattr("hestia_tune.bits.budget._ROWS", 3)
+    monkeypatch.setattr("hestia_tune.bits._ROWS", 3)
     assert squared_error(weight, METHODS["int2"]) == pytest.approx(whole, rel=1e-6)
 
 

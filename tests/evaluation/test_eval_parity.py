@@ -26,8 +26,8 @@ from hestia_tune.evaluation.evaluator import evaluate_tasks, load_tasks  # noqa:
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
 from hestia_tune.evaluation.texts import perplexity  # noqa: E402
 from hestia_tune.models import llama  # noqa: E402
-from hestia_tune.models.checkpoints import read_weights  # noqa: E402
 from hestia_tune.models.folder import SafetensorsFolder  # noqa: E402
+from hestia_tune.models.sources import read_weights  # noqa: E402
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
 
 WINDOW = 128

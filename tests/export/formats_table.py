@@ -43,10 +43,10 @@ from tiny import make_config, make_model_dir, run
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.errors import InputError
 from hestia_tune.export import onnx
+from hestia_tune.export.format import all_formats
 from hestia_tune.export.gguf import BLOCK_TYPES
 from hestia_tune.export.gguf_families import LlamaModel
-from hestia_tune.export.registry import all_formats
-from hestia_tune.models.hugging_face_files import load_hard
+from hestia_tune.models.decoder import load_hard
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 NOISE = 1e-4  # libraries multiply the same weights in other orders

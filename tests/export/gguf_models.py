@@ -14,8 +14,8 @@ import hestia_tune
 from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.functional import hard_ternary
 from hestia_tune.methods import Method
-from hestia_tune.models.checkpoints import names_in_files, weights_of
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
+from hestia_tune.models.sources import names_in_files, weights_of
 
 DEMO = Path(hestia_tune.__file__).parent / "assets" / "demo"
 

@@ -10,7 +10,7 @@ from tiny import NUM_QUANTIZED, make_config, make_model_dir, run
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.config.run import RunConfig
 from hestia_tune.distributed import end_process_group
-from hestia_tune.export.card import write_card
+from hestia_tune.export.huggingface import write_card
 from hestia_tune.models.folder import hub_name
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 from hestia_tune.run import Run

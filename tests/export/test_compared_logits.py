@@ -7,10 +7,10 @@ import torch
 from families import make_family
 
 from hestia_tune.errors import InputError
-from hestia_tune.export import compare as comparing
-from hestia_tune.export.compare import Limits, compare, expected_logits, full_config, limits_of
+from hestia_tune.export import logits as comparing
+from hestia_tune.export.logits import Limits, compare, expected_logits, full_config, limits_of
+from hestia_tune.models.decoder import load_hard
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
-from hestia_tune.models.hugging_face_files import load_hard
 
 transformers = pytest.importorskip("transformers")
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}

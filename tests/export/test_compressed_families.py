@@ -10,8 +10,8 @@ from hestia_tune import HestiaQATQuantizer
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.export.compressed_tensors import write_compressed_tensors
 from hestia_tune.export.huggingface import write_huggingface
+from hestia_tune.models.decoder import model_on_meta
 from hestia_tune.models.folder import ModelFolder
-from hestia_tune.models.hugging_face_files import model_on_meta
 from hestia_tune.qat.linear import quantized_linears
 
 transformers = pytest.importorskip("transformers")

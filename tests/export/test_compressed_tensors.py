@@ -10,7 +10,7 @@ from gguf_models import DEMO, edit_json, random_qwen2, ternarize
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
-from hestia_tune.export import folder as folder_export
+from hestia_tune.export import huggingface as folder_export
 from hestia_tune.export.compressed_tensors import write_compressed_tensors
 from hestia_tune.models.folder import ModelFolder
 

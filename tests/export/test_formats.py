@@ -11,7 +11,7 @@ from formats_table import PAGE, TABLES, cells, columns, formats_page, read_page,
 
 import hestia_tune
 from hestia_tune.__main__ import main
-from hestia_tune.export.registry import FORMATS
+from hestia_tune.config.sections import FORMATS
 from hestia_tune.qat.prepare import Component
 
 DATA = read_page()

@@ -14,7 +14,7 @@ from gguf_models import DEMO, edit_json, pre_tokenizer, random_model, random_qwe
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.export.gguf import write_gguf
-from hestia_tune.models.embedding import round_embedding
+from hestia_tune.methods.straight_through import round_embedding
 from hestia_tune.models.folder import ModelFolder
 
 xllamacpp = pytest.importorskip("xllamacpp")

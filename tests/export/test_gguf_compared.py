@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
 from hestia_tune.export import gguf, llama_cpp
-from hestia_tune.export.compare import compare_gguf
 from hestia_tune.export.gguf import write_gguf
+from hestia_tune.export.logits import compare_gguf
 from hestia_tune.models.folder import ModelFolder
 
 BLOCK = "model.layers.1.mlp."

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from hestia_tune.export.gguf import BLOCK_TYPES, write_gguf
 from hestia_tune.export.gguf_families import ROPE_FACTORS, LlamaModel
 from hestia_tune.functional import hard_ternary
-from hestia_tune.models.embedding import round_embedding
+from hestia_tune.methods.straight_through import round_embedding
 from hestia_tune.models.folder import ModelFolder
 
 

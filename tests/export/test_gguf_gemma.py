@@ -14,8 +14,8 @@ import torch
 from test_gguf_client import Client
 
 from hestia_tune.export.gguf import write_gguf
+from hestia_tune.models.decoder import load_hard
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
-from hestia_tune.models.hugging_face_files import load_hard
 
 SHARED = Path(__file__).parents[3] / "shared"
 TOOL = SHARED / "tools" / "gemma3_270m_from_pypi.sh"

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hestia_tune.errors import InputError
-from hestia_tune.export import folder as folder_export
+from hestia_tune.export import huggingface as folder_export
 from hestia_tune.export.huggingface import write_huggingface
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
 

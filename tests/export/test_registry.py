@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from hestia_tune import export
 from hestia_tune.__main__ import main
 from hestia_tune.errors import InputError
-from hestia_tune.export import registry
-from hestia_tune.export.folder import sizes
+from hestia_tune.export import format as formats
 from hestia_tune.export.format import Format, holding, python_line, suggested_group_size
+from hestia_tune.export.huggingface import sizes
 from hestia_tune.methods import Method
 from hestia_tune.methods.groups import CODES
 from hestia_tune.models.folder import ModelFolder
@@ -80,7 +80,7 @@ TOY = Toy()
 @pytest.fixture
 def toy(monkeypatch, tmp_path):
     """Register the toy format, in an empty folder."""
-    monkeypatch.setitem(registry.FORMATS, "toy", f"{__name__}:TOY")
+    monkeypatch.setitem(formats.FORMATS, "toy", f"{__name__}:TOY")
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -146,7 +146,7 @@ def test_a_toy_format_in_the_table_of_the_documentation(toy):
 
 
 def test_no_toy_is_left():
-    assert "toy" not in registry.FORMATS
+    assert "toy" not in formats.FORMATS
 
 
 @pytest.mark.parametrize(
@@ -171,24 +171,24 @@ def test_an_error_names_the_layer_and_formats_that_hold_every_layer():
     with pytest.raises(
         InputError, match=r"^a\.down_proj: a model of int4, group_size=32 can "
     ) as e:
-        registry.load_format("mlx").check_layers(methods)
+        formats.load_format("mlx").check_layers(methods)
     fitting = "torchao, huggingface, compressed_tensors, gguf, openvino"
     assert str(e.value).endswith(f"; got mlx; remove mlx, or set convert.formats=[{fitting}]")
     methods["a.up_proj"] = Method.from_key("dlt, group_size=32, start=absmax")
     with pytest.raises(InputError, match=r"a\.up_proj: .* can only be written as huggingface") as e:
-        registry.load_format("gguf").check_layers(methods)
+        formats.load_format("gguf").check_layers(methods)
     assert str(e.value).endswith("or set convert.formats=[huggingface]")
     methods["a.v_proj"] = Method.from_key("fairy2i, num_stages=2, granularity=tensor")
     with pytest.raises(InputError, match=r"; got torchao; remove torchao$"):  # nothing holds both
-        registry.load_format("torchao").check_layers(methods)
+        formats.load_format("torchao").check_layers(methods)
     experts = ["a.experts.gate_up_proj"]
     with pytest.raises(InputError, match=r"set convert.formats=\[torchao,huggingface\], or leave"):
-        registry.load_format("openvino").check_layers(dict([*methods.items()][:1]), experts)
+        formats.load_format("openvino").check_layers(dict([*methods.items()][:1]), experts)
 
 
 def test_every_format_says_what_the_commands_and_pages_need(tmp_path):
-    for name, form in zip(registry.FORMATS, registry.all_formats(), strict=True):
-        assert form.name == name and registry.load_format(name) is form
+    for name, form in zip(formats.FORMATS, formats.all_formats(), strict=True):
+        assert form.name == name and formats.load_format(name) is form
         assert form.about and form.runs_in and form.loading and form.run_lines(tmp_path, "m")
     assert suggested_group_size([512], ["gguf", "mlx"]) == 256
 
@@ -202,12 +202,12 @@ def test_what_was_written_is_compared_with_the_model(name, tmp_path, demo):
     pytest.importorskip(PACKAGES[name])
     folder, quantized = demo
     source, other = ModelFolder(folder, quantized), tmp_path / "other"
-    path = tmp_path / "out" / (registry.load_format(name).file or name)
+    path = tmp_path / "out" / (formats.load_format(name).file or name)
     getattr(export, f"write_{name}")(source, path)
-    registry.load_format(name).verify(source, path)
+    formats.load_format(name).verify(source, path)
     shutil.copytree(folder, other)
     state = load_file(other / "model.safetensors")
     state["model.layers.0.mlp.up_proj.weight"] *= -1
     save_file(state, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises((RuntimeError, InputError), match="differ"):
-        registry.load_format(name).verify(ModelFolder(other, quantized), path)
+        formats.load_format(name).verify(ModelFolder(other, quantized), path)

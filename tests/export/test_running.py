@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from gguf_models import DEMO, edit_json, random_qwen2, ternarize
 
+from hestia_tune.config.sections import FORMATS
 from hestia_tune.export import llama_cpp
-from hestia_tune.export.format import model_name, suggested_group_size
+from hestia_tune.export.format import load_format, model_name, suggested_group_size
 from hestia_tune.export.gguf import (
     compare_types,
     make_template,
@@ -20,7 +21,6 @@ from hestia_tune.export.gguf import (
     write_gguf,
     write_modelfile,
 )
-from hestia_tune.export.registry import FORMATS, load_format
 from hestia_tune.models.folder import ModelFolder
 
 

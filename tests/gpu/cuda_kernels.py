@@ -36,7 +36,7 @@ from torch._inductor.runtime import triton_helpers
 from torch._subclasses import FakeTensorMode
 
 from hestia_tune.methods import Method
-from hestia_tune.methods.autograd import fused
+from hestia_tune.methods.method import fused
 
 MULTIPROCESSORS = {(8, 0): 108, (9, 0): 132}  # of an A100 and an H100
 SHAPE = 4096, 14336  # A hint only, because shapes are symbols.

@@ -18,8 +18,7 @@ from hestia_tune.methods import (
     TWNMethod,
     TwoBitMethod,
 )
-from hestia_tune.methods.autograd import fused
-from hestia_tune.methods.base import require_finite
+from hestia_tune.methods.method import fused, require_finite
 from hestia_tune.tensors import pack, read_hard
 
 GROUP = 16

@@ -12,9 +12,9 @@ from torch import nn
 from hestia_tune.commands.qat import run_reconstruct
 from hestia_tune.commands.sensitivity import run_sensitivity
 from hestia_tune.config.run import RunConfig
+from hestia_tune.models.decoder import model_on_meta, read_weights
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.hugging_face_files import model_on_meta, read_weights
-from hestia_tune.models.load import load_model
+from hestia_tune.models.loading import load_model
 from hestia_tune.models.reference import check_logits
 
 transformers = pytest.importorskip("transformers")

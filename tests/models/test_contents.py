@@ -16,8 +16,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.functional import hard_ternary
 from hestia_tune.methods import EvenMethod
 from hestia_tune.models.contents import contents_table, read_matrices
-from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.packed_layouts import PackedWeight
+from hestia_tune.models.folder import PackedWeight, SafetensorsFolder
 
 NUM_LINEARS = 14
 

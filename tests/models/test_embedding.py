@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from hestia_tune.errors import InputError
-from hestia_tune.models.embedding import check_width, embedding_codes, round_embedding
+from hestia_tune.methods.straight_through import (
+    check_embedding_width,
+    embedding_codes,
+    round_embedding,
+)
 
 LARGEST = {"int4": 8, "int5": 16, "int8": 127}
 
@@ -87,6 +91,6 @@ def test_scales_of_5_bits_have_the_least_error_of_all_scales_of_four_significant
 
 
 def test_rows_with_a_rest_are_refused():
-    check_width("tok_embeddings", 576)
+    check_embedding_width("tok_embeddings", 576)
     with pytest.raises(InputError, match="multiple of 32 weights; head has rows of 100"):
-        check_width("head", 100)
+        check_embedding_width("head", 100)

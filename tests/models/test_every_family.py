@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hestia_tune.models.hugging_face_files import model_on_meta
-from hestia_tune.models.hugging_face_model import hugging_face
+from hestia_tune.models.decoder import hugging_face, model_on_meta
 from hestia_tune.models.reference import check_logits
 
 transformers = pytest.importorskip("transformers")

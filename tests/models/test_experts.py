@@ -19,7 +19,7 @@ from hestia_tune import (
     quantized_linears,
 )
 from hestia_tune.functional import hard_ternary, relaxed_ternary
-from hestia_tune.models.build import kept_in_blocks
+from hestia_tune.models.loading import kept_in_blocks
 
 transformers = pytest.importorskip("transformers")
 

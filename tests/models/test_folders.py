@@ -13,11 +13,16 @@ from tiny import make_config, run
 from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
-from hestia_tune.models.build import check_model_section, plain_on_meta, read_checkpoint, shapes_of
-from hestia_tune.models.checkpoints import load_weights, open_source, read_checked, read_weights
+from hestia_tune.models.decoder import model_on_meta
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
-from hestia_tune.models.hugging_face_files import model_on_meta
-from hestia_tune.models.load import load_model
+from hestia_tune.models.loading import (
+    check_model_section,
+    load_model,
+    plain_on_meta,
+    read_checkpoint,
+    shapes_of,
+)
+from hestia_tune.models.sources import load_weights, open_source, read_checked, read_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -488,7 +493,7 @@ def test_the_checkpointer_of_torchtune_reads_what_it_cannot_name(tmp_path):
     }
     (folder / FILE).unlink()
     config = RunConfig.parse(cfg)
-    from hestia_tune.models.build import instantiate
+    from hestia_tune.models.loading import instantiate
 
     checkpointer = instantiate(config.checkpointer, "checkpointer")
     model = plain_on_meta(config.model)

@@ -16,10 +16,9 @@ from hestia_tune.config.run import SELF_GENERATED, RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.export.gguf_families import check_architecture
 from hestia_tune.models import AutoTokenizer, HuggingFaceCheckpointer, HuggingFaceTokenizer
-from hestia_tune.models.build import build_buffers, kept_in_blocks
+from hestia_tune.models.decoder import hugging_face, model_on_meta, names_in_files, read_weights
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.hugging_face_files import model_on_meta, names_in_files, read_weights
-from hestia_tune.models.hugging_face_model import hugging_face
+from hestia_tune.models.loading import build_buffers, kept_in_blocks
 from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.run import Run
 from hestia_tune.sensitivity.curvature import (

@@ -12,7 +12,7 @@ from hestia_tune import Fairy2iTensor, TernaryTensor
 from hestia_tune.export.torchao import packed_entries
 from hestia_tune.methods import Fairy2iMethod, TernaryMethod
 from hestia_tune.models import PackedWeights
-from hestia_tune.models.build import instantiate
+from hestia_tune.models.loading import instantiate
 from hestia_tune.tensors import INT4Tensor
 from hestia_tune.training.outputs import write_hard_model
 

@@ -15,7 +15,7 @@ from hestia_tune.data.stream import open_rows
 from hestia_tune.errors import InputError
 from hestia_tune.evaluation.texts import read_documents
 from hestia_tune.files import first_missing, literal
-from hestia_tune.models.checkpoints import require_pretrained
+from hestia_tune.models.sources import require_pretrained
 
 
 @pytest.mark.parametrize("name", ["a[1].txt", "a*.txt", "a?[x].txt", "plain.txt"])

@@ -14,11 +14,10 @@ from hestia_tune.commands.inspect import run_validate
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models import reference
-from hestia_tune.models.build import check_model_section, plain_on_meta
-from hestia_tune.models.checkpoints import pretrained_folder, read_weights
+from hestia_tune.models.decoder import model_on_meta
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.hugging_face_files import model_on_meta
-from hestia_tune.models.load import load_model
+from hestia_tune.models.loading import check_model_section, load_model, plain_on_meta
+from hestia_tune.models.sources import pretrained_folder, read_weights
 from hestia_tune.torchtune.models import check_architecture
 
 transformers = pytest.importorskip("transformers")

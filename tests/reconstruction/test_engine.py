@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from hestia_tune import HestiaQATQuantizer, Tequila, quantized_linears
 from hestia_tune.blocks import BlockCall, BlockChain, on_device
 from hestia_tune.config import ReconstructionConfig
-from hestia_tune.methods.autograd import effective_weight
+from hestia_tune.methods.method import effective_weight
 from hestia_tune.reconstruction import Reconstruction, WindowResult, engine, windows
 from hestia_tune.reconstruction.streams import Stream, prefetched
 from hestia_tune.reconstruction.window import call_block, templates

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.run import get_args_parser
 
 from hestia_tune.files import locked
-from hestia_tune.models.checkpoints import complete_checkpoints, find_damage
+from hestia_tune.models.sources import complete_checkpoints, find_damage
 from hestia_tune.training.monitoring import History
 
 RECIPES = Path(__file__).parents[2] / "recipes"

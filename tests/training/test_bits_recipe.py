@@ -14,7 +14,7 @@ from hestia_tune.commands.qat import run_qat, run_reconstruct
 from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import write_json
-from hestia_tune.models.embedding import round_embedding
+from hestia_tune.methods.straight_through import round_embedding
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.run import Run, TrainingRun
 from hestia_tune.stages import choose_bits

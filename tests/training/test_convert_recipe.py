@@ -19,12 +19,12 @@ import hestia_tune
 from hestia_tune import TernaryTensor
 from hestia_tune.commands.convert import ConvertRecipe, run_convert
 from hestia_tune.errors import InputError
-from hestia_tune.export import folder as folder_export
+from hestia_tune.export import huggingface as folder_export
 from hestia_tune.functional import hard_ternary
+from hestia_tune.methods.straight_through import round_embedding
 from hestia_tune.models import llama
-from hestia_tune.models.checkpoints import names_in_files, read_weights
-from hestia_tune.models.embedding import round_embedding
 from hestia_tune.models.folder import SafetensorsFolder
+from hestia_tune.models.sources import names_in_files, read_weights
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
 TOKENS = torch.tensor([[5, 9, 200, 13, 42], [1, 2, 3, 4, 5]])
@@ -285,7 +285,7 @@ def test_load_quantized_names_the_missing_file(model_dir, output_dir, tmp_path):
             "_component_": "torchtune.models.convert_weights.torch.os.system",
             "command": "touch {marker}",
         },
-        {"_component_": "hestia_tune.models.packed.shutil.rmtree", "path": "{marker}"},
+        {"_component_": "hestia_tune.models.folder.shutil.rmtree", "path": "{marker}"},
         {
             "_component_": "hestia_tune.models.llama",
             "vocab_size": {"_component_": "os.system", "command": "touch {marker}"},

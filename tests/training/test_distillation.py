@@ -14,8 +14,8 @@ from hestia_tune import run as runs
 from hestia_tune.config import DistillationConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models import HuggingFaceTokenizer, llama
-from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
+from hestia_tune.models.sources import read_weights
 from hestia_tune.torchtune.recipe import HestiaQATRecipe
 from hestia_tune.training import loss
 from hestia_tune.training.loss import distillation_loss_sum

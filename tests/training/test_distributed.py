@@ -18,7 +18,7 @@ from tiny import (
     write_config,
 )
 
-from hestia_tune.models.checkpoints import complete_checkpoints
+from hestia_tune.models.sources import complete_checkpoints
 
 TWO_RANKS = ("--nproc_per_node", "2")
 STEPS = ("epochs=2", "gradient_accumulation_steps=2", "run_val_every_n_steps=2")

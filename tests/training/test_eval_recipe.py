@@ -22,7 +22,7 @@ from hestia_tune.config.run import RunConfig  # noqa: E402
 from hestia_tune.errors import InputError  # noqa: E402
 from hestia_tune.evaluation import evaluator  # noqa: E402
 from hestia_tune.evaluation.texts import PROMPTS  # noqa: E402
-from hestia_tune.models.load import load_model  # noqa: E402
+from hestia_tune.models.loading import load_model  # noqa: E402
 
 FIVE = ["arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande"]
 ALL = "[pretrained,naive,trained,packed,checkpoint,checkpoint_hard]"

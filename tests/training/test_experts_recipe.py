@@ -12,8 +12,8 @@ from tiny import logged, run
 import hestia_tune
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.config.run import RunConfig
-from hestia_tune.models import build
-from hestia_tune.models.checkpoints import names_in_files
+from hestia_tune.models import loading
+from hestia_tune.models.sources import names_in_files
 from hestia_tune.run import Run, TrainingRun
 from hestia_tune.stages import measure_sensitivity
 
@@ -63,11 +63,11 @@ def test_the_hard_model_is_the_trained_model(trained):
     assert len(parts) == 8 + 2 * MIXTURES[family] and all(is_hard(found[name]) for name in parts)
     assert not any(is_hard(v) for k, v in found.items() if v.dim() > 1 and k not in parts)
     state = {k: v.full_tensor() for k, v in recipe.model.state_dict().items()}
-    component = build.make_component(recipe.config.quantizer)
+    component = loading.make_component(recipe.config.quantizer)
     with torch.no_grad():
-        model = component.prepare(build.plain_on_meta(recipe.config.model))
+        model = component.prepare(loading.plain_on_meta(recipe.config.model))
         model.load_state_dict(state, assign=True)
-        build.build_buffers(model, "cpu")
+        loading.build_buffers(model, "cpu")
         for layer in hestia_tune.quantized_linears(model).values():
             layer.weight_fake_quantizer.reset_buffers("cpu")
         component.convert(model)

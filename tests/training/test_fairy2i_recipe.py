@@ -16,7 +16,7 @@ from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat
 from hestia_tune.config.run import RunConfig
 from hestia_tune.functional import hard_fairy2i
-from hestia_tune.models.load import load_model
+from hestia_tune.models.loading import load_model
 from hestia_tune.qat.linear import full_tensor
 from hestia_tune.run import Run
 from hestia_tune.stages import measure_sensitivity

@@ -13,7 +13,7 @@ import hestia_tune
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.launch import main
 from hestia_tune.export.gguf_families import LlamaModel, check_architecture
-from hestia_tune.models.checkpoints import complete_checkpoints, names_in_files
+from hestia_tune.models.sources import complete_checkpoints, names_in_files
 from hestia_tune.qat.linear import weights_of
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe
 from hestia_tune.run import Run

@@ -18,8 +18,8 @@ from hestia_tune.config.files import config_path
 from hestia_tune.config.run import RunConfig
 from hestia_tune.data import TokenizedSet, self_generated_dataset, verify_token_shards
 from hestia_tune.models import HuggingFaceTokenizer, llama
-from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
+from hestia_tune.models.sources import read_weights
 from hestia_tune.run import Run
 from hestia_tune.torchtune import generation as sampling
 from hestia_tune.training import generation

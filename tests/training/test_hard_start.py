@@ -17,8 +17,8 @@ from hestia_tune.errors import InputError
 from hestia_tune.functional import hard_ternary
 from hestia_tune.methods import EvenMethod, INT4Method
 from hestia_tune.models import llama
-from hestia_tune.models.checkpoints import read_weights
 from hestia_tune.models.folder import SafetensorsFolder
+from hestia_tune.models.sources import read_weights
 from hestia_tune.torchtune.recipe import HestiaQATRecipe
 
 pytestmark = pytest.mark.usefixtures("end_process_group")

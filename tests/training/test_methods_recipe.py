@@ -11,8 +11,8 @@ from hestia_tune.commands.qat import run_qat
 from hestia_tune.config.run import RunConfig
 from hestia_tune.export.format import holding
 from hestia_tune.methods import TequilaMethod
-from hestia_tune.models.checkpoints import check_can_hold
-from hestia_tune.models.load import load_model
+from hestia_tune.models.loading import load_model
+from hestia_tune.models.sources import check_can_hold
 from hestia_tune.qat.linear import quantized_linears
 
 pytestmark = pytest.mark.usefixtures("end_process_group")

@@ -15,9 +15,8 @@ from hestia_tune.commands.qat import run_qat
 from hestia_tune.config.run import RunConfig
 from hestia_tune.models import PackedWeights
 from hestia_tune.models.contents import contents_table, read_matrices
-from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.load import load_model
-from hestia_tune.models.packed_layouts import PackedWeight
+from hestia_tune.models.folder import PackedWeight, SafetensorsFolder
+from hestia_tune.models.loading import load_model
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.sensitivity import SensitivityArtifact
 

@@ -19,7 +19,7 @@ from hestia_tune.errors import require_number
 from hestia_tune.methods import Method
 from hestia_tune.methods.groups import SCALE_EPS, nearest_code, round_scale
 from hestia_tune.methods.straight_through import StraightThroughMethod
-from hestia_tune.models.load import load_model
+from hestia_tune.models.loading import load_model
 from hestia_tune.tensors import TernaryTensor
 
 pytestmark = pytest.mark.usefixtures("end_process_group")

@@ -17,10 +17,10 @@ from tiny import (
     write_config,
 )
 
-from hestia_tune.models import build
-from hestia_tune.models.checkpoints import read_weights
+from hestia_tune.models import loading
+from hestia_tune.models.decoder import hugging_face
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.hugging_face_model import hugging_face
+from hestia_tune.models.sources import read_weights
 from hestia_tune.qat.linear import full_tensor
 from hestia_tune.weights import draw_weights
 
@@ -58,7 +58,7 @@ def test_a_model_by_its_name_on_the_hub(tmp_path, monkeypatch):
 
 def test_the_drawn_weights(tmp_path):
     folder = make_model_dir(tmp_path)
-    plain = build.plain_on_meta(make_config(folder, tmp_path / "out").model)
+    plain = loading.plain_on_meta(make_config(folder, tmp_path / "out").model)
     biased = torch.nn.ModuleDict(
         {"model": plain, "qkv": torch.nn.Linear(8, 8, device="meta")}  # as Qwen2's
     )
@@ -81,7 +81,7 @@ def test_the_drawn_weights(tmp_path):
 
 def test_a_run_from_scratch_needs_no_weights(bare_dir, tmp_path):
     expected = draw_weights(
-        build.plain_on_meta(make_config(bare_dir, tmp_path).model), bare_dir, seed=3
+        loading.plain_on_meta(make_config(bare_dir, tmp_path).model), bare_dir, seed=3
     )
     recipe = run(bare_config(bare_dir, tmp_path, "epochs=3"))
     losses = recipe.validation_losses
@@ -108,7 +108,7 @@ def test_the_start_depends_on_the_seed_and_not_on_the_folder(tmp_path):
     still = ("optimizer.lr=0", "max_steps_per_epoch=1", "dataset_val=null")
     run(make_config(folder, tmp_path / "a", *RANDOM, *still), keep)
     expected = draw_weights(
-        build.plain_on_meta(make_config(folder, tmp_path).model), folder, seed=3
+        loading.plain_on_meta(make_config(folder, tmp_path).model), folder, seed=3
     )
     for name, value in expected.items():
         assert torch.equal(started[0][name], value), name

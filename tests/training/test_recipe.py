@@ -27,7 +27,7 @@ from hestia_tune.data import DataStreamError
 from hestia_tune.errors import warn_once
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import llama
-from hestia_tune.models.checkpoints import complete_checkpoints
+from hestia_tune.models.sources import complete_checkpoints
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import full_tensor, local_rows, quantized_linears
 from hestia_tune.reconstruction.recipe import ReconstructionRecipe

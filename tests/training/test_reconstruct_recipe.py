@@ -20,8 +20,8 @@ from hestia_tune.commands.qat import run_qat, run_reconstruct
 from hestia_tune.commands.tokenize import run_tokenize
 from hestia_tune.config.run import RunConfig
 from hestia_tune.functional import hard_ternary
-from hestia_tune.models import checkpoints
-from hestia_tune.models.checkpoints import check_can_hold
+from hestia_tune.models import sources
+from hestia_tune.models.sources import check_can_hold
 from hestia_tune.qat.linear import full_tensor, quantized_linears
 from hestia_tune.reconstruction import engine
 from hestia_tune.reconstruction import recipe as reconstruct
@@ -372,7 +372,7 @@ def test_a_method_that_adds_biases(model_dir, tmp_path, monkeypatch):
     cfg.schedule = {}
     with monkeypatch.context() as patch:
         mistral = functools.partial(check_can_hold, model_type="MISTRAL")
-        patch.setattr(checkpoints, "check_can_hold", lambda method, _: mistral(method))
+        patch.setattr(sources, "check_can_hold", lambda method, _: mistral(method))
         with pytest.raises(
             ValueError, match="only Llamas have room for it; got model_type MISTRAL"
         ):

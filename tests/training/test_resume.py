@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 
-from hestia_tune.models.checkpoints import complete_checkpoints, find_damage
+from hestia_tune.models.sources import complete_checkpoints, find_damage
 from hestia_tune.training.checkpoint import check_same, random_state, set_random_state
 
 # 2 epochs of 4 steps with accumulation and shuffling. The last epoch ends in its middle.

@@ -12,7 +12,7 @@ from torchtune.training.metric_logging import DiskLogger
 
 from hestia_tune.commands.tokenize import run_tokenize
 from hestia_tune.data import DataStreamError, PositionSampler
-from hestia_tune.models import checkpoints
+from hestia_tune.models import sources
 from hestia_tune.run import Run
 from hestia_tune.stages import measure_sensitivity
 
@@ -147,7 +147,7 @@ def test_bad_data_in_the_middle_save_a_checkpoint_first(model_dir, tmp_path, fil
         run(cfg)
     if distributed.is_initialized():
         distributed.destroy_process_group()
-    ((step, _),) = checkpoints.complete_checkpoints(tmp_path / "run" / "checkpoints")
+    ((step, _),) = sources.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert 0 < step < 6
     # The repair has the same number of bytes, after the position, so the run can resume.
     mended = [*lines[:90], '{"text": "ab"}', *lines[90:]]
@@ -192,7 +192,7 @@ def test_a_failing_validation_stream_loses_nothing(model_dir, tmp_path, files):
     }
     with pytest.raises(DataStreamError, match="held_out"):
         run(cfg)
-    saved = checkpoints.complete_checkpoints(tmp_path / "run" / "checkpoints")
+    saved = sources.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert [step for step, _ in saved] == [3]
 
 
@@ -214,7 +214,7 @@ def test_a_stream_that_ends_too_soon_is_an_error(model_dir, tmp_path, files):
     options += ("log_every_n_steps=1000", "batch_size=60")
     with pytest.raises(DataStreamError, match="the stream ended before the last step"):
         run(config(model_dir, tmp_path, files, *options))
-    assert checkpoints.complete_checkpoints(tmp_path / "checkpoints")
+    assert sources.complete_checkpoints(tmp_path / "checkpoints")
 
 
 def test_calibration_samples_of_a_stream(model_dir, tmp_path, files):
@@ -240,7 +240,7 @@ def cut_on_two_ranks(cfg, folder):
         OmegaConf.merge(cfg, OmegaConf.from_dotlist([*signal_at(2, "SIGINT")])), folder
     )
     done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"))
-    saved = checkpoints.complete_checkpoints(Path(cfg.output_dir) / "checkpoints")
+    saved = sources.complete_checkpoints(Path(cfg.output_dir) / "checkpoints")
     assert saved and saved[-1][0] < 6, done.stderr
 
 

@@ -44,9 +44,8 @@ from torch import Tensor, nn
 
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.export import llama_cpp
+from hestia_tune.models.decoder import load_hard, read_config
 from hestia_tune.models.folder import ModelFolder, import_optional
-from hestia_tune.models.hugging_face_files import load_hard
-from hestia_tune.models.hugging_face_model import read_config
 from hestia_tune.units import size_text
 
 log = logging.getLogger(__name__)

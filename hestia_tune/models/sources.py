@@ -20,7 +20,8 @@ from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, digest, read_json
 from hestia_tune.methods import GroupMethod, Method
-from hestia_tune.models import hugging_face_files
+from hestia_tune.models import decoder
+from hestia_tune.models.decoder import loading_of
 from hestia_tune.models.folder import (
     HUB_NAME,
     ModelFolder,
@@ -29,7 +30,6 @@ from hestia_tune.models.folder import (
     open_folder,
     ties_embeddings,
 )
-from hestia_tune.models.hugging_face_model import loading_of
 from hestia_tune.models.reference import check_logits
 from hestia_tune.qat.linear import weights_of
 
@@ -132,7 +132,7 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
         InputError: If the names of this model type cannot be converted.
     """
     if model_type == TRANSFORMERS_MODEL_TYPE:
-        yield from hugging_face_files.read_weights(source)
+        yield from decoder.read_weights(source)
         return
     for _, ours, value in torchtunes(model_type).converted(model_type, source, source.read):
         yield ours, value
@@ -172,7 +172,7 @@ def names_in_files(model_type: str, folder: Path) -> dict[str, list[str]]:
     """
     source = open_folder(folder)
     if model_type == TRANSFORMERS_MODEL_TYPE:
-        return hugging_face_files.names_in_files(source)
+        return decoder.names_in_files(source)
     converted = torchtunes(model_type).converted(model_type, source)
     return {ours: [theirs] for theirs, ours, _ in converted}
 
