@@ -32,9 +32,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from hestia_tune.bits import BITS_FILE, bits_per_weight, component_of
-from hestia_tune.config.bits import CHOICES
-from hestia_tune.config.files import load_config, overridden
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig, load_config, overridden
+from hestia_tune.config.sections import CHOICES
 from hestia_tune.files import read_json, write_json
 from hestia_tune.run import Run
 from hestia_tune.stages import choose_bits

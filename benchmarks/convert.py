@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torchtune import config
 from torchtune.models.convert_weights import tune_to_hf
 
-from hestia_tune.config.files import load_config
+from hestia_tune.config.run_config import load_config
 
 FORMATS = ("torchao", "huggingface", "compressed_tensors", "gguf", "mlx", "openvino")
 

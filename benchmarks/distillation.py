@@ -15,7 +15,7 @@ import torch
 from quantizer import best_time
 
 from hestia_tune.config import DistillationConfig
-from hestia_tune.training.loss import distillation_loss_sum
+from hestia_tune.losses import distillation_loss_sum
 
 
 def make_step(args: argparse.Namespace, kind: str, compiled: bool) -> Callable[[], None]:

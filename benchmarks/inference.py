@@ -62,7 +62,7 @@ def resident() -> int:
 
 def build(name: str):
     """The model of a packaged config on the meta device, and its rotary tables' builder."""
-    from hestia_tune.config.files import load_config
+    from hestia_tune.config.run_config import load_config
     from hestia_tune.models import loading as builders
 
     return builders.plain_on_meta(load_config(name).model)

@@ -20,7 +20,7 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from hestia_tune.config import DistillationConfig
-from hestia_tune.training.loss import training_loss
+from hestia_tune.losses import training_loss
 
 
 def make_model(args: argparse.Namespace) -> torch.nn.Module:

@@ -19,11 +19,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hestia_tune.config.files import load_config, packaged_configs
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig, load_config, packaged_configs
 from hestia_tune.errors import InputError
 from hestia_tune.memory import MemoryPlan, fit_to_memory, shape_plan
-from hestia_tune.reconstruction.estimate import decide
+from hestia_tune.reconstruction.reconstruct import decide
 from hestia_tune.run import TrainingRun
 from hestia_tune.training.estimate import estimate, memory_of, usable
 

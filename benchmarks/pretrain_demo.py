@@ -30,12 +30,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torchtune.models import convert_weights
 
-from hestia_tune.data.demo import (
+from hestia_tune.data.sequences import (
+    SequenceDataset,
     demo_documents,
     stdlib_docstrings,
     without_quotes,
 )
-from hestia_tune.data.sequences import SequenceDataset
 from hestia_tune.methods import TernaryMethod
 from hestia_tune.models import llama
 

@@ -13,8 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hestia_tune.annealing import AnnealingSchedule
-from hestia_tune.config.files import load_config
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig, load_config
 from hestia_tune.data import text_dataset
 from hestia_tune.models import loading, sources
 from hestia_tune.models.folder import SafetensorsFolder

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from hestia_tune.config.files import load_config
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig, load_config
 from hestia_tune.models import loading
 from hestia_tune.run import Run
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
@@ -33,7 +32,7 @@ from hestia_tune.sensitivity.curvature import (
     logits_of,
     mean_loss,
 )
-from hestia_tune.training.data import calibration_batches
+from hestia_tune.training.loader import calibration_batches
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3")
 

@@ -31,13 +31,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hestia_tune.blocks import as_one, find_blocks
-from hestia_tune.config.files import load_config
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig, load_config
 from hestia_tune.distributed import end_process_group
 from hestia_tune.models import loading
 from hestia_tune.models.loading import load_model
-from hestia_tune.reconstruction.folder import Windows
-from hestia_tune.reconstruction.recipe import ReconstructionRecipe
+from hestia_tune.reconstruction.engine import Windows
+from hestia_tune.reconstruction.reconstruct import ReconstructionRecipe
 from hestia_tune.run import Run
 
 

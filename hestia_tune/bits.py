@@ -55,8 +55,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hestia_tune.config.bits import CHOICES, BitsConfig
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
+from hestia_tune.config.sections import CHOICES, BitsConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import kept_result
 from hestia_tune.methods import Method
@@ -165,7 +165,7 @@ def component_of(choice: str, quantizer: Mapping[str, Any]) -> dict[str, Any] | 
     The quantizer itself is the component of its own codebook. It keeps all its options.
 
     Args:
-        choice: One of `hestia_tune.config.bits.CHOICES`.
+        choice: One of `hestia_tune.config.sections.CHOICES`.
         quantizer: The ``quantizer`` section.
     """
     group = {"group_size": quantizer.get("group_size", HestiaConfig.group_size)}
@@ -292,7 +292,7 @@ def bits_per_weight(choice: str, group: int) -> Fraction:
     """Return the bits per weight of a choice, including its scales.
 
     Args:
-        choice: One of `hestia_tune.config.bits.CHOICES`.
+        choice: One of `hestia_tune.config.sections.CHOICES`.
         group: The number of weights that share a scale of 16 bits. "bf16" has no scales.
     """
     scales = 0 if choice == "bf16" else Fraction(_SCALE_BITS, group)
@@ -337,7 +337,7 @@ class Budget:
 
     Attributes:
         average: The largest mean number of bits per weight.
-        by: How to choose; see `hestia_tune.config.bits.BitsConfig`.
+        by: How to choose; see `hestia_tune.config.sections.BitsConfig`.
         methods: Name of a choice -> its method, in order of the bits. None leaves a linear dense.
         layers: Name of a linear -> its size, in model order.
         embedding: Numbers of weights and of bits of the embedding and of an output head of its own,
@@ -513,7 +513,7 @@ def _embedding(model: nn.Module, layers: Mapping[str, Layer], choice: str) -> tu
 def resolved_traces(artifact: SensitivityArtifact) -> dict[str, float]:
     """Return the traces, with the smallest resolved trace for every unresolved layer.
 
-    `hestia_tune.sensitivity.artifact.sensitivity_scores` does the same. A trace that may be
+    `hestia_tune.sensitivity.estimation.sensitivity_scores` does the same. A trace that may be
     negative would say that errors help.
     """
     unresolved = set(artifact.unresolved)

@@ -1,15 +1,34 @@
-"""Losses of predictions: the cross-entropy, and divergences from a pretrained model's predictions.
+"""The loss of a training step: the cross-entropy, and divergences from a pretrained model.
 
 The cross-entropy and the divergences of chunks of logits equal torchtune's to the last bit, in
-value and gradient, so runs with and without torchtune have the same losses.
+value and gradient, so runs with and without torchtune have the same losses. `training_loss` mixes
+the config's loss with the distillation loss.
+
+**Distillation.** The teacher is the pretrained model (or a model of the same shape) in the
+compute dtype, sharded like the model, without gradients. It costs a forward per micro-batch and 2
+bytes per weight, shared by the ranks.
+
+**Memory of the logits.** Both models give their logits in chunks of the sequence, so float32
+probabilities exist for one chunk at a time. By default the logits of all chunks exist in the
+compute dtype. With ``recompute``, only hidden states are kept. The logits of a chunk are computed
+in the forward and again in the backward pass. The loss and the gradients are the same. A run
+recomputes logits of more than 1 GiB per micro-batch (`TrainingRun.recomputes_logits`).
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hestia_tune.config import DistillationConfig
+from hestia_tune.config.run_config import RunConfig
+from hestia_tune.models.decoder import Decoder
 
 # Number of positions whose predictions are compared at once. It bounds the memory of the logits.
 _LOGIT_POSITIONS = 128
@@ -156,3 +175,189 @@ class GradientAtOnce(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         others = [None] * (len(ctx.needs_input_grad) - 2)
         return None, ctx.saved_tensors[0] * grad, *others
+
+
+_LOSSES = {
+    "kl": forward_kl,
+    "kl_reverse": reverse_kl,
+    "mixed": symmetric_kl,  # half of each
+}
+
+Logits = torch.Tensor | list[torch.Tensor]
+
+
+def output_chunks(loss: Any) -> int:
+    """Return how many chunks of logits a loss component takes. 0: it takes them in one piece."""
+    return getattr(loss, "num_output_chunks", 0)
+
+
+def as_chunks(logits: Logits) -> list[torch.Tensor]:
+    """Return logits as a list of chunks (batch, part of seq_len, vocabulary)."""
+    return logits if isinstance(logits, list) else [logits]
+
+
+def distillation_loss_sum(
+    logits: Logits,
+    teacher_logits: Logits,
+    labels: torch.Tensor,
+    settings: DistillationConfig,
+    ignore_index: int,
+    compiled: bool = False,
+    at_once: bool = True,
+) -> torch.Tensor:
+    """Return the sum of the divergence over the predicted tokens, in nats.
+
+    Args:
+        logits: The model's logits (batch, seq_len, vocabulary), or chunks of them along seq_len.
+        teacher_logits: The teacher's logits, in the same form.
+        labels: Shifted labels (batch, seq_len).
+        settings: The kind of divergence.
+        ignore_index: Label of positions that predict nothing.
+        compiled: Whether to compute with fused kernels, which make fewer float32 copies of the
+            logits.
+        at_once: Whether to compute the gradient with respect to the logits in the forward pass, so
+            that no float32 copy of the logits is kept.
+    """
+    total = torch.zeros((), device=labels.device)
+    chunks = as_chunks(logits)
+    divergence = _chunk_divergence(settings.loss, ignore_index, compiled)
+    parts = labels.split([chunk.shape[1] for chunk in chunks], dim=1)
+    for chunk in zip(chunks, as_chunks(teacher_logits), parts, strict=True):
+        result = GradientAtOnce.apply(divergence, *chunk) if at_once else divergence(*chunk)
+        total = total + result
+    return total
+
+
+@cache
+def _chunk_divergence(kind: str, ignore_index: int, compiled: bool) -> Callable[..., torch.Tensor]:
+    """Return a function of (logits, teacher's logits, labels) of one chunk: the divergence."""
+    divergence = _LOSSES[kind]
+
+    def of_chunk(own: torch.Tensor, other: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        flat = own.flatten(0, 1), other.flatten(0, 1)  # (tokens, vocabulary)
+        return divergence(*flat, part.flatten(), ignore_index)
+
+    return torch.compile(of_chunk, dynamic=True) if compiled else of_chunk
+
+
+def mixed_loss(
+    logits: Logits,
+    teacher_logits: Logits | None,
+    labels: torch.Tensor,
+    loss: Any,
+    config: RunConfig,
+    compiled: bool = False,
+    at_once: bool = True,
+) -> torch.Tensor:
+    """Return the sum of a run's training loss over the predicted tokens, in nats.
+
+    Args:
+        logits: See `distillation_loss_sum`, also for ``compiled`` and ``at_once``.
+        teacher_logits: The teacher's logits. None takes the loss component alone.
+        labels: Shifted labels (batch, seq_len).
+        loss: The loss component.
+        config: The run's config.
+        compiled: Whether to compute the divergence by fused kernels.
+        at_once: See `distillation_loss_sum`.
+    """
+    count = (labels != loss.ignore_index).sum()
+    total, weight = torch.zeros_like(count, dtype=torch.float32), 0.0
+    if teacher_logits is not None:
+        weight = config.distillation.weight
+        total = weight * distillation_loss_sum(
+            logits,
+            teacher_logits,
+            labels,
+            config.distillation,
+            loss.ignore_index,
+            compiled,
+            at_once,
+        )
+    if weight == 1:
+        return total
+    # Without a token to predict, the mean would be NaN. Any label works, because count is 0.
+    labels = torch.where(count > 0, labels, torch.zeros_like(labels))
+    if not isinstance(logits, list):
+        labels, logits = labels.reshape(-1), logits.reshape(-1, logits.size(-1))
+    return total + (1 - weight) * loss(logits, labels) * count
+
+
+def training_loss(
+    model: Any,
+    teacher: nn.Module | None,
+    batch: Mapping[str, torch.Tensor],
+    labels: torch.Tensor,
+    loss: Any,
+    config: RunConfig,
+    *,
+    compiled: bool = False,
+    recompute: bool = False,
+    context: AbstractContextManager[Any] | None = None,
+) -> torch.Tensor:
+    """Return the sum of a run's training loss over the predicted tokens of a batch, in nats.
+
+    Args:
+        model: The model.
+        teacher: The model to distil from. None takes the loss component alone.
+        batch: The inputs of both models.
+        labels: Shifted labels (batch, seq_len).
+        loss: The loss component.
+        config: The run's config.
+        compiled: Whether to compute the divergence by fused kernels.
+        recompute: Whether to hold the logits of one chunk at a time, and to compute them again in
+            the backward pass. The models must give chunks. The head runs inside of the model's
+            forward, where FSDP has gathered its weight. The root of a sharded teacher must keep its
+            gathered weights after its forward.
+        context: A context for the model's forward, such as torchtune's activation offloading.
+    """
+    context = context or nullcontext()
+    if not recompute:
+        targets = None
+        if teacher is not None:
+            with torch.no_grad():
+                targets = teacher(**batch)
+        with context:
+            logits = model(**batch)
+        return mixed_loss(logits, targets, labels, loss, config, compiled)
+    count = model.num_output_chunks
+    one = copy.copy(loss)  # the same loss for one chunk
+    one.num_output_chunks = 1
+    targets: Any = [None] * count
+    if teacher is not None:
+        chunked = _output(teacher, lambda hidden: list(hidden.chunk(count, dim=1)))
+        with chunked, torch.no_grad():
+            targets = teacher(**batch)
+
+    def of_chunk(
+        hidden: torch.Tensor, target: torch.Tensor | None, part: torch.Tensor
+    ) -> torch.Tensor:
+        own, other = [_head(model, hidden)], None
+        if target is not None:
+            with torch.no_grad():
+                other = [_head(teacher, target)]
+        return mixed_loss(own, other, part, one, config, compiled, at_once=False)
+
+    def of_chunks(hidden: torch.Tensor) -> list[torch.Tensor]:
+        chunks = hidden.chunk(count, dim=1)
+        parts = labels.split([chunk.shape[1] for chunk in chunks], dim=1)
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False}
+        given = zip(chunks, targets, parts, strict=False)  # a short sequence has fewer chunks
+        return [checkpoint(of_chunk, *chunk, **options) for chunk in given]
+
+    with _output(model, of_chunks), context:
+        return torch.stack(model(**batch)).sum()
+
+
+def _head(model: Any, hidden: torch.Tensor) -> Any:
+    """Return the logits of hidden states (batch, chunk, dim)."""
+    return model.head(hidden) if isinstance(model, Decoder) else model.output(hidden)
+
+
+@contextmanager
+def _output(model: nn.Module, function: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Make a decoder return a function of its last hidden states instead of its logits."""
+    model.chunked_output = function
+    try:
+        yield
+    finally:
+        del model.chunked_output

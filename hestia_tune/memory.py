@@ -1,7 +1,7 @@
 """Plan a run for the memory of a GPU that need not be here.
 
-The estimates of `hestia_tune.training.estimate` and `hestia_tune.reconstruction.estimate` run one
-step on tensors without data. Here they run on a model of two and of four blocks. Memory grows
+The estimates of `hestia_tune.training.estimate` and `hestia_tune.reconstruction.reconstruct` run
+one step on tensors without data. Here they run on a model of two and of four blocks. Memory grows
 linearly with the number of blocks, so the two give the memory of the whole model, in a fraction of
 its time. It grows linearly with the sequences of a micro-batch too, as long as the logits are
 computed in the same way.
@@ -30,13 +30,12 @@ from typing import Any
 import torch
 
 from hestia_tune.blocks import find_blocks
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models import loading
-from hestia_tune.reconstruction.estimate import Stage, stage_bytes, stages
-from hestia_tune.run import Prepared, TrainingRun
+from hestia_tune.reconstruction.reconstruct import Stage, stage_bytes, stages
+from hestia_tune.run import Prepared, PretrainedWeights, TrainingRun
 from hestia_tune.training.estimate import estimate, usable
-from hestia_tune.weights import PretrainedWeights
 
 EIGHT_BIT = "torchao.optim.AdamW8bit"
 SENSITIVITY, WINDOW, FINAL, TRAINING = "sensitivity", "blocks", "all blocks together", "training"

@@ -17,8 +17,7 @@ from hestia_tune.config import (
     ScheduleConfig,
     TextConfig,
 )
-from hestia_tune.config.files import load_config, overridden
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig, load_config, overridden
 from hestia_tune.config.section import describe
 from hestia_tune.errors import InputError, InputErrors
 

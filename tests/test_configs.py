@@ -11,14 +11,14 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from hestia_tune.config.files import (
+from hestia_tune.config.run_config import (
+    RunConfig,
     config_path,
     load_config,
     overridden,
     packaged_configs,
     text_of,
 )
-from hestia_tune.config.run import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models.loading import build_on_meta, check_model_options, modules_by_name
 from hestia_tune.qat.linear import quantized_linears

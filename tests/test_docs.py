@@ -12,11 +12,10 @@ from omegaconf import OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import hestia_tune
-from hestia_tune.commands.options import options_page
+from hestia_tune.commands.launch import options_page
 from hestia_tune.components import find_component
 from hestia_tune.config import Section, SourceConfig
-from hestia_tune.config.files import load_config, packaged_configs
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig, load_config, packaged_configs
 from hestia_tune.config.section import describe
 
 REPOSITORY = Path(__file__).parents[1]

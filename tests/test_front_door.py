@@ -14,7 +14,7 @@ from tiny import logged, make_config, write_config
 
 from hestia_tune.__main__ import COMMANDS, main
 from hestia_tune.commands import launch
-from hestia_tune.config.files import load_config
+from hestia_tune.config.run_config import load_config
 from hestia_tune.distributed import StopRequest
 
 

@@ -18,8 +18,7 @@ from hestia_tune.__main__ import main
 from hestia_tune.commands import init
 from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.config.files import load_config
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig, load_config
 from hestia_tune.memory import MemoryPlan
 
 transformers = pytest.importorskip("transformers")

@@ -7,9 +7,8 @@ import pytest
 import torch
 from tiny import logged, make_config, run
 
-from hestia_tune.config import machine
-from hestia_tune.config.files import load_config
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config import run_config
+from hestia_tune.config.run_config import RunConfig, load_config
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
 
@@ -37,7 +36,7 @@ def cpu(monkeypatch):
 
     def pretend(is_slow=False, has_onednn=True, compilers=("g++",)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(machine, "is_slow_in_bf16", lambda: is_slow)
+        monkeypatch.setattr(run_config, "is_slow_in_bf16", lambda: is_slow)
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
         monkeypatch.setattr(shutil, "which", lambda name: name if name in compilers else None)
 
@@ -46,7 +45,7 @@ def cpu(monkeypatch):
 
 def test_a_gpu_is_taken_if_there_is_one(gpu, monkeypatch):
     gpu()
-    monkeypatch.setattr(machine, "can_compile", lambda device: device == "cuda")
+    monkeypatch.setattr(run_config, "can_compile", lambda device: device == "cuda")
     config = parsed(*AUTO)
     assert (config.device, config.dtype, config.compile) == ("cuda", "bf16", True)
     assert (config.num_workers, config.optimizer["fused"]) == (2, True)

@@ -3,7 +3,7 @@
 import pytest
 from tiny import SHAPE, make_config
 
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.memory import (
     EIGHT_BIT,

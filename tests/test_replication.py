@@ -14,7 +14,7 @@ from torchao.quantization import quantize_
 
 import hestia_tune
 from hestia_tune.config import GeneratedConfig
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks" / "replication"
 FEW = ["--lrs", "1e-3", "--seeds", "0", "1", "--steps", "2"]

@@ -11,7 +11,7 @@ from tiny import make_config, run
 from hestia_tune.__main__ import main
 from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.report import write_report
-from hestia_tune.evaluation.texts import PROMPTS
+from hestia_tune.evaluation.evaluator import PROMPTS
 from hestia_tune.plots import plot_errors, plot_sensitivity
 from hestia_tune.reconstruction.window import WindowResult
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hestia_tune.units import count_text, duration_text, size_text
+from hestia_tune.errors import count_text, duration_text, size_text
 
 
 @pytest.mark.parametrize(

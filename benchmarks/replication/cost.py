@@ -36,15 +36,15 @@ from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 from torchtune import training
 
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.files import write_atomically
+from hestia_tune.losses import training_loss
 from hestia_tune.models.loading import build_buffers, instantiate, plain_on_meta
 from hestia_tune.qat.prepare import HestiaQATQuantizer
 from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.torchtune.recipe import HestiaQATRecipe
 from hestia_tune.training import build
-from hestia_tune.training.data import shifted_labels
-from hestia_tune.training.loss import training_loss
+from hestia_tune.training.loader import shifted_labels
 
 BARE, GRAPHED = "bare", "bare, graphed"
 NAMES = (BARE, GRAPHED, "plain", "straight-through", "Hestia, uniform", "Hestia", "Fairy2i")

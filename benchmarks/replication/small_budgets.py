@@ -23,7 +23,7 @@ from typing import Any
 from common import DEMO, HARD, many_runs, require_same, settings_of, slug
 from omegaconf import OmegaConf
 
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.files import write_atomically
 from hestia_tune.run import Run
 from hestia_tune.stages import measure_sensitivity, reconstruct

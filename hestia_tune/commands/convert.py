@@ -15,7 +15,7 @@ from typing import Any
 
 import hestia_tune
 from hestia_tune.bits import chosen
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.config.sections import FORMATS
 from hestia_tune.errors import InputError
 from hestia_tune.export.format import (

@@ -23,18 +23,18 @@ import torch.distributed as dist
 
 from hestia_tune.bits import chosen
 from hestia_tune.commands.launch import next_command
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.devices import get_dtype
 from hestia_tune.distributed import end_process_group, on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.evaluation import Evaluator, ModelResult, compare, versions
 from hestia_tune.evaluation.compare import Comparison
-from hestia_tune.evaluation.texts import PROMPTS
+from hestia_tune.evaluation.evaluator import PROMPTS
 from hestia_tune.files import digest, kept_result, require_writable_dir, write_json
 from hestia_tune.models import loading
 from hestia_tune.models.loading import load_model, locate
 from hestia_tune.run import join_ranks, say_choices
-from hestia_tune.training.data import calibration_batches, texts_of
+from hestia_tune.training.loader import calibration_batches, texts_of
 
 log = logging.getLogger(__name__)
 

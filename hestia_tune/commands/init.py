@@ -38,12 +38,16 @@ from hestia_tune import HestiaQATQuantizer, quantized_linears
 from hestia_tune.blocks import find_blocks, record_blocks
 from hestia_tune.commands.inspect import check_run
 from hestia_tune.config import ConvertConfig, nearest
-from hestia_tune.config.files import load_config, packaged_configs
-from hestia_tune.config.machine import is_slow_in_bf16
-from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
+from hestia_tune.config.run_config import (
+    TRANSFORMERS_MODEL_TYPE,
+    RunConfig,
+    is_slow_in_bf16,
+    load_config,
+    packaged_configs,
+)
 from hestia_tune.config.sections import FORMATS
 from hestia_tune.data import chat_format
-from hestia_tune.errors import InputError, one_line
+from hestia_tune.errors import InputError, count_text, duration_text, one_line, size_text
 from hestia_tune.export.format import holding, load_format, stacked_layers, suggested_group_size
 from hestia_tune.files import staged
 from hestia_tune.memory import fit_to_memory
@@ -51,7 +55,6 @@ from hestia_tune.models import AutoTokenizer
 from hestia_tune.models.decoder import model_on_meta
 from hestia_tune.models.folder import hub_name, local_folder, open_folder
 from hestia_tune.models.sources import check_shapes, open_source
-from hestia_tune.units import count_text, duration_text, size_text
 
 log = logging.getLogger(__name__)
 

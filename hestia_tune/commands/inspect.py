@@ -22,10 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hestia_tune.commands.launch import next_command
-from hestia_tune.commands.options import options_page
-from hestia_tune.config.files import load_config, packaged_configs, text_of
-from hestia_tune.config.run import RunConfig
+from hestia_tune.commands.launch import next_command, options_page
+from hestia_tune.config.run_config import RunConfig, load_config, packaged_configs, text_of
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
 
@@ -146,7 +144,7 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
     import torch.distributed as dist
 
     from hestia_tune.models import sources
-    from hestia_tune.reconstruction.estimate import describe_stages
+    from hestia_tune.reconstruction.reconstruct import describe_stages
     from hestia_tune.run import TrainingRun
     from hestia_tune.training.estimate import describe_costs
 

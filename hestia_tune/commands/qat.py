@@ -1,4 +1,9 @@
-"""``hestia_qat`` and ``hestia_reconstruct``: lists of the stages of `hestia_tune.stages`."""
+"""``hestia_qat`` and the commands that do a part of it: sensitivity, tokenize, reconstruct.
+
+``hestia_qat``, ``hestia_sensitivity`` and ``hestia_reconstruct`` are lists of the stages of
+`hestia_tune.stages`. ``hestia_tokenize`` writes the config's stream of text once, as a tokenized
+set.
+"""
 
 import contextlib
 from collections.abc import Mapping
@@ -9,13 +14,23 @@ import torch.distributed as dist
 
 from hestia_tune.commands.launch import INTERRUPTED, Stopped, next_command
 from hestia_tune.components import torchtune_module
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
+from hestia_tune.data import verify_token_shards, write_token_shards
 from hestia_tune.distributed import end_process_group
-from hestia_tune.files import locked
+from hestia_tune.errors import InputError
+from hestia_tune.files import locked, require_writable_dir
+from hestia_tune.models import loading
 from hestia_tune.models.sources import complete_checkpoints
 from hestia_tune.run import Run, TrainingRun
-from hestia_tune.stages import choose_bits, measure_sensitivity, reconstruct, train, with_starts
-from hestia_tune.training.generation import generate_missing, generates
+from hestia_tune.stages import (
+    choose_bits,
+    generate_missing,
+    generates,
+    measure_sensitivity,
+    reconstruct,
+    train,
+    with_starts,
+)
 
 R = TypeVar("R", bound=Run)
 
@@ -112,3 +127,48 @@ def _resume_if_possible(config: RunConfig) -> RunConfig:
     if computes and config.resume_from_checkpoint and not complete_checkpoints(folder):
         return config.changed(resume_from_checkpoint=False)
     return config
+
+
+def run_sensitivity(config: RunConfig | Mapping[str, Any]) -> int:
+    """Measure the sensitivity of a config's model and return the exit code."""
+    run = Run.of(config)
+    generate_missing(run)
+    path = measure_sensitivity(run).config.sensitivity
+    if dist.get_rank() == 0:
+        print(f"{path} has the scores. Next:")
+        found = [] if run.config.sensitivity == "auto" else [f"sensitivity={path}"]
+        print(f"  {next_command('qat', *found)}")
+    end_process_group()
+    return 0
+
+
+_STREAM = "hestia_tune.data.streaming_text_dataset"
+
+
+def run_tokenize(config: RunConfig | Mapping[str, Any]) -> int:
+    """Write the tokens of the ``dataset`` section to output_dir/tokens and return the exit code.
+
+    If the folder already holds the set of the same text, the set stays.
+
+    Raises:
+        InputError: If the dataset is not a stream of text, or the folder holds another set.
+    """
+    config = RunConfig.parse(config)
+    section = dict(config.datasets[0])
+    is_stream = len(config.datasets) == 1 and section.pop("_component_", None) == _STREAM
+    if not is_stream or section.get("source") in (None, "token_shards"):
+        raise InputError(
+            f"dataset must be one {_STREAM} with a source of text, because hestia_tokenize writes "
+            f"its tokens; got {config.dataset}"
+        )
+    folder = require_writable_dir(config.output_dir) / "tokens"
+    tokenizer = loading.instantiate(config.tokenizer, "tokenizer")
+    index = write_token_shards(tokenizer, folder, **section)
+    verify_token_shards(folder)
+    shards = ("dataset.source=token_shards", f"dataset.data_files={folder}")
+    train = next_command("qat", *shards)
+    print(
+        f"{index['num_tokens']:,} tokens of {index['num_documents']:,} documents are in {folder}. "
+        f"Next:\n  {train}"
+    )
+    return 0

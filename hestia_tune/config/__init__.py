@@ -1,8 +1,8 @@
 """Every YAML section as a dataclass, and the packaged configs. Nothing here imports torchtune."""
 
-from hestia_tune.config.bits import BitsConfig
 from hestia_tune.config.section import Section, nearest, option, require_number
 from hestia_tune.config.sections import (
+    BitsConfig,
     ChatConfig,
     ConvertConfig,
     DistillationConfig,

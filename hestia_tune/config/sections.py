@@ -1,14 +1,119 @@
-"""The YAML sections of training, data, sensitivity, conversion and evaluation.
+"""The YAML sections of training, data, sensitivity, bits, conversion and evaluation.
 
-`hestia_tune.config.run` describes the whole file.
+`hestia_tune.config.run_config` describes the whole file.
 """
 
+import pydoc
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from omegaconf import DictConfig, OmegaConf
 
 from hestia_tune.annealing import RANGES, check_shares
 from hestia_tune.config.section import Section, option
 from hestia_tune.errors import InputError
+
+# Section -> options that set a temperature.
+_TEMPERATURES = {"schedule": ("tau_init", "alpha", "hard_fraction"), "reconstruct": ("tau_init",)}
+
+
+def drop_temperatures(given: DictConfig) -> None:
+    """Set the temperatures of a config to 0 if its method has no temperature.
+
+    Raises:
+        InputError: If the config sets a temperature that nothing would read.
+    """
+    name = OmegaConf.select(given, "quantizer._component_", default=None)
+    # If the component does not exist, building it raises a better error than this function could.
+    component = pydoc.locate(name) if isinstance(name, str) else None
+    if getattr(component, "has_temperature", True):
+        return
+    read_by_none = f"is read by methods with a temperature, and {name} has none"
+    for key, options in _TEMPERATURES.items():
+        if not OmegaConf.is_dict(section := given.get(key) or OmegaConf.create()):
+            return  # parsing refuses such a section
+        for unread in options:
+            if (value := section.get(unread, 0)) != 0:
+                raise InputError(
+                    f"{key}.{unread}={value} {read_by_none}; delete the section by ~{key}, or "
+                    f"leave {unread} out"
+                )
+        pressure = {"rho": 0.0} if key == "schedule" else {}
+        given[key] = OmegaConf.merge(dict.fromkeys(options, 0.0) | pressure, section)
+    if given.get("sensitivity") not in (None, "auto"):
+        raise InputError(f"sensitivity={given.sensitivity} {read_by_none}; set sensitivity=null")
+
+
+# Every choice, in order of its bits.
+CHOICES = ("binary", "ternary", "int2", "int4", "bf16")
+# Values of ``by`` in configs of earlier versions.
+_CONTROLS = ("uniform", "position")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitsConfig(Section):
+    """The ``bits`` section: which linears get how many bits."""
+
+    section: ClassVar[str] = "bits"
+    average: float | None = option(None, low=1, high=16)
+    """Largest mean number of bits per weight, over all linears that the quantizer selects. The bits
+    of the scales count too. null: all linears are quantized as the quantizer says."""
+    choices: list[str] = option(["ternary", "int2", "int4", "bf16"], choices=CHOICES)
+    """What a linear may become. Codes of "binary" have 1 bit, of "ternary" 1.6, of "int2" 2 and of
+    "int4" 4. A linear that becomes "bf16" is not quantized and has 16 bits."""
+    embedding: str | None = option(None, choices=("int4", "int5", "int8"))
+    """Bits of the embedding, and of an output head of its own, in the files that hestia_convert
+    writes. They are rounded after the training, in groups of 32, and count in the average. null:
+    they stay in bfloat16 and do not count."""
+    by: str = option("sensitivity", choices=("sensitivity", "error"))
+    """How to choose. "sensitivity" predicts the smallest increase of the loss, by the traces of
+    sensitivity. "error" takes the smallest sum of relative squared errors of the weights."""
+
+    def __post_init__(self):
+        if self.by in _CONTROLS:
+            raise InputError(
+                f"bits.by={self.by} was a control of an experiment, and is no option any more; set "
+                "bits.by=sensitivity or bits.by=error, or run benchmarks/bits.py, which has the "
+                "controls"
+            )
+        super().__post_init__()
+
+    @property
+    def reads_sensitivity(self) -> bool:
+        """Return whether the choice reads the traces of the sensitivity."""
+        return self.average is not None and self.by == "sensitivity"
+
+    def check(self) -> None:
+        if not self.choices or len(set(self.choices)) < len(self.choices):
+            raise InputError(
+                f"bits.choices must name each choice once, and at least one; got {self.choices}"
+            )
+
+    def check_run(self, quantizer: Any, sensitivity: str | None, init: str) -> None:
+        """Raise InputError if the budget contradicts other options of a run.
+
+        Args:
+            quantizer: The ``quantizer`` section.
+            sensitivity: The option of this name.
+            init: The option of this name.
+        """
+        if self.average is None:
+            return
+        if isinstance(quantizer, dict) and quantizer.get("layers"):
+            raise InputError(
+                "bits and quantizer.layers both choose the method of linears; leave one of them out"
+            )
+        if self.reads_sensitivity and sensitivity is None:
+            raise InputError(
+                "bits.by=sensitivity reads the traces of sensitivity, which is null; set "
+                "sensitivity=auto, or bits.by=error"
+            )
+        if init == "random":
+            raise InputError(
+                "init: random does not go with bits, which are chosen from pretrained weights; "
+                "leave bits out"
+            )
+
 
 # The formats that `hestia_convert` writes, in the order in which they are shown: name ->
 # "module:object" of a `hestia_tune.export.format.Format`. A line is all that the rest of the
@@ -196,7 +301,7 @@ class ChatConfig(SourceConfig):
 class GeneratedConfig(Section):
     """The options of ``hestia_tune.data.self_generated_dataset``.
 
-    `hestia_tune.training.generation` writes the set before the run that names it.
+    `hestia_tune.stages` writes the set before the run that names it.
     """
 
     section: ClassVar[str] = "dataset"

@@ -7,9 +7,8 @@ from hestia_tune.data.chat_stream import (
     streaming_chat_dataset,
 )
 from hestia_tune.data.chats import Chat, chat_format, read_chat
-from hestia_tune.data.demo import demo_dataset
 from hestia_tune.data.mixture import MixtureDataset
-from hestia_tune.data.sequences import PositionSampler, SequenceDataset
+from hestia_tune.data.sequences import PositionSampler, SequenceDataset, demo_dataset
 from hestia_tune.data.stream import DataStreamError, Stream, StreamingTextDataset, text_dataset
 from hestia_tune.data.tokens import (
     TokenizedSet,

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.config.sections import FORMATS, ConvertConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json

@@ -42,11 +42,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hestia_tune.errors import InputError, one_line
+from hestia_tune.errors import InputError, one_line, size_text
 from hestia_tune.export import llama_cpp
 from hestia_tune.models.decoder import load_hard, read_config
 from hestia_tune.models.folder import ModelFolder, import_optional
-from hestia_tune.units import size_text
 
 log = logging.getLogger(__name__)
 

@@ -70,8 +70,8 @@ from hestia_tune.models.folder import (
     copy_side_files,
     import_optional,
 )
-from hestia_tune.tensors.bitpack import pack2, unpack2
 from hestia_tune.tensors.group_tensor import GroupTensor
+from hestia_tune.tensors.packed_tensor import pack2, unpack2
 
 MODEL_FILE = "onnx/model_q2.onnx"
 _BUILT_FILE, _SETTINGS_FILE = "model.onnx", "genai_config.json"

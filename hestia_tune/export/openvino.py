@@ -48,8 +48,8 @@ from hestia_tune.models.folder import (
     is_exact,
 )
 from hestia_tune.tensors import BY_LEVELS
-from hestia_tune.tensors.bitpack import unpack_codes
 from hestia_tune.tensors.group_tensor import GroupTensor
+from hestia_tune.tensors.packed_tensor import unpack_codes
 
 _MODEL_FILE = "openvino_model.xml"
 _TOKENIZER_FILES = ("openvino_tokenizer.xml", "openvino_detokenizer.xml")

@@ -18,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from torchao.utils import TorchAOBaseTensor
 
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.export.format import PROMPT, Format, check_products, python_line
 from hestia_tune.export.huggingface import sizes, write_folder
 from hestia_tune.methods import Fairy2iMethod, Method

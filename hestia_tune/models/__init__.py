@@ -9,7 +9,7 @@ from hestia_tune.models.tokenizers import AutoTokenizer, HuggingFaceTokenizer
 __all__ = ["AutoTokenizer", "HuggingFaceCheckpointer", "HuggingFaceTokenizer", "hugging_face"]
 
 # Component of torchtune's models -> its module in `hestia_tune.torchtune`, for configs.
-_NEED_TORCHTUNE = {"PackedWeights": "packed", "llama": "models"}
+_NEED_TORCHTUNE = {"PackedWeights": "models", "llama": "models"}
 
 
 def __getattr__(name: str) -> Any:

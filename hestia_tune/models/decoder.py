@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hestia_tune.blocks import find_blocks
-from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE
+from hestia_tune.config.run_config import TRANSFORMERS_MODEL_TYPE
 from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.files import read_json, write_json
 from hestia_tune.models.folder import (

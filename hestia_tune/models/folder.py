@@ -64,8 +64,8 @@ from hestia_tune.methods.groups import GroupSize, check_divides, is_hard
 from hestia_tune.methods.hestia import TernaryMethod
 from hestia_tune.methods.straight_through import check_embedding_width, round_embedding
 from hestia_tune.tensors import read_hard
-from hestia_tune.tensors.bitpack import unpack_codes
 from hestia_tune.tensors.group_tensor import GroupTensor
+from hestia_tune.tensors.packed_tensor import unpack_codes
 
 _BITS = (2, 4, 8)
 

@@ -21,7 +21,7 @@ folder/
     hestia.json                     the model section, the method, the packed layers
     config.json, tokenizer files    copies from the model's folder
     generate.yaml                   a config for `tune run generate`, which loads it by
-                                    `hestia_tune.torchtune.packed.PackedWeights`
+                                    `hestia_tune.torchtune.models.PackedWeights`
 """
 
 import inspect
@@ -38,7 +38,7 @@ from hestia_tune.annealing import SCHEDULE_OPTIONS, AnnealingSchedule
 from hestia_tune.blocks import find_blocks
 from hestia_tune.components import find_component, has_torchtune, instantiate, torchtune_module
 from hestia_tune.config import nearest
-from hestia_tune.config.run import TRANSFORMERS_MODEL, RunConfig
+from hestia_tune.config.run_config import TRANSFORMERS_MODEL, RunConfig
 from hestia_tune.devices import default_dtype
 from hestia_tune.errors import InputError, InputTypeError, one_line
 from hestia_tune.files import digest, read_json, read_state

@@ -1,7 +1,7 @@
 """Reads the weights of a model from a training checkpoint or a Hugging Face folder.
 
 Weights of a Hugging Face folder get the names that the model of a config has: transformers' own, or
-torchtune's (`hestia_tune.torchtune.checkpoints`). `hestia_tune.training.checkpoint` writes training
+torchtune's (`hestia_tune.torchtune.models`). `hestia_tune.training.checkpoint` writes training
 checkpoints and describes the folder of a checkpoint.
 """
 
@@ -15,8 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from hestia_tune.components import torchtune_module
-from hestia_tune.config.files import download_command
-from hestia_tune.config.run import TRANSFORMERS_MODEL_TYPE, RunConfig
+from hestia_tune.config.run_config import TRANSFORMERS_MODEL_TYPE, RunConfig, download_command
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, digest, read_json
 from hestia_tune.methods import GroupMethod, Method
@@ -39,12 +38,12 @@ MODEL_PREFIX = "model."  # the names of latent weights in a checkpoint start wit
 
 
 def torchtunes(model_type: str) -> Any:
-    """Return `hestia_tune.torchtune.checkpoints`, which names the weights of this model type.
+    """Return `hestia_tune.torchtune.models`, which names the weights of this model type.
 
     Raises:
         InputError: If torchtune cannot be imported.
     """
-    return torchtune_module("checkpoints", f"checkpointer.model_type {model_type}")
+    return torchtune_module("models", f"checkpointer.model_type {model_type}")
 
 
 def can_read(model_type: str) -> bool:

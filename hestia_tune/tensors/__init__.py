@@ -13,9 +13,9 @@ from hestia_tune.errors import InputError
 from hestia_tune.methods import Fairy2iMethod, GroupMethod, Method
 from hestia_tune.methods.groups import CODES, GroupSize
 from hestia_tune.methods.method import require_finite
-from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
 from hestia_tune.tensors.group_tensor import (
     BinaryTensor,
+    Fairy2iTensor,
     GroupTensor,
     INT2Tensor,
     INT4Tensor,

@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.tensors.fairy2i_tensor import Fairy2iTensor
-from hestia_tune.tensors.group_tensor import TernaryTensor
+from hestia_tune.tensors.group_tensor import Fairy2iTensor, TernaryTensor
 from hestia_tune.tensors.packed_tensor import PackedTensor, multiply
 
 

@@ -1,4 +1,4 @@
-"""Define the base of packed weights: two parts, a presented dtype, and most operators.
+"""The base of packed weights, with two parts, a presented dtype and most operators; packed bits.
 
 Every kind of packed tensor inherits the operators that are registered on `PackedTensor` (torchao
 copies a parent's table). All products go through `multiply`. If the weight has a kernel
@@ -9,9 +9,16 @@ dense weight.
 A packed weight stays whole: it can be moved, copied and transposed, but not cut, joined or sharded.
 A packed model of 1B weights takes 0.8 GB, so every rank loads a copy. An operator that would need a
 part of a weight, or a dense weight, raises an error. It never makes a dense copy silently.
+
+Codes of 1, 2 or 4 bits are packed into bytes along the last axis, padded with zeros to whole bytes.
+With 2 bits, byte j holds codes 4j, 4j+1, 4j+2, 4j+3 in bits 0-1, 2-3, 4-5, 6-7 (little end first).
+With 1 bit, it holds codes 8j to 8j+7, with 4 bits codes 2j and 2j+1. So any group of 8 columns is
+whole bytes, and a shift and a mask read a code. All operations are elementwise. They run on any
+device, the meta device included, and fuse under ``torch.compile``.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -27,6 +34,40 @@ from hestia_tune.methods.method import require_float
 
 if TYPE_CHECKING:
     from hestia_tune.tensors.kernels import Kernel
+
+
+def packed_width(width: int, bits: int = 2) -> int:
+    """Return how many bytes ``width`` codes need."""
+    return -(-width * bits // 8)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes, 8 / bits to a byte.
+
+    Args:
+        codes: The codes (..., width), in any integer dtype. Values must fit into ``bits``; this is
+            not checked.
+        bits: Bits per code, a divisor of 8.
+
+    Returns:
+        The bytes, uint8 (..., ceil(width · bits / 8)).
+    """
+    each, num_bytes = 8 // bits, packed_width(codes.shape[-1], bits)
+    codes = F.pad(codes.to(torch.uint8), (0, each * num_bytes - codes.shape[-1]))
+    fields = codes.unflatten(-1, (num_bytes, each)).unbind(-1)
+    return functools.reduce(torch.bitwise_or, [f << i * bits for i, f in enumerate(fields)])
+
+
+def unpack_codes(packed: Tensor, width: int, bits: int) -> Tensor:
+    """Return the ``width`` codes that `pack_codes` packed, uint8 (..., width)."""
+    codes = torch.stack([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)], dim=-1)
+    return codes.flatten(-2)[..., :width]
+
+
+# Packing with 2 bits per code.
+pack2 = functools.partial(pack_codes, bits=2)
+unpack2 = functools.partial(unpack_codes, bits=2)
+
 
 T = TypeVar("T", bound="PackedTensor")
 _PRESENTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

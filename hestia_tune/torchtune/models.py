@@ -1,21 +1,279 @@
-"""The models that torchtune builds, and checks of them against config.json."""
+"""The models that torchtune builds: their checks, names of weights, generation and packed weights.
+
+`check_architecture` compares a torchtune model with config.json. Weights of a Hugging Face folder
+get the names and the form that torchtune gives to them. `generate_batch` samples text with
+torchtune's ``generate`` and its KV cache. `PackedWeights` lets torchtune's own recipes, such as
+`tune run generate`, load packed weights.
+"""
 
 import inspect
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
+from torchtune import utils
+from torchtune.generation import generate, generate_next_token
+from torchtune.models import convert_weights
 from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 from torchtune.modules import TiedLinear, TransformerDecoder
+from torchtune.training import FullModelHFCheckpointer, quantization
 from torchtune.training.checkpointing import ModelType
 
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config import GeneratedConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
-from hestia_tune.models.folder import EMBEDDING, HEAD
+from hestia_tune.files import read_json
+from hestia_tune.methods import Method
+from hestia_tune.models.folder import EMBEDDING, HEAD, SafetensorsFolder, open_folder
 from hestia_tune.models.loading import plain_on_meta
 from hestia_tune.models.reference import use_transformers
-from hestia_tune.torchtune.checkpoints import MODEL_TYPES, pretrained_source
+from hestia_tune.models.sources import add_parameters
+from hestia_tune.qat.select import select_layers
+from hestia_tune.tensors import pack, use_kernel
+
+# torchtune's model type -> model_type in config.json, for the models that can be read here.
+MODEL_TYPES = {
+    "LLAMA2": "llama",
+    "LLAMA3": "llama",
+    "LLAMA3_2": "llama",
+    "MISTRAL": "mistral",
+    "QWEN2": "qwen2",
+}
+
+
+def converted(
+    model_type: str,
+    source: SafetensorsFolder,
+    read: Callable[[str], torch.Tensor] | None = None,
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (name in the files, torchtune's name, tensor in torchtune's form) of every tensor.
+
+    Args:
+        model_type: The model type in the checkpointer section.
+        source: The folder.
+        read: Function from a name in the files to its tensor. None: the tensors are empty, on the
+            meta device.
+
+    Raises:
+        InputError: If the names of this model type cannot be converted.
+    """
+    to_torchtune = _converter(model_type, source.folder)
+    for theirs, shape in source.shapes.items():
+        tensor = read(theirs) if read else torch.empty(shape, device="meta")
+        for ours, value in to_torchtune({theirs: tensor}).items():
+            yield theirs, ours, value
+
+
+def pretrained_source(config: RunConfig, folder: Path) -> SafetensorsFolder | None:
+    """Return the pretrained weights of a config in a folder, mapped from their files.
+
+    Returns:
+        None if only torchtune's checkpointer can read them: if its ``model_type`` is another than
+        those of `MODEL_TYPES`, or if ``checkpoint_files`` is no list of files in the folder.
+    """
+    names = config.checkpointer.get("checkpoint_files")
+    if config.model_type not in MODEL_TYPES or not isinstance(names, list) or not names:
+        return None
+    if not all((folder / name).is_file() for name in names):
+        return None
+    return open_folder(folder, names)
+
+
+def remember_files(checkpointer: Any, source: SafetensorsFolder) -> None:
+    """Let torchtune's checkpointer write each weight into the file that it was read from.
+
+    It learns the files only when it reads the weights itself.
+    """
+    if isinstance(checkpointer, FullModelHFCheckpointer):
+        numbers = {file: f"{number:04}" for number, file in enumerate(source.files, 1)}
+        found = {name: numbers[file] for name, file in source.file_of.items()}
+        checkpointer._weight_map = defaultdict(lambda: "0001", found)
+
+
+def prepare_to_write(
+    checkpointer: Any, state: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """Make torchtune's checkpointer ready to write a state dict that it has not read.
+
+    Args:
+        checkpointer: A checkpointer of torchtune, which is changed, or another one.
+        state: The state dict, by torchtune's names.
+
+    Returns:
+        What `split_biases` returns, and keys of the config.json to write. For another checkpointer:
+        the whole state dict, no biases and no keys.
+    """
+    if not isinstance(checkpointer, FullModelHFCheckpointer):
+        return state, {}, {}
+    if checkpointer._weight_map is None:  # it has read no weights: write all into one file
+        checkpointer._weight_map = defaultdict(lambda: "00001")
+    # The pretrained files decide whether the head is the embedding, not config.json alone.
+    head = {"tie_word_embeddings": "output.weight" not in state}
+    checkpointer._config = checkpointer._config | head
+    return *split_biases(state, checkpointer._config), head
+
+
+def split_biases(
+    state: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Split a Llama's state dict into weights and biases.
+
+    torchtune's Llamas have no biases. The linears of a transformers Llama all have a bias, or none
+    has one. If the state dict has any bias, every linear of the blocks gets one, which is zero if
+    the state dict does not have it.
+
+    Args:
+        state: The state dict, by torchtune's names.
+        config: The content of config.json.
+
+    Returns:
+        The weights, by torchtune's names, and the biases, by their names in Hugging Face files. For
+        a model that is not a Llama: the whole state dict, and no biases.
+    """
+    weights = {name: value for name, value in state.items() if not name.endswith(".bias")}
+    if len(weights) == len(state) or config["model_type"] != "llama":
+        return dict(state), {}
+    linears = {n: w for n, w in weights.items() if n.startswith("layers.") and w.dim() == 2}
+    biases = {n: state.get(f"{n[:-6]}bias", w.new_zeros(len(w))) for n, w in linears.items()}
+    columns = {name: bias.unsqueeze(1) for name, bias in biases.items()}
+    in_files = convert_weights.tune_to_hf(columns, **_sizes(config) | {"dim": 1})
+    return weights, {f"{n[:-6]}bias": v.squeeze(1).contiguous() for n, v in in_files.items()}
+
+
+def _llama_to_torchtune(state: dict[str, torch.Tensor], **sizes: Any) -> dict[str, torch.Tensor]:
+    """Convert one tensor of a Llama. A bias is converted as a weight with one column."""
+    if not next(iter(state)).endswith(".bias"):
+        return convert_weights.hf_to_tune(state, **sizes)
+    columns = {f"{name[:-4]}weight": bias.unsqueeze(1) for name, bias in state.items()}
+    result = convert_weights.hf_to_tune(columns, **sizes | {"dim": 1})
+    return {f"{name[:-6]}bias": column.squeeze(1) for name, column in result.items()}
+
+
+def _converter(model_type: str, folder: Path) -> Callable[..., Any]:
+    """Return the function that gives tensors of a Hugging Face state dict torchtune's form."""
+    if model_type not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
+        raise InputError(
+            f"model_type {model_type} is not supported here; it must be one of {known}"
+        )
+    config = read_json(folder / "config.json")
+    if model_type != "QWEN2":
+        return partial(_llama_to_torchtune, **_sizes(config))
+    # The source leaves out a head that is tied, so here is none to leave out.
+    return partial(qwen2_hf_to_tune, tie_word_embeddings=False, **_sizes(config))
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes in a config.json that torchtune's converters need."""
+    heads, dim = config["num_attention_heads"], config["hidden_size"]
+    sizes = {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads", heads)}
+    return sizes | {"dim": dim, "head_dim": config.get("head_dim") or dim // heads}
+
+
+BATCH_SIZE = 32  # Sequences that are generated together. The generated text depends on it.
+
+
+def generate_batch(
+    model: Any, config: GeneratedConfig, number: int, vocab_size: int
+) -> torch.Tensor:
+    """Return the token ids (batch_size, seq_len) of a batch of generated text.
+
+    The first token is random. The next 3 to 5 tokens are greedy, the same number in the whole
+    batch. All further tokens are sampled. The result depends on the arguments only.
+
+    Args:
+        model: A model that torchtune builds, with KV caches for the batch.
+        config: The options of the generated set.
+        number: Number of the batch.
+        vocab_size: The first token is below this number.
+    """
+    (state,) = np.random.SeedSequence([config.seed, number]).generate_state(1, np.uint64)
+    device = model.tok_embeddings.weight.device
+    rng = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
+    first = torch.randint(vocab_size, (BATCH_SIZE, 1), generator=rng, device=device)
+    num_greedy = int(torch.randint(3, 6, (), generator=rng, device=device))
+    shared: Any = {"pad_id": -1, "rng": rng, "custom_generate_next_token": _next_token}
+    model.reset_caches()
+    start, _ = generate(model, first, max_generated_tokens=num_greedy, top_k=1, **shared)
+    shared |= {"temperature": config.temperature, "top_k": None}
+    model.reset_caches()
+    rest = config.seq_len - start.shape[1]
+    return generate(model, start, max_generated_tokens=rest, **shared)[0]
+
+
+def _next_token(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call torchtune's function, and drop the logits that `generate` would keep of every token."""
+    tokens, logits = generate_next_token(*args, **options)
+    return tokens, logits[:, :0]
+
+
+log = utils.get_logger("DEBUG")
+
+
+@dataclass(eq=False)
+class PackedWeights:
+    """The ``quantizer`` component that lets torchtune's own recipes load packed weights.
+
+    torchtune's generate recipe asks for compilation. On a CPU nothing is compiled, because
+    compilation takes minutes and the result is slower.
+
+    Args:
+        method: The key of the checkpoint's method, such as "ternary, group_size=128".
+        layers: Name -> key of the method, for every layer with another method.
+        include: The layers to pack, as for training; see `hestia_tune.HestiaQATQuantizer`.
+        exclude: The layers to leave out, as for training.
+        kernel: The kernel that multiplies by packed weights; see `hestia_tune.use_kernel`. On a
+            GPU, "auto" compiles products that dequantize; with the name of a kernel nothing is
+            compiled.
+    """
+
+    method: str
+    include: Sequence[str] | None = None
+    exclude: Sequence[str] | None = None
+    kernel: str = "auto"
+    layers: Mapping[str, str] | None = None
+
+    def __post_init__(self):
+        self._method = Method.from_key(self.method)
+        self._others = {name: Method.from_key(key) for name, key in (self.layers or {}).items()}
+
+    def quantize(self, model: nn.Module) -> nn.Module:
+        """Replace dense weights by empty packed weights, and return the model to be loaded.
+
+        A linear stays dense if the method cannot quantize its shape, as in training. The weights of
+        experts are dense in the file.
+        """
+        for name, linear in select_layers(model, self.include, self.exclude or ()).items():
+            if not isinstance(linear, nn.Linear):
+                continue
+            method = self._others.get(name, self._method)
+            try:
+                method.check_layer(linear.in_features, linear.out_features, name)
+            except ValueError:
+                continue
+            zeros = torch.zeros_like(linear.weight.detach())
+            empty = pack(method, zeros, parameters=method.initial_parameters(zeros))
+            linear.weight = nn.Parameter(empty, requires_grad=False)
+            add_parameters(model, [f"{name}.{key}" for key in method.extra_names])
+        model.register_load_state_dict_post_hook(self._loaded)
+        return model
+
+    def _loaded(self, model: nn.Module, _: Any) -> None:
+        """Choose the kernels and switch the compiler off, unless a GPU should compile."""
+        device = next(model.parameters()).device
+        if device.type == "cpu" or self.kernel not in ("auto", "dequantize"):
+            torch.compiler.set_stance("force_eager")
+            log.info(use_kernel(model, self.kernel))
+
+
+quantization._quantizer_to_mode[PackedWeights] = "hestia"
 
 
 def llama(

@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
 import hestia_tune
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.data import DataStreamError
 from hestia_tune.devices import compile_backend, move_batch
 from hestia_tune.distributed import (
@@ -43,6 +43,7 @@ from hestia_tune.distributed import (
 from hestia_tune.errors import InputError, NotFiniteError, one_line
 from hestia_tune.evaluation import metrics_of
 from hestia_tune.files import remove, write_json
+from hestia_tune.losses import output_chunks, training_loss
 from hestia_tune.models import loading as models
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.qat import shards
@@ -52,8 +53,7 @@ from hestia_tune.run import TrainingRun, join_ranks
 from hestia_tune.training import checkpoint, monitoring, outputs
 from hestia_tune.training.build import build
 from hestia_tune.training.checkpoint import Resume
-from hestia_tune.training.data import shifted_labels
-from hestia_tune.training.loss import output_chunks, training_loss
+from hestia_tune.training.loader import shifted_labels
 from hestia_tune.training.monitoring import CodeStatistics, History, StepResult
 from hestia_tune.training.optimizer import make_optimizer
 

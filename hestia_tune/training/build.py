@@ -29,11 +29,10 @@ from hestia_tune.models.sources import read_checked
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.qat.schedule import ScheduleDriver
-from hestia_tune.run import TrainingRun
+from hestia_tune.run import State, TrainingRun, initial_weights
 from hestia_tune.sensitivity import model_fingerprint
 from hestia_tune.training import checkpoint
 from hestia_tune.training.outputs import validation_identity
-from hestia_tune.weights import State, initial_weights
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.distributed import gathered, of_all_ranks, on_first_rank, together
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.files import checksum, differences, digest, remove, require_writable_dir, staged

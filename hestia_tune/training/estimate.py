@@ -31,15 +31,13 @@ from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from hestia_tune.blocks import checkpoint_blocks, find_blocks, keep_blocks
-from hestia_tune.config.machine import num_ranks
-from hestia_tune.config.run import RunConfig
-from hestia_tune.errors import one_line
+from hestia_tune.config.run_config import RunConfig, num_ranks
+from hestia_tune.errors import duration_text, one_line, size_text
+from hestia_tune.losses import output_chunks, training_loss
 from hestia_tune.models import loading
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.run import TrainingRun
-from hestia_tune.training.loss import output_chunks, training_loss
 from hestia_tune.training.optimizer import state_bytes
-from hestia_tune.units import duration_text, size_text
 
 # A GPU that is assumed if there is none here.
 _GPU_BYTES = 80e9

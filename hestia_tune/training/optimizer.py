@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hestia_tune.config.machine import can_compile
+from hestia_tune.config.run_config import can_compile
 from hestia_tune.errors import InputError
 from hestia_tune.models import loading
 from hestia_tune.qat.linear import QuantizedLayer, local_rows, shard_like

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hestia_tune.components import has_torchtune, torchtune_module
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError, quiet_loggers
 from hestia_tune.export.huggingface import write_card
 from hestia_tune.files import digest, read_json, read_state, staged, write_json
@@ -140,7 +140,7 @@ def write_hard_model(
         writer._output_dir = Path(scratch)  # it writes into the subfolder epoch_0
         biases, head = {}, {}
         if not isinstance(writer, HuggingFaceCheckpointer) and has_torchtune():
-            torchtune = torchtune_module("checkpoints", type(writer).__name__)
+            torchtune = torchtune_module("models", type(writer).__name__)
             state, biases, head = torchtune.prepare_to_write(writer, state)
         with _quiet():  # its log would name the temporary folder
             writer.save_checkpoint({"model": state}, epoch=0, intermediate_checkpoint=False)

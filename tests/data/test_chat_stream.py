@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hestia_tune.data import DataStreamError, chat_dataset, streaming_chat_dataset
 from hestia_tune.models import HuggingFaceTokenizer
-from hestia_tune.training.data import collate_samples
+from hestia_tune.training.loader import collate_samples
 
 PAD = 2
 

@@ -5,7 +5,7 @@ import torch
 from torchtune.data import padded_collate_sft
 from torchtune.modules.attention_utils import create_block_causal_mask
 
-from hestia_tune.data.collate import document_mask, pad_samples
+from hestia_tune.data.sequences import document_mask, pad_samples
 
 
 @pytest.mark.parametrize("kind", [list, torch.tensor])

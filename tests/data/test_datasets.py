@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hestia_tune.data import SequenceDataset, demo_dataset, text_dataset
-from hestia_tune.data.demo import demo_documents
+from hestia_tune.data.sequences import demo_documents
 
 
 class Letters:

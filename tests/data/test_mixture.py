@@ -18,7 +18,7 @@ from hestia_tune.data import (
     write_token_shards,
 )
 from hestia_tune.models import HuggingFaceTokenizer
-from hestia_tune.training.data import collate_samples
+from hestia_tune.training.loader import collate_samples
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -26,7 +26,7 @@ from hestia_tune.data import DataStreamError
 from hestia_tune.data import stream as module
 from hestia_tune.data.sequences import encode_each
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
-from hestia_tune.training.data import collate_packed
+from hestia_tune.training.loader import collate_packed
 
 
 def test_lots_and_blocks_do_not_change_an_unshuffled_stream(tmp_path, monkeypatch):

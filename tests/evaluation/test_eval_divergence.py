@@ -16,8 +16,8 @@ from eval_tiny import (  # noqa: E402
 
 from hestia_tune.config import EvalConfig, TextConfig  # noqa: E402
 from hestia_tune.evaluation import Evaluator, compare  # noqa: E402
+from hestia_tune.evaluation.evaluator import PROMPTS, tokenize  # noqa: E402
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
-from hestia_tune.evaluation.texts import PROMPTS, tokenize  # noqa: E402
 
 BOS = ByteTokenizer.bos_id
 

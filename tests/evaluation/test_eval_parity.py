@@ -20,11 +20,14 @@ from tiny import make_model_dir  # noqa: E402
 from torchtune import config  # noqa: E402
 from torchtune.models.convert_weights import hf_to_tune  # noqa: E402
 
-from hestia_tune.config.files import asset_path, config_path  # noqa: E402
-from hestia_tune.data.demo import demo_documents  # noqa: E402
-from hestia_tune.evaluation.evaluator import evaluate_tasks, load_tasks  # noqa: E402
+from hestia_tune.config.run_config import asset_path, config_path  # noqa: E402
+from hestia_tune.data.sequences import demo_documents  # noqa: E402
+from hestia_tune.evaluation.evaluator import (  # noqa: E402
+    evaluate_tasks,
+    load_tasks,
+    perplexity,  # noqa: E402
+)
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
-from hestia_tune.evaluation.texts import perplexity  # noqa: E402
 from hestia_tune.models import llama  # noqa: E402
 from hestia_tune.models.folder import SafetensorsFolder  # noqa: E402
 from hestia_tune.models.sources import read_weights  # noqa: E402

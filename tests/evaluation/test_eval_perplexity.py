@@ -12,9 +12,9 @@ from torch import nn
 pytest.importorskip("lm_eval", reason="perplexity needs lm-eval's scoring")
 
 from hestia_tune.config import TextConfig  # noqa: E402
+from hestia_tune.evaluation.evaluator import perplexity  # noqa: E402
+from hestia_tune.evaluation.evaluator import read_documents as documents_of  # noqa: E402
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
-from hestia_tune.evaluation.texts import perplexity  # noqa: E402
-from hestia_tune.evaluation.texts import read_documents as documents_of  # noqa: E402
 from hestia_tune.models import llama  # noqa: E402
 
 

@@ -17,9 +17,12 @@ from eval_tasks_local import make_manager, make_task_folder  # noqa: E402
 from eval_tiny import WINDOW, ByteTokenizer, WholeModel, random_text, tiny_model  # noqa: E402
 
 from hestia_tune.evaluation import versions  # noqa: E402
-from hestia_tune.evaluation.evaluator import evaluate_tasks, load_tasks  # noqa: E402
+from hestia_tune.evaluation.evaluator import (  # noqa: E402
+    evaluate_tasks,
+    load_tasks,
+    perplexity,  # noqa: E402
+)
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
-from hestia_tune.evaluation.texts import perplexity  # noqa: E402
 
 TASKS = ["tiny_choice", "tiny_rolling"]
 

@@ -8,11 +8,11 @@ from huggingface_hub import ModelCard
 from tiny import NUM_QUANTIZED, make_config, make_model_dir, run
 
 from hestia_tune.commands.convert import ConvertRecipe
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.distributed import end_process_group
 from hestia_tune.export.huggingface import write_card
 from hestia_tune.models.folder import hub_name
-from hestia_tune.reconstruction.recipe import ReconstructionRecipe
+from hestia_tune.reconstruction.reconstruct import ReconstructionRecipe
 from hestia_tune.run import Run
 from hestia_tune.training.outputs import provenance
 

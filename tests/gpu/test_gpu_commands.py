@@ -12,8 +12,7 @@ from tiny import make_config, run, tune_run, write_config
 from hestia_tune import HestiaConfig, SensitivityArtifact
 from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.evaluate import run_evaluation
-from hestia_tune.commands.qat import run_qat
-from hestia_tune.commands.sensitivity import run_sensitivity
+from hestia_tune.commands.qat import run_qat, run_sensitivity
 from hestia_tune.integrations.transformers import HestiaCallback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("end_process_group")]

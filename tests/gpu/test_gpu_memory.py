@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hestia_tune import memory
 from hestia_tune.commands.qat import run_reconstruct
-from hestia_tune.config.run import RunConfig
-from hestia_tune.reconstruction.estimate import decide
-from hestia_tune.reconstruction.folder import Windows
+from hestia_tune.config.run_config import RunConfig
+from hestia_tune.reconstruction.engine import Windows
+from hestia_tune.reconstruction.reconstruct import decide
 from hestia_tune.run import TrainingRun
 from hestia_tune.training.estimate import estimate
 

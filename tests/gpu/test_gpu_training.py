@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tiny import SHAPE, logged, make_config, make_model_dir, run
 
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.config.files import load_config, packaged_configs
+from hestia_tune.config.run_config import load_config, packaged_configs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("end_process_group")]
 

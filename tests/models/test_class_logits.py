@@ -9,9 +9,8 @@ from families import family_config, make_family
 from tiny import random_dataset, run
 from torch import nn
 
-from hestia_tune.commands.qat import run_reconstruct
-from hestia_tune.commands.sensitivity import run_sensitivity
-from hestia_tune.config.run import RunConfig
+from hestia_tune.commands.qat import run_reconstruct, run_sensitivity
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.models.decoder import model_on_meta, read_weights
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.loading import load_model

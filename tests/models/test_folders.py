@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_config, run
 
 from hestia_tune import HestiaQATQuantizer, quantized_linears
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models.decoder import model_on_meta
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder

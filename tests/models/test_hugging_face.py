@@ -12,7 +12,7 @@ from tiny import make_config, make_model_dir
 
 from hestia_tune import HestiaQATQuantizer
 from hestia_tune.blocks import find_blocks, record_blocks, share_equal
-from hestia_tune.config.run import SELF_GENERATED, RunConfig
+from hestia_tune.config.run_config import SELF_GENERATED, RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.export.gguf_families import check_architecture
 from hestia_tune.models import AutoTokenizer, HuggingFaceCheckpointer, HuggingFaceTokenizer
@@ -29,7 +29,7 @@ from hestia_tune.sensitivity.curvature import (
     logits_of,
     mean_loss,
 )
-from hestia_tune.training.generation import generate_missing
+from hestia_tune.stages import generate_missing
 
 transformers = pytest.importorskip("transformers")
 

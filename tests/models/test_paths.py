@@ -9,11 +9,10 @@ from tiny import make_model_dir
 
 from hestia_tune.__main__ import main
 from hestia_tune.config import StreamConfig
-from hestia_tune.config.files import download_command, load_config, packaged_configs
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig, download_command, load_config, packaged_configs
 from hestia_tune.data.stream import open_rows
 from hestia_tune.errors import InputError
-from hestia_tune.evaluation.texts import read_documents
+from hestia_tune.evaluation.evaluator import read_documents
 from hestia_tune.files import first_missing, literal
 from hestia_tune.models.sources import require_pretrained
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import SHAPE, make_config, make_model_dir, run
 
 from hestia_tune.commands.inspect import run_validate
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models import reference
 from hestia_tune.models.decoder import model_on_meta

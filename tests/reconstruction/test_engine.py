@@ -19,8 +19,7 @@ from hestia_tune.blocks import BlockCall, BlockChain, on_device
 from hestia_tune.config import ReconstructionConfig
 from hestia_tune.methods.method import effective_weight
 from hestia_tune.reconstruction import Reconstruction, WindowResult, engine, windows
-from hestia_tune.reconstruction.streams import Stream, prefetched
-from hestia_tune.reconstruction.window import call_block, templates
+from hestia_tune.reconstruction.window import Stream, call_block, prefetched, templates
 
 SEQ, DIM, BATCHES, BATCH = 6, 8, 5, 4
 COUNTED = torch.ones(BATCH, SEQ)

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensor
 
 from hestia_tune.blocks import find_blocks, outside_blocks
 from hestia_tune.commands.qat import run_reconstruct
-from hestia_tune.reconstruction.folder import Windows
+from hestia_tune.reconstruction.engine import Windows
 
 NUM_BLOCKS, WINDOW = 4, 2
 OPTIONS = (

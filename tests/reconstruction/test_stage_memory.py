@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 from tiny import make_config, make_model_dir
 
 from hestia_tune.commands.qat import run_reconstruct
-from hestia_tune.config.files import load_config, packaged_configs
-from hestia_tune.config.run import RunConfig
-from hestia_tune.reconstruction import estimate as estimate_module
+from hestia_tune.config.run_config import RunConfig, load_config, packaged_configs
+from hestia_tune.reconstruction import reconstruct as estimate_module
 from hestia_tune.reconstruction import window
-from hestia_tune.reconstruction.estimate import decide, describe_stages, stages
-from hestia_tune.reconstruction.streams import pieces
+from hestia_tune.reconstruction.reconstruct import decide, describe_stages, stages
+from hestia_tune.reconstruction.window import pieces
 from hestia_tune.run import TrainingRun
 from hestia_tune.training import estimate
 

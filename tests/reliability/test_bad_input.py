@@ -14,9 +14,7 @@ from tiny import make_config, make_model_dir, write_config
 from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.evaluate import run_evaluation
 from hestia_tune.commands.launch import main
-from hestia_tune.commands.qat import run_qat, run_reconstruct
-from hestia_tune.commands.sensitivity import run_sensitivity
-from hestia_tune.commands.tokenize import run_tokenize
+from hestia_tune.commands.qat import run_qat, run_reconstruct, run_sensitivity, run_tokenize
 
 COMMANDS = {
     "qat": run_qat,

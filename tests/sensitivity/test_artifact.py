@@ -9,7 +9,7 @@ import torch
 
 from hestia_tune import AnnealingSchedule, SensitivityArtifact
 from hestia_tune.sensitivity import model_fingerprint
-from hestia_tune.sensitivity.artifact import sensitivity_scores
+from hestia_tune.sensitivity.estimation import sensitivity_scores
 
 TRACES = {"layers.0.q_proj": 2.5, "layers.0.w1": 1e-6, "layers.1.q_proj": 40.0, "layers.1.w1": 0.3}
 

@@ -23,9 +23,8 @@ from hestia_tune.sensitivity import (
     estimate_sensitivity,
     model_fingerprint,
 )
-from hestia_tune.sensitivity.artifact import sensitivity_scores
 from hestia_tune.sensitivity.curvature import hutchpp
-from hestia_tune.sensitivity.estimation import probe_generator
+from hestia_tune.sensitivity.estimation import probe_generator, sensitivity_scores
 
 # No score can be known so well, so every layer gets num_probes.
 EXHAUSTIVE = {"target_standard_error": 1e-6}

@@ -6,7 +6,7 @@ import pytest
 import references
 import torch
 
-from hestia_tune.sensitivity.artifact import is_resolved, sensitivity_scores
+from hestia_tune.sensitivity.estimation import is_resolved, sensitivity_scores
 
 TRACES = {"layers.0.q_proj": 2.5, "layers.0.w1": 1e-6, "layers.1.q_proj": 40.0, "layers.1.w1": 0.3}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hestia_tune.tensors.bitpack import pack2, unpack2
+from hestia_tune.tensors.packed_tensor import pack2, unpack2
 
 
 def random_codes(shape, seed=0, dtype=torch.int8):

@@ -11,7 +11,7 @@ from tiny import NUM_QUANTIZED, logged, make_config, run
 
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat, run_reconstruct
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import write_json
 from hestia_tune.methods.straight_through import round_embedding

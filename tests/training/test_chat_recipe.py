@@ -21,14 +21,13 @@ from tiny import (
 )
 
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import warn_once
 from hestia_tune.models import llama
 from hestia_tune.reconstruction import engine
 from hestia_tune.run import Run, TrainingRun
 from hestia_tune.stages import measure_sensitivity
-from hestia_tune.training.data import calibration_batches
-from hestia_tune.training.loader import TrainingData
+from hestia_tune.training.loader import TrainingData, calibration_batches
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -231,7 +230,7 @@ def test_all_three_stages_run_on_chats(chat_dir, tmp_path, chats, kind, monkeypa
             seen["hidden"], seen["predicted"] = args[4], predicted_masks
             super().__init__(*args, predicted_masks=predicted_masks, **options)
 
-    monkeypatch.setattr("hestia_tune.reconstruction.recipe.Reconstruction", Spy)
+    monkeypatch.setattr("hestia_tune.reconstruction.reconstruct.Reconstruction", Spy)
     cfg = config(chat_dir, tmp_path, chats, *FEW, dataset=dataset_of(kind, chats))
     cfg.dataset_val = section(chats / "held.jsonl", HELD)
     parsed = RunConfig.parse(cfg)

@@ -10,15 +10,15 @@ from tiny import SHAPE, logged, make_config, make_model_dir, random_dataset, run
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
+from hestia_tune import losses
 from hestia_tune import run as runs
 from hestia_tune.config import DistillationConfig
 from hestia_tune.errors import InputError
+from hestia_tune.losses import distillation_loss_sum
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.sources import read_weights
 from hestia_tune.torchtune.recipe import HestiaQATRecipe
-from hestia_tune.training import loss
-from hestia_tune.training.loss import distillation_loss_sum
 
 IGNORED = -100
 
@@ -129,8 +129,8 @@ def test_recomputed_logits_give_the_same_training(
 ):
     """Loss and weights do not change if the logits of a chunk are computed twice."""
     found, seen = {}, []
-    head = loss._head
-    monkeypatch.setattr(loss, "_head", lambda *args: seen.append(args[1].shape) or head(*args))
+    head = losses._head
+    monkeypatch.setattr(losses, "_head", lambda *args: seen.append(args[1].shape) or head(*args))
     for large in (2**30, 0):
         monkeypatch.setattr(runs, "_LARGE_LOGITS", large)
         options = (f"distillation.weight={weight}", "max_steps=4", f"dtype={dtype}")

@@ -11,7 +11,7 @@ from tiny import NUM_QUANTIZED, make_config, make_model_dir, run, tune_run, writ
 
 from hestia_tune.commands.launch import main
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.config.section import describe
 from hestia_tune.sensitivity import SensitivityArtifact
 

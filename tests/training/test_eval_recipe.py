@@ -18,10 +18,10 @@ pytest.importorskip("lm_eval")
 from hestia_tune.commands import evaluate as command  # noqa: E402
 from hestia_tune.commands.convert import run_convert  # noqa: E402
 from hestia_tune.commands.evaluate import run_evaluation  # noqa: E402
-from hestia_tune.config.run import RunConfig  # noqa: E402
+from hestia_tune.config.run_config import RunConfig  # noqa: E402
 from hestia_tune.errors import InputError  # noqa: E402
 from hestia_tune.evaluation import evaluator  # noqa: E402
-from hestia_tune.evaluation.texts import PROMPTS  # noqa: E402
+from hestia_tune.evaluation.evaluator import PROMPTS  # noqa: E402
 from hestia_tune.models.loading import load_model  # noqa: E402
 
 FIVE = ["arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande"]

@@ -11,7 +11,7 @@ from tiny import logged, run
 
 import hestia_tune
 from hestia_tune.commands.convert import ConvertRecipe
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.models import loading
 from hestia_tune.models.sources import names_in_files
 from hestia_tune.run import Run, TrainingRun

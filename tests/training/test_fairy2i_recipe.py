@@ -14,7 +14,7 @@ from torchtune.models.convert_weights import hf_to_tune
 from hestia_tune import Fairy2iQATQuantizer, Fairy2iTensor
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.functional import hard_fairy2i
 from hestia_tune.models.loading import load_model
 from hestia_tune.qat.linear import full_tensor

@@ -15,7 +15,7 @@ from hestia_tune.commands.launch import main
 from hestia_tune.export.gguf_families import LlamaModel, check_architecture
 from hestia_tune.models.sources import complete_checkpoints, names_in_files
 from hestia_tune.qat.linear import weights_of
-from hestia_tune.reconstruction.recipe import ReconstructionRecipe
+from hestia_tune.reconstruction.reconstruct import ReconstructionRecipe
 from hestia_tune.run import Run
 from hestia_tune.stages import measure_sensitivity
 

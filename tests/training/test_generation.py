@@ -13,17 +13,16 @@ from tiny import SHAPE, logged, make_config, make_model_dir, tune_run, write_con
 from tiny import run as train
 from torch import distributed
 
+from hestia_tune import stages
 from hestia_tune.config import GeneratedConfig
-from hestia_tune.config.files import config_path
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig, config_path
 from hestia_tune.data import TokenizedSet, self_generated_dataset, verify_token_shards
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.sources import read_weights
 from hestia_tune.run import Run
-from hestia_tune.torchtune import generation as sampling
-from hestia_tune.training import generation
-from hestia_tune.training.data import calibration_batches
+from hestia_tune.torchtune import models as sampling
+from hestia_tune.training.loader import calibration_batches
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 
@@ -40,13 +39,13 @@ def small_batches():
 
 def run(cfg, *more):
     """Generate the missing text, as every command does first, and then call `tiny.run`."""
-    generation.generate_missing(Run.of(RunConfig.parse(cfg)))
+    stages.generate_missing(Run.of(RunConfig.parse(cfg)))
     return train(cfg, *more)
 
 
 def config(model_dir, output_dir, cache_dir, *overrides, **options):
     section = {
-        "_component_": generation.SELF_GENERATED,
+        "_component_": stages.SELF_GENERATED,
         "num_sequences": 26,
         "seq_len": SEQ_LEN,
         "cache_dir": str(cache_dir),
@@ -205,7 +204,7 @@ def test_a_stopped_generation_resumes_without_repeating_a_batch(
     cfg = config(model_dir, tmp_path / "run", tmp_path / "set", "max_steps=1")
     monkeypatch.setattr(sampling, "generate_batch", stopping)
     if done == 7:  # stops while the set is written
-        monkeypatch.setattr(generation, "write_set", interrupt)
+        monkeypatch.setattr(stages, "write_set", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(cfg)
     assert not (tmp_path / "set").exists() and len(made) == done
@@ -216,7 +215,7 @@ def test_a_stopped_generation_resumes_without_repeating_a_batch(
     assert sorted(made) == [*range(7)]  # every batch is generated once
     for name in ("tokens.bin", "index.json"):
         assert (tmp_path / "set" / name).read_bytes() == (generated / name).read_bytes()
-    monkeypatch.setattr(generation, "load_model", None)  # a set that is there needs no model
+    monkeypatch.setattr(stages, "load_model", None)  # a set that is there needs no model
     cfg.overwrite_output = True
     run(cfg)
 
@@ -245,9 +244,9 @@ def test_calibration_generates_too(model_dir, tmp_path, seq_len):
     cfg = RunConfig.parse(config(model_dir, tmp_path, tmp_path / "set", seq_len=seq_len))
     if seq_len == 65:
         with pytest.raises(ValueError, match="must be at most the model's max_seq_len, 64; got 65"):
-            generation.generate_missing(Run.of(cfg))
+            stages.generate_missing(Run.of(cfg))
         return
-    generation.generate_missing(Run.of(cfg))
+    stages.generate_missing(Run.of(cfg))
     planned = Run.of(cfg)
     [batch] = calibration_batches(cfg, planned.tokenizer, num_samples=5, batch_size=5)
     assert batch.tokens.shape == (5, 64) and (tmp_path / "set" / "index.json").is_file()
@@ -293,7 +292,7 @@ def test_another_model_is_refused(tmp_path, generated):
 
 
 def test_other_files_in_the_folder_are_refused_before_generating(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(generation, "load_model", None)
+    monkeypatch.setattr(stages, "load_model", None)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="file holds no tokenized set"):
         run(config(model_dir, tmp_path / "run", tmp_path / "file"))

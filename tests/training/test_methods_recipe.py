@@ -8,7 +8,7 @@ from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, 
 
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.export.format import holding
 from hestia_tune.methods import TequilaMethod
 from hestia_tune.models.loading import load_model

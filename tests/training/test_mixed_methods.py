@@ -12,7 +12,7 @@ from tiny import logged, make_config, run, signal_at, tune_run, write_config
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.inspect import run_validate
 from hestia_tune.commands.qat import run_qat
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.models import PackedWeights
 from hestia_tune.models.contents import contents_table, read_matrices
 from hestia_tune.models.folder import PackedWeight, SafetensorsFolder

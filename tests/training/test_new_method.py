@@ -14,7 +14,7 @@ from torchao.quantization import quantize_
 
 import hestia_tune
 from hestia_tune.commands.convert import ConvertRecipe
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import require_number
 from hestia_tune.methods import Method
 from hestia_tune.methods.groups import SCALE_EPS, nearest_code, round_scale

@@ -22,7 +22,7 @@ from hestia_tune.models.decoder import hugging_face
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.sources import read_weights
 from hestia_tune.qat.linear import full_tensor
-from hestia_tune.weights import draw_weights
+from hestia_tune.run import draw_weights
 
 RANDOM = ("init=random",)
 

@@ -30,7 +30,7 @@ from hestia_tune.models import llama
 from hestia_tune.models.sources import complete_checkpoints
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import full_tensor, local_rows, quantized_linears
-from hestia_tune.reconstruction.recipe import ReconstructionRecipe
+from hestia_tune.reconstruction.reconstruct import ReconstructionRecipe
 from hestia_tune.run import Run
 from hestia_tune.sensitivity import SensitivityArtifact, model_fingerprint
 from hestia_tune.stages import measure_sensitivity

@@ -16,19 +16,17 @@ from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_r
 
 from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.launch import Stopped
-from hestia_tune.commands.qat import run_qat, run_reconstruct
-from hestia_tune.commands.tokenize import run_tokenize
-from hestia_tune.config.run import RunConfig
+from hestia_tune.commands.qat import run_qat, run_reconstruct, run_tokenize
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import sources
 from hestia_tune.models.sources import check_can_hold
 from hestia_tune.qat.linear import full_tensor, quantized_linears
 from hestia_tune.reconstruction import engine
-from hestia_tune.reconstruction import recipe as reconstruct
-from hestia_tune.reconstruction.recipe import ReconstructionRecipe
+from hestia_tune.reconstruction import reconstruct as reconstruct
+from hestia_tune.reconstruction.reconstruct import ReconstructionRecipe
 from hestia_tune.run import Run
-from hestia_tune.training.data import calibration_batches
-from hestia_tune.training.loader import TrainingData
+from hestia_tune.training.loader import TrainingData, calibration_batches
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 

@@ -11,7 +11,7 @@ from hestia_tune.commands.qat import run_qat
 from hestia_tune.models import folder as folders
 from hestia_tune.qat.prepare import Component
 from hestia_tune.run import Run
-from hestia_tune.sensitivity import artifact as artifacts
+from hestia_tune.sensitivity import estimation as artifacts
 
 EVERY_STAGE = (
     "sensitivity=auto",

@@ -10,10 +10,9 @@ from tiny import NUM_QUANTIZED, make_config, make_model_dir, run, tune_run, writ
 from torch import distributed
 
 from hestia_tune import SensitivityArtifact
-from hestia_tune.commands.qat import run_qat
-from hestia_tune.commands.sensitivity import run_sensitivity
+from hestia_tune.commands.qat import run_qat, run_sensitivity
 from hestia_tune.sensitivity import curvature
-from hestia_tune.sensitivity.artifact import sensitivity_scores
+from hestia_tune.sensitivity.estimation import sensitivity_scores
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
 

@@ -8,7 +8,7 @@ import torch
 from tiny import SHAPE, make_config
 
 from hestia_tune import run as runs
-from hestia_tune.config.run import RunConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.run import TrainingRun
 from hestia_tune.training import estimate as estimates
 

@@ -10,7 +10,7 @@ from torch import distributed
 from torch.utils.data import DistributedSampler
 from torchtune.training.metric_logging import DiskLogger
 
-from hestia_tune.commands.tokenize import run_tokenize
+from hestia_tune.commands.qat import run_tokenize
 from hestia_tune.data import DataStreamError, PositionSampler
 from hestia_tune.models import sources
 from hestia_tune.run import Run

@@ -6,7 +6,7 @@ import pytest
 from test_stream_recipe import config, files  # noqa: F401 (fixtures)
 from tiny import logged, make_config, run, signal_at, tune_run, write_config
 
-from hestia_tune.commands.tokenize import run_tokenize
+from hestia_tune.commands.qat import run_tokenize
 from hestia_tune.data import verify_token_shards
 from hestia_tune.errors import InputError
 

@@ -1,35 +1,309 @@
-"""The whole YAML file: its keys, their types, their defaults and their meanings.
+"""The whole YAML file: how it is found and composed, its keys, types, defaults and meanings.
 
-The checks in this file need no model, no file and no process group, so they come first. They run
-once: `RunConfig.parse` reads a config, and all other code receives a `RunConfig`. torchtune's keys
-keep their names and meanings.
+**Files.** A config may name another config under the key ``base``. It then has the keys of both
+configs, and its own values win. NAME+OTHER lays the keys of OTHER over NAME, such as
+``llama3_2_1b+evening``. A key that is null in OTHER is removed. `overridden` applies the overrides
+of a command line. Every process of a distributed run reads its own arguments.
+
+**Checks.** They need no model, no file and no process group, so they come first. They run once:
+`RunConfig.parse` reads a config, and all other code receives a `RunConfig`. torchtune's keys keep
+their names and meanings.
+
+**Options at ``auto``** get the values that fit the machine of this process when the config is read,
+so the same file works on a laptop and on a node of GPUs. The functions that find these values
+import torch when they are called, because printing the help must not wait for it. A config may name
+a GPU that is not here, to check the run before it moves to its machine. The values are then those
+of a GPU of today: bfloat16, and compiled code.
 """
 
 import dataclasses
+import importlib.resources
+import importlib.util
+import inspect
 import math
+import os
+import pkgutil
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError, safe_load
 
-from hestia_tune.config import machine
-from hestia_tune.config.bits import BitsConfig
-from hestia_tune.config.machine import AUTO
-from hestia_tune.config.section import Section, option, require_number
+from hestia_tune.config.section import Section, nearest, option, require_number
 from hestia_tune.config.sections import (
+    BitsConfig,
     ConvertConfig,
     DistillationConfig,
     EstimationConfig,
     EvalConfig,
     ReconstructionConfig,
     ScheduleConfig,
+    drop_temperatures,
 )
-from hestia_tune.config.temperatures import drop_temperatures
-from hestia_tune.errors import InputError, InputTypeError, collecting
+from hestia_tune.errors import InputError, InputTypeError, collecting, one_line
 from hestia_tune.files import inside
+
+AUTO = "auto"
+# Processes that read data beside a GPU. The number decides the order of a stream's text, so it does
+# not follow the number of cores.
+_GPU_WORKERS = 2
+
+
+def find_device() -> str:
+    """Return "cuda" if there is a GPU, else "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def is_slow_in_bf16() -> bool:
+    """Return whether this processor has no products in bfloat16, as far as torch knows."""
+    import torch
+
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    return has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def find_dtype(device: str) -> str:
+    """Return "bf16" if a device has products in bfloat16, else "fp32"."""
+    import torch
+
+    if device.startswith("cuda"):
+        is_fast = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(False)
+    else:  # without oneDNN, which has the products, they are loops over numbers
+        is_fast = torch.backends.mkldnn.is_available() and not is_slow_in_bf16()
+    return "bf16" if is_fast else "fp32"
+
+
+def find_workers(device: str) -> int:
+    """Return the number of processes that read data: some beside a GPU, none on a CPU."""
+    return _GPU_WORKERS if device.startswith("cuda") else 0
+
+
+def can_compile(device: str) -> bool:
+    """Return whether torch.compile finds the compilers that it needs for a device."""
+    import torch
+
+    names = [os.environ.get("CXX"), "g++", "clang++"]
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            return True
+        if importlib.util.find_spec("triton") is None:
+            return False
+        names = [os.environ.get("CC"), "gcc", "clang", "cc"]
+    return any(shutil.which(name) for name in names if name)
+
+
+def takes_fused(component: Any) -> bool:
+    """Return whether an optimizer has the option ``fused``, one kernel for all parameters.
+
+    Args:
+        component: Dotted name of the optimizer. If there is no such object, a later check says so.
+    """
+    try:
+        return "fused" in inspect.signature(pkgutil.resolve_name(str(component))).parameters
+    except (ImportError, AttributeError, ValueError, TypeError):
+        return False
+
+
+def num_ranks() -> int:
+    """Return the number of processes of this run: of the process group, or as torchrun sets it."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def accumulation(global_batch: int, batch: int, ranks: int) -> int | str:
+    """Return the micro-batches of a step, or a text with numbers that divide the step.
+
+    Args:
+        global_batch: Sequences of an optimizer step.
+        batch: Sequences of a micro-batch.
+        ranks: Number of ranks.
+    """
+    share = batch * ranks
+    if global_batch % share == 0:
+        return global_batch // share
+    below = global_batch // share * share
+    sizes = [f"global_batch_size={size}" for size in (below, below + share) if size]
+    if global_batch % ranks == 0:
+        each = global_batch // ranks
+        fitting = [size for size in range(1, each + 1) if each % size == 0]
+        near = {max((s for s in fitting if s < batch), default=0)}
+        near |= {min((s for s in fitting if s > batch), default=0)}
+        sizes += [f"batch_size={size}" for size in sorted(near - {0})]
+    else:
+        sizes.append("another number of ranks")
+    return ", ".join(sizes[:-1]) + f" or {sizes[-1]}"
+
+
+def packaged_configs() -> dict[str, Path]:
+    """Return name -> path of every packaged config, bases included, sorted by name."""
+    folder = importlib.resources.files("hestia_tune._configs")
+    paths = (Path(str(entry)) for entry in folder.iterdir())
+    return {path.stem: path for path in sorted(paths) if path.suffix == ".yaml"}
+
+
+def config_path(name: str) -> Path:
+    """Return the path of a packaged config, or ``name`` itself if such a file exists.
+
+    Raises:
+        InputError: If ``name`` is neither. The message lists the packaged configs.
+    """
+    known = packaged_configs()
+    if name in known:
+        return known[name]
+    if Path(name).is_file():
+        return Path(name)
+    if Path(name).is_dir():
+        raise InputError(f"{name} is a folder; give a YAML file, or the name of a packaged config")
+    raise InputError(
+        f"no config named {name!r}, and no such file{nearest(name, known)}; "
+        f"packaged configs: {', '.join(known)}"
+    )
+
+
+def _names(name: str) -> list[str]:
+    """Return the parts of NAME+OTHER. A path may contain a + itself."""
+    cuts = [] if Path(name).is_file() else [i for i, sign in enumerate(name) if sign == "+"]
+    for cut in cuts:
+        if name[:cut] in packaged_configs() or Path(name[:cut]).is_file():
+            return [name[:cut], *_names(name[cut + 1 :])]
+    return [name]
+
+
+def load_config(name: str) -> DictConfig:
+    """Return the composed config of NAME or NAME+OTHER, bases included.
+
+    Raises:
+        InputError: If there is no such config, or it is not a YAML mapping.
+    """
+    first, *others = map(_read, _names(name))
+    for other in others:
+        _lay_over(first, other)
+    return OmegaConf.create(first)
+
+
+def _read(name: str) -> dict[str, Any]:
+    """Return the keys of a config, laid over the keys of its base."""
+    path = config_path(name)
+    try:
+        keys: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as YAML: {one_line(error)}") from error
+    if not isinstance(keys, dict):
+        raise InputError(f"{path} must be a mapping of options; got {type(keys).__name__}")
+    if (base := keys.pop("base", None)) is None:
+        return keys
+    whole: Any = OmegaConf.to_container(load_config(str(base)))
+    _lay_over(whole, keys, remove_nulls=False)
+    return whole
+
+
+def _is_same_component(value: Any, before: Any) -> bool:
+    """Return whether two sections can be merged: both are options of the same component."""
+    if not (isinstance(value, dict) and isinstance(before, dict)):
+        return False
+    return value.get("_component_", before.get("_component_")) == before.get("_component_")
+
+
+def _lay_over(section: dict[str, Any], changes: Any, remove_nulls: bool = True) -> None:
+    """Write changes into a section, in place. A null removes its key or becomes the value."""
+    for key, value in changes.items():
+        if value is None and remove_nulls:
+            section.pop(key, None)
+        elif _is_same_component(value, section.get(key)):
+            _lay_over(section[key], value, remove_nulls)
+        else:
+            section[key] = value
+
+
+def download_command(folder: str) -> str | None:
+    """Return the command that fetches the model of a packaged config into its folder.
+
+    Args:
+        folder: A folder that a config names.
+
+    Returns:
+        The ``tune download`` line in the header of a packaged config with this folder, on one line.
+        None if no packaged config names the folder.
+    """
+    for path in packaged_configs().values():
+        header = re.sub(r" \\\n# +", " ", path.read_text(encoding="utf-8"))
+        for line in re.findall(r"(?m)^# +(tune download .*)$", header):
+            _, _, target = line.partition("--output-dir ")
+            if target and Path(target.split()[0]) == Path(folder):
+                return line
+    return None
+
+
+def text_of(name: str) -> str:
+    """Return the YAML of NAME with its comments, or the composed YAML of NAME+OTHER, to edit.
+
+    The copy gets an ``output_dir`` of its own and replaces no run, so that it and the original keep
+    their results apart.
+    """
+    if len(_names(name)) == 1:
+        text = config_path(name).read_text(encoding="utf-8")
+    else:
+        text = OmegaConf.to_yaml(load_config(name))
+    text = re.sub(r"(?m)^overwrite_output: .*\n", "", text)
+    own = r"output_dir: \1_copy   # of this copy; the original writes to \1\n"
+    own += "overwrite_output: False   # True replaces an earlier run in output_dir"
+    return re.sub(r"(?m)^output_dir: (\S+)$", own, text)
+
+
+def overridden(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return a copy of a config with the overrides of a command line.
+
+    ``KEY=VALUE`` sets an option to a value of YAML. A word in place of a component replaces its
+    ``_component_`` and keeps its options. ``~KEY`` deletes an option.
+
+    Raises:
+        InputError: If an override has another form, or a deleted key does not exist.
+    """
+    config = config.copy()
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        try:
+            if override.startswith("~") and not sign:
+                parent, _, last = key[1:].rpartition(".")
+                section = OmegaConf.select(config, parent) if parent else config
+                if not OmegaConf.is_dict(section) or last not in section:
+                    near = nearest(last, section) if OmegaConf.is_dict(section) else ""
+                    raise InputError(f"{override}: the config has no such key{near}")
+                del section[last]
+                continue
+            if not sign or not key or override.startswith("~"):
+                raise InputError(f"an override must be KEY=VALUE or ~KEY; got {override!r}")
+            old = OmegaConf.select(config, key)
+            is_component = OmegaConf.is_dict(old) and "_component_" in old
+            inner = "._component_" if is_component and isinstance(safe_load(text), str) else ""
+            config.merge_with_dotlist([f"{key}{inner}={text}"])
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise InputError(f"{override}: {one_line(error)}; check the override") from error
+    return config
+
+
+def asset_path(name: str) -> str:
+    """Return the folder of a packaged asset. YAML writes it as ``${hestia_asset:demo}``."""
+    folder = Path(str(importlib.resources.files("hestia_tune"))) / "assets" / name
+    if not folder.is_dir():
+        raise InputError(f"the package has no asset {name!r}; check the name")
+    return str(folder)
+
+
+# omegaconf 2.4 renamed the function.
+_register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+_register("hestia_asset", asset_path, replace=True)
+
 
 TRANSFORMERS_MODEL = "hestia_tune.models.hugging_face"
 TRANSFORMERS_MODEL_TYPE = "HUGGING_FACE"
@@ -295,12 +569,12 @@ class RunConfig(Section):
         """Replace every "auto" that depends on the machine by the value that fits it."""
         chosen: dict[str, Any] = {}
         if self.device == AUTO:
-            chosen["device"] = machine.find_device()
+            chosen["device"] = find_device()
         device = chosen.get("device", self.device)
         finders = {
-            "dtype": machine.find_dtype,
-            "compile": machine.can_compile,
-            "num_workers": machine.find_workers,
+            "dtype": find_dtype,
+            "compile": can_compile,
+            "num_workers": find_workers,
         }
         for key, find in finders.items():
             if getattr(self, key) == AUTO:
@@ -309,7 +583,7 @@ class RunConfig(Section):
             object.__setattr__(self, key, value)
         section = self.optimizer
         if isinstance(section, dict) and section.get("fused") == AUTO:
-            is_fused = machine.takes_fused(section.get("_component_"))
+            is_fused = takes_fused(section.get("_component_"))
             rest = {key: value for key, value in section.items() if key != "fused"}
             rest |= {"fused": True} if is_fused else {}
             object.__setattr__(self, "optimizer", rest)
@@ -327,7 +601,7 @@ class RunConfig(Section):
         keys = ("device", "dtype", "compile", "num_workers", "batch_size")
         values = {key: getattr(self, key) for key in keys}
         values["gradient_accumulation_steps"] = self.gradient_accumulation_steps
-        return values | {"ranks": machine.num_ranks()}
+        return values | {"ranks": num_ranks()}
 
     def _count_micro_batches(self) -> None:
         """Find the number of micro-batches of a step, or compare it with global_batch_size."""
@@ -335,8 +609,8 @@ class RunConfig(Section):
         if whole is None:
             object.__setattr__(self, "gradient_accumulation_steps", given or 1)
             return
-        ranks = machine.num_ranks()
-        count = machine.accumulation(whole, self.batch_size, ranks)
+        ranks = num_ranks()
+        count = accumulation(whole, self.batch_size, ranks)
         text = f"batch_size {self.batch_size} x {ranks} rank{'s' * (ranks > 1)}"
         if isinstance(count, str):
             raise InputError(
