@@ -26,6 +26,7 @@ from hestia_tune.commands.inspect import compare_runs
 from hestia_tune.errors import InputError
 from hestia_tune.evaluation.compare import Comparison
 from hestia_tune.files import read_json, read_json_lines, write_atomically
+from hestia_tune.methods.groups import TERNARY
 from hestia_tune.models.contents import read_matrices
 from hestia_tune.plots import plot_runs, plot_zeros
 
@@ -163,7 +164,7 @@ def _zeros(folder: Path) -> str:
     if not (folder / "config.json").is_file():
         return ""
     matrices, _ = read_matrices(folder)
-    zeros = {m.name: m.zeros / m.size for m in matrices if m.levels == 3}
+    zeros = {m.name: m.zeros / m.size for m in matrices if m.levels == TERNARY}
     return _drawn(plot_zeros, zeros) if zeros else ""
 
 

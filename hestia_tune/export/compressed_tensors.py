@@ -6,12 +6,13 @@ scales of its own. The files hold these tensors for each quantized linear:
 
     NAME.weight_packed   int32 (out_features, ceil(in_features / 16)): 2-bit fields of code + 2,
                          the first weight in the lowest bits. Rows are padded, so that any
-                         in_features fits. More than three codes have 4-bit fields of code + 8.
+                         in_features fits. Codes below -1 have 4-bit fields of code + 8.
     NAME.weight_scale    bfloat16 (out_features, in_features / group_size), or (out_features, 1)
     NAME.weight_shape    int64 (2,)
 
 All other tensors are in bfloat16. Symmetric 2-bit integers are -2 to 1 without a zero point, and a
-weight is code * scale. So {-1, 0, 1} with the trained scale is exact, and -2 is not used.
+weight is code * scale. So {-1, 0, 1} with the trained scale is exact, and -2 is not used. The codes
+{-1, 0, 1, 2} are written as their negatives, with the negative of the scale.
 
 The granularity "tensor" is written as one equal scale per row. vLLM takes only groups or rows in
 this layout, and 16 bits per row are little. `AutoModelForCausalLM.from_pretrained` loads
@@ -36,7 +37,9 @@ import torch
 from hestia_tune.export.format import Format, plain_linears
 from hestia_tune.export.huggingface import LOADING, pipeline_line, split_weights, write_safetensors
 from hestia_tune.export.logits import REMEDY, Text, compare, expected_logits
+from hestia_tune.methods.groups import TWO_BIT
 from hestia_tune.models.folder import ModelFolder
+from hestia_tune.tensors import TwoBitTensor
 
 _FORMAT = "pack-quantized"
 # Largest relative difference of logits in bfloat16. Both models multiply the same weights, but the
@@ -73,9 +76,12 @@ def write_compressed_tensors(
     def split(name: str, weight: torch.Tensor) -> dict[str, Any]:
         hard = source.pack(name, weight)
         scales = hard.scale.expand(len(hard), -1).contiguous()  # (out_features, groups)
+        codes = hard.codes().bfloat16()
+        if isinstance(hard, TwoBitTensor):  # Signed integers of two bits are -2 to 1.
+            codes, scales = -codes, -scales
         # The codes are packed with scales of one, so that nothing is divided by a scale of 0.
-        codes = {"weight": hard.codes().bfloat16(), "weight_scale": torch.ones_like(scales)}
-        parts = compressor.compress(codes, schemes[name]) | {"weight_scale": scales}
+        packed = {"weight": codes, "weight_scale": torch.ones_like(scales)}
+        parts = compressor.compress(packed, schemes[name]) | {"weight_scale": scales}
         if not torch.equal(compressor.decompress(parts, schemes[name])["weight"], weight):
             raise RuntimeError(f"{name} unpacked by compressed-tensors differs from its source")
         return parts
@@ -110,7 +116,7 @@ def layout_of(source: ModelFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     linears, targets = plain_linears(source), {}
     for name, method in source.quantized.items():
         size = "channel" if method.group_size == "tensor" else method.group_size
-        kind = size, 4 if method.levels > 3 else 2
+        kind = size, 2 if set(method.levels) <= {*TWO_BIT} else 4
         targets.setdefault(kind, []).append(name.removesuffix(".weight"))
     schemes = {}
     for kind in sorted(targets, key=lambda kind: (isinstance(kind[0], str), kind)):

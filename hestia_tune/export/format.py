@@ -27,7 +27,7 @@ from hestia_tune.config.sections import FORMATS, ConvertConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
 from hestia_tune.methods import Method
-from hestia_tune.methods.groups import CODES
+from hestia_tune.methods.groups import CODEBOOKS
 from hestia_tune.models.decoder import read_config
 from hestia_tune.models.folder import ModelFolder, import_optional
 from hestia_tune.qat.linear import quantized_linears
@@ -81,7 +81,7 @@ class Format(ABC):
     # What it can hold: the codes of a weight (`Method.code_values`), the number that the weights
     # of a scale must be a multiple of, classes of transformers (empty: every class), and whether
     # the weights of experts may be quantized.
-    codes: ClassVar[frozenset[tuple[complex, ...]]] = frozenset(CODES.values())
+    codes: ClassVar[frozenset[tuple[complex, ...]]] = frozenset(CODEBOOKS)
     group_multiple: ClassVar[int] = 1
     architectures: ClassVar[tuple[str, ...]] = ()
     holds_stacks: ClassVar[bool] = False

@@ -16,8 +16,8 @@ own. A block is a run of weights of one row with one fp16 scale, which is the tr
     type    block  bytes  bits per weight  groups that it holds exactly
     TQ1_0     256     54           1.6875  multiples of 256, or whole rows
     TQ2_0     256     66           2.0625  multiples of 256, or whole rows
-    Q2_0       64     18           2.25    multiples of 64, or whole rows
-    Q4_0       32     18           4.5     multiples of 32, or whole rows; also codes of four levels
+    Q2_0       64     18           2.25    multiples of 64, or whole rows; codes -1 to 2
+    Q4_0       32     18           4.5     multiples of 32, or whole rows; codes -8 to 7
 
 "Whole rows" are the granularities "channel" and "tensor". Their scale is repeated in every block,
 so only the length of the row has to be a multiple of the block. fp16 has 11 significant bits and
@@ -73,7 +73,7 @@ from hestia_tune.export.gguf_families import (
 from hestia_tune.export.huggingface import sizes
 from hestia_tune.export.logits import compare_gguf
 from hestia_tune.files import read_json, staged, write_atomically
-from hestia_tune.methods.groups import GroupSize
+from hestia_tune.methods.groups import INT4, TERNARY, TWO_BIT, GroupMethod, GroupSize, Levels
 from hestia_tune.methods.straight_through import embedding_codes
 from hestia_tune.models.folder import ModelFolder, import_optional, is_exact
 
@@ -98,13 +98,14 @@ class TensorType:
     block: int
     num_bytes: int
 
-    def fits(self, in_features: int, group_size: GroupSize, levels: int = 3) -> bool:
+    def fits(self, in_features: int, group_size: GroupSize, levels: Levels = TERNARY) -> bool:
         """Return whether the type holds the codes of a weight exactly.
 
         Blocks must tile the rows, no block may contain parts of two groups, and the integers of the
-        type must hold the codes. Q4_0 has the integers -8 to 7, and the other types have -1 to 1.
+        type must hold the codes. Q4_0 has the integers -8 to 7, Q2_0 -1 to 2, and TQ1_0 and TQ2_0
+        have -1 to 1.
         """
-        if levels > (16 if self.name == "Q4_0" else 3):
+        if not {*levels} <= {*_INTEGERS.get(self.name, TERNARY)}:
             return False
         group = in_features if isinstance(group_size, str) else group_size
         return in_features % self.block == 0 and group % self.block == 0
@@ -182,6 +183,8 @@ class TensorType:
         return (codes * scales).reshape(-1)
 
 
+# Type -> the integers that it holds, if they are not -1 to 1.
+_INTEGERS = {"Q2_0": TWO_BIT, "Q4_0": INT4}
 # The smallest type is first.
 BLOCK_TYPES = {
     "TQ1_0": TensorType("TQ1_0", 34, 36, 256, 54),
@@ -212,7 +215,7 @@ def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, Te
     Args:
         source: The model.
         names: One of `BLOCK_TYPES`, or several, of which the first that fits is taken; or "auto".
-            "auto" is TQ2_0 if it holds every weight of up to three levels. Otherwise it is the
+            "auto" is TQ2_0 if it holds every weight of codes -1 to 1. Otherwise it is the
             first of Q2_0 and Q4_0 that fits, so that the file runs on GPUs as a whole.
 
     Raises:
@@ -220,7 +223,7 @@ def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, Te
     """
     names = [names] if isinstance(names, str) else list(names)
     if names == ["auto"]:
-        ternary = {name: m for name, m in source.quantized.items() if m.levels <= 3}
+        ternary = _ternary(source)
         held = [
             BLOCK_TYPES[AUTO[0]].fits(source.shapes[name][-1], method.group_size, method.levels)
             for name, method in ternary.items()
@@ -244,13 +247,18 @@ def block_types(source: ModelFolder, names: str | Sequence[str]) -> dict[str, Te
     }
 
 
+def _ternary(source: ModelFolder) -> dict[str, GroupMethod]:
+    """Return name -> method of the weights that types of codes -1 to 1 hold."""
+    return {name: m for name, m in source.quantized.items() if {*m.levels} <= {*TERNARY}}
+
+
 def smaller_type(source: ModelFolder) -> str | None:
     """Return how a model gets a smaller block type than "auto" gives it, or None.
 
     Args:
         source: The model.
     """
-    ternary = {name: method for name, method in source.quantized.items() if method.levels <= 3}
+    ternary = _ternary(source)
     if not ternary:
         return None
     widths, kinds = {source.shapes[name][-1] for name in ternary}, block_types(source, "auto")
@@ -269,7 +277,7 @@ def choose_block_type(
     in_features: int,
     group_size: GroupSize,
     weight: str,
-    levels: int = 3,
+    levels: Levels = TERNARY,
     *,
     widths: Iterable[int] = (),
     layer: str | None = None,
@@ -281,7 +289,7 @@ def choose_block_type(
         in_features: Length of the weight's rows.
         group_size: The weight's group size.
         weight: Name of the weight, for the error.
-        levels: Number of different codes.
+        levels: The codes.
         widths: Length of the rows of every quantized weight. A remedy must fit all of them.
         layer: The name by which the model knows the layer, for the error. None: ``weight``.
 
@@ -315,7 +323,7 @@ def choose_block_type(
     remedies.append(exclude_remedy(layer or weight) + " and train again")
     raise InputError(
         f"no block of {' or '.join(names)} holds {weight} exactly (in_features {in_features}, "
-        f"group_size {group_size}, {levels} levels); {', or '.join(remedies)}"
+        f"group_size {group_size}, codes {levels[0]} to {levels[-1]}); {', or '.join(remedies)}"
     )
 
 

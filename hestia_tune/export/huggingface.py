@@ -32,7 +32,7 @@ from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError, one_line
 from hestia_tune.export.format import PROMPT, Format, load_format, python_line
 from hestia_tune.files import read_state, staged, write_atomically
-from hestia_tune.methods.groups import CODES
+from hestia_tune.methods.groups import CODEBOOKS
 from hestia_tune.models.folder import DESCRIPTION_FILE, HUB_NAME, ModelFolder, copy_side_files
 from hestia_tune.tensors.packed_tensor import as_dense
 
@@ -364,7 +364,7 @@ class _HuggingFace(Format):
     name = "huggingface"
     about = "bfloat16 weights, not packed"
     runs_in = "every program that loads Hugging Face folders"
-    codes = frozenset({*CODES.values(), ()})
+    codes = frozenset({*CODEBOOKS, ()})
     holds_stacks = True
     loading = LOADING + _SERVING
 

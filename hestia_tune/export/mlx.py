@@ -3,12 +3,12 @@
 A weight in MLX is scales * field + biases, with one scale and one bias per block of 128, 64 or 32
 columns. A block is the largest of these that divides the group. A scale that covers more columns is
 repeated. The files hold these tensors for each quantized linear; the codes are -1, 0, 1 (ternary),
--1, 1 (binary) or -3, -1, 1, 3 (four levels), and c is the largest code:
+-1, 0, 1, 2 (two bits), -1, 1 (binary) or -3, -1, 1, 3 (four levels), and c is the lowest code:
 
-    NAME.weight   uint32 (out_features, in_features * bits / 32): fields of (code + c) / d, the
-                  first weight in the lowest bits. d is 1 for ternary codes, 2 for the others.
+    NAME.weight   uint32 (out_features, in_features * bits / 32): fields of (code - c) / d, the
+                  first weight in the lowest bits. d is the distance of the codes, 1 or 2.
     NAME.scales   bfloat16 (out_features, blocks): d * scale
-    NAME.biases   bfloat16 (out_features, blocks): -c * scale
+    NAME.biases   bfloat16 (out_features, blocks): c * scale
 
 All other tensors are in bfloat16. The arithmetic of MLX is exact in bfloat16: d * scale is a power
 of two times the scale, c * scale is a value of the hard weight, and so is the sum for every field.
@@ -39,11 +39,11 @@ from hestia_tune.errors import InputError
 from hestia_tune.export.format import BLOCKS, PROMPT, Format
 from hestia_tune.export.huggingface import split_weights, write_safetensors
 from hestia_tune.export.logits import REMEDY, Text, check_small, compare, full_config
-from hestia_tune.methods.groups import CODES
+from hestia_tune.methods.groups import BINARY, SYMMETRIC, TERNARY, TWO_BIT
 from hestia_tune.models.folder import ModelFolder, import_optional
 from hestia_tune.tensors.group_tensor import GroupTensor
 
-_BITS = {2: 1, 3: 2, 4: 2}  # number of codes -> bits per code
+_BITS = {BINARY: 1, TERNARY: 2, TWO_BIT: 2, SYMMETRIC: 2}  # codes -> bits per code
 _RENAMED = {"mistral": "llama"}  # model types that mlx-lm reads with the code of another type
 # Largest relative difference of logits in float32. The two libraries multiply in other orders.
 _LOGITS_TOLERANCE = 1e-3
@@ -226,7 +226,7 @@ class _MLX(Format):
     runs_in = "mlx-lm, on a Mac or a Linux CPU"
     packages = ("mlx.core",)
     # A weight is computed in bfloat16, which would round some weights of 16 levels.
-    codes = frozenset(CODES[levels] for levels in _BITS)
+    codes = frozenset(_BITS)
     group_multiple = BLOCKS[-1]
     loading = """
 With mlx-lm on a Mac. The tests of hestia_tune load folders of this format with mlx-lm on a Linux CPU:

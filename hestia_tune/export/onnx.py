@@ -62,7 +62,7 @@ from hestia_tune.export.logits import (
     unusual_values,
 )
 from hestia_tune.files import read_json, staged
-from hestia_tune.methods.groups import CODES
+from hestia_tune.methods.groups import BINARY, TERNARY, TWO_BIT
 from hestia_tune.models.decoder import read_config
 from hestia_tune.models.folder import (
     DESCRIPTION_FILE,
@@ -206,7 +206,7 @@ def block_of(source: ModelFolder) -> int:
     Raises:
         InputError: If onnxruntime-genai or a package of its builder is missing; if the architecture
             is unknown, or its positions depend on the length of the text; if the quantized weights
-            are not all linears of every block; if codes have four levels; if no block divides the
+            are not all linears of every block; if codes are not -1 to 2; if no block divides the
             groups; or if onnxruntime computes a small model otherwise than transformers.
     """
     block = _block(source)
@@ -234,9 +234,9 @@ def _block(source: ModelFolder) -> int:
             "convert.formats"
         )
     for name, method in source.quantized.items():
-        if method.levels > 3:
+        if method.code_values not in ONNX.codes:
             raise InputError(
-                f"ONNX export holds ternary and binary codes; {name} is {method.key()}; export to "
+                f"ONNX export holds codes from -1 to 2; {name} is {method.key()}; export to "
                 "another format"
             )
     linears = {name for name in source.shapes if _LINEAR.fullmatch(name)}
@@ -535,7 +535,7 @@ class _ONNX(Format):
     runs_in = "onnxruntime-genai, on the CPU; transformers.js"
     packages = ("onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "transformers")
     library = "onnxruntime-genai"
-    codes = frozenset({CODES[2], CODES[3]})
+    codes = frozenset({BINARY, TERNARY, TWO_BIT})
     group_multiple = BLOCKS[-1]
     architectures = tuple(ARCHITECTURES)
     variants = {"onnx": "convert.onnx_head=float32", "onnx, int8 head": "convert.onnx_head=int8"}

@@ -8,7 +8,7 @@ each quantized linear is replaced by a module with its codes. An extension of th
 the product with this weight, which is reshaped to (out_features, in_features):
 
     (codes - offset) * scale
-    codes   u2, or u4 for 16 levels (out_features, groups, group): the index of the code, counted
+    codes   u2, or u4 for 4-bit codes (out_features, groups, group): the index of the code, counted
             from the lowest
     scale   float16 (out_features, groups, 1): the distance between neighbouring levels. bfloat16
             if float16 would round a scale.

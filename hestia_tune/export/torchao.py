@@ -22,7 +22,7 @@ from hestia_tune.config.run_config import RunConfig
 from hestia_tune.export.format import PROMPT, Format, check_products, python_line
 from hestia_tune.export.huggingface import sizes, write_folder
 from hestia_tune.methods import Fairy2iMethod, Method
-from hestia_tune.methods.groups import CODES
+from hestia_tune.methods.groups import CODEBOOKS, TERNARY, TWO_BIT
 from hestia_tune.models.folder import DESCRIPTION_FILE, ModelFolder
 from hestia_tune.models.loading import FORMAT_VERSION, WEIGHTS_FILE
 from hestia_tune.tensors import pack
@@ -159,7 +159,7 @@ class _TorchAO(Format):
     about = "2-bit codes and bfloat16 scales, in this package's tensors"
     runs_in = "`hestia_tune.load_quantized`, torchtune"
     library = "hestia_tune"
-    codes = frozenset({*CODES.values(), Fairy2iMethod.code_values})
+    codes = frozenset({*CODEBOOKS, Fairy2iMethod.code_values})
     holds_stacks = True  # dense: no product of a stack takes a packed weight
     loading = """
 With hestia_tune. Its tests load folders of this format with the same call:
@@ -201,7 +201,7 @@ class _IntX(_TorchAO):
     name = "intx"
     about = "codes in torchao's own tensor of the type `int2`, which takes a byte per weight"
     runs_in = "torchtune with torchao, `hestia_tune.load_quantized`"
-    codes = frozenset({CODES[3]})
+    codes = frozenset({TERNARY, TWO_BIT})
     left_out = "it takes a byte per weight, and torchao holds the same codes in 2 bits"
     packed_format = "intx"
 

@@ -1,26 +1,29 @@
 """Provide codes, scales and their rounding for methods with one scale per group.
 
-A weight is a scale times a code. The number ``levels`` chooses the codes:
+A weight is a scale times a code. ``levels`` are the codes of a method:
 
-    2   -1, 1          The nearest code is the sign.
-    3   -1, 0, 1       The code is 0 up to half a scale.
-    4   -3, -1, 1, 3   The outer codes lie beyond two scales. In steps of two, the levels are
-                       {-1.5, -0.5, 0.5, 1.5}.
-    16  -8, ..., 7     The nearest integer. The scale has a sign, so that the largest weight of a
-                       group, positive or negative, has the code -8.
+    BINARY     -1, 1          The nearest code is the sign.
+    TERNARY    -1, 0, 1       The code is 0 up to half a scale.
+    TWO_BIT    -1, 0, 1, 2    The nearest integer. The scale has a sign: where the large weights of
+                              a group are negative, 2 times the scale is negative.
+    SYMMETRIC  -3, -1, 1, 3   The outer codes lie beyond two scales. In steps of two, the levels
+                              are {-1.5, -0.5, 0.5, 1.5}.
+    INT4       -8, ..., 7     The nearest integer. The scale has a sign, so that the largest weight
+                              of a group, positive or negative, has the code -8.
 
 Every product must be a bfloat16 number, so that every export is exact. A bfloat16 scale has 8
-significant bits. Three times such a scale has up to 10, so scales of four levels are rounded to 6.
-This rounding costs a relative error of at most 1/64 of the scale, 3e-5 of the weights' squared
-error. For the same reason, scales of 16 levels are rounded to 5 bits.
+significant bits. Three times such a scale has up to 10, so symmetric scales are rounded to 6. This
+rounding costs a relative error of at most 1/64 of the scale, 3e-5 of the weights' squared error.
+Scales of TWO_BIT are rounded in the same way, because MLX computes 2s as 3s - s, in bfloat16. For
+the same reason, scales of INT4 are rounded to 5 bits.
 
 Scales are sums in float64, so that they depend neither on the device nor on the order. Comparisons
 find the codes, because comparisons are exact. A compiler may approximate a division.
 
 Scales have a lower bound, `SCALE_EPS`, so that no formula divides by zero. A scale at the bound
-belongs to a group of zeros, or to a group whose weights or step are below the bound. Two and four
-levels have no code 0, and 16 levels could lack their code -8, from which a file's reader takes the
-scale. So the hard weights of such a group have the scale 0, and stay zeros in every file format.
+belongs to a group of zeros, or to a group whose weights or step are below the bound. Binary and
+symmetric levels have no code 0, and INT4 could lack its code -8, from which a file's reader takes
+the scale. The hard weights of such a group have the scale 0, and stay zeros in every file format.
 
 The group size says which weights share a scale. Every formula sees a weight (out_features,
 in_features) as a 3-D block view (rows, groups, group), and one scale covers the last axis. A row
@@ -61,17 +64,19 @@ SCALE_EPS = 1e-8
 _TINY = torch.finfo(torch.float32).tiny
 # The bound, rounded to the 5, 6 or 8 significant bits of a scale, is at most this number.
 _LEAST_SCALE = SCALE_EPS * (1 + 2**-5)
+BINARY = (-1, 1)
+TERNARY = (-1, 0, 1)
+TWO_BIT = (-1, 0, 1, 2)
+SYMMETRIC = (-3, -1, 1, 3)
+INT4 = tuple(range(-8, 8))
+Levels = tuple[int, ...]
+# All levels, the fewest first.
+CODEBOOKS: tuple[Levels, ...] = (BINARY, TERNARY, TWO_BIT, SYMMETRIC, INT4)
 # How many significant bits of a bfloat16 scale stay zero.
-_SPARE_BITS = {2: 0, 3: 0, 4: 2, 16: 3}
-# The smallest and the largest magnitude of a code.
-_MAGNITUDES = {2: (1.0, 1.0), 3: (0.0, 1.0), 4: (1.0, 3.0)}
-# Number of codes -> the codes.
-CODES: dict[int, tuple[complex, ...]] = {
-    2: (-1, 1),
-    3: (-1, 0, 1),
-    4: (-3, -1, 1, 3),
-    16: tuple(range(-8, 8)),
-}
+_SPARE_BITS = {BINARY: 0, TERNARY: 0, TWO_BIT: 2, SYMMETRIC: 2, INT4: 3}
+# The smallest and the largest magnitude of a code, for levels whose scale has no sign.
+_MAGNITUDES = {BINARY: (1.0, 1.0), TERNARY: (0.0, 1.0), SYMMETRIC: (1.0, 3.0)}
+_SORTED = 2**22  # How many weights `_signed_least_squares` sorts together.
 
 
 # How many rows decide that a weight is dense, before all rows are looked at.
@@ -143,12 +148,12 @@ def round_to_bfloat16(x: Tensor, spare_bits: int = 0) -> Tensor:
     return torch.where(x.isnan(), x, rounded)  # The sum may carry a NaN's bits over to zero.
 
 
-def round_scale(scale: Tensor, levels: int) -> Tensor:
+def round_scale(scale: Tensor, levels: Levels) -> Tensor:
     """Round a scale so that its product with every code is a bfloat16 number.
 
     Args:
         scale: The scale, in any float dtype.
-        levels: The number of codes.
+        levels: The codes.
 
     Returns:
         The rounded scale, in float32.
@@ -157,7 +162,11 @@ def round_scale(scale: Tensor, levels: int) -> Tensor:
 
 
 def mean_scale(
-    blocks: Tensor, total: SumOverRanks | None = None, *, keep_hard: bool = False, levels: int = 3
+    blocks: Tensor,
+    total: SumOverRanks | None = None,
+    *,
+    keep_hard: bool = False,
+    levels: Levels = TERNARY,
 ) -> Tensor:
     """Return gamma = mean|w| + eps (Eq. 1) of each group, rounded to bfloat16; shape (..., 1).
 
@@ -169,7 +178,7 @@ def mean_scale(
             nonzeros, so a second quantization would shrink the group. By Cauchy-Schwarz, the
             nonzero |w| are equal where (sum|w|)^2 = nonzeros·sum w^2. Float64 holds both sides
             exactly for a bfloat16 gamma.
-        levels: 3; or 2, for which a hard group has no zeros.
+        levels: TERNARY; or BINARY, whose hard groups have no zeros.
     """
     magnitude = blocks.detach().abs()
     sums = [magnitude.sum(-1, keepdim=True, dtype=torch.float64)]
@@ -179,18 +188,18 @@ def mean_scale(
         sums.append((magnitude > 0).sum(-1, keepdim=True, dtype=torch.float64))
     if total is not None:
         sums = total(torch.stack(sums)).unbind()
-    scale = round_scale(sums[0] / sums[1] + SCALE_EPS, 3)
+    scale = round_scale(sums[0] / sums[1] + SCALE_EPS, levels)
     if keep_hard:
         magnitudes, count, squares, nonzeros = sums
-        kept = nonzeros.clamp(min=1.0) if levels == 3 else count
+        kept = nonzeros.clamp(min=1.0) if levels == TERNARY else count
         gamma = magnitudes / kept
-        rounded = round_scale(gamma, 3)
+        rounded = round_scale(gamma, levels)
         is_hard = (magnitudes * magnitudes == kept * squares) & (rounded == gamma) & (gamma > 0)
         scale = torch.where(is_hard, rounded, scale)
     return scale.to(compute_dtype(blocks))
 
 
-def least_squares_scale(blocks: Tensor, levels: int = 3) -> Tensor:
+def least_squares_scale(blocks: Tensor, levels: Levels = TERNARY) -> Tensor:
     """Return the scale s whose codes q leave the least sum (w - s·q)^2, rounded; shape (..., 1).
 
     Let low and high be the magnitudes of the codes. If the k largest |w| of a group of n get a
@@ -200,8 +209,12 @@ def least_squares_scale(blocks: Tensor, levels: int = 3) -> Tensor:
                    D = low^2·n + (high^2 - low^2)·k
 
     and the sum falls by N^2/D. The function searches for the best k. It takes the first of equally
-    good ones, so that a hard weight keeps its scale.
+    good ones, so that a hard weight keeps its scale. `_signed_least_squares` is for TWO_BIT.
     """
+    if levels == TWO_BIT:
+        rows = max(1, _SORTED // max(1, blocks[:1].numel()))
+        parts = [_signed_least_squares(part) for part in blocks.detach().split(rows)]
+        return round_scale(bounded(torch.cat(parts)), levels).to(compute_dtype(blocks))
     low, high = _MAGNITUDES[levels]
     largest = blocks.detach().abs().sort(-1, descending=True).values
     sums = F.pad(largest.cumsum(-1, dtype=torch.float64), (1, 0))  # of the k largest, k = 0 ... n
@@ -216,13 +229,67 @@ def least_squares_scale(blocks: Tensor, levels: int = 3) -> Tensor:
     return round_scale(scale.clamp(min=SCALE_EPS), levels).to(compute_dtype(blocks))
 
 
+def _signed_least_squares(blocks: Tensor) -> Tensor:
+    """Return the scale s of either sign whose codes {-1, 0, 1, 2} leave the least squared error.
+
+    Let s > 0 fall from infinity. A weight leaves the code 0 at s = 2|w|, and a positive one gets
+    the code 2 at s = w/1.5. Between two such points the codes q are fixed, and the best s is N/D
+    with N = sum w·q and D = sum q^2, where the sum falls by N^2/D. The function sorts the points,
+    adds up N and D, and takes the best. It does the same for -w.
+
+    Args:
+        blocks: The weights (rows, groups, group).
+    """
+    size, found = blocks.abs(), []
+    for sign in (1, -1):
+        larger = (sign * blocks > 0).to(size.dtype)  # The weights that may get the code 2.
+        order = torch.cat([2 * size, larger * size / 1.5], -1).argsort(-1, descending=True)
+        by_n = torch.cat([size, larger * size], -1).gather(-1, order)
+        by_d = torch.cat([torch.ones_like(size), 3 * larger], -1).gather(-1, order)
+        n, d = (part.cumsum(-1, dtype=torch.float64) for part in (by_n, by_d))
+        d = d.clamp(min=1.0)  # It is 0 only at points of zeros.
+        gain, index = (n.square() / d).max(-1, keepdim=True)
+        found.append((sign * n.gather(-1, index) / d.gather(-1, index), gain))
+    (positive, gain), (negative, other) = found
+    # Clearly better, so the order of a sum does not decide.
+    return torch.where(other > gain * (1 + 1e-12), negative, positive)
+
+
+def bounded(scale: Tensor) -> Tensor:
+    """Return a scale with its sign, and a magnitude of at least `SCALE_EPS`."""
+    size = scale.abs().clamp(min=SCALE_EPS)
+    return torch.where(scale < 0, -size, size)
+
+
 def signed_scale(blocks: Tensor) -> Tensor:
     """Return the scale that gives the largest weight of each group the code -8; shape (..., 1)."""
     low, high = blocks.detach().aminmax(dim=-1, keepdim=True)
     return torch.where(high > -low, high, low) * (-1 / 8)
 
 
-def scale_of_hard(blocks: Tensor, levels: int) -> Tensor:
+def unit_of(blocks: Tensor, levels: Levels) -> Tensor:
+    """Return the only scale by which groups can be hard; shape (..., 1).
+
+    If the codes leave a choice, it is a larger scale with smaller codes, where they are exact.
+
+    Args:
+        blocks: The weights (..., group), hard or not.
+        levels: The codes.
+    """
+    if levels == INT4:
+        return signed_scale(blocks)
+    low, high = blocks.detach().aminmax(dim=-1, keepdim=True)
+    if levels == TWO_BIT:
+        largest = torch.where(high >= -low, high, low)
+        is_one = nearest_code(blocks, largest.abs(), levels) * largest.abs() == blocks
+        return torch.where(is_one.all(-1, keepdim=True), largest.abs(), largest / 2)
+    if levels == SYMMETRIC:  # The smallest code is ±1, or ±3 if all codes are ±3.
+        low = blocks.detach().abs().amin(-1, keepdim=True)
+        return torch.where(round_scale(low, levels) == low, low, low / 3)
+    return torch.maximum(high, -low)
+
+
+def scale_of_hard(blocks: Tensor, levels: Levels) -> Tensor:
     """Return the scales of groups that are hard already, and 0 for all other groups.
 
     A hard group is a scale, as `round_scale` rounds it, times codes. A method that starts from this
@@ -230,41 +297,39 @@ def scale_of_hard(blocks: Tensor, levels: int) -> Tensor:
 
     Args:
         blocks: The weights (..., group).
-        levels: 3, 4 or 16.
+        levels: The codes.
 
     Returns:
         The scales (..., 1).
     """
-    if levels == 16:
-        scale = signed_scale(blocks)
-    else:
-        low, scale = blocks.detach().abs().aminmax(dim=-1, keepdim=True)
-        if levels == 4:  # The smallest code is ±1, or ±3 if all codes are ±3.
-            scale = torch.where(round_scale(low, 4) == low, low, low / 3)
+    scale = unit_of(blocks, levels)
     is_hard = (nearest_code(blocks, scale, levels) * scale == blocks).all(-1, keepdim=True)
     return torch.where(is_hard & (round_scale(scale, levels) == scale), scale, 0.0)
 
 
-def nearest_code(w: Tensor, scale: Tensor, levels: int = 3) -> Tensor:
+def nearest_code(w: Tensor, scale: Tensor, levels: Levels = TERNARY) -> Tensor:
     """Return the code whose product with the scale is nearest to ``w``, in the dtype of ``w``.
 
     A tie takes the inner code. Without a code 0, the weight 0 takes the positive code. The code is
     NaN if the weight or the scale is NaN.
     """
     magnitude = w.abs()
-    if levels == 16:
-        size, turned = scale.abs(), torch.where(scale < 0, -w, w)
+    zero = magnitude * (0.0 * scale)  # A constant would lose a NaN.
+    if levels == TERNARY:
+        return torch.where(magnitude > 0.5 * scale, torch.sign(w), zero)
+    size, turned = scale.abs(), torch.where(scale < 0, -w, w)
+    if levels == TWO_BIT:
+        above = torch.gt(turned, 0.5 * size).to(w.dtype) + torch.gt(turned, 1.5 * size).to(w.dtype)
+        return zero + above - torch.lt(turned, -0.5 * size).to(w.dtype)
+    if levels == INT4:
         # The quotient may be rounded to a neighbour, so comparisons decide.
         code = (magnitude / size.clamp(min=_TINY)).round()
         code = code + (magnitude > (code + 0.5) * size).to(w.dtype)
         code = code - (magnitude <= (code - 0.5) * size).to(w.dtype)
         return torch.where(turned < 0, -code.clamp(0, 8), code.clamp(0, 7))
-    zero = magnitude * (0.0 * scale)  # A constant would lose a NaN.
-    if levels == 3:
-        return torch.where(magnitude > 0.5 * scale, torch.sign(w), zero)
     one = zero + 1.0
     sign = torch.where(w < 0, -one, one)
-    return sign if levels == 2 else torch.where(magnitude > 2.0 * scale, 3.0 * sign, sign)
+    return sign if levels == BINARY else torch.where(magnitude > 2.0 * scale, 3.0 * sign, sign)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +347,8 @@ class GroupMethod(Method):
         InputError: If an option is wrong.
     """
 
-    # How many codes there are: 2, 3, 4 or 16; see the module docstring.
-    levels: ClassVar[int] = 3
+    # The codes; see the module docstring.
+    levels: ClassVar[Levels] = TERNARY
     group_size: GroupSize = 128
 
     def __post_init__(self):
@@ -293,7 +358,7 @@ class GroupMethod(Method):
     @property
     def code_values(self) -> tuple[complex, ...]:
         """Return the codes of a weight."""
-        return CODES[self.levels]
+        return self.levels
 
     @property
     def scales_span_rows(self) -> bool:
@@ -370,8 +435,10 @@ class GroupMethod(Method):
         return self.hard_scale(scale) * code
 
     def hard_scale(self, scale: Tensor) -> Tensor:
-        """Return the scales of hard weights: 0 for a scale at its bound, but for ternary codes."""
-        return scale if self.levels == 3 else torch.where(scale.abs() <= _LEAST_SCALE, 0.0, scale)
+        """Return the scales of hard weights: 0 for a scale at its bound, where codes need it."""
+        if self.levels in (TERNARY, TWO_BIT):
+            return scale
+        return torch.where(scale.abs() <= _LEAST_SCALE, 0.0, scale)
 
     def relaxed(
         self, w: Tensor, tau: Tensor, parameters: Sequence[Tensor], total: SumOverRanks | None
@@ -434,33 +501,32 @@ class GroupMethod(Method):
         return code.to(torch.int8).view_as(weight), scale.to(torch.bfloat16)
 
 
-def is_hard(weight: Tensor, group_size: GroupSize, levels: int = 3) -> bool:
+def is_hard(weight: Tensor, group_size: GroupSize, levels: Levels = TERNARY) -> bool:
     """Return whether a weight is a scale times codes in every group.
 
-    With two and three levels, the scale may be any number: rounding it to bfloat16 keeps the weight
-    hard. With more levels, it must be rounded already as `round_scale` does.
+    With BINARY and TERNARY, the scale may be any number: rounding it to bfloat16 keeps the weight
+    hard. With other codes, it must be rounded already as `round_scale` does.
 
     Args:
         weight: The weight (out_features, in_features).
         group_size: An int that divides in_features, "channel" or "tensor".
-        levels: The number of codes: 2, 3, 4 or 16.
+        levels: The codes.
     """
 
     def fits(rows: Tensor) -> bool:
         blocks = block_view(rows, group_size).to(compute_dtype(rows))
-        largest = blocks.abs().amax(-1, keepdim=True)
-        scale = scale_of_hard(blocks, levels) if levels > 3 else largest
+        scale = (scale_of_hard if _SPARE_BITS[levels] else unit_of)(blocks, levels)
         return bool((nearest_code(blocks, scale, levels) * scale == blocks).all())
 
     return fits(weight[:_FIRST_ROWS]) and fits(weight)
 
 
-def find_group_size(weight: Tensor, levels: int = 3) -> GroupSize | None:
+def find_group_size(weight: Tensor, levels: Levels = TERNARY) -> GroupSize | None:
     """Return the largest group size at which a weight is hard.
 
     Args:
         weight: The weight (out_features, in_features).
-        levels: The number of codes.
+        levels: The codes.
 
     Returns:
         "tensor", "channel", or the largest multiple of 32 that divides in_features and fits. None
@@ -472,16 +538,16 @@ def find_group_size(weight: Tensor, levels: int = 3) -> GroupSize | None:
     return next((size for size in sizes if is_hard(weight, size, levels)), None)
 
 
-def find_codes(weight: Tensor) -> tuple[int, GroupSize] | tuple[None, None]:
+def find_codes(weight: Tensor) -> tuple[Levels, GroupSize] | tuple[None, None]:
     """Return the fewest levels and the largest group size at which a weight is hard.
 
     Args:
         weight: The weight (out_features, in_features).
 
     Returns:
-        The number of codes (2, 3, 4 or 16) and the group size; or None and None for another weight.
+        The codes and the group size; or None and None for another weight.
     """
-    for levels in (2, 3, 4, 16):
+    for levels in CODEBOOKS:
         if size := find_group_size(weight, levels):
             return levels, size
     return None, None

@@ -63,7 +63,10 @@ from torch import Tensor
 
 from hestia_tune.errors import InputError
 from hestia_tune.methods.groups import (
+    BINARY,
+    SYMMETRIC,
     GroupMethod,
+    Levels,
     least_squares_scale,
     mean_scale,
     nearest_code,
@@ -83,7 +86,7 @@ MIN_TAU = 1e-30
 NUM_BINS = 8192
 # Beyond 8 scales the relaxation is 1 for every temperature of the search.
 MAX_Z = 8.0
-_CODES = {"binary": (-1, 1), "int2": (-3, -1, 1, 3)}
+_CODES = {"binary": BINARY, "int2": SYMMETRIC}
 
 
 def _softmax_terms(w: Tensor, step: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -281,15 +284,15 @@ class EvenMethod(GroupMethod):
             self.require_rows("the codebook int2")
 
     @property
-    def levels(self) -> int:
-        """Return how many codes there are."""
-        return len(_CODES[self.codebook])
+    def levels(self) -> Levels:
+        """Return the codes."""
+        return _CODES[self.codebook]
 
     def scale_and_code(self, w, parameters, total, is_final):
         if self.codebook == "binary":
-            scale = mean_scale(w, total, keep_hard=is_final, levels=2)
+            scale = mean_scale(w, total, keep_hard=is_final, levels=BINARY)
         else:
-            scale = least_squares_scale(w, 4)
+            scale = least_squares_scale(w, SYMMETRIC)
         return scale, nearest_code(w, scale, self.levels)
 
     def _softmax(self, w, scale, tau):

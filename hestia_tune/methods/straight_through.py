@@ -37,8 +37,12 @@ from torch import Tensor
 
 from hestia_tune.errors import InputError, require_number
 from hestia_tune.methods.groups import (
+    INT4,
     SCALE_EPS,
+    SYMMETRIC,
+    TERNARY,
     GroupMethod,
+    Levels,
     least_squares_scale,
     mean_scale,
     nearest_code,
@@ -149,9 +153,9 @@ class INT2Method(StraightThroughMethod):
         self.require_rows("int2")
 
     @property
-    def levels(self) -> int:
-        """Return how many codes there are."""
-        return 3 if self.start == "absmax" else 4
+    def levels(self) -> Levels:
+        """Return the codes."""
+        return TERNARY if self.start == "absmax" else SYMMETRIC
 
     def scale_and_code(self, w, parameters, total, is_final):
         if self.start == "absmax":
@@ -193,8 +197,8 @@ def searched_scale(blocks: Tensor) -> Tensor:
     largest, scales = signed_scale(blocks), []
     for multiple in _MULTIPLES:
         size = (multiple * largest.abs()).clamp(min=SCALE_EPS)
-        scales.append(round_scale(torch.where(largest < 0, -size, size), 16).to(blocks.dtype))
-    return best_scale(blocks, scales, lambda scale: nearest_code(blocks, scale, 16))
+        scales.append(round_scale(torch.where(largest < 0, -size, size), INT4).to(blocks.dtype))
+    return best_scale(blocks, scales, lambda scale: nearest_code(blocks, scale, INT4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +218,7 @@ class INT4Method(StraightThroughMethod):
     """
 
     name: ClassVar[str] = "int4"
-    levels: ClassVar[int] = 16
+    levels: ClassVar[Levels] = INT4
 
     def __post_init__(self):
         super().__post_init__()
@@ -317,9 +321,9 @@ class SEQMethod(LearnedStepMethod):
     bits: Literal["ternary", 2] = "ternary"
 
     @property
-    def levels(self) -> int:
-        """Return how many codes there are."""
-        return 4 if self.bits == 2 else 3
+    def levels(self) -> Levels:
+        """Return the codes."""
+        return SYMMETRIC if self.bits == 2 else TERNARY
 
     @property
     def slope_rule(self) -> tuple[float, float, float]:

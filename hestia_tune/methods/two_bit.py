@@ -19,8 +19,8 @@ method starts at a share of it. Then the scale follows mean|w| of its group, or 
                                       dH/ds = E[q] - z·(2/tau)·Var[q]
 
 At tau 0, the slope of the rounding is 1 for dH/dw. For dH/ds it is 1 only from -1.5 to 2.5 scales,
-because the code is clipped beyond, much as in LSQ. A code times a bfloat16 scale is a bfloat16
-number, because the codes are powers of two.
+because the code is clipped beyond, much as in LSQ. The rounding of the scale passes gradients
+unchanged.
 """
 
 from dataclasses import dataclass, field
@@ -30,77 +30,21 @@ import torch
 from torch import Tensor
 
 from hestia_tune.errors import InputError, require_number
-from hestia_tune.methods.groups import SCALE_EPS, GroupMethod, round_to_bfloat16
+from hestia_tune.methods.groups import (
+    TWO_BIT,
+    GroupMethod,
+    Levels,
+    bounded,
+    least_squares_scale,
+    nearest_code,
+    round_scale,
+    scale_of_hard,
+)
 from hestia_tune.methods.hestia import MIN_TAU, softmax, variance
 
-_CODES = (-1, 0, 1, 2)
 # Beyond this many scales, the softmax has one code at every temperature up to 100. The bound keeps
 # its logits finite.
 _MAX_Z = 1e4
-_ROW_WEIGHTS = 2**22  # How many weights are sorted together.
-
-
-def nearest_signed_code(w: Tensor, scale: Tensor) -> Tensor:
-    """Return the code in {-1, 0, 1, 2} whose product with a scale is nearest, in w's dtype.
-
-    A tie takes the code nearer to 0. The code is NaN if the weight or the scale is NaN.
-
-    Args:
-        w: The weights (..., group).
-        scale: The scales, with their signs (..., 1).
-    """
-    size, turned = scale.abs(), torch.where(scale < 0, -w, w)
-    code = w * (0.0 * scale)  # A constant would lose a NaN.
-    for bound in (0.5, 1.5):
-        code = code + (turned > bound * size).to(w.dtype)
-    return code - (turned < -0.5 * size).to(w.dtype)
-
-
-def signed_least_squares_scale(blocks: Tensor) -> Tensor:
-    """Return the scale s, of either sign, with the least sum (w - s·q)^2; float32 (..., 1).
-
-    Let s > 0 fall from infinity. A weight leaves the code 0 at s = 2|w|, and a positive one gets
-    the code 2 at s = w/1.5. Between two such points the codes q are fixed, and the best s is N/D
-    with N = sum w·q and D = sum q^2, where the sum falls by N^2/D. The function sorts the points,
-    adds up N and D, and takes the best. It does the same for -w.
-
-    Args:
-        blocks: The weights (rows, groups, group).
-    """
-    rows = max(1, _ROW_WEIGHTS // max(1, blocks[:1].numel()))
-    return torch.cat([_signed_least_squares_scale(part) for part in blocks.split(rows)])
-
-
-def _signed_least_squares_scale(blocks: Tensor) -> Tensor:
-    """Return the scales of some rows; see `signed_least_squares_scale`."""
-    size, found = blocks.detach().abs(), []
-    for sign in (1, -1):
-        larger = (sign * blocks > 0).to(size.dtype)  # The weights that may get the code 2.
-        order = torch.cat([2 * size, larger * size / 1.5], -1).argsort(-1, descending=True)
-        by_n = torch.cat([size, larger * size], -1).gather(-1, order)
-        by_d = torch.cat([torch.ones_like(size), 3 * larger], -1).gather(-1, order)
-        n, d = (part.cumsum(-1, dtype=torch.float64) for part in (by_n, by_d))
-        d = d.clamp(min=1.0)  # It is 0 only at points of zeros.
-        gain, index = (n.square() / d).max(-1, keepdim=True)
-        found.append((sign * n.gather(-1, index) / d.gather(-1, index), gain))
-    (positive, gain), (negative, other) = found
-    # Clearly better, so the order of a sum does not decide.
-    return torch.where(other > gain * (1 + 1e-12), negative, positive).to(torch.float32)
-
-
-def signed_scale_of_hard(blocks: Tensor) -> Tensor:
-    """Return the scales of groups that are hard already, and 0 for all other groups; (..., 1).
-
-    A group is hard if it is a scale times codes {-1, 0, 1, 2}. If two scales fit, it is the larger.
-    """
-    low, high = blocks.detach().aminmax(dim=-1, keepdim=True)
-    largest = torch.where(high >= -low, high, low)
-    found = torch.zeros_like(largest)
-    for scale in (largest / 2, largest.abs()):
-        is_hard = nearest_signed_code(blocks, scale) * scale == blocks
-        rounded = round_to_bfloat16(scale.to(torch.float32)) == scale
-        found = torch.where(is_hard.all(-1, keepdim=True) & rounded, scale, found)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +67,7 @@ class TwoBitMethod(GroupMethod):
     """
 
     name: ClassVar[str] = "two_bit"
-    levels: ClassVar[int] = 4
+    levels: ClassVar[Levels] = TWO_BIT
     scale: Literal["absmean", "learned"] = field(default="absmean", metadata={"optional": True})
     start: float | str = field(default=0.75, metadata={"optional": True})
 
@@ -134,11 +78,6 @@ class TwoBitMethod(GroupMethod):
             require_number("start", self.start, 0, 2, 'or "least_squares", which is 1')
         if self.start == 0:
             raise InputError('start must be above 0; got 0; use 0.75 or "least_squares"')
-
-    @property
-    def code_values(self) -> tuple[complex, ...]:
-        """Return the codes of a weight."""
-        return _CODES
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -153,10 +92,11 @@ class TwoBitMethod(GroupMethod):
     def initial_parameters(self, weight):
         w = self.blocks(weight.detach())
         share = 1.0 if self.start == "least_squares" else float(self.start)
-        hard_scale = signed_scale_of_hard(w)
-        start = torch.where(hard_scale != 0, hard_scale, share * signed_least_squares_scale(w))
+        hard_scale = scale_of_hard(w, self.levels)
+        # Rounded here too, so that no product of r and mean|w| is halfway between two scales.
+        best = round_scale(bounded(share * least_squares_scale(w, self.levels)), self.levels)
+        start = torch.where(hard_scale != 0, hard_scale, best.to(w.dtype))
         if self.scale == "learned":
-            start = torch.where(start.abs() < SCALE_EPS, SCALE_EPS, start)  # A group of zeros.
             start = start.squeeze(-1).to(torch.float32)
             return torch.zeros_like(start), start
         mean = _mean(w)
@@ -164,40 +104,35 @@ class TwoBitMethod(GroupMethod):
         return (ratio.squeeze(-1).to(torch.float32),)
 
     def _scale(self, w, parameters):
-        """Return the scales (rows, groups, 1), rounded to bfloat16, in the dtype of ``w``."""
+        """Return the scales (rows, groups, 1), rounded, in the dtype of ``w``."""
         if self.scale == "learned":
             logit, start = (value.unsqueeze(-1) for value in parameters)
             scale = 2.0 * torch.sigmoid(logit) * start
         else:
             scale = parameters[0].unsqueeze(-1) * _mean(w)
-        size = scale.abs().clamp(min=SCALE_EPS)
-        scale = torch.where(scale < 0, -size, size)
-        return round_to_bfloat16(scale.to(torch.float32)).to(w.dtype)
+        return round_scale(bounded(scale), self.levels).to(w.dtype)
 
     def scale_and_code(self, w, parameters, total, is_final):
         scale = self._scale(w, parameters)
-        return scale, nearest_signed_code(w, scale)
-
-    def hard_scale(self, scale):
-        return scale  # The code 0 is the weight 0, so a group of zeros may have any scale.
+        return scale, nearest_code(w, scale, self.levels)
 
     def relaxed(self, w, tau, parameters, total):
         scale, code = self.scale_and_code(w, parameters, total, False)
         z = (w / scale).clamp(-_MAX_Z, _MAX_Z)
-        pi = softmax(z, _CODES, tau.clamp(min=MIN_TAU))
-        soft = sum(q * p for q, p in zip(_CODES, pi, strict=True))
+        pi = softmax(z, TWO_BIT, tau.clamp(min=MIN_TAU))
+        soft = sum(q * p for q, p in zip(TWO_BIT, pi, strict=True))
         return scale * torch.where(tau > 0, soft, code)
 
     def slopes(self, w, tau, parameters, total):
         scale, code = self.scale_and_code(w, parameters, total, False)
         safe_tau = tau.clamp(min=MIN_TAU)
         z = (w / scale).clamp(-_MAX_Z, _MAX_Z)
-        pi = softmax(z, _CODES, safe_tau)
-        slope = (2.0 / safe_tau) * variance(_CODES, pi)
+        pi = softmax(z, TWO_BIT, safe_tau)
+        slope = (2.0 / safe_tau) * variance(TWO_BIT, pi)
         by_weight = torch.where(tau > 0, slope, torch.ones_like(w))
         if self.scale != "learned":
             return (by_weight,)
-        mean = sum(q * p for q, p in zip(_CODES, pi, strict=True))
+        mean = sum(q * p for q, p in zip(TWO_BIT, pi, strict=True))
         rounded = code - torch.where((z > -1.5) & (z < 2.5), z, 0.0)
         return by_weight, torch.where(tau > 0, mean - z * slope, rounded)  # dH/dw, dH/ds
 

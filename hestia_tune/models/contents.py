@@ -26,7 +26,18 @@ from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError, one_line, warn_once
 from hestia_tune.files import inside, read_json, read_state
 from hestia_tune.methods import GroupMethod, Method
-from hestia_tune.methods.groups import GroupSize, find_codes, find_group_size, is_hard
+from hestia_tune.methods.groups import (
+    BINARY,
+    INT4,
+    SYMMETRIC,
+    TERNARY,
+    TWO_BIT,
+    GroupSize,
+    Levels,
+    find_codes,
+    find_group_size,
+    is_hard,
+)
 from hestia_tune.models.folder import (
     DESCRIPTION_FILE,
     Packed,
@@ -36,8 +47,14 @@ from hestia_tune.models.folder import (
 )
 
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.")
-# Number of codes -> what a weight with so many codes is called.
-KINDS = {2: "binary", 3: "ternary", 4: "four levels", 16: "4-bit integers"}
+# Codes -> what a weight with these codes is called.
+KINDS = {
+    BINARY: "binary",
+    TERNARY: "ternary",
+    TWO_BIT: "two bits",
+    SYMMETRIC: "four levels",
+    INT4: "4-bit integers",
+}
 
 
 def find_hard(
@@ -133,7 +150,7 @@ class Matrix:
         width: in_features.
         size: The number of its weights.
         zeros: The number of its weights that are 0.
-        levels: The number of its codes: 2, 3, 4 or 16. None: it is dense.
+        levels: Its codes. None: it is dense.
         group_size: The number of weights that share a scale. None: it is dense.
     """
 
@@ -143,7 +160,7 @@ class Matrix:
     width: int
     size: int
     zeros: int
-    levels: int | None = None
+    levels: Levels | None = None
     group_size: GroupSize | None = None
 
     @property
@@ -295,7 +312,8 @@ def contents_table(folder: Path) -> str:
     for m in linears:
         kinds[m.kind].append(m)
         numbers = f"{8 * m.nbytes / m.size:.3f} | {m.zeros / m.size:.1%} | {m.stored} | {m.nbytes}"
-        lines.append(f"| {m.name} | {m.levels or 'dense'} | {m.group_size or '-'} | {numbers} |")
+        levels = len(m.levels) if m.levels else "dense"
+        lines.append(f"| {m.name} | {levels} | {m.group_size or '-'} | {numbers} |")
     parts = []
     for kind, group in kinds.items():
         zeros = sum(m.zeros for m in group) / sum(m.size for m in group)

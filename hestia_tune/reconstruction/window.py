@@ -391,7 +391,7 @@ class WindowOptimizer:
         latents = {id(value) for x in layers for value in x.layer.latents()}
         parameters = (p for block in blocks for p in block.parameters() if id(p) not in latents)
         others = [p.requires_grad_(settings.norm_lr > 0) for p in parameters if p.dim() < 2]
-        fine = {id(x) for x in layers if getattr(x.layer.method, "levels", 0) > 4}
+        fine = {id(x) for x in layers if len(getattr(x.layer.method, "levels", ())) > 4}
         rates = (
             (settings.lr, [x.weight for x in layers if id(x) not in fine]),
             (settings.lr * FINE_RATE, [x.weight for x in layers if id(x) in fine]),

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from hestia_tune.errors import InputError
 from hestia_tune.methods import Fairy2iMethod, GroupMethod, Method
-from hestia_tune.methods.groups import CODES, GroupSize
+from hestia_tune.methods.groups import (
+    BINARY,
+    INT4,
+    SYMMETRIC,
+    TERNARY,
+    TWO_BIT,
+    GroupSize,
+    Levels,
+)
 from hestia_tune.methods.method import require_finite
 from hestia_tune.tensors.group_tensor import (
     BinaryTensor,
@@ -20,6 +28,7 @@ from hestia_tune.tensors.group_tensor import (
     INT2Tensor,
     INT4Tensor,
     TernaryTensor,
+    TwoBitTensor,
     to_intx,
 )
 from hestia_tune.tensors.kernels import KernelUse, use_kernel
@@ -31,6 +40,7 @@ __all__ = [
     "INT4Tensor",
     "KernelUse",
     "TernaryTensor",
+    "TwoBitTensor",
     "check_format",
     "pack",
     "packed_formats",
@@ -41,11 +51,12 @@ __all__ = [
 
 # A checkpoint with these tensors loads with weights_only=True.
 torch.serialization.add_safe_globals(
-    [BinaryTensor, Fairy2iTensor, INT2Tensor, INT4Tensor, TernaryTensor]
+    [BinaryTensor, Fairy2iTensor, INT2Tensor, INT4Tensor, TernaryTensor, TwoBitTensor]
 )
 
 _FROM_CODES = {
     "ternary": TernaryTensor.from_codes,
+    "two_bit": TwoBitTensor.from_codes,
     "int2": INT2Tensor.from_codes,
     "int4": INT4Tensor.from_codes,
     "binary": BinaryTensor.from_codes,
@@ -54,24 +65,26 @@ _FROM_CODES = {
 }
 # Codes -> the packed tensors that hold them, the default first.
 _PACKED_FORMATS = {
-    CODES[2]: ("binary",),
-    CODES[3]: ("ternary", "intx"),
-    CODES[4]: ("int2",),
-    CODES[16]: ("int4",),
+    BINARY: ("binary",),
+    TERNARY: ("ternary", "intx"),
+    TWO_BIT: ("two_bit", "intx"),
+    SYMMETRIC: ("int2",),
+    INT4: ("int4",),
     Fairy2iMethod.code_values: ("fairy2i",),
 }
-BY_LEVELS = {kind.levels: kind for kind in (BinaryTensor, TernaryTensor, INT2Tensor, INT4Tensor)}
+_KINDS = (BinaryTensor, TernaryTensor, TwoBitTensor, INT2Tensor, INT4Tensor)
+BY_LEVELS = {kind.levels: kind for kind in _KINDS}
 
 
 def read_hard(
-    weight: Tensor, group_size: GroupSize, levels: int = 3, name: str = "the weight"
+    weight: Tensor, group_size: GroupSize, levels: Levels = TERNARY, name: str = "the weight"
 ) -> GroupTensor:
     """Return the packed tensor of a hard weight.
 
     Args:
         weight: See `GroupTensor.from_hard`, also for ``group_size``.
         group_size: Weights that share a scale.
-        levels: The number of codes: 2, 3, 4 or 16.
+        levels: The codes.
         name: Name of the weight, for errors.
 
     Raises:

@@ -33,9 +33,20 @@ from torch import Tensor
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
 from hestia_tune.errors import InputError, InputTypeError
-from hestia_tune.methods import EvenMethod, INT4Method, TernaryMethod
+from hestia_tune.methods import EvenMethod, INT4Method, TernaryMethod, TwoBitMethod
 from hestia_tune.methods.fairy2i import MAX_STAGES, Fairy2iMethod, dequantize_codes
-from hestia_tune.methods.groups import GroupSize, block_view, nearest_code, signed_scale
+from hestia_tune.methods.groups import (
+    BINARY,
+    INT4,
+    SYMMETRIC,
+    TERNARY,
+    TWO_BIT,
+    GroupSize,
+    Levels,
+    block_view,
+    nearest_code,
+    unit_of,
+)
 from hestia_tune.methods.method import compute_dtype, require_float
 from hestia_tune.tensors.packed_tensor import (
     PackedTensor,
@@ -80,7 +91,7 @@ class GroupTensor(PackedTensor):
     Each kind of it is made with `from_codes`, `from_hp` or `from_hard`.
 
     Class Attributes:
-        levels: The number of codes.
+        levels: The codes.
         lowest: The lowest code.
         distance: The distance between neighbouring codes.
         bits: Bits per code.
@@ -95,11 +106,15 @@ class GroupTensor(PackedTensor):
             Dequantizing to float16 rounds scales outside its normal range (6e-5 to 65504).
     """
 
-    levels: ClassVar[int]
+    levels: ClassVar[Levels]
     lowest: ClassVar[int]
     distance: ClassVar[int]
     bits: ClassVar[int]
     hard_rule: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.lowest, cls.distance = cls.levels[0], cls.levels[1] - cls.levels[0]
 
     def check_shapes(self, shape, qdata_shape, scale_shape):
         if len(shape) != 2 or qdata_shape != (shape[0], packed_width(shape[1], self.bits)):
@@ -139,7 +154,7 @@ class GroupTensor(PackedTensor):
             InputTypeError: If codes, scales or ``dtype`` have another dtype.
             InputError: If a shape or a code is wrong, or bfloat16 would round a scale.
         """
-        check_codes(codes, cls.lowest, cls.lowest + cls.distance * (cls.levels - 1))
+        check_codes(codes, cls.lowest, cls.levels[-1])
         if cls.distance == 2 and not codes.is_meta and (codes & 1 == 0).any():
             raise InputError(f"codes of a {cls.__name__} must be odd; got an even one")
         packed = pack_codes((codes - cls.lowest) // cls.distance, cls.bits)
@@ -149,9 +164,8 @@ class GroupTensor(PackedTensor):
     def from_hard(cls: type[T], weight: Tensor, *, group_size: GroupSize = 128) -> T:
         """Recover codes and scales of a hard weight exactly, and present its dtype.
 
-        The scale of a group is its largest absolute value; with four levels, its smallest absolute
-        value; with 16 levels, its largest value divided by -8. If the codes include 0, a group of
-        zeros leaves no scale to recover. Its scale becomes 0.
+        `unit_of` says which scale it is. If the codes include 0, a group of zeros leaves no scale
+        to recover. Its scale becomes 0.
 
         Args:
             weight: The hard weight (out_features, in_features). Each entry is the product of a code
@@ -166,11 +180,7 @@ class GroupTensor(PackedTensor):
         """
         require_float(weight)
         blocks = block_view(weight.detach(), group_size).to(compute_dtype(weight))
-        if cls.levels == 16:
-            unit = signed_scale(blocks)
-        else:
-            low, high = blocks.abs().aminmax(dim=-1, keepdim=True)
-            unit = low if cls.levels == 4 else high
+        unit = unit_of(blocks, cls.levels)
         code, scale = nearest_code(blocks, unit, cls.levels), unit.to(torch.bfloat16)
         exact = (code * scale == blocks).all(-1, keepdim=True) & unit.isfinite()
         if not weight.is_meta and not exact.all():
@@ -216,8 +226,16 @@ class TernaryTensor(GroupTensor):
     """Codes -1, 0, 1, four to a byte, stored as code + 1."""
 
     method_type = TernaryMethod
-    levels, lowest, distance, bits = 3, -1, 1, 2
+    levels, bits = TERNARY, 2
     hard_rule = "one absolute value besides 0"
+
+
+class TwoBitTensor(GroupTensor):
+    """Codes -1, 0, 1, 2, four to a byte, stored as code + 1. The scale has a sign."""
+
+    method_type = TwoBitMethod
+    levels, bits = TWO_BIT, 2
+    hard_rule = "one scale times -1, 0, 1 and 2"
 
 
 class INT2Tensor(GroupTensor):
@@ -227,7 +245,7 @@ class INT2Tensor(GroupTensor):
     """
 
     method_type = partial(EvenMethod, codebook="int2")
-    levels, lowest, distance, bits = 4, -3, 2, 2
+    levels, bits = SYMMETRIC, 2
     hard_rule = "one absolute value and three times it"
 
 
@@ -235,7 +253,7 @@ class INT4Tensor(GroupTensor):
     """Codes -8 to 7, two to a byte, stored as code + 8. The scale has a sign."""
 
     method_type = INT4Method
-    levels, lowest, distance, bits = 16, -8, 1, 4
+    levels, bits = INT4, 4
     hard_rule = "integers from -8 to 7 times one scale, with -8 among them,"
 
 
@@ -243,7 +261,7 @@ class BinaryTensor(GroupTensor):
     """Codes -1, 1, eight to a byte, stored as (code + 1) / 2."""
 
     method_type = partial(EvenMethod, codebook="binary")
-    levels, lowest, distance, bits = 2, -1, 2, 1
+    levels, bits = BINARY, 1
     hard_rule = "one absolute value"
 
 
@@ -252,26 +270,31 @@ def to_intx(
 ) -> IntxUnpackedToInt8Tensor:
     """Return an int2 tensor of torchao, zero point 0, that dequantizes to scale times code.
 
+    The integers of int2 are -2 to 1. So codes with a 2 become their negatives, with the negative of
+    the scale.
+
     Args:
-        codes: Codes (out_features, in_features), int8 in {-1, 0, 1}.
-        scale: Scales as for `TernaryTensor.from_codes`. A scale of the whole tensor is repeated for
+        codes: Codes (out_features, in_features), int8 in {-1, 0, 1, 2}.
+        scale: Scales as for `TwoBitTensor.from_codes`. A scale of the whole tensor is repeated for
             every row, because torchao cannot slice rows out of blocks that span rows.
         dtype: bfloat16, float32 or float16. torchao stores the scales in it.
 
     Raises:
         InputTypeError: If ``dtype`` is another dtype, or for the reasons of
-            `TernaryTensor.from_codes`.
+            `TwoBitTensor.from_codes`.
         InputError: If a scale is too large for float16, or for the reasons of
-            `TernaryTensor.from_codes`.
+            `TwoBitTensor.from_codes`.
     """
     if dtype not in (torch.bfloat16, torch.float32, torch.float16):
         raise InputTypeError(
             f"torchao's intx has bfloat16, float32 or float16 weights; got {dtype}"
         )
-    packed = TernaryTensor.from_codes(codes, scale, dtype=dtype)
+    packed = TwoBitTensor.from_codes(codes, scale, dtype=dtype)
     intx_scale = packed.scale.to(dtype).expand(codes.shape[0], -1).contiguous()
-    if dtype == torch.float16 and not scale.is_meta and (scale > 65504).any():
+    if dtype == torch.float16 and not scale.is_meta and (scale.abs() > 65504).any():
         raise InputError("scales must be at most 65504 for float16; use bfloat16")
+    if not codes.is_meta and (codes == 2).any():
+        codes, intx_scale = -codes, -intx_scale
     return IntxUnpackedToInt8Tensor(
         qdata=codes,
         scale=intx_scale,

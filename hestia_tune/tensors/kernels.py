@@ -35,18 +35,18 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 from hestia_tune.errors import InputError, one_line
-from hestia_tune.tensors.group_tensor import Fairy2iTensor, TernaryTensor
+from hestia_tune.tensors.group_tensor import Fairy2iTensor, TernaryTensor, TwoBitTensor
 from hestia_tune.tensors.packed_tensor import PackedTensor, multiply
 
 
 class Kernel(abc.ABC):
-    """Hold a ternary weight in the layout of a library.
+    """Hold a weight of codes -1 to 1, or -1 to 2, in the layout of a library.
 
     The library may refuse the weight by an error of its own.
 
     Args:
-        weight: A `TernaryTensor` (out_features, in_features) for which `limit` returns no reason.
-            It must not be a transpose.
+        weight: A `TernaryTensor` or `TwoBitTensor` (out_features, in_features) for which `limit`
+            returns no reason. It must not be a transpose.
 
     Attributes:
         max_rows: The number of rows up to which a product should be faster than a dense product.
@@ -296,8 +296,8 @@ def use_kernel(model: nn.Module, name: str = "auto") -> KernelUse:
     Weights that are loaded, moved or cast later are dequantized until this is called again.
 
     Args:
-        model: Any module with packed parameters, on their device. Only `TernaryTensor` and
-            `Fairy2iTensor` have kernels.
+        model: Any module with packed parameters, on their device. Only `TernaryTensor`,
+            `TwoBitTensor` and `Fairy2iTensor` have kernels.
         name: "auto" takes the fastest (see the module docstring). "dequantize" is exact and needs
             no more memory. Or a name in `KERNELS`; weights that this kernel cannot take are
             dequantized.
@@ -333,7 +333,7 @@ def _choose(weight: PackedTensor, name: str) -> tuple[type[Kernel] | None, list[
     than dequantizing. The first weight of a kind decides for all others of the process.
     """
     weight.kernel = None
-    if not isinstance(weight, TernaryTensor | Fairy2iTensor):
+    if not isinstance(weight, TernaryTensor | TwoBitTensor | Fairy2iTensor):
         return None, []
     shapes = tuple(weight.shape), tuple(weight.scale.shape)
     device, threads = str(weight.device), torch.get_num_threads()

@@ -182,7 +182,8 @@ class PackedTensor(TorchAOBaseTensor):
             InputError: If an option does not fit the weight.
         """
         require_float(weight)
-        codes, scales = cls.method_type(**options).codes(weight)
+        method = cls.method_type(**options)
+        codes, scales = method.codes(weight, method.initial_parameters(weight))
         return cls.from_codes(codes, scales, dtype=weight.dtype)
 
     @classmethod

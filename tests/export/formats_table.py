@@ -46,6 +46,7 @@ from hestia_tune.export import onnx
 from hestia_tune.export.format import all_formats
 from hestia_tune.export.gguf import BLOCK_TYPES
 from hestia_tune.export.gguf_families import LlamaModel
+from hestia_tune.models.contents import KINDS
 from hestia_tune.models.decoder import load_hard
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -64,6 +65,8 @@ METHODS = (
     "HestiaQATQuantizer, offset: learned",
     "HestiaQATQuantizer, codebook: binary",
     "HestiaQATQuantizer, codebook: int2",
+    "TwoBit",
+    "TwoBit, scale: learned",
     "Fairy2iQATQuantizer, num_stages: 1",
     "Fairy2iQATQuantizer, num_stages: 2",
     "AbsMean",
@@ -119,8 +122,10 @@ hestia convert demo 'convert.formats=[all]'   # every format that can hold the m
 
 """
 CELLS = f"""
-The column "codes" has the numbers of levels that a format holds: a ternary code has three, −1, 0 and
-1. "None" stands for weights that are no product of a code and a scale, as in the method DLT.
+The column "codes" names the codes that a format holds exactly: binary (−1, 1), ternary (−1, 0, 1),
+two bits (−1, 0, 1, 2, with a signed scale), four levels (−3, −1, 1, 3), 4-bit integers (−8 to 7) and
+powers of i (Fairy2i). "None" stands for weights that are no product of a code and a scale, as in the
+method DLT.
 
 ## Reading the tables
 
@@ -156,8 +161,8 @@ shortened. These words are in them:
 |---|---|
 | even | the method `HestiaQATQuantizer` with `codebook: binary` or `codebook: int2` |
 | fairy2i, int2, int4, dlt, seq | the method of this name in the first table |
-| levels | the number of different codes; 3 for −1, 0 and 1 |
-| block | A GGUF file stores the weights in blocks. The type of the blocks limits the group size and the number of levels ([limits](convert.md#block-types-of-gguf)). |
+| codes | the integers that are multiplied by the scale; −1 to 1 for ternary weights |
+| block | A GGUF file stores the weights in blocks. The type of the blocks limits the group size and the codes ([limits](convert.md#block-types-of-gguf)). |
 | plain | a layer with the forward function of `torch.nn.Linear`; Falcon's layers have their own |
 | packed | stored in few bits |
 | `X` must load (or run) a model with the hard model's logits; it raises: `E` | The program `X` must compute the logits of transformers: before training with a small random model, and then with the written file. `X` failed with the error `E`. |
@@ -171,8 +176,7 @@ def registry_table() -> str:
     heads = ("format", "what it is", "runs in", "codes", "groups", "models", "experts", "extra")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for form in all_formats():
-        counts = sorted(len(codes) for codes in form.codes if codes and not is_complex(codes))
-        codes = [", ".join(map(str, counts))]
+        codes = [", ".join(name for levels, name in KINDS.items() if levels in form.codes)]
         codes += ["powers of i"] * any(map(is_complex, form.codes))
         codes += ["none"] * (() in form.codes)
         names = [name.removesuffix("ForCausalLM") for name in form.architectures]
@@ -363,6 +367,7 @@ def main(rows: list[str]) -> None:
         for row in names:
             if not rows or row in rows:
                 found[table][row] = cells(table, row)
+        found[table] = {row: found[table][row] for row in names}
     PAGE.write_text(formats_page(found), encoding="utf-8")
 
 

@@ -8,6 +8,7 @@ import torch
 from hestia_tune.config import ConvertConfig
 from hestia_tune.export.gguf import AUTO, BLOCK_TYPES, choose_block_type
 from hestia_tune.functional import hard_ternary
+from hestia_tune.methods.groups import CODEBOOKS, SYMMETRIC, TERNARY, TWO_BIT
 from hestia_tune.tensors import TernaryTensor
 
 NAMES = tuple(BLOCK_TYPES)
@@ -94,7 +95,7 @@ def test_the_config_allows_every_type_and_the_last_choice_is_the_most_general():
         assert ConvertConfig(block_type=names).block_type == names
     assert ConvertConfig().block_type == "auto"
     for group_size in (32, 64, 96, 128, 256, "channel", "tensor"):
-        for levels in (2, 3, 4):
+        for levels in CODEBOOKS:
             assert BLOCK_TYPES[AUTO[-1]].fits(768, group_size, levels)
 
 
@@ -177,18 +178,19 @@ EXCLUDE = r"""set quantizer.exclude='\["\*.up_proj"\]' and train again$"""
     ("names", "in_features", "group_size", "levels", "widths", "remedies"),
     [
         # Another type holds the groups; or groups of another size fit the type.
-        (["TQ2_0", "Q2_0"], 576, 96, 3, [], ["convert.block_type=Q4_0", "group_size=64"]),
-        (["TQ2_0"], 512, 128, 3, [], ["convert.block_type=Q2_0", "group_size=256"]),
+        (["TQ2_0", "Q2_0"], 576, 96, TERNARY, [], ["convert.block_type=Q4_0", "group_size=64"]),
+        (["TQ2_0"], 512, 128, TERNARY, [], ["convert.block_type=Q2_0", "group_size=256"]),
         # 256 does not divide 640, and 64 divides both.
-        (["Q2_0"], 1280, 32, 3, [640], ["convert.block_type=Q4_0", "group_size=128"]),
-        (["TQ2_0"], 1280, 128, 3, [640], ["convert.block_type=Q2_0", None]),
+        (["Q2_0"], 1280, 32, TERNARY, [640], ["convert.block_type=Q4_0", "group_size=128"]),
+        (["TQ2_0"], 1280, 128, TERNARY, [640], ["convert.block_type=Q2_0", None]),
         # Q4_0 is the type that was asked for, so it is no remedy.
-        (["Q4_0"], 576, 16, 3, [1536], [None, "group_size=64"]),
-        (["Q2_0", "Q4_0"], 96, 16, 3, [], [None, "group_size=32"]),
-        (["Q4_0"], 160, 10, 3, [48], [None, None]),
-        (["Q4_0"], 172, "channel", 3, [], [None, None]),
-        (["Q2_0"], 512, 128, 4, [], ["convert.block_type=Q4_0", None]),
-        (["Q2_0"], 96, 48, 3, [], [None, "group_size=32 and convert.block_type=Q4_0"]),
+        (["Q4_0"], 576, 16, TERNARY, [1536], [None, "group_size=64"]),
+        (["Q2_0", "Q4_0"], 96, 16, TERNARY, [], [None, "group_size=32"]),
+        (["Q4_0"], 160, 10, TERNARY, [48], [None, None]),
+        (["Q4_0"], 172, "channel", TERNARY, [], [None, None]),
+        (["Q2_0"], 512, 128, SYMMETRIC, [], ["convert.block_type=Q4_0", None]),
+        (["TQ2_0"], 512, 256, TWO_BIT, [], ["convert.block_type=Q2_0", None]),
+        (["Q2_0"], 96, 48, TERNARY, [], [None, "group_size=32 and convert.block_type=Q4_0"]),
     ],
 )
 def test_a_refusal_names_what_helps_and_is_not_set(

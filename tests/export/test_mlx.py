@@ -15,7 +15,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.export import mlx as mlx_export
 from hestia_tune.export.huggingface import write_huggingface
 from hestia_tune.export.mlx import write_mlx
-from hestia_tune.methods.groups import round_scale
+from hestia_tune.methods.groups import BINARY, SYMMETRIC, TERNARY, TWO_BIT, round_scale
 from hestia_tune.models.folder import ModelFolder
 from hestia_tune.tensors import read_hard
 
@@ -23,10 +23,15 @@ transformers = pytest.importorskip("transformers")
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm.utils")
 TOKENS = torch.arange(2, 42)[None]
-METHODS = {2: "even, codebook=binary", 3: "ternary", 4: "even, codebook=int2"}
+METHODS = {
+    BINARY: "even, codebook=binary",
+    TERNARY: "ternary",
+    TWO_BIT: "two_bit",
+    SYMMETRIC: "even, codebook=int2",
+}
 
 
-@pytest.mark.parametrize("levels", [2, 3, 4])
+@pytest.mark.parametrize("levels", METHODS)
 @pytest.mark.parametrize("group_size", [32, 64, 128, "channel"])
 def test_logits_equal_the_hard_models(tmp_path, group_size, levels):
     source = naive(DEMO, group_size, METHODS[levels])
@@ -38,26 +43,26 @@ def test_logits_equal_the_hard_models(tmp_path, group_size, levels):
     )
     assert (found - expected).norm() < 1e-5 * expected.norm()
     block = group_size if isinstance(group_size, int) else 128
-    bits = 1 if levels == 2 else 2
+    bits = 1 if levels == BINARY else 2
     assert summary["quantized_bits_per_weight"] == bits + 32 / block
     layout = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
     assert layout == {"group_size": block, "bits": bits, "mode": "affine"}
 
 
-@pytest.mark.parametrize("levels", [2, 3, 4])
+@pytest.mark.parametrize("levels", METHODS)
 def test_every_code_of_every_scale_is_exact(levels):
     """Run through all significands of bfloat16, at several exponents, in MLX's own arithmetic."""
     significands = torch.arange(128, 256).float() / 128
     scales = torch.cat([significands * 2.0**e for e in (-20, -7, 0, 5)])
     scales = round_scale(scales, levels).unique().bfloat16()
-    largest, distance = {2: (1, 2), 3: (1, 1), 4: (3, 2)}[levels]
-    codes = torch.arange(-largest, largest + 1, distance).repeat(32)[:32]
+    scales = torch.cat([scales, -scales]) if levels == TWO_BIT else scales
+    codes = torch.tensor(levels).repeat(32)[:32]
     weight = codes.bfloat16() * scales[:, None]  # (scales, 32)
     assert torch.equal(weight.double(), codes.double() * scales[:, None].double())
     parts = mlx_export._affine(read_hard(weight, 32, levels), 32)
     arrays = [mx.array(v.view(torch.int32).numpy().view(np.uint32)) for v in [parts["weight"]]]
     arrays += [mx.array(parts[k].float().numpy()).astype(mx.bfloat16) for k in ("scales", "biases")]
-    dense = mx.dequantize(*arrays, group_size=32, bits=1 if levels == 2 else 2)
+    dense = mx.dequantize(*arrays, group_size=32, bits=1 if levels == BINARY else 2)
     assert dense.dtype == mx.bfloat16
     assert torch.equal(torch.from_numpy(np.array(dense.astype(mx.float32))), weight.float())
 

@@ -18,7 +18,7 @@ from hestia_tune.export import format as formats
 from hestia_tune.export.format import Format, holding, python_line, suggested_group_size
 from hestia_tune.export.huggingface import sizes
 from hestia_tune.methods import Method
-from hestia_tune.methods.groups import CODES
+from hestia_tune.methods.groups import TERNARY
 from hestia_tune.models.folder import ModelFolder
 
 transformers = pytest.importorskip("transformers")
@@ -32,7 +32,7 @@ class Toy(Format):
     runs_in = "numpy"
     library = "numpy"
     file = "model.npz"
-    codes = frozenset({CODES[3]})
+    codes = frozenset({TERNARY})
     group_multiple = 16
     architectures = ("LlamaForCausalLM",)
     preferred_group = (16, "16 weights share a scale, because this is a toy")
@@ -140,7 +140,7 @@ def test_a_toy_format_is_left_out_where_it_does_not_fit(toy, tmp_path, capsys):
 def test_a_toy_format_in_the_table_of_the_documentation(toy):
     from formats_table import columns, registry_table
 
-    row = f"| `toy` | {TOY.about} | numpy | 3 | multiples of 16 | Llama | no |"
+    row = f"| `toy` | {TOY.about} | numpy | ternary | multiples of 16 | Llama | no |"
     assert row in registry_table()
     assert columns()["toy"] == ["convert.formats=[toy]"]
 
@@ -154,6 +154,7 @@ def test_no_toy_is_left():
     [
         ("even, group_size=32, codebook=binary", "torchao huggingface ct gguf onnx mlx openvino"),
         ("ternary, group_size=32", "torchao intx huggingface ct gguf onnx mlx openvino"),
+        ("two_bit, group_size=32", "torchao intx huggingface ct gguf onnx mlx openvino"),
         ("even, group_size=32, codebook=int2", "torchao huggingface ct gguf mlx openvino"),
         ("int4, group_size=32", "torchao huggingface ct gguf openvino"),
         ("dlt, group_size=32, start=absmax", "huggingface"),

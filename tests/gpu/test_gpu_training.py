@@ -32,6 +32,7 @@ METHODS = {
     "int2": {"_component_": "hestia_tune.INT2", "start": "least_squares", **GROUP},
     "lsq": {"_component_": "hestia_tune.LSQ", "scale_lr": 1e-3, **GROUP},
     "seq": {"_component_": "hestia_tune.SEQ", "bits": 2, **GROUP},
+    "two bits": {"_component_": "hestia_tune.TwoBit", **GROUP},
     "dlt": {"_component_": "hestia_tune.DLT", "start": "least_squares", **GROUP},
     "tequila": {"_component_": "hestia_tune.Tequila", "epsilon": 0.05, **GROUP},
 }

@@ -5,7 +5,7 @@ import torch
 
 from hestia_tune import HestiaConfig
 from hestia_tune.methods import EvenMethod, Method, effective_weight
-from hestia_tune.methods.groups import least_squares_scale, mean_scale
+from hestia_tune.methods.groups import SYMMETRIC, least_squares_scale, mean_scale
 
 METHODS = [
     EvenMethod(group_size=8),
@@ -26,7 +26,7 @@ def reference(method, w, tau, pressure):
     if method.codebook == "binary":
         s, levels = mean_scale(blocks), torch.tensor([-1.0, 1.0], dtype=w.dtype)
     else:
-        s = 2 * least_squares_scale(blocks, 4)
+        s = 2 * least_squares_scale(blocks, SYMMETRIC)
         levels = torch.tensor([-1.5, -0.5, 0.5, 1.5], dtype=w.dtype)
     logits = -(((blocks / s).unsqueeze(-1) - levels) ** 2) / tau
     relaxed = s * (logits.softmax(-1) * levels).sum(-1)
@@ -85,7 +85,7 @@ def test_temperature_that_fits_and_options():
         tau = method.fit_temperature([w])
         errors = [(w - effective_weight(w, t, 1.0, method)).square().sum() for t in (tau, 2 * tau)]
         assert 0.01 < tau < 2 and errors[0] < errors[1]
-    assert HestiaConfig(codebook="int2", group_size=64).method().levels == 4
+    assert HestiaConfig(codebook="int2", group_size=64).method().levels == SYMMETRIC
     for make, message in (
         (lambda: HestiaConfig(codebook="int2", scale="learned"), "options of the codebook ternary"),
         (lambda: EvenMethod(codebook="int3"), 'codebook must be "binary" or "int2"; got \'int3\''),

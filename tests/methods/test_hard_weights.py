@@ -15,12 +15,22 @@ from hestia_tune.methods import (
     TequilaMethod,
     TernaryMethod,
     TWNMethod,
+    TwoBitMethod,
 )
-from hestia_tune.methods.groups import find_codes, find_group_size, is_hard, latent_of_hard
+from hestia_tune.methods.groups import (
+    BINARY,
+    SYMMETRIC,
+    TERNARY,
+    TWO_BIT,
+    find_codes,
+    find_group_size,
+    is_hard,
+    latent_of_hard,
+)
 
 SIZES = [32, 64, 128, "channel", "tensor"]
 ZERO, ONE = torch.tensor(0.0), torch.tensor(1.0)
-TERNARY = [
+METHODS = [
     TernaryMethod(),
     TernaryMethod(scale="learned"),
     TernaryMethod(scale="learned", start="least_squares"),
@@ -40,6 +50,8 @@ OTHERS = [
     EvenMethod(codebook="int2"),
     INT2Method(start="least_squares"),
     SEQMethod(bits=2),
+    TwoBitMethod(),
+    TwoBitMethod(scale="learned"),
 ]
 
 
@@ -53,11 +65,11 @@ def with_groups(method, group_size):
 
 def codes_of(levels, shape, generator):
     """Return random codes."""
-    codes = {2: [-1.0, 1.0], 3: [-1.0, 0.0, 0.0, 1.0], 4: [-3.0, -1.0, 1.0, 3.0]}[levels]
-    return torch.tensor(codes)[torch.randint(0, len(codes), shape, generator=generator)]
+    codes = [*levels, 0] if levels == TERNARY else levels  # half of the ternary codes are 0
+    return torch.tensor(codes).float()[torch.randint(0, len(codes), shape, generator=generator)]
 
 
-def hard_weight(levels=3, group_size=64, shape=(12, 384), seed=0, std=0.02):
+def hard_weight(levels=TERNARY, group_size=64, shape=(12, 384), seed=0, std=0.02):
     """Return scale times code, made without the package: scales with 6 significant bits."""
     generator = torch.Generator().manual_seed(seed)
     codes = codes_of(levels, shape, generator)
@@ -68,7 +80,7 @@ def hard_weight(levels=3, group_size=64, shape=(12, 384), seed=0, std=0.02):
     return (codes.unflatten(1, (-1, group)) * scales).flatten(1)
 
 
-@pytest.mark.parametrize("levels", [2, 3, 4])
+@pytest.mark.parametrize("levels", [BINARY, TERNARY, TWO_BIT, SYMMETRIC])
 @pytest.mark.parametrize("group_size", [32, 64, 96, 128, 192, "channel", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_the_largest_group_size_is_found(levels, group_size, dtype):
@@ -89,34 +101,37 @@ def test_other_weights_are_dense():
     hard = hard_weight(shape=(40, 384))
     hard[33, 200] += 0.001  # beyond the first rows
     assert find_codes(hard) == (None, None)
-    assert find_codes(hard[:33]) == (3, 64)
+    assert find_codes(hard[:33]) == (TERNARY, 64)
     four_bit = (
         torch.randint(-8, 8, (40, 384)).unflatten(1, (-1, 32)) * torch.rand(40, 12, 1)
     ).flatten(1)
     assert find_codes(four_bit) == (None, None)
     hard[0, 0] = torch.nan
     assert find_codes(hard[:33]) == (None, None)
-    assert find_codes(hard_weight(3, 20, (4, 60))) == (None, None)  # no multiple of 32 divides 60
-    assert is_hard(hard_weight(3, 20, (4, 60)), 20)
+    assert find_codes(hard_weight(TERNARY, 20, (4, 60))) == (
+        None,
+        None,
+    )  # no multiple of 32 divides 60
+    assert is_hard(hard_weight(TERNARY, 20, (4, 60)), 20)
 
 
 def test_zeros_fit_every_group():
-    w = hard_weight(3, 64)
+    w = hard_weight(TERNARY, 64)
     w[:, 64:192] = 0
     w[5] = 0
-    assert find_codes(w) == (3, 64)
+    assert find_codes(w) == (TERNARY, 64)
     assert find_group_size(torch.zeros(3, 64)) == "tensor"
 
 
 def test_a_scale_that_bfloat16_rounds_is_found_for_three_levels_only():
-    w = hard_weight(3, 64) * 1.001
-    assert find_codes(w) == (3, 64)
-    assert find_codes(hard_weight(4, 64) * 1.001) == (None, None)
+    w = hard_weight(TERNARY, 64) * 1.001
+    assert find_codes(w) == (TERNARY, 64)
+    assert find_codes(hard_weight(SYMMETRIC, 64) * 1.001) == (None, None)
 
 
 @pytest.mark.parametrize(
     "method",
-    filter(None, (with_groups(method, s) for method in [*TERNARY, *OTHERS] for s in SIZES)),
+    filter(None, (with_groups(method, s) for method in [*METHODS, *OTHERS] for s in SIZES)),
     ids=str,
 )
 @pytest.mark.parametrize("std", [1e-5, 0.02, 3.0])
@@ -124,7 +139,7 @@ def test_the_first_forward_and_the_hard_weight_are_the_source(method, std):
     group_size = method.group_size
     for seed, found in enumerate([group_size, "tensor"]):
         source = hard_weight(method.levels, found, seed=seed, std=std)
-        if method.levels == 3:
+        if method.levels == TERNARY:
             source[2, :128] = 0
             source[3, 1::2] = source[3, 0]  # half the weights may be zeros: gamma·2 is bfloat16
             source[3, ::2] = 0

@@ -18,7 +18,14 @@ from hestia_tune.methods import (
     TernaryMethod,
     TWNMethod,
 )
-from hestia_tune.methods.groups import least_squares_scale, round_to_bfloat16
+from hestia_tune.methods.groups import (
+    BINARY,
+    INT4,
+    SYMMETRIC,
+    TERNARY,
+    least_squares_scale,
+    round_to_bfloat16,
+)
 from hestia_tune.qat.linear import QuantizedLinear
 from hestia_tune.tensors import read_hard
 
@@ -41,7 +48,6 @@ METHODS = [
     *LEARNED,
 ]
 ZERO, ONE = torch.tensor(0.0), torch.tensor(1.0)
-LEVELS = {2: {-1, 1}, 3: {-1, 0, 1}, 4: {-3, -1, 1, 3}, 16: set(range(-8, 8))}
 
 
 def weight(seed=0, shape=(6, 32), dtype=torch.float64, std=0.7):
@@ -82,7 +88,7 @@ def reference(method, w, step=None):
         s = rounded(size.amax(1, keepdim=True))
         out = through(s * (rows / s).round().clip(-2, 1), rows)
     elif isinstance(method, INT2Method):
-        s = 2 * least_squares_scale(rows, 4)
+        s = 2 * least_squares_scale(rows, SYMMETRIC)
         out = through(s * ((rows / s - 0.5).round().clip(-2, 1) + 0.5), rows)
     elif isinstance(method, INT4Method):
         out = through(torch.stack([four_bits(row.detach()) for row in rows]), rows)
@@ -200,7 +206,7 @@ def test_hard_is_codes_times_scales_and_exact_in_bfloat16(method, dtype):
         hard = method.hard(w, parameters)
         codes, scales = method.codes(w, parameters)
         assert codes.dtype == torch.int8 and scales.dtype == torch.bfloat16
-        assert set(codes.unique().tolist()) <= LEVELS[method.levels]
+        assert set(codes.unique().tolist()) <= {*method.levels}
         blocks = codes.reshape(*scales.shape, -1) * scales.unsqueeze(-1).to(dtype)
         assert hard.dtype == dtype and torch.equal(blocks.reshape(w.shape), hard)
         assert torch.equal(hard.to(torch.bfloat16).to(dtype), hard)
@@ -214,7 +220,7 @@ def test_four_bits_of_a_tiny_group_are_zeros_or_have_the_largest_code(largest):
     method, w = INT4Method(group_size=8), weight(dtype=torch.float32)
     w[:, :8] *= largest / w[:, :8].abs().max()
     hard = method.hard(w)
-    assert torch.equal(read_hard(hard, 8, 16).dequantize(), hard)
+    assert torch.equal(read_hard(hard, 8, INT4).dequantize(), hard)
     codes, scales = method.codes(w)
     kept = codes.unflatten(-1, (-1, 8)).amin(-1)[scales != 0]
     assert (kept == -8).all()
@@ -290,10 +296,10 @@ def test_the_forward_of_seq_equals_lsq_with_two_thirds_of_its_step():
     assert not torch.allclose(*grads)
 
 
-@pytest.mark.parametrize("levels", [2, 3, 4])
+@pytest.mark.parametrize("levels", [BINARY, TERNARY, SYMMETRIC])
 def test_least_squares_leaves_no_better_scale(levels):
     blocks = weight(3, shape=(40, 1, 16))
-    codes = torch.tensor(sorted(LEVELS[levels]), dtype=torch.float64)
+    codes = torch.tensor(levels, dtype=torch.float64)
 
     def error(scale):  # tries all nearest codes
         return (blocks.unsqueeze(-1) - scale.unsqueeze(-1) * codes).abs().amin(-1).square().sum(-1)

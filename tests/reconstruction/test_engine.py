@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from hestia_tune import HestiaQATQuantizer, Tequila, quantized_linears
 from hestia_tune.blocks import BlockCall, BlockChain, on_device
 from hestia_tune.config import ReconstructionConfig
+from hestia_tune.methods.groups import INT4, TERNARY
 from hestia_tune.methods.method import effective_weight
 from hestia_tune.reconstruction import Reconstruction, WindowResult, engine, windows
 from hestia_tune.reconstruction.window import Stream, call_block, prefetched, templates
@@ -133,8 +134,8 @@ def test_windows_grow_move_and_shrink(shape, expected):
 def train_by_hand(blocks, source, loss_of, index, *, epochs, tau_init, last, peaks):
     """Train a window by autograd and torch's AdamW; straight-through from step ``last`` on."""
     layers = [layer for block in blocks for layer in quantized_linears(block).values()]
-    weights = [x.weight for x in layers if x.method.levels == 3]
-    fine = [x.weight for x in layers if x.method.levels == 16]
+    weights = [x.weight for x in layers if x.method.levels == TERNARY]
+    fine = [x.weight for x in layers if x.method.levels == INT4]
     own = [x.scale_logit for x in layers if x.latents()[1:]]
     known = {id(p) for x in layers for p in x.latents()}
     others = [p for block in blocks for p in block.parameters() if id(p) not in known]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torchao.quantization import IntxUnpackedToInt8Tensor
 
 from hestia_tune.functional import hard_ternary, ternary_codes
-from hestia_tune.tensors import TernaryTensor, to_intx
+from hestia_tune.tensors import TernaryTensor, TwoBitTensor, to_intx
 
 GROUP_SIZES = [16, "channel", "tensor"]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -34,6 +34,17 @@ def test_exact(group_size, dtype):
         assert not intx.zero_point.any() and intx.activation_quantization is None
         x = torch.randn(4, shape[1]).to(dtype)
         assert torch.equal(F.linear(x, intx), F.linear(x, ours))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_with_a_2_become_their_negatives(dtype):
+    """The integers of int2 are -2 to 1."""
+    weight = torch.randn(10, 64, generator=torch.Generator().manual_seed(5))
+    packed = TwoBitTensor.from_hp(weight, group_size=16)
+    assert (packed.scale < 0).any() and (packed.scale > 0).any()
+    intx = to_intx(packed.codes(), packed.scale, dtype)
+    assert torch.equal(intx.qdata, -packed.codes()) and intx.target_dtype == torch.int2
+    assert torch.equal(intx.dequantize(), packed.to(dtype).dequantize())
 
 
 def test_a_packed_tensor_converts():
@@ -70,8 +81,8 @@ def test_torchao_alone_loads_it(tmp_path):
 
 def test_refusals():
     codes, scale = codes_and_scale(16)
-    with pytest.raises(ValueError, match="got 2 to 2"):
-        to_intx(torch.full_like(codes, 2), scale)
+    with pytest.raises(ValueError, match="got 3 to 3"):
+        to_intx(torch.full_like(codes, 3), scale)
     with pytest.raises(TypeError, match="codes must be int8"):
         to_intx(codes.float(), scale)
     with pytest.raises(ValueError, match="scale must have the shape"):

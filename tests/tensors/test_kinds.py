@@ -8,8 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hestia_tune.methods import EvenMethod, INT2Method, INT4Method, SEQMethod
-from hestia_tune.tensors import BinaryTensor, INT2Tensor, INT4Tensor, TernaryTensor, pack, read_hard
+from hestia_tune.methods import EvenMethod, INT2Method, INT4Method, SEQMethod, TwoBitMethod
+from hestia_tune.tensors import (
+    BinaryTensor,
+    INT2Tensor,
+    INT4Tensor,
+    TernaryTensor,
+    TwoBitTensor,
+    pack,
+    read_hard,
+)
 
 METHODS = [
     EvenMethod(group_size=16),
@@ -17,9 +25,11 @@ METHODS = [
     EvenMethod(group_size=16, codebook="int2"),
     INT2Method(group_size="channel", start="least_squares"),
     SEQMethod(group_size=16, bits=2),
+    TwoBitMethod(group_size=16),
+    TwoBitMethod(group_size="channel", scale="learned"),
     INT4Method(group_size=16),
 ]
-KINDS = {2: BinaryTensor, 4: INT2Tensor, 16: INT4Tensor}
+KINDS = {kind.levels: kind for kind in (BinaryTensor, TwoBitTensor, INT2Tensor, INT4Tensor)}
 
 
 def latent(seed=0, shape=(6, 64)):
@@ -51,10 +61,15 @@ def test_packed_is_hard_and_is_read_from_hard(method, dtype):
 
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_from_a_latent_weight(kind):
-    even = {2: "binary", 4: "int2"}.get(kind.levels)
-    method = EvenMethod(group_size=16, codebook=even) if even else INT4Method(group_size=16)
+    method = {
+        BinaryTensor: EvenMethod(group_size=16),
+        INT2Tensor: EvenMethod(group_size=16, codebook="int2"),
+        TwoBitTensor: TwoBitMethod(group_size=16),
+        INT4Tensor: INT4Method(group_size=16),
+    }[kind]
     packed = kind.from_hp(latent(), group_size=16)
-    assert type(packed) is kind and torch.equal(packed.dequantize(), method.hard(latent()))
+    hard = method.hard(latent(), method.initial_parameters(latent()))
+    assert type(packed) is kind and torch.equal(packed.dequantize(), hard)
 
 
 def test_layout():
@@ -64,6 +79,9 @@ def test_layout():
     sixteen = torch.tensor([[-8, 7, 0]], dtype=torch.int8)
     assert INT4Tensor.from_codes(sixteen, -ones).qdata.tolist() == [[0b11110000, 8]]
     assert torch.equal(INT4Tensor.from_codes(sixteen, -ones).codes(), sixteen)
+    two_bit = torch.tensor([[-1, 0, 1, 2, 2]], dtype=torch.int8)
+    assert TwoBitTensor.from_codes(two_bit, -ones).qdata.tolist() == [[0b11100100, 3]]
+    assert torch.equal(TwoBitTensor.from_codes(two_bit, -ones).codes(), two_bit)
     four = torch.tensor([[-3, -1, 1, 3, 3]], dtype=torch.int8)
     assert INT2Tensor.from_codes(four, ones).qdata.tolist() == [[0b11100100, 3]]
     assert torch.equal(INT2Tensor.from_codes(four, ones).codes(), four)
@@ -83,7 +101,8 @@ def test_saved_and_loaded_without_running_code(method):
 def test_groups_of_one_magnitude_keep_their_values():
     """Check groups of one magnitude. Two scales fit four levels, but one fits ternary codes."""
     w = torch.tensor([[0.5, -0.5, 0.5, 0.5], [0.75, -0.25, 0.25, 0.25], [1.5, 1.5, -1.5, 1.5]])
-    for kind, rows in ((INT2Tensor, w), (BinaryTensor, w[[0, 2]]), (TernaryTensor, w[[0, 2]])):
+    kinds = [(kind, w[[0, 2]]) for kind in (BinaryTensor, TernaryTensor, TwoBitTensor)]
+    for kind, rows in ((INT2Tensor, w), *kinds):
         assert torch.equal(kind.from_hard(rows, group_size=4).dequantize(), rows)
 
 
@@ -95,6 +114,8 @@ def test_groups_of_one_magnitude_keep_their_values():
         (BinaryTensor, [0.5, 0.0, 0.5, 0.5], "one absolute value per group"),
         (BinaryTensor, [0.5, 1.5, 0.5, 0.5], "one absolute value per group"),
         (TernaryTensor, [0.5, 1.0, 0.5, 0.5], "one absolute value besides 0"),
+        (TwoBitTensor, [1.0, 0.5, -0.5, -1.0], "one scale times -1, 0, 1 and 2"),
+        (TwoBitTensor, [1.0, 0.25, 0.0, 0.0], "one scale times -1, 0, 1 and 2"),
         (INT2Tensor, [0.2, 0.2, 0.2, 0.2], "a bfloat16 value"),
         (INT4Tensor, [1.0, 0.55, 0.0, 0.0], "integers from -8 to 7 times one scale"),
     ],

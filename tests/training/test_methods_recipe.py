@@ -27,6 +27,13 @@ METHODS = {
     "lsq": {"_component_": "hestia_tune.LSQ", "group_size": 32, "scale_lr": 1e-3},
     "seq": {"_component_": "hestia_tune.SEQ", "group_size": "channel"},
     "seq-2": {"_component_": "hestia_tune.SEQ", "bits": 2, "group_size": 32},
+    "two-bit": {"_component_": "hestia_tune.TwoBit", "group_size": 32},
+    "two-bit-learned": {
+        "_component_": "hestia_tune.TwoBit",
+        "group_size": 32,
+        "scale": "learned",
+        "scale_lr": 1e-3,
+    },
     "dlt": {"_component_": "hestia_tune.DLT", "group_size": 32, "start": "least_squares"},
     "tequila": {"_component_": "hestia_tune.Tequila", "group_size": 32, "epsilon": 0.05},
     "tequila-tensor": {"_component_": "hestia_tune.Tequila", "group_size": "tensor"},
@@ -67,7 +74,7 @@ def config(model_dir, output_dir, name, *overrides):
 
 
 BITS = {2: 1, 3: 2, 4: 2, 16: 4}  # number of codes -> bits
-QUICK = ("absmean-tensor", "lsq", "seq-2", "tequila", "mixed")  # of every kind one
+QUICK = ("absmean-tensor", "lsq", "seq-2", "two-bit", "tequila", "mixed")  # of every kind one
 
 
 @pytest.mark.parametrize(
@@ -117,7 +124,7 @@ def test_bfloat16_resume_convert_and_evaluate(model_dir, tmp_path, name):
         packed, _ = load_model("packed", cfg, **ARGUMENTS)
         assert torch.equal(packed(tokens), trained(tokens))
         shapes = {name: weights[f"{name}.weight"].numel() for name in methods}
-        bits = sum(BITS[methods[name].levels] * size for name, size in shapes.items())
+        bits = sum(BITS[len(methods[name].levels)] * size for name, size in shapes.items())
         bits /= sum(shapes.values())
         # A scale of 16 bits is shared by at least 32 weights.
         assert bits <= found["torchao"]["quantized_bits_per_weight"] <= bits + 0.5
