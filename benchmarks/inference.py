@@ -116,7 +116,7 @@ def write(name: str, work: Path, rows: list[str], pretrained: Path | None) -> di
         random_folder(model, quantized, GROUPS[name], folder)
     naive = pretrained is not None
     source = sources.open_source("LLAMA3_2", folder, methods, quantize=naive)
-    weights = sources.read_weights("LLAMA3_2", source)
+    weights = sources.folder_tensors("LLAMA3_2", source)
     torch.save(dict(packed_entries(weights, quantized)), work / "model.pt")
     numels = sum(shape.numel() for shape in source.shapes.values())
     found = {row: numels * (4 if row == "float32" else 2) for row in DENSE}

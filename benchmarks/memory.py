@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hestia_tune.config.run_config import RunConfig, load_config, packaged_configs
 from hestia_tune.errors import InputError
-from hestia_tune.memory import MemoryPlan, fit_to_memory, shape_plan
+from hestia_tune.memory import MemoryPlan, fit_to_memory, run_of_shapes
 from hestia_tune.reconstruction.reconstruct import decide
 from hestia_tune.run import TrainingRun
 from hestia_tune.training.estimate import estimate, memory_of, usable
@@ -71,7 +71,7 @@ def planned(name: str, overlay: str) -> TrainingRun:
     given.fsdp_cpu_offload = given.enable_activation_offloading = False
     if name in SHAPES:
         given.model.path = model_folder(name)
-    return shape_plan(RunConfig.parse(given))
+    return run_of_shapes(RunConfig.parse(given))
 
 
 def fitted(folder: str, overlay: str, recipe: str) -> Iterator[MemoryPlan | None]:

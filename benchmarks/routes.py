@@ -38,7 +38,7 @@ def main() -> None:
         config, started = RunConfig.parse(cfg), time.perf_counter()
         model = loading.plain_on_meta(config.model)
         folder = sources.pretrained_folder(config)
-        weights = sources.read_weights(config.model_type, SafetensorsFolder(folder))
+        weights = sources.folder_tensors(config.model_type, SafetensorsFolder(folder))
         model.load_state_dict({key: value.float() for key, value in weights}, assign=True)
         loading.build_buffers(model, "cpu")
         data = text_dataset(

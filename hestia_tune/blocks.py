@@ -164,7 +164,7 @@ class BlockChain:
         """Return the output of one block.
 
         Args:
-            index: Number of the block.
+            index: Index of the block.
             hidden: Hidden states before the block, (batch, seq_len, dim).
 
         Returns:

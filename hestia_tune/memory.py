@@ -74,7 +74,7 @@ class MemoryPlan:
         return "\n".join([*lines, *([f"options: {options}"] if options else [])])
 
 
-def shape_plan(config: RunConfig) -> TrainingRun:
+def run_of_shapes(config: RunConfig) -> TrainingRun:
     """Return as much of a run as the estimates read. No weights and no text are needed."""
     prepared = _prepared(json.dumps(config.model), json.dumps(config.quantizer))
     seq_len = next((s["seq_len"] for s in config.datasets if s.get("seq_len")), None)
@@ -240,12 +240,12 @@ def _fit_training(run: TrainingRun, room: float) -> Fit:
 def _training_bytes(run: TrainingRun, sizes: list[int]) -> dict[int, float]:
     """Return the peak of the training for each micro-batch size, of which the first is largest."""
     short = None if len(find_blocks(run.model)) <= _FEW_BLOCKS else (2, 4)
-    plans = {size: with_changes(run, {"batch_size": size}) for size in sizes}
+    runs = {size: with_changes(run, {"batch_size": size}) for size in sizes}
     peaks: dict[int, float] = {}
     # The largest logits are computed in chunks.
-    for _, group in groupby(sizes, lambda size: plans[size].recomputes_logits):
+    for _, group in groupby(sizes, lambda size: runs[size].recomputes_logits):
         alike = [*group]
-        high, low = (estimate(plans[alike[k]], short, counts_flops=False).peak for k in (0, -1))
+        high, low = (estimate(runs[alike[k]], short, counts_flops=False).peak for k in (0, -1))
         slope = (high - low) / max(alike[0] - alike[-1], 1)
         peaks |= {size: low + slope * (size - alike[-1]) for size in alike}
     return peaks
@@ -294,7 +294,7 @@ def fit_to_memory(config: RunConfig, gigabytes: float, *, recipe: str = "hestia_
     changes: dict[str, Any] = {}
     peak: dict[str, float] = {}
     reasons: list[str] = []
-    run = shape_plan(config)
+    run = run_of_shapes(config)
     fits = [_fit_sensitivity, _fit_reconstruction, _fit_training]
     if recipe == "hestia_reconstruct":
         if config.reconstruction is None:

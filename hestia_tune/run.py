@@ -32,16 +32,16 @@ from hestia_tune.components import find_component, has_torchtune
 from hestia_tune.config.run_config import RunConfig, is_slow_in_bf16
 from hestia_tune.devices import get_device, get_dtype
 from hestia_tune.distributed import ensure_process_group, on_first_rank, together
-from hestia_tune.errors import InputError, collecting, warn_once
+from hestia_tune.errors import InputError, collecting, one_line, warn_once
 from hestia_tune.evaluation import Evaluator
 from hestia_tune.export.format import load_format, stacked_layers
-from hestia_tune.files import read_json
+from hestia_tune.files import read_json, read_state
 from hestia_tune.losses import output_chunks
 from hestia_tune.methods import Method
 from hestia_tune.methods.groups import GroupSize, latent_of_hard
 from hestia_tune.models import loading, sources
 from hestia_tune.models.contents import describe, find_hard
-from hestia_tune.models.folder import SafetensorsFolder, require_teacher
+from hestia_tune.models.folder import SafetensorsFolder, open_folder, require_teacher
 from hestia_tune.models.reference import check_logits
 from hestia_tune.models.sources import pretrained_folder
 from hestia_tune.qat.linear import methods_of, quantized_linears, weights_of
@@ -51,7 +51,7 @@ from hestia_tune.training import checkpoint
 from hestia_tune.training.checkpoint import Resume
 from hestia_tune.training.loader import TrainingData, require_generated
 from hestia_tune.training.optimizer import check_optimizer
-from hestia_tune.training.outputs import read_results, reconstructed_weights
+from hestia_tune.training.outputs import LATENTS_FILE, read_results
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +105,45 @@ class PretrainedWeights:
             folder = self._config.checkpointer["checkpoint_dir"]
             sources.check_shapes(shapes, found, folder)
 
+    def read_files(self, checkpointer: Any, shapes: Mapping[str, torch.Size]) -> State:
+        """Return the state dict in the files, checked.
+
+        Args:
+            checkpointer: The component that reads the files if they are not open.
+            shapes: Name -> shape of every entry of the model's state dict.
+
+        Raises:
+            InputError: If the files cannot be read, belong to another model, are quantized, or hold
+                NaN or infinity; or if `check_logits` raises it.
+        """
+        if self._problem is not None:
+            raise self._problem
+        config, files = self._config, self.source
+        folder = config.checkpointer["checkpoint_dir"]
+        try:
+            if files is not None:
+                state = dict(sources.folder_tensors(config.model_type, files))
+                if not config.is_transformers_model:
+                    sources.torchtunes(config.model_type).remember_files(checkpointer, files)
+            else:
+                state = checkpointer.load_checkpoint()["model"]
+        except InputError:
+            raise
+        except Exception as error:  # converters of names raise errors of many unrelated types
+            reason = f"could not be read as {config.model_type}: {one_line(error)}"
+            raise InputError(f"the checkpoint in {folder} {reason}") from error
+        sources.check_shapes(shapes, {name: v.shape for name, v in state.items()}, folder)
+        for name, value in state.items():  # `files` has checked what it has read
+            if not value.is_floating_point():
+                raise InputError(
+                    f"the checkpoint in {folder} is quantized already; {name} is {value.dtype}; "
+                    "give the folder of the original model"
+                )
+            if files is None and not torch.isfinite(value).all():
+                raise InputError(f"NaN or infinity in the pretrained weights: {name}; get it again")
+        check_logits(loading.plain_on_meta(config.model), state, files or open_folder(Path(folder)))
+        return state
+
     def read(self, run: "Run", prepared: "Prepared") -> State:
         """Return the state dict on the first rank, and an empty one on the others. Collective.
 
@@ -119,10 +158,8 @@ class PretrainedWeights:
         """
 
         def read() -> State:
-            if self._problem is not None:
-                raise self._problem
             if self._state is None:
-                self._state = loading.read_checkpoint(run.checkpointer, self._config, run.shapes)
+                self._state = self.read_files(run.checkpointer, run.shapes)
             layers = frozenset(prepared.layers)
             if layers not in self._hard:
                 self._require_values(prepared.layers, self._state)
@@ -159,22 +196,6 @@ class PretrainedWeights:
         self._state = None
 
 
-def _latents_of_hard(run: "Run", state: State, names: list[str]) -> State:
-    """Return latent weights whose first step gives the weights of layers that are hard already.
-
-    At a pressure below 1, the first step sees the latent weights, so these are the hard weights.
-    """
-    keys = weights_of(names, {key.removesuffix(".weight"): key for key in state})
-    hard = {key: state[key].to(torch.bfloat16) for key in keys.values()}
-    if run.config.schedule.rho > 0:
-        return hard
-    methods: Any = run.methods  # with groups, as `find_hard` has found layers
-    return {
-        key: latent_of_hard(methods[name], hard[key].flatten(0, -2)).view(hard[key].shape)
-        for name, key in keys.items()
-    }
-
-
 def initial_weights(run: "TrainingRun") -> tuple[State, State, list[str]]:
     """Return the pretrained weights, the weights that training starts from, and a list. Collective.
 
@@ -192,16 +213,25 @@ def initial_weights(run: "TrainingRun") -> tuple[State, State, list[str]]:
             names = run.artifact.traces
             run.artifact.check_model(names, run.pretrained.fingerprint(names))
         if run.start is not None:
-            return reconstructed_weights(
-                pretrained,
-                str(config.reconstruction),
-                run.start,
-                run.pretrained.fingerprint(run.start["layers"]),
-            )
+            made_from = run.pretrained.fingerprint(run.start["layers"])
+            if made_from != run.start["model_fingerprint"]:
+                raise InputError(
+                    f"reconstruction: {config.reconstruction} was made from another model than the "
+                    "checkpointer's; reconstruct this model"
+                )
+            return pretrained | read_state(Path(str(config.reconstruction)) / LATENTS_FILE)
         if config.init == "random":
             plain, folder = loading.plain_on_meta(config.model), pretrained_folder(config)
-            return draw_weights(plain, folder, config.seed or 0)
-        return pretrained | _latents_of_hard(run, pretrained, hard_start)
+            return random_weights(plain, folder, config.seed or 0)
+        keys = weights_of(hard_start, {key.removesuffix(".weight"): key for key in pretrained})
+        hard = {key: pretrained[key].to(torch.bfloat16) for key in keys.values()}
+        if config.schedule.rho > 0:  # the first step sees the latent weights themselves
+            return pretrained | hard
+        methods: Any = run.methods  # with groups, as `find_hard` has found layers
+        return pretrained | {
+            key: latent_of_hard(methods[name], hard[key].flatten(0, -2)).view(hard[key].shape)
+            for name, key in keys.items()
+        }
 
     def find_hard_start() -> list[str]:
         if run.start is not None or config.init == "random":
@@ -215,8 +245,8 @@ def initial_weights(run: "TrainingRun") -> tuple[State, State, list[str]]:
     return pretrained, on_first_rank(make_state, share=False) or {}, hard_start
 
 
-def draw_weights(plain: torch.nn.Module, folder: Path, seed: int) -> State:
-    """Draw a state dict to train from scratch, in float32 on the CPU.
+def random_weights(plain: nn.Module, folder: Path, seed: int) -> State:
+    """Return a random state dict to train from scratch, in float32 on the CPU.
 
     Matrices and embeddings are normal, as in Hugging Face's own Llamas. Their standard deviation is
     ``initializer_range`` of the folder's config.json, or 0.02 if config.json does not have it.
@@ -312,7 +342,7 @@ class Run:
         with together(), collecting() as check:
             sources.require_pretrained(config)
             with check():
-                run = _plan_model(config, device, _tokenizer(config))
+                run = _checked_run(config, device, _tokenizer(config))
         return cast(Run, run)
 
     @property
@@ -410,7 +440,7 @@ class TrainingRun(Run):
                 with check():
                     tokenizer = _tokenizer(config)
                 with check():
-                    run = _plan_model(config, device, tokenizer)
+                    run = _checked_run(config, device, tokenizer)
             with check():
                 path = on_first_rank(checkpoint.choose_checkpoint, config)
             with check():
@@ -428,7 +458,7 @@ class TrainingRun(Run):
                     data = TrainingData(config, tokenizer, **options)
             with check():
                 if run is not None and data is not None:
-                    trains = _plan_training(run, loss, data, path)
+                    trains = _training_run(run, loss, data, path)
         return cast(TrainingRun, trains)
 
     @cached_property
@@ -510,7 +540,7 @@ def _prepare(config: RunConfig, component: Component, plain: nn.Module) -> Prepa
     return prepared
 
 
-def _plan_model(asked: RunConfig, device: torch.device, tokenizer: Any) -> Run:
+def _checked_run(asked: RunConfig, device: torch.device, tokenizer: Any) -> Run:
     """Return a run without training, after the checks that all commands share."""
     config, pretrained = asked, PretrainedWeights(asked)
     with collecting() as check:
@@ -609,7 +639,7 @@ def _check_components(config: RunConfig) -> None:
                 require_teacher(config.distillation.teacher)
 
 
-def _plan_training(run: Run, loss: Any, data: TrainingData, path: Path | None) -> TrainingRun:
+def _training_run(run: Run, loss: Any, data: TrainingData, path: Path | None) -> TrainingRun:
     """Return the run with everything that training needs besides."""
     config = run.config
     evaluator = artifact = start = resume = None
@@ -622,7 +652,7 @@ def _plan_training(run: Run, loss: Any, data: TrainingData, path: Path | None) -
             artifact, start = read_starts(config, run.prepared)
         with check():
             if path:
-                resume = _plan_resume(path, config, run.component, data)
+                resume = _resumed(path, config, run.component, data)
     if config.sensitivity is None and config.schedule.alpha and dist.get_rank() == 0:
         log.warning(
             f"schedule.alpha={config.schedule.alpha} has no effect, because sensitivity is null: "
@@ -633,7 +663,7 @@ def _plan_training(run: Run, loss: Any, data: TrainingData, path: Path | None) -
     return TrainingRun(**known, data=data, loss=loss, evaluator=evaluator, resume=resume)
 
 
-def _plan_resume(path: Path, config: RunConfig, component: Component, data: TrainingData) -> Resume:
+def _resumed(path: Path, config: RunConfig, component: Component, data: TrainingData) -> Resume:
     """Return the checkpoint after checking that it belongs to this run, and move the data to it."""
     meta = sources.read_meta(path)
     checkpoint.check_same(checkpoint.config_identity(config, component) | data.identity(), meta)

@@ -12,7 +12,7 @@ from hestia_tune.memory import (
     WINDOW,
     changed,
     fit_to_memory,
-    shape_plan,
+    run_of_shapes,
 )
 from hestia_tune.training.estimate import estimate
 
@@ -31,7 +31,7 @@ def config(*options, **shape):
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_two_lengths_give_the_whole(options, recomputes):
     """Eight blocks, estimated from two and four, against a run of all eight."""
-    plan = shape_plan(config(*options, f"enable_activation_checkpointing={recomputes}"))
+    plan = run_of_shapes(config(*options, f"enable_activation_checkpointing={recomputes}"))
     whole, short = estimate(plan), estimate(plan, (2, 4))
     assert short.peak == pytest.approx(whole.peak, rel=0.03)
     assert short.flops == pytest.approx(whole.flops, rel=0.01)

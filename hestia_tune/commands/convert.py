@@ -178,14 +178,16 @@ class ConvertRecipe:
             Name of a format -> the sizes that its writer returned.
         """
         description = self.description | {"hestia_tune": hestia_tune.__version__}
-        latents = self.checkpoint and partial(sources.read_latents, self.checkpoint, self.model)
+        latents = self.checkpoint and partial(
+            sources.checkpoint_weights, self.checkpoint, self.model
+        )
         self.conversion = Conversion(
             source=self.source,
             config=self.config,
             methods=self.methods,
             method=self.component.method,
             description=description,
-            weights=partial(sources.read_weights, self.config.model_type, self.source),
+            weights=partial(sources.folder_tensors, self.config.model_type, self.source),
             latents=latents,
         )
         summaries = {}

@@ -6,7 +6,7 @@
 show how much the setting matters. With the schedule rho=0 tau_init=0 alpha=0 the method is plain
 straight-through training.
 
-``validate`` plans a run in one process and stops there. It trains nothing and changes no file. It
+``validate`` makes a run in one process and stops there. It trains nothing and changes no file. It
 reads weights only to compare the logits with those of transformers, and estimates the memory and
 the time of a step. It computes no sensitivity and no reconstruction (``sensitivity: auto``,
 ``reconstruction: auto``).

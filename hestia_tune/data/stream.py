@@ -183,8 +183,8 @@ def read_text(column: str) -> Callable[[dict[str, Any], int], tuple[str, int] | 
 LEAST_FILES = 8
 LOT = 8  # Number of documents that one call of the tokenizer gets.
 _START = {
-    "epoch": 0,  # Number of the epoch.
-    "block": 0,  # Number of the block in the epoch.
+    "epoch": 0,  # Index of the epoch.
+    "block": 0,  # Index of the block in the epoch.
     "row": 0,  # Rows of the epoch before the block.
     "rows": None,  # Position of `datasets` before the block.
     "carry": [],  # Tokens before the block that have not filled a sequence.

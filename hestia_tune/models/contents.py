@@ -40,7 +40,7 @@ from hestia_tune.methods.groups import (
 )
 from hestia_tune.models.folder import (
     DESCRIPTION_FILE,
-    Packed,
+    EncodedWeight,
     SafetensorsFolder,
     import_optional,
     is_float8,
@@ -224,7 +224,7 @@ def _storage(value: Any) -> tuple[str, int]:
     if isinstance(value, TorchAOBaseTensor):
         parts = [getattr(value, part).nbytes for part in value.tensor_data_names]
         return type(value).__name__, sum(parts)
-    if isinstance(value, Packed):
+    if isinstance(value, EncodedWeight):
         return f"{value.bits} bits of {value.layout}, {stored}", value.nbytes
     return stored, value.nbytes
 

@@ -494,7 +494,7 @@ def model_on_meta(folder: str | Path) -> Any:
         return hugging_face(str(folder))
 
 
-def read_weights(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]]:
+def transformers_tensors(source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight of a folder with the model's name, as transformers reads the folder.
 
     Weights that are tied to others are left out, and so are tensors that transformers ignores.
@@ -603,7 +603,7 @@ class HuggingFaceCheckpointer:
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Read all weights, in the dtype of the files."""
-        return {"model": dict(read_weights(open_folder(self.folder)))}
+        return {"model": dict(transformers_tensors(open_folder(self.folder)))}
 
     def save_checkpoint(
         self, state_dict: dict[str, Any], epoch: int, intermediate_checkpoint: bool = False

@@ -81,7 +81,7 @@ def _words(width: int, bits: int) -> int:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PackedWeight:
+class IntegerWeight:
     """Hold a weight as a file holds it.
 
     Attributes:
@@ -197,7 +197,7 @@ class Float8Weight:
         return (self.codes.float() * scale).to(self.dtype)
 
 
-Packed = PackedWeight | Float8Weight
+EncodedWeight = IntegerWeight | Float8Weight
 # (quant_method, format) in config.json of the layouts that can be read, besides MLX's.
 _LAYOUTS = (
     ("compressed-tensors", "pack-quantized"),
@@ -227,10 +227,10 @@ def dense_config(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return config
 
 
-def find_packed(
+def find_encoded(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any]
-) -> dict[str, Tensor | Packed]:
-    """Replace the parts of packed weights by one `PackedWeight` or `Float8Weight` each.
+) -> dict[str, Tensor | EncodedWeight]:
+    """Replace the parts of packed weights by one `IntegerWeight` or `Float8Weight` each.
 
     Args:
         tensors: Name -> tensor of all files of a folder.
@@ -242,7 +242,7 @@ def find_packed(
     Raises:
         InputError: If a packed weight lacks a part, or cannot be read.
     """
-    entries: dict[str, Tensor | Packed] = dict(tensors)
+    entries: dict[str, Tensor | EncodedWeight] = dict(tensors)
     mlx = config.get("quantization")
     mlx = mlx if isinstance(mlx, Mapping) else {}
     others = config.get("quantization_config")
@@ -280,7 +280,7 @@ def find_packed(
             parts: dict[str, Any] = {"codes": take(name), "scale": take(f"{stem}_scale")}
             words = parts["codes"].shape[-1]
             parts["bits"] = next((b for b in _BITS if _words(shape[-1:].numel(), b) == words), 0)
-            entries[stem] = PackedWeight(layout="compressed-tensors", shape=shape, **parts)
+            entries[stem] = IntegerWeight(layout="compressed-tensors", shape=shape, **parts)
         elif name.endswith(".scales") and mlx:
             stem = name.removesuffix(".scales")
             own = mlx.get(stem) or mlx  # a layer may have its own group_size and bits
@@ -288,7 +288,7 @@ def find_packed(
             parts |= {"bias": take(f"{stem}.biases"), "bits": own.get("bits", 4)}
             width = parts["scale"].shape[-1] * own.get("group_size", 64)
             shape = torch.Size([len(parts["codes"]), width])
-            entries[f"{stem}.weight"] = PackedWeight(layout="MLX", shape=shape, **parts)
+            entries[f"{stem}.weight"] = IntegerWeight(layout="MLX", shape=shape, **parts)
     return entries
 
 
@@ -474,7 +474,7 @@ class SafetensorsFolder:
             tensors |= part
         file = folder / "config.json"
         config = read_json(file) if file.is_file() else {}
-        self.tensors = find_packed(tensors, config)
+        self.tensors = find_encoded(tensors, config)
         has_tied_config = ties_embeddings(config)
         dense_config(config, folder)
         self.shapes = {n: t.shape for n, t in self.tensors.items() if not _is_computed(n, t)}
@@ -502,7 +502,7 @@ class SafetensorsFolder:
     def dense(self, name: str) -> torch.Tensor:
         """Return one tensor, dense, in a dtype that can be computed with, unchecked."""
         tensor = self.tensors[name]
-        tensor = tensor.dequantize() if isinstance(tensor, Packed) else tensor
+        tensor = tensor.dequantize() if isinstance(tensor, EncodedWeight) else tensor
         # bfloat16 holds every number of 8 bits.
         return tensor.to(torch.bfloat16) if is_float8(tensor.dtype) else tensor
 
@@ -594,7 +594,8 @@ class ModelFolder(SafetensorsFolder):
         quantized: Name -> method of every quantized weight.
         embeddings: The names of the weights that are rounded in this way.
         layers: Name of a quantized weight -> the name of its layer in the config's model, which
-            options such as ``quantizer.exclude`` know. `checkpoints.open_source` fills it.
+            options such as ``quantizer.exclude`` know. `hestia_tune.models.sources.open_source`
+            fills it.
         config: The content of config.json, changed to say that the model is in bfloat16, and that
             a head of its own is not the embedding.
         description: The content of hestia.json, which says how a hard model was made. None if

@@ -40,12 +40,11 @@ from hestia_tune.components import find_component, has_torchtune, instantiate, t
 from hestia_tune.config import nearest
 from hestia_tune.config.run_config import TRANSFORMERS_MODEL, RunConfig
 from hestia_tune.devices import default_dtype
-from hestia_tune.errors import InputError, InputTypeError, one_line
+from hestia_tune.errors import InputError, InputTypeError
 from hestia_tune.files import digest, read_json, read_state
 from hestia_tune.models import sources
-from hestia_tune.models.folder import DESCRIPTION_FILE, open_folder
-from hestia_tune.models.reference import check_logits
-from hestia_tune.models.sources import check_shapes, load_weights
+from hestia_tune.models.folder import DESCRIPTION_FILE
+from hestia_tune.models.sources import check_shapes
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.prepare import Component
 from hestia_tune.qat.schedule import ScheduleDriver
@@ -189,47 +188,6 @@ def check_tokenizer(tokenizer: Any, model: nn.Module) -> None:
         )
 
 
-def read_checkpoint(
-    checkpointer: Any, run: RunConfig, shapes: Mapping[str, torch.Size]
-) -> dict[str, torch.Tensor]:
-    """Return the state dict that a checkpointer component reads.
-
-    Args:
-        checkpointer: The component.
-        run: The config that names the checkpointer.
-        shapes: Name -> shape of every entry of the model's state dict.
-
-    Raises:
-        InputError: If the checkpoint cannot be read, belongs to another model, is quantized, or
-            holds NaN or infinity; or if `check_logits` raises it.
-    """
-    source = run.checkpointer["checkpoint_dir"]
-    try:
-        files = sources.pretrained_source(run)
-        if files is not None:
-            loaded = dict(sources.read_weights(run.model_type, files))
-            if not run.is_transformers_model:
-                sources.torchtunes(run.model_type).remember_files(checkpointer, files)
-        else:
-            loaded = checkpointer.load_checkpoint()["model"]
-    except InputError:
-        raise
-    except Exception as error:  # converters of names raise errors of many unrelated types
-        reason = f"could not be read as {run.model_type}: {one_line(error)}"
-        raise InputError(f"the checkpoint in {source} {reason}") from error
-    check_shapes(shapes, {name: value.shape for name, value in loaded.items()}, source)
-    for name, value in loaded.items():  # `files` has checked what it has read
-        if not value.is_floating_point():
-            raise InputError(
-                f"the checkpoint in {source} is quantized already; {name} is {value.dtype}; give "
-                "the folder of the original model"
-            )
-        if files is None and not torch.isfinite(value).all():
-            raise InputError(f"NaN or infinity in the pretrained weights: {name}; get it again")
-    check_logits(plain_on_meta(run.model), loaded, files or open_folder(Path(source)))
-    return loaded
-
-
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
     """Return name -> shape of every entry of a model's state dict."""
     return {name: value.shape for name, value in model.state_dict().items()}
@@ -321,7 +279,12 @@ def load_quantized(
     if section["_component_"] == TRANSFORMERS_MODEL:  # read this folder's config.json only
         section["path"] = str(folder)
     model = plain_on_meta(section)
-    load_weights(model, read_state(Path(folder) / WEIGHTS_FILE), str(folder))
+    state = read_state(Path(folder) / WEIGHTS_FILE)
+    sources.add_parameters(model, state)
+    check_shapes(
+        shapes_of(model), {name: value.shape for name, value in state.items()}, str(folder)
+    )
+    model.load_state_dict(state, assign=True)
     ready_for_inference(model, device, dtype)
     log.info(use_kernel(model, kernel))
     return model
@@ -431,8 +394,8 @@ def load_model(
     key = component.key()
     if kind in ("folder", "naive"):
         model = plain_on_meta(section_of(config, folder))
-        state = sources.read_checked(config.model_type, folder, model)
-        sources.load_weights(model, state, str(folder))
+        state = sources.folder_weights(config.model_type, folder, model)
+        model.load_state_dict(state, assign=True)
         if kind == "naive":
             description["quantizer"] = key
             model = component.convert(component.prepare(model.float()))
@@ -446,7 +409,7 @@ def load_model(
         )
     description |= {"quantizer": key, "step": step}
     model = build_on_meta(config.model, component)
-    model.load_state_dict(sources.read_latents(folder, model), assign=True)
+    model.load_state_dict(sources.checkpoint_weights(folder, model), assign=True)
     ready_for_inference(model, device, dtype)
     layers = quantized_linears(model)
     for layer in layers.values():

@@ -102,8 +102,8 @@ def require_pretrained(config: RunConfig) -> None:
     raise InputError(f"{path} has no config.json; {remedy}")
 
 
-def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Read the latent weights of a training checkpoint, unsharded, in float32 on the CPU.
+def checkpoint_weights(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the latent weights of a training checkpoint, unsharded, in float32 on the CPU.
 
     Args:
         folder: The folder of the checkpoint.
@@ -120,7 +120,9 @@ def read_latents(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.removeprefix(MODEL_PREFIX): value for name, value in state.items()}
 
 
-def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[str, torch.Tensor]]:
+def folder_tensors(
+    model_type: str, source: SafetensorsFolder
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of a Hugging Face folder with the model's name and order of rows.
 
     Args:
@@ -131,14 +133,16 @@ def read_weights(model_type: str, source: SafetensorsFolder) -> Iterator[tuple[s
         InputError: If the names of this model type cannot be converted.
     """
     if model_type == TRANSFORMERS_MODEL_TYPE:
-        yield from decoder.read_weights(source)
+        yield from decoder.transformers_tensors(source)
         return
     for _, ours, value in torchtunes(model_type).converted(model_type, source, source.read):
         yield ours, value
 
 
-def read_checked(model_type: str, folder: Path, plain: nn.Module) -> dict[str, torch.Tensor]:
+def folder_weights(model_type: str, folder: Path, plain: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict in a Hugging Face folder, after `check_logits`.
+
+    Linears of the model without a bias get one if the folder has it.
 
     Args:
         model_type: The model type in the checkpointer section.
@@ -146,10 +150,10 @@ def read_checked(model_type: str, folder: Path, plain: nn.Module) -> dict[str, t
         plain: The model, not prepared, on the meta device.
 
     Raises:
-        InputError: If `read_weights` or `check_logits` raises it.
+        InputError: If `folder_tensors`, `check_shapes` or `check_logits` raises it.
     """
     source = open_folder(folder)
-    state = dict(read_weights(model_type, source))
+    state = dict(folder_tensors(model_type, source))
     add_parameters(plain, state)
     shapes = {name: value.shape for name, value in plain.state_dict().items()}
     check_shapes(shapes, {name: value.shape for name, value in state.items()}, str(folder))
@@ -266,25 +270,6 @@ def check_shapes(
                 f"the checkpoint in {source} is of another model than the config's: {name} is "
                 f"{there} instead of {here}"
             )
-
-
-def load_weights(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Replace the tensors of a plain model by the tensors of a state dict.
-
-    A linear without a bias gets one if the state dict has it.
-
-    Args:
-        model: A model that is not prepared.
-        state: The state dict.
-        source: Where the state dict is from, for the error.
-
-    Raises:
-        InputError: If other names or shapes differ.
-    """
-    add_parameters(model, state)
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    check_shapes(shapes, {name: value.shape for name, value in state.items()}, source)
-    model.load_state_dict(state, assign=True)
 
 
 def add_parameters(model: nn.Module, names: Iterable[str]) -> None:

@@ -66,7 +66,7 @@ class Stream:
             states are in memory.
 
     Attributes:
-        block: Number of the block that the states are the input of.
+        block: Index of the block that the states are the input of.
 
     Raises:
         InputError: If the disk has no room for the file.

@@ -25,7 +25,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.files import digest
 from hestia_tune.models import loading as models
 from hestia_tune.models.loading import build_buffers, section_of
-from hestia_tune.models.sources import read_checked
+from hestia_tune.models.sources import folder_weights
 from hestia_tune.qat import shards
 from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.qat.schedule import ScheduleDriver
@@ -258,7 +258,7 @@ def _make_teacher(run: TrainingRun, pretrained: State, mesh: DeviceMesh) -> nn.M
                 f"has {expected}; use a teacher with the model's tokenizer"
             )
         plain = models.plain_on_meta(section)
-        read = partial(read_checked, config.model_type, folder, plain)
+        read = partial(folder_weights, config.model_type, folder, plain)
         pretrained = on_first_rank(read, share=False) or {}
     if config.compile:
         compile_blocks(teacher)

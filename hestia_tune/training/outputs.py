@@ -24,7 +24,7 @@ from hestia_tune.components import has_torchtune, torchtune_module
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError, quiet_loggers
 from hestia_tune.export.huggingface import write_card
-from hestia_tune.files import digest, read_json, read_state, staged, write_json
+from hestia_tune.files import digest, read_json, staged, write_json
 from hestia_tune.models.decoder import HuggingFaceCheckpointer
 from hestia_tune.models.folder import DESCRIPTION_FILE, INDEX_FILE, dense_config, hub_name
 
@@ -64,32 +64,6 @@ def read_results(folder: str | Path, key: str, names: Iterable[str]) -> dict[str
             f"such as {min(odd)}; use the same include and exclude, or reconstruct again"
         )
     return results
-
-
-def reconstructed_weights(
-    pretrained: Mapping[str, torch.Tensor],
-    folder: str | Path,
-    results: Mapping[str, Any],
-    fingerprint: str,
-) -> dict[str, torch.Tensor]:
-    """Return the pretrained state dict with the float32 weights of a reconstruction.
-
-    Args:
-        pretrained: The pretrained state dict.
-        folder: Folder of the reconstruction.
-        results: The description from `read_results`.
-        fingerprint: The `hestia_tune.sensitivity.model_fingerprint` of the pretrained weights of
-            the reconstructed linears.
-
-    Raises:
-        InputError: If the reconstruction was made from another model.
-    """
-    if fingerprint != results["model_fingerprint"]:
-        raise InputError(
-            f"reconstruction: {folder} was made from another model than the checkpointer's; "
-            "reconstruct this model"
-        )
-    return {**pretrained, **read_state(Path(folder) / LATENTS_FILE)}
 
 
 def validation_identity(config: RunConfig) -> str | None:

@@ -30,7 +30,7 @@ from hestia_tune.evaluation.evaluator import (  # noqa: E402
 from hestia_tune.evaluation.lm import DecoderLM  # noqa: E402
 from hestia_tune.models import llama  # noqa: E402
 from hestia_tune.models.folder import SafetensorsFolder  # noqa: E402
-from hestia_tune.models.sources import read_weights  # noqa: E402
+from hestia_tune.models.sources import folder_tensors  # noqa: E402
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer  # noqa: E402
 
 WINDOW = 128
@@ -138,7 +138,7 @@ def test_results_of_tasks_equal_the_hf_backend(source, tmp_path, monkeypatch):
         norm_eps=shape["rms_norm_eps"],
     )
     state = {
-        name: value.float() for name, value in read_weights("LLAMA3_2", SafetensorsFolder(folder))
+        name: value.float() for name, value in folder_tensors("LLAMA3_2", SafetensorsFolder(folder))
     }
     model.load_state_dict(state)
     lm = DecoderLM(model.eval(), HuggingFaceTokenizer(str(folder)), window=reference.max_length)

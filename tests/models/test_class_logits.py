@@ -11,7 +11,7 @@ from torch import nn
 
 from hestia_tune.commands.qat import run_reconstruct, run_sensitivity
 from hestia_tune.config.run_config import RunConfig
-from hestia_tune.models.decoder import model_on_meta, read_weights
+from hestia_tune.models.decoder import model_on_meta, transformers_tensors
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.loading import load_model
 from hestia_tune.models.reference import check_logits
@@ -24,7 +24,7 @@ TOKENS = torch.randint(1, 200, (2, 20), generator=torch.Generator().manual_seed(
 
 def loaded(folder):
     """Return the plain model on the meta device, and its state dict."""
-    return model_on_meta(folder), dict(read_weights(SafetensorsFolder(folder)))
+    return model_on_meta(folder), dict(transformers_tensors(SafetensorsFolder(folder)))
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.functional import hard_ternary
 from hestia_tune.methods import EvenMethod
 from hestia_tune.models.contents import contents_table, read_matrices
-from hestia_tune.models.folder import PackedWeight, SafetensorsFolder
+from hestia_tune.models.folder import IntegerWeight, SafetensorsFolder
 
 NUM_LINEARS = 14
 
@@ -46,7 +46,7 @@ def test_general_affine_weights_are_read():
     codes = torch.randint(0, 4, (5, 64))
     scale, bias = torch.randn(2, 5, 2)
     words = pack_words(codes, 2).to(torch.uint32)
-    packed = PackedWeight(
+    packed = IntegerWeight(
         layout="MLX", shape=codes.shape, bits=2, codes=words, scale=scale, bias=bias
     )
     exact = codes.double().unflatten(1, (2, 32)) * scale.double()[..., None]
@@ -62,7 +62,7 @@ def test_signed_codes_are_read_with_padded_rows(bits, width):
     codes = torch.randint(-half, half, (3, width))
     scale = (torch.rand(3, 1) + 1).bfloat16()
     words = pack_words(codes + half, bits).to(torch.uint32).view(torch.int32)
-    packed = PackedWeight(layout="x", shape=codes.shape, bits=bits, codes=words, scale=scale)
+    packed = IntegerWeight(layout="x", shape=codes.shape, bits=bits, codes=words, scale=scale)
     expected = (codes * scale.float()).to(torch.bfloat16)
     assert torch.equal(packed.dequantize(), expected)
 
@@ -226,7 +226,7 @@ def test_reading_holds_one_weight_at_a_time(tmp_path, monkeypatch):
         tmp_path / "mlx",
         32,
     )
-    dequantize = PackedWeight.dequantize
+    dequantize = IntegerWeight.dequantize
 
     def counted(self):
         made.append(len(alive))
@@ -235,7 +235,7 @@ def test_reading_holds_one_weight_at_a_time(tmp_path, monkeypatch):
         weakref.finalize(weight, alive.discard, key)
         return weight
 
-    monkeypatch.setattr(PackedWeight, "dequantize", counted)
+    monkeypatch.setattr(IntegerWeight, "dequantize", counted)
     read_matrices(folder)
     assert len(made) == NUM_LINEARS and max(made) <= 1
 

@@ -19,10 +19,10 @@ from hestia_tune.models.loading import (
     check_model_section,
     load_model,
     plain_on_meta,
-    read_checkpoint,
     shapes_of,
 )
-from hestia_tune.models.sources import load_weights, open_source, read_checked, read_weights
+from hestia_tune.models.sources import folder_tensors, folder_weights, open_source
+from hestia_tune.run import PretrainedWeights
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,7 +47,7 @@ def expected_logits(folder):
 def found_logits(folder):
     """Return the logits of the model as it is read for training, after the gate."""
     model = model_on_meta(folder)
-    load_weights(model, read_checked("HUGGING_FACE", folder, model), str(folder))
+    model.load_state_dict(folder_weights("HUGGING_FACE", folder, model), assign=True)
     with torch.device("cpu"):
         model.rope_init()
     return model.float().eval()(TOKENS)
@@ -118,11 +118,11 @@ def test_torchtune_has_the_head_of_transformers_or_refuses(tmp_path, flag, head,
         message = rf"model.tie_word_embeddings={is_tied}" if complete else "weights are missing"
         with pytest.raises(InputError, match=message):
             check_model_section(config)
-            read_checked(config.model_type, folder, plain_on_meta(config.model))
+            folder_weights(config.model_type, folder, plain_on_meta(config.model))
         return
     check_model_section(config)
     model = plain_on_meta(config.model)
-    load_weights(model, read_checked(config.model_type, folder, model), str(folder))
+    model.load_state_dict(folder_weights(config.model_type, folder, model), assign=True)
     with torch.device("cpu"):
         for module in model.modules():
             if hasattr(module, "rope_init"):
@@ -497,6 +497,6 @@ def test_the_checkpointer_of_torchtune_reads_what_it_cannot_name(tmp_path):
 
     checkpointer = instantiate(config.checkpointer, "checkpointer")
     model = plain_on_meta(config.model)
-    state = read_checkpoint(checkpointer, config, shapes_of(model))
-    listed = dict(read_weights(config.model_type, SafetensorsFolder(folder)))
+    state = PretrainedWeights(config).read_files(checkpointer, shapes_of(model))
+    listed = dict(folder_tensors(config.model_type, SafetensorsFolder(folder)))
     assert all(torch.equal(state[name], value) for name, value in listed.items())

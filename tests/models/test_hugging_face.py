@@ -16,7 +16,12 @@ from hestia_tune.config.run_config import SELF_GENERATED, RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.export.gguf_families import check_architecture
 from hestia_tune.models import AutoTokenizer, HuggingFaceCheckpointer, HuggingFaceTokenizer
-from hestia_tune.models.decoder import hugging_face, model_on_meta, names_in_files, read_weights
+from hestia_tune.models.decoder import (
+    hugging_face,
+    model_on_meta,
+    names_in_files,
+    transformers_tensors,
+)
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.loading import build_buffers, kept_in_blocks
 from hestia_tune.qat.linear import quantized_linears, weights_of
@@ -47,7 +52,7 @@ def family(request, tmp_path_factory):
     assert all(value.is_meta for value in (*model.parameters(), *model.buffers()))
     model.to_empty(device="cpu")
     build_buffers(model, "cpu")
-    model.load_state_dict(dict(read_weights(SafetensorsFolder(folder))))
+    model.load_state_dict(dict(transformers_tensors(SafetensorsFolder(folder))))
     return request.param, folder, model.eval()
 
 
@@ -298,7 +303,7 @@ def test_missing_weights_are_refused(tmp_path):
     del state["model.layers.1.mlp.experts.2.up_proj.weight"]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises((ValueError, RuntimeError), match="missing|onversion"):
-        dict(read_weights(SafetensorsFolder(folder)))
+        dict(transformers_tensors(SafetensorsFolder(folder)))
 
 
 class Shared(torch.nn.Module):

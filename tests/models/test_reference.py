@@ -17,7 +17,7 @@ from hestia_tune.models import reference
 from hestia_tune.models.decoder import model_on_meta
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.loading import check_model_section, load_model, plain_on_meta
-from hestia_tune.models.sources import pretrained_folder, read_weights
+from hestia_tune.models.sources import folder_tensors, pretrained_folder
 from hestia_tune.torchtune.models import check_architecture
 
 transformers = pytest.importorskip("transformers")
@@ -53,7 +53,7 @@ def gate(cfg):
     config = RunConfig.parse(cfg)
     plain = plain_on_meta(config.model)
     source = SafetensorsFolder(pretrained_folder(config))
-    state = dict(read_weights(config.model_type, source))
+    state = dict(folder_tensors(config.model_type, source))
     reference.check_logits(plain, state, source)
 
 
@@ -267,7 +267,7 @@ def test_large_models_run_one_block_of_each_kind(tmp_path, monkeypatch):
     ran = []
     for folder in (tmp_path / "llama", gemma, smol):
         model, source = model_on_meta(folder), SafetensorsFolder(folder)
-        state = dict(read_weights("HUGGING_FACE", source))
+        state = dict(folder_tensors("HUGGING_FACE", source))
         original = reference._Text.expected
 
         def spy(text, *args, original=original):
@@ -288,7 +288,7 @@ def test_large_models_run_one_block_of_each_kind(tmp_path, monkeypatch):
 def test_blocks_that_are_left_out_are_not_read(tmp_path, monkeypatch):
     folder = make_family(tmp_path / "model", "Llama", num_hidden_layers=6)
     model, source = model_on_meta(folder), SafetensorsFolder(folder)
-    state = dict(read_weights("HUGGING_FACE", source))
+    state = dict(folder_tensors("HUGGING_FACE", source))
     monkeypatch.setattr(reference, "_WORK_OF_ALL", 0)
     read, dense = [], SafetensorsFolder.dense
     monkeypatch.setattr(
@@ -305,7 +305,7 @@ def test_a_large_model_is_compared_in_seconds(tmp_path):
         tmp_path / "model", "Gemma 3", sliding_window=512, max_position_embeddings=1024, **sizes
     )
     model, source = model_on_meta(folder), SafetensorsFolder(folder)
-    state = dict(read_weights("HUGGING_FACE", source))
+    state = dict(folder_tensors("HUGGING_FACE", source))
     text = reference._Text.of(model, source)
     assert text.tokens.shape[1] == 512 + 32
     start = time.perf_counter()

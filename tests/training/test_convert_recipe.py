@@ -24,7 +24,7 @@ from hestia_tune.functional import hard_ternary
 from hestia_tune.methods.straight_through import round_embedding
 from hestia_tune.models import llama
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.sources import names_in_files, read_weights
+from hestia_tune.models.sources import folder_tensors, names_in_files
 from hestia_tune.models.tokenizers import HuggingFaceTokenizer
 
 TOKENS = torch.tensor([[5, 9, 200, 13, 42], [1, 2, 3, 4, 5]])
@@ -307,7 +307,7 @@ def test_names_map_back(model_dir, model_type):
     state = load_file(model_dir / "model.safetensors")
     by_name = names_in_files(model_type, model_dir)
     assert sorted(sum(by_name.values(), [])) == sorted(state)
-    for ours, weight in read_weights(model_type, SafetensorsFolder(model_dir)):
+    for ours, weight in folder_tensors(model_type, SafetensorsFolder(model_dir)):
         assert torch.equal(weight.sort(0).values, state[by_name[ours][0]].sort(0).values)
 
 

@@ -17,7 +17,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.losses import distillation_loss_sum
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.sources import read_weights
+from hestia_tune.models.sources import folder_tensors
 from hestia_tune.torchtune.recipe import HestiaQATRecipe
 
 IGNORED = -100
@@ -96,7 +96,7 @@ def batch_of(model_dir):
 def test_the_loss_of_a_step_mixes_both(model_dir, tmp_path, weight):
     """The recipe with chunks and sharding gives the same loss as a computation by hand."""
     teacher = llama(**SHAPE)
-    teacher.load_state_dict(dict(read_weights("LLAMA3_2", SafetensorsFolder(model_dir))))
+    teacher.load_state_dict(dict(folder_tensors("LLAMA3_2", SafetensorsFolder(model_dir))))
     found = []
 
     def measure(recipe):
@@ -185,7 +185,7 @@ def test_it_trains_towards_the_teacher_and_validates_as_usual(model_dir, tmp_pat
 
 def test_a_model_in_another_folder_is_the_teacher(model_dir, tmp_path):
     other = make_model_dir(tmp_path / "other", seed=5)
-    theirs = dict(read_weights("LLAMA3_2", SafetensorsFolder(other)))
+    theirs = dict(folder_tensors("LLAMA3_2", SafetensorsFolder(other)))
 
     def check(recipe):
         own = recipe._teacher.state_dict()["layers.0.mlp.w1.weight"].full_tensor()

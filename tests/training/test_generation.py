@@ -19,7 +19,7 @@ from hestia_tune.config.run_config import RunConfig, config_path
 from hestia_tune.data import TokenizedSet, self_generated_dataset, verify_token_shards
 from hestia_tune.models import HuggingFaceTokenizer, llama
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.sources import read_weights
+from hestia_tune.models.sources import folder_tensors
 from hestia_tune.run import Run
 from hestia_tune.torchtune import models as sampling
 from hestia_tune.training.loader import calibration_batches
@@ -61,7 +61,7 @@ def tokens_of(folder):
 
 def whole_model(model_dir):
     model = llama(**SHAPE).eval()
-    model.load_state_dict(dict(read_weights("LLAMA3_2", SafetensorsFolder(model_dir))))
+    model.load_state_dict(dict(folder_tensors("LLAMA3_2", SafetensorsFolder(model_dir))))
     return model
 
 

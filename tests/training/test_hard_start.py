@@ -18,7 +18,7 @@ from hestia_tune.functional import hard_ternary
 from hestia_tune.methods import EvenMethod, INT4Method
 from hestia_tune.models import llama
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.sources import read_weights
+from hestia_tune.models.sources import folder_tensors
 from hestia_tune.torchtune.recipe import HestiaQATRecipe
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
@@ -33,7 +33,7 @@ def ternary(folder, group_size=32, **shape):
 
 
 def source_state(folder):
-    state = read_weights("LLAMA3_2", SafetensorsFolder(folder))
+    state = folder_tensors("LLAMA3_2", SafetensorsFolder(folder))
     return {name: value.float() for name, value in state}
 
 

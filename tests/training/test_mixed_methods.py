@@ -15,7 +15,7 @@ from hestia_tune.commands.qat import run_qat
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.models import PackedWeights
 from hestia_tune.models.contents import contents_table, read_matrices
-from hestia_tune.models.folder import PackedWeight, SafetensorsFolder
+from hestia_tune.models.folder import IntegerWeight, SafetensorsFolder
 from hestia_tune.models.loading import load_model
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.sensitivity import SensitivityArtifact
@@ -169,7 +169,7 @@ def test_every_format_holds_every_layer(model_dir, trained):
     assert (types["Q2_0"], types["Q4_0"], types.get("F16", 0) + types.get("BF16", 0)) == (1, 12, 2)
     hard = SafetensorsFolder(folder / "hard_model")
     source = SafetensorsFolder(recipe.output / "compressed_tensors")
-    bits = {n: t.bits for n, t in source.tensors.items() if isinstance(t, PackedWeight)}
+    bits = {n: t.bits for n, t in source.tensors.items() if isinstance(t, IntegerWeight)}
     assert len(bits) == 13 and all(torch.equal(source.read(n), hard.read(n)) for n in bits)
     for name, expected in {"0.mlp.up": 2, "1.mlp.down": 4, "0.self_attn.q": 2}.items():
         assert bits[f"model.layers.{name}_proj.weight"] == expected, name

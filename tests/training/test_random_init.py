@@ -20,9 +20,9 @@ from tiny import (
 from hestia_tune.models import loading
 from hestia_tune.models.decoder import hugging_face
 from hestia_tune.models.folder import SafetensorsFolder
-from hestia_tune.models.sources import read_weights
+from hestia_tune.models.sources import folder_tensors
 from hestia_tune.qat.linear import full_tensor
-from hestia_tune.run import draw_weights
+from hestia_tune.run import random_weights
 
 RANDOM = ("init=random",)
 
@@ -43,7 +43,7 @@ def test_norms_that_add_one_to_their_scale_start_at_zero(tmp_path):
     import transformers
 
     plain = hugging_face(str(make_family(tmp_path, "Gemma 3")))
-    state = draw_weights(plain, tmp_path, seed=0)
+    state = random_weights(plain, tmp_path, seed=0)
     fresh = transformers.AutoModelForCausalLM.from_config(plain.config).state_dict()
     norms = [name for name, value in state.items() if value.dim() == 1]
     assert norms and all(torch.equal(state[name], fresh[name]) for name in norms)
@@ -62,7 +62,7 @@ def test_the_drawn_weights(tmp_path):
     biased = torch.nn.ModuleDict(
         {"model": plain, "qkv": torch.nn.Linear(8, 8, device="meta")}  # as Qwen2's
     )
-    state = draw_weights(biased, folder, seed=4)
+    state = random_weights(biased, folder, seed=4)
     assert state.keys() == biased.state_dict().keys()
     for name, value in state.items():
         assert value.dtype == torch.float32 and value.shape == biased.state_dict()[name].shape
@@ -71,16 +71,16 @@ def test_the_drawn_weights(tmp_path):
         elif value.numel() > 1000:
             bound = 4 * 0.02 / math.sqrt(value.numel())
             assert value.mean().abs() < bound and abs(value.std() - 0.02) < bound, name
-    again, other = (draw_weights(biased, folder, seed=seed) for seed in (4, 5))
+    again, other = (random_weights(biased, folder, seed=seed) for seed in (4, 5))
     key = "model.layers.0.mlp.w1.weight"
     assert torch.equal(state[key], again[key]) and not torch.equal(state[key], other[key])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
-    torch.testing.assert_close(draw_weights(biased, folder, 4)[key], 25 * state[key])
+    torch.testing.assert_close(random_weights(biased, folder, 4)[key], 25 * state[key])
 
 
 def test_a_run_from_scratch_needs_no_weights(bare_dir, tmp_path):
-    expected = draw_weights(
+    expected = random_weights(
         loading.plain_on_meta(make_config(bare_dir, tmp_path).model), bare_dir, seed=3
     )
     recipe = run(bare_config(bare_dir, tmp_path, "epochs=3"))
@@ -90,7 +90,7 @@ def test_a_run_from_scratch_needs_no_weights(bare_dir, tmp_path):
     assert losses["trained, hard"] < losses["naive ternary"]
     assert "| random " in recipe.table()
     # The hard model is a complete Hugging Face folder, with the names of the pretrained model.
-    hard = dict(read_weights("LLAMA3_2", SafetensorsFolder(tmp_path / "hard_model")))
+    hard = dict(folder_tensors("LLAMA3_2", SafetensorsFolder(tmp_path / "hard_model")))
     assert {k: v.shape for k, v in hard.items()} == {k: v.shape for k, v in expected.items()}
     assert (tmp_path / "hard_model" / "tokenizer.json").is_file()
     index = json.loads((tmp_path / "hard_model" / "model.safetensors.index.json").read_text())
@@ -107,7 +107,7 @@ def test_the_start_depends_on_the_seed_and_not_on_the_folder(tmp_path):
 
     still = ("optimizer.lr=0", "max_steps_per_epoch=1", "dataset_val=null")
     run(make_config(folder, tmp_path / "a", *RANDOM, *still), keep)
-    expected = draw_weights(
+    expected = random_weights(
         loading.plain_on_meta(make_config(folder, tmp_path).model), folder, seed=3
     )
     for name, value in expected.items():
@@ -117,7 +117,7 @@ def test_the_start_depends_on_the_seed_and_not_on_the_folder(tmp_path):
 def test_distilled_from_the_pretrained_model(tmp_path):
     """The pretrained model is read as the teacher only. Training starts from random weights."""
     folder = make_model_dir(tmp_path / "model")
-    pretrained = dict(read_weights("LLAMA3_2", SafetensorsFolder(folder)))
+    pretrained = dict(folder_tensors("LLAMA3_2", SafetensorsFolder(folder)))
     key = "layers.1.mlp.w2.weight"
 
     def check(recipe):
