@@ -63,7 +63,8 @@ from hestia_tune.methods import Method
 from hestia_tune.methods.straight_through import EMBEDDING_BITS, check_embedding_width
 from hestia_tune.models.loading import make_component
 from hestia_tune.qat.linear import quantized_linears
-from hestia_tune.qat.prepare import Component, HestiaConfig, HestiaQATQuantizer
+from hestia_tune.qat.prepare import Component, HestiaConfig, HestiaQATQuantizer, TwoBit
+from hestia_tune.qat.stack import QuantizedStack, Stack
 from hestia_tune.sensitivity import SensitivityArtifact
 
 # States that are kept after each layer. With more, the result may be not the best one.
@@ -156,13 +157,14 @@ def _relaxed(losses: np.ndarray, costs: np.ndarray, budget: int) -> tuple[float,
 
 
 BITS_FILE = "bits.json"
-_HESTIA = "hestia_tune.HestiaQATQuantizer"
+_HESTIA, _TWO_BIT = "hestia_tune.HestiaQATQuantizer", "hestia_tune.TwoBit"
 
 
 def component_of(choice: str, quantizer: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the component that quantizes a linear with this choice. None: the linear stays dense.
 
-    The quantizer itself is the component of its own codebook. It keeps all its options.
+    The quantizer itself is the component of its own codes. It keeps all its options. Scales are
+    learned in all linears whose method can learn them, or in none.
 
     Args:
         choice: One of `hestia_tune.config.sections.CHOICES`.
@@ -173,9 +175,14 @@ def component_of(choice: str, quantizer: Mapping[str, Any]) -> dict[str, Any] | 
         return None
     if choice == "int4":
         return {"_component_": "hestia_tune.INT4", **group}
-    if choice == quantizer.get("codebook", "ternary"):
+    is_two_bit = quantizer["_component_"] == _TWO_BIT
+    if choice == ("two_bit" if is_two_bit else quantizer.get("codebook", "ternary")):
         return {**quantizer}
-    return {"_component_": _HESTIA, "codebook": choice, **group}
+    learned = {"scale": "learned"} if quantizer.get("scale") == "learned" else {}
+    if choice == "two_bit":
+        return {"_component_": _TWO_BIT, **learned, **group}
+    learned = learned if choice == "ternary" else {}
+    return {"_component_": _HESTIA, "codebook": choice, **learned, **group}
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
@@ -279,6 +286,7 @@ def chosen(config: RunConfig, required: bool = False) -> RunConfig:
 _CODE_BITS = {
     "binary": Fraction(1),
     "ternary": Fraction(8, 5),
+    "two_bit": Fraction(2),
     "int2": Fraction(2),
     "int4": Fraction(4),
     "bf16": Fraction(16),
@@ -379,11 +387,10 @@ class Budget:
                 linear, or even the fewest bits exceed the budget.
         """
         settings: BitsConfig = config.bits
-        if not isinstance(component, HestiaQATQuantizer):
+        if not isinstance(component, HestiaQATQuantizer | TwoBit):
             raise InputError(
-                "bits needs quantizer._component_=hestia_tune.HestiaQATQuantizer, because other "
-                f"methods have one number of bits; got {config.quantizer['_component_']}; leave "
-                "bits out"
+                f"bits needs quantizer._component_={_HESTIA} or {_TWO_BIT}, because other methods "
+                f"have one number of bits; got {config.quantizer['_component_']}; leave bits out"
             )
         methods: dict[str, Method | None] = {}
         for choice in sorted(settings.choices, key=CHOICES.index):
@@ -394,7 +401,9 @@ class Budget:
             size, in_features = layer.weight.numel(), layer.weight.shape[-1]
             for method in filter(None, methods.values()):
                 method.check_layer(in_features, size // in_features, name)
-            own: Any = component.method  # of Hestia, so it has groups
+                if isinstance(layer, QuantizedStack):
+                    Stack(*layer.place).check_method(method, name)
+            own: Any = component.method  # of Hestia or TwoBit, so it has groups
             group_size = own.group_size
             group = {"channel": in_features, "tensor": size}.get(group_size, group_size)
             layers[name] = Layer(size=size, group=group)

@@ -39,7 +39,7 @@ EXPECTED = {
     "gemma3_1b": (26, 999_885_952, 128),
 }
 # Configs that are no run by themselves: others build on them, or are overlaid by them.
-PARTS = ("base", "distil", "evening")
+PARTS = ("2bit", "base", "distil", "evening")
 # config.json of those that come through transformers, as far as it is not the class's default.
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 28, "num_attention_heads": 16}
 QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
@@ -65,7 +65,8 @@ def test_every_packaged_config_is_expected():
         (name, overlay)
         for name in ("demo", "llama3_2_1b", "qwen3_0_6b", "smollm3_3b")
         for overlay in ("+distil", "+evening")
-    ],
+    ]
+    + [(name, o) for name in ("demo", "llama3_2_1b") for o in ("+2bit", "+evening+2bit")],
 )
 def test_config_builds_at_its_real_size(name, overlay, tmp_path, monkeypatch):
     blocks, parameters, group_size = EXPECTED[name]
@@ -83,8 +84,9 @@ def test_config_builds_at_its_real_size(name, overlay, tmp_path, monkeypatch):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     check_model_options(options, model)
     is_demo = parameters is None
-    is_evening = overlay == "+evening"
-    assert options.distillation.weight == (1 if overlay or is_demo else 0)
+    is_evening, is_two_bit = "+evening" in overlay, "+2bit" in overlay
+    has_teacher = is_demo or is_evening or overlay == "+distil"
+    assert options.distillation.weight == has_teacher
     if is_evening:
         assert modules_by_name(model)[options.frozen_modules[0]] is model.tok_embeddings
         assert options.reconstruction == "auto" and options.sensitivity is None
@@ -101,7 +103,8 @@ def test_config_builds_at_its_real_size(name, overlay, tmp_path, monkeypatch):
         assert quantizer.method.key() == "fairy2i, num_stages=2, granularity=tensor"
     else:
         learned = ", scale=learned, start=least_squares" if is_evening else ""
-        assert quantizer.method.key() == f"ternary, group_size={group_size}{learned}"
+        kind = "two_bit" if is_two_bit else "ternary"
+        assert quantizer.method.key() == f"{kind}, group_size={group_size}{learned}"
     if not is_demo:
         scales = sum(p.numel() for layer in layers.values() for p in layer.method_parameters())
         assert sum(p.numel() for p in model.parameters()) - scales == parameters
@@ -125,7 +128,7 @@ def test_config_opens_with_its_commands(name):
 
 def test_unknown_names_are_errors_that_list_the_configs():
     for name in ("none.yaml", "demo+none", "none+distil"):
-        with pytest.raises(InputError, match="packaged configs: base, demo, demo_fairy2i, "):
+        with pytest.raises(InputError, match="packaged configs: 2bit, base, demo, demo_fairy2i, "):
             load_config(name)
 
 
@@ -225,7 +228,7 @@ def test_listing_and_printing(tmp_path):
     recipes, configs = listed.stdout.split("configs:\n")
     configs, overlays = configs.split("overlays, for --config CONFIG+OVERLAY:\n")
     assert [line.split()[0] for line in configs.splitlines()] == sorted(EXPECTED)
-    assert [line.split()[0] for line in overlays.splitlines()] == ["distil", "evening"]
+    assert [line.split()[0] for line in overlays.splitlines()] == ["2bit", "distil", "evening"]
     names = [line.split()[0] for line in recipes.splitlines()[1:]]
     assert names == sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
     assert all(len(line.split()) > 2 for line in listed.stdout.splitlines() if line[:1] == " ")

@@ -84,6 +84,8 @@ def test_the_written_config_is_valid_and_its_commands_are_printed(
     assert config.dataset["source"] == {"jsonl": "json", "txt": "text"}.get(ending, ending)
     assert config.dataset["seq_len"] == 64  # the model's longest sequence
     assert config.quantizer["group_size"] == (64 if family == "Falcon" else 32)
+    kind = "HestiaQATQuantizer" if family == "Qwen3-MoE" else "TwoBit"
+    assert config.quantizer["_component_"] == f"hestia_tune.{kind}"
     assert config.output_dir == "./runs/my model"
     # transformers' own tokenizer of Qwen2 adds a token.
     end = config.tokenizer.get("eos_token")  # without the key it is the tokenizer's own
@@ -149,6 +151,12 @@ def test_the_group_size_divides_every_row(widths, expected, tmp_path, capsys, da
     assert (code, error) == (0, "")
     config = load_config("model.yaml")
     assert config.quantizer.group_size == expected
+    kind, reason = ("TwoBit", "four levels"), "a lower loss than ternary ones at the same size"
+    if expected == 256:
+        kind, reason = ("HestiaQATQuantizer", "ternary"), "for llama.cpp's type TQ2_0"
+    assert config.quantizer._component_ == f"hestia_tune.{kind[0]}"
+    text = " ".join(out.split())
+    assert f"weights: {kind[1]} (-1, 0" in text and reason in text
     assert ("gguf" in config.convert.formats) == (expected != "channel")
     assert ("llama.cpp's type TQ2_0 holds the model" in " ".join(out.split())) == (expected == 256)
 

@@ -64,9 +64,20 @@ _ENDING = re.compile(r"\.(parquet|json|txt)(?:(?<=json)l)?(\.gz|\.zst|\.bz2)?$")
 _STEPS = {
     "validate": "checks the config again, after you have edited it",
     "qat": "trains",
-    "eval": "compares the ternary model with the pretrained model",
+    "eval": "compares the low-bit model with the pretrained model",
     "convert": "writes the files",
 }
+# Why weights are ternary, or have four levels.
+_EXPERTS = "ternary, because the scales of experts cannot have a sign of their own"
+_TERNARY = (
+    "ternary (-1, 0 and 1), for llama.cpp's type TQ2_0; ternary kernels of CPUs and the paper also "
+    "need it, and in any other file hestia_tune.TwoBit has a lower loss at the same size"
+)
+_FOUR_LEVELS = (
+    "four levels (-1, 0, 1 and 2), which have a lower loss than ternary ones at the same size in "
+    "these formats; hestia_tune.HestiaQATQuantizer is ternary, for llama.cpp's TQ types, ternary "
+    "kernels of CPUs and the paper"
+)
 _HUB_TASKS = "measures five tasks, which come from the hub"  # without held-out data
 _ROWS = 100  # rows of the data that are looked at
 # Tokens that end a document in well-known vocabularies. The tokenizer's own end token may end a
@@ -270,6 +281,7 @@ def _summary(values: Mapping[str, Any], tokens: int) -> list[tuple[str, str]]:
         lines.append(("held out", f"{values['held_out'].describe()}, to measure the loss"))
     else:
         lines.append(("held out", "none, so no loss is measured; --validation FILE names some"))
+    lines.append(("weights", values["levels_reason"]))
     if values["group_reason"]:
         lines.append(("groups", values["group_reason"]))
     lines.append(("formats", ", ".join(values["formats"])))
@@ -490,6 +502,10 @@ def _look_at_model(
     for form in map(load_format, () if asked else all_formats):
         if form.left_out:
             absent[form.name] = form.left_out
+    has_stacks = len(shapes) < len(weights)
+    sizes = widths if group_size == "channel" else [int(group_size)]
+    is_small_gguf = not any(size % 256 for size in sizes) and "gguf" not in absent
+    is_ternary = has_stacks or (is_small_gguf and "gguf" in all_formats)
     own_end = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
     ids = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     if asked:
@@ -500,7 +516,9 @@ def _look_at_model(
         "on_gpu": on_gpu,
         "tokenizer": tokenizer,
         "has_template": tokenizer.chat_template is not None,
-        "has_stacks": len(shapes) < len(weights),
+        "has_stacks": has_stacks,
+        "is_ternary": is_ternary,
+        "levels_reason": _EXPERTS if has_stacks else _TERNARY if is_ternary else _FOUR_LEVELS,
         "is_chain": is_chain,
         "group_size": group_size,
         "group_reason": group_reason,

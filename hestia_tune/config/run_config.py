@@ -215,10 +215,16 @@ def _is_same_component(value: Any, before: Any) -> bool:
 
 
 def _lay_over(section: dict[str, Any], changes: Any, remove_nulls: bool = True) -> None:
-    """Write changes into a section, in place. A null removes its key or becomes the value."""
+    """Write changes into a section, in place. A null removes its key or becomes the value.
+
+    A word in place of a component replaces its ``_component_`` and keeps its options.
+    """
     for key, value in changes.items():
+        before = section.get(key)
         if value is None and remove_nulls:
             section.pop(key, None)
+        elif isinstance(value, str) and isinstance(before, dict) and "_component_" in before:
+            section[key] = {**before, "_component_": value}
         elif _is_same_component(value, section.get(key)):
             _lay_over(section[key], value, remove_nulls)
         else:

@@ -45,7 +45,7 @@ def drop_temperatures(given: DictConfig) -> None:
 
 
 # Every choice, in order of its bits.
-CHOICES = ("binary", "ternary", "int2", "int4", "bf16")
+CHOICES = ("binary", "ternary", "two_bit", "int2", "int4", "bf16")
 # Values of ``by`` in configs of earlier versions.
 _CONTROLS = ("uniform", "position")
 
@@ -59,8 +59,10 @@ class BitsConfig(Section):
     """Largest mean number of bits per weight, over all linears that the quantizer selects. The bits
     of the scales count too. null: all linears are quantized as the quantizer says."""
     choices: list[str] = option(["ternary", "int2", "int4", "bf16"], choices=CHOICES)
-    """What a linear may become. Codes of "binary" have 1 bit, of "ternary" 1.6, of "int2" 2 and of
-    "int4" 4. A linear that becomes "bf16" is not quantized and has 16 bits."""
+    """What a linear may become. Codes of "binary" have 1 bit, of "ternary" 1.6, of "two_bit" and
+    "int2" 2 and of "int4" 4. Every format of 2 bits holds "two_bit" (codes -1 to 2); "int2" (±1 and
+    ±3) takes 4.5 bits in GGUF files. A linear that becomes "bf16" is not quantized and has 16 bits.
+    """
     embedding: str | None = option(None, choices=("int4", "int5", "int8"))
     """Bits of the embedding, and of an output head of its own, in the files that hestia_convert
     writes. They are rounded after the training, in groups of 32, and count in the average. null:

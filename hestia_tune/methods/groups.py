@@ -240,14 +240,13 @@ def _signed_least_squares(blocks: Tensor) -> Tensor:
     Args:
         blocks: The weights (rows, groups, group).
     """
-    size, found = blocks.abs(), []
+    size, number, found = blocks.abs(), blocks.shape[-1], []
+    order = torch.cat([2 * size, size / 1.5], -1).argsort(-1, descending=True)
+    w, is_second = blocks.gather(-1, order % number), order >= number
     for sign in (1, -1):
-        larger = (sign * blocks > 0).to(size.dtype)  # The weights that may get the code 2.
-        order = torch.cat([2 * size, larger * size / 1.5], -1).argsort(-1, descending=True)
-        by_n = torch.cat([size, larger * size], -1).gather(-1, order)
-        by_d = torch.cat([torch.ones_like(size), 3 * larger], -1).gather(-1, order)
-        n, d = (part.cumsum(-1, dtype=torch.float64) for part in (by_n, by_d))
-        d = d.clamp(min=1.0)  # It is 0 only at points of zeros.
+        happens = ~is_second | (sign * w > 0)
+        n = (w.abs() * happens).cumsum(-1, dtype=torch.float64)
+        d = ((1.0 + 2.0 * is_second) * happens).cumsum(-1).clamp(min=1.0)
         gain, index = (n.square() / d).max(-1, keepdim=True)
         found.append((sign * n.gather(-1, index) / d.gather(-1, index), gain))
     (positive, gain), (negative, other) = found

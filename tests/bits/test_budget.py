@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from hestia_tune.bits import Budget, Layer, bits_per_weight, resolved_traces, squared_error
+from hestia_tune.bits import (
+    Budget,
+    Layer,
+    bits_per_weight,
+    component_of,
+    resolved_traces,
+    squared_error,
+)
 from hestia_tune.errors import InputError
 from hestia_tune.methods import EvenMethod, TernaryMethod
+from hestia_tune.models.loading import make_component
 from hestia_tune.sensitivity import SensitivityArtifact
 
 GROUP = 16
@@ -62,13 +70,21 @@ def choices_of(document):
     return [(name, entry["choice"]) for name, entry in document["layers"].items()]
 
 
+@pytest.mark.parametrize("scale", ["absmean", "learned"])
+def test_two_bits_and_ternary_weights_choose_each_other_with_scales_of_the_same_kind(scale):
+    ternary = {"_component_": "hestia_tune.HestiaQATQuantizer", "group_size": 64, "scale": scale}
+    two_bit = ternary | {"_component_": "hestia_tune.TwoBit"}
+    for own, choice, others in ((ternary, "ternary", "two_bit"), (two_bit, "two_bit", "ternary")):
+        assert component_of(choice, own) == own
+        method = make_component(component_of(others, own)).method
+        assert (method.name, method.group_size, method.scale) == (others, 64, scale)
+        assert component_of("int2", own)["codebook"] == "int2"
+
+
 def test_bits_include_the_scales():
     assert bits_per_weight("ternary", 128) == Fraction(8, 5) + Fraction(1, 8)
-    assert [float(bits_per_weight(name, 64)) for name in ("binary", "int2", "int4")] == [
-        1.25,
-        2.25,
-        4.25,
-    ]
+    expected = {"binary": 1.25, "two_bit": 2.25, "int2": 2.25, "int4": 4.25}
+    assert {name: float(bits_per_weight(name, 64)) for name in expected} == expected
     assert bits_per_weight("bf16", 64) == 16
 
 

@@ -169,7 +169,7 @@ def test_a_reconstruction_chooses_and_training_starts_from_it(finished, model_di
 REFUSED = {
     "bits.average=1.9": "bits.average must be at least 2.1000",
     "bits.average=0.5": "bits.average must be in [1, 16]",
-    "bits.choices=[ternary,int3]": "bits.choices must be one of binary, ternary, int2, int4, bf16",
+    "bits.choices=[ternary,int3]": "bits.choices must be one of binary, ternary, two_bit, int2",
     "bits.choices=[]": "bits.choices must name each choice once",
     "bits.by=size": "bits.by must be one of sensitivity, error; got size",
     "bits.by=uniform": "bits.by=uniform was a control of an experiment, and is no option any more",
@@ -177,7 +177,7 @@ REFUSED = {
     "sensitivity=null": "bits.by=sensitivity reads the traces of sensitivity, which is null",
     "quantizer.layers={'*.v_proj': null}": "bits and quantizer.layers both choose",
     "init=random": "init: random does not go with",
-    "quantizer={_component_: hestia_tune.Fairy2iQATQuantizer}": "bits needs quantizer._component_",
+    "quantizer={_component_: hestia_tune.Fairy2iQATQuantizer}": "or hestia_tune.TwoBit, because",
 }
 
 
