@@ -7,7 +7,7 @@ GPU's properties when it is imported. So this script describes an H100 to it. Tr
 takes the first configuration that gemlite allows on this GPU, without a measurement. The products
 are in float16, because the interpreter computes with the bits of bfloat16 as integers.
 
-The output is JSON: for every shape and number of rows, the name of gemlite's kernel and the
+The output is JSON: for every weight and number of rows, the name of gemlite's kernel and the
 relative error beside the product with the dequantized weight in float64.
 """
 
@@ -19,6 +19,7 @@ from test_kernels import inputs, relative_error, ternary
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, interpreter
 
+from hestia_tune.tensors import TwoBitTensor
 from hestia_tune.tensors.kernels import Gemlite
 
 # Nine groups, as SmolLM2 has: gemlite reads scales behind the last one.
@@ -64,13 +65,20 @@ def main() -> None:
     from gemlite import core
 
     results = []
-    for shape in SHAPES:
-        weight = ternary(*shape, torch.float16)
+    rows, columns, group = SHAPES[0]
+    signed = TwoBitTensor.from_hp(torch.randn(rows, columns) * 0.05, group_size=group)
+    for weight in [*(ternary(*shape, torch.float16) for shape in SHAPES), signed.half()]:
         kernel = Gemlite(weight)
         for rows in ROWS:
             x, bias = inputs(weight, rows)
             error = relative_error(kernel(x, bias), x, weight, bias)
-            results.append((core.get_matmul_type(rows, 2), str(shape), error))
+            results.append(
+                (
+                    core.get_matmul_type(rows, 2),
+                    f"{type(weight).__name__} {tuple(weight.shape)}",
+                    error,
+                )
+            )
     print(json.dumps(results))
 
 

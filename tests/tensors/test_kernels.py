@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hestia_tune import Fairy2iTensor, TernaryTensor, use_kernel
-from hestia_tune.tensors import BinaryTensor, INT2Tensor
+from hestia_tune.tensors import BinaryTensor, INT2Tensor, TwoBitTensor
 from hestia_tune.tensors import kernels as choice
 from hestia_tune.tensors.kernels import Gemlite, Int4Pack, Kernel, stacked
 
@@ -98,9 +98,11 @@ def test_memory_of_a_kernel(kind):
     assert 8 * kernel.num_bytes / weight.numel() == pytest.approx(4.25, abs=0.001)
 
 
-def test_codes_are_exact(kind):
+@pytest.mark.parametrize("tensor", [TernaryTensor, TwoBitTensor])
+def test_codes_are_exact(kind, tensor):
     """Check that products with columns of the unit matrix give the weight: nothing is rounded."""
-    weight = ternary(32, 128, 64)
+    generator = torch.Generator().manual_seed(0)
+    weight = tensor.from_hp(torch.randn(32, 128, generator=generator), group_size=64)
     found, dense = choice.make(weight, kind)(torch.eye(128), None).t(), weight.dequantize()
     assert (found - dense).abs().max() < 1e-6 * dense.abs().max()
 
