@@ -189,7 +189,7 @@ def test_models_that_the_builder_cannot_build(tmp_path, monkeypatch):
     refused(part, tmp_path, ValueError, r"layers\.0\.mlp\.up_proj\.weight differs")
     four = Method.from_key("int2, group_size=128, start=least_squares")
     model = ModelFolder(folder, dict.fromkeys(quantized, four), quantize=True)
-    refused(model, tmp_path, ValueError, "ternary and binary codes")
+    refused(model, tmp_path, ValueError, "codes from -1 to 2")
     small = ModelFolder(folder, dict.fromkeys(quantized, 16))
     refused(small, tmp_path, ValueError, r"a multiple of 32 weights; got \[16\]")
     narrow = tmp_path / "narrow"
