@@ -3,7 +3,7 @@
     python benchmarks/methods.py
     python benchmarks/methods.py --device cuda --dim 1024 --layers 8
 
-A step is that of the recipe on one process: the latents are quantized, FSDP2 gathers the result,
+A step is that of the recipe on one process: the latents are quantized into leaves,
 forward and backward of one batch, the gradient is pulled back, AdamW. "Weights" is quantizing and
 pulling back alone. All methods take turns in every round, and each time is the best of all rounds:
 ratios are of one run. "Error" is the squared error of Gaussian weights as they are first quantized,
@@ -17,13 +17,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import hestia_tune
-from hestia_tune import quantized_linears
 from hestia_tune.models import llama
-from hestia_tune.qat import shards
+from hestia_tune.qat.leaves import Leaves, use_leaves
 from hestia_tune.qat.prepare import Component
 
 BASE = "AbsMean"
@@ -62,12 +59,8 @@ def make_step(component: Component, args: argparse.Namespace) -> Callable[[], li
     sizes = {"embed_dim": args.dim, "intermediate_dim": 3 * args.dim, "num_layers": args.layers}
     model = llama(vocab_size=1024, num_heads=4, num_kv_heads=2, max_seq_len=128, **sizes)
     model = component.prepare(model).to(args.device)
-    shards.quantize_shards(model)
-    mesh = init_device_mesh(args.device, (1,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    layers = list(quantized_linears(model).values())
+    use_leaves(model)
+    weights = Leaves(model, torch.float32)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
     tokens = torch.randint(0, 1024, (args.batch, 129), device=args.device)
 
@@ -78,12 +71,12 @@ def make_step(component: Component, args: argparse.Namespace) -> Callable[[], li
 
     def step() -> list[float]:
         start = now()
-        shards.refresh(model, torch.float32)
+        weights.refresh()
         refreshed = now()
         logits = model(tokens[:, :-1]).flatten(0, 1)
         torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
         before = now()
-        shards.pull_back(layers)
+        weights.pull_back()
         after = now()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -100,14 +100,12 @@ COMMANDS = {
         "qat:run_reconstruct", "make the blocks ternary, one after the other", _ranks, True
     ),
     "sensitivity": _command(
-        "sensitivity:run_sensitivity",
+        "qat:run_sensitivity",
         "measure how much the loss depends on each layer",
         _ranks,
         True,
     ),
-    "tokenize": _command(
-        "tokenize:run_tokenize", "tokenize the data once, for many runs", _ranks, True
-    ),
+    "tokenize": _command("qat:run_tokenize", "tokenize the data once, for many runs", _ranks, True),
     "configs": _command("inspect:print_configs", "list the configs, or print one", _configs),
     "options": _command("inspect:print_options", "print every option of a config", _nothing),
 }

@@ -98,7 +98,8 @@ def raise_together(error: Exception | None) -> None:
         error: The error of this rank, or None.
     """
     failed = torch.tensor(float(error is not None))
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if not failed:
         return
     text = "".join(traceback.format_exception(error)) if error else ""
@@ -208,5 +209,4 @@ def totals_over_ranks(values: Sequence[torch.Tensor | float], device: torch.devi
     totals = torch.zeros(len(values), dtype=torch.float64, device=device)
     for total, value in zip(totals, values, strict=True):
         total.fill_(value)  # An assignment would copy a number to a GPU, and wait for it.
-    dist.all_reduce(totals)
-    return totals
+    return summed(totals)

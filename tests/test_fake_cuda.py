@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import hestia_tune
 from hestia_tune import quantized_linears
 from hestia_tune.annealing import AnnealingSchedule
+from hestia_tune.qat.buckets import LatentRows
 from hestia_tune.qat.schedule import ScheduleDriver
-from hestia_tune.qat.shards import LatentRows
 
 COMPONENTS = {
     "hestia": lambda: hestia_tune.HestiaQATQuantizer(group_size=4),

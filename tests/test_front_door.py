@@ -1,5 +1,6 @@
 """Test ``hestia COMMAND``: its help, its command lines, its errors, and what it keeps quiet."""
 
+import importlib
 import logging
 import os
 import resource
@@ -22,6 +23,12 @@ def hestia(*words, **options):
     """Run a command in a process of its own."""
     command = [sys.executable, "-m", "hestia_tune", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_function_of_a_command_exists(name):
+    module, function = COMMANDS[name].function.split(":")
+    assert callable(getattr(importlib.import_module(module), function))
 
 
 @pytest.fixture

@@ -24,9 +24,10 @@ from hestia_tune import (
 from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.distributed import ensure_process_group
 from hestia_tune.qat.latent_shard import LatentShard
+from hestia_tune.qat.leaves import Leaves, use_leaves
 from hestia_tune.qat.linear import full_tensor
 from hestia_tune.qat.schedule import ScheduleDriver
-from hestia_tune.qat.shards import pull_back, quantize_shards, refresh
+from hestia_tune.qat.shards import Shards, quantize_shards
 
 STEPS = 4
 COMPONENTS = {
@@ -96,11 +97,20 @@ def batches(step: int) -> list[torch.Tensor]:
     return [torch.randn(5, 8, generator=generator) for _ in range(2)]
 
 
-def train(name: str, dtype: torch.dtype, sharded: bool, **options):
-    """Return losses, gradient norms, latents by name and hard outputs of a few steps."""
+def train(name: str, dtype: torch.dtype, sharded: bool | str, **options):
+    """Return losses, gradient norms, latents by name and hard outputs of a few steps.
+
+    Args:
+        name: A name in `COMPONENTS`.
+        dtype: The dtype of the products.
+        sharded: Whether FSDP2 shards the model; or "leaves", for one process without FSDP2.
+        **options: Options of ``fully_shard``.
+    """
     model, component = prepared(name)
     after_write = None
-    if sharded:
+    if sharded == "leaves":
+        use_leaves(model)
+    elif sharded:
         quantize_shards(model)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = {}
@@ -111,9 +121,8 @@ def train(name: str, dtype: torch.dtype, sharded: bool, **options):
         fully_shard(model, mesh=mesh, **policy, **options)
     layers = quantized_linears(model)
     if sharded:
-
-        def after_write():
-            refresh(model, dtype)
+        shards = (Leaves if sharded == "leaves" else Shards)(model, dtype)
+        after_write = shards.refresh
 
     schedule = AnnealingSchedule(STEPS, rho=0.25, tau_init=0.3)
     driver = ScheduleDriver(schedule, layers, None, after_write)
@@ -127,6 +136,8 @@ def train(name: str, dtype: torch.dtype, sharded: bool, **options):
     losses, norms = [], []
 
     def outputs(x):
+        if sharded == "leaves":
+            x = x.to(dtype)  # as FSDP2 does
         with torch.autocast("cpu", dtype, enabled=not sharded and dtype != torch.float32):
             return model(x).float()
 
@@ -136,9 +147,11 @@ def train(name: str, dtype: torch.dtype, sharded: bool, **options):
         for x in batches(step):
             part = outputs(x).square().mean()
             part.backward()
+            if sharded:
+                shards.accumulate()
             loss += part.item()
         if sharded:
-            pull_back(layers.values())
+            shards.pull_back()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         norms.append(full_tensor(norm).item())
         optimizer.step()
@@ -181,6 +194,9 @@ def as_rank(rank: int, world: int, port: str, path: Path, all_options: bool) -> 
     for name in COMPONENTS:
         results[name] = train(name, torch.float32, sharded=True)
         results[name, "bf16"] = train(name, torch.bfloat16, sharded=True)
+        if world == 1:
+            for word, dtype in (("leaves", torch.float32), ("leaves, bf16", torch.bfloat16)):
+                results[name, word] = train(name, dtype, sharded="leaves")
         if not all_options:
             continue
         kept = train(name, torch.float32, sharded=True, reshard_after_forward=False)
@@ -223,6 +239,17 @@ def test_shards_equal_the_whole(sharded, name, world):
     if world < 3:
         assert_same(reference, sharded[world][name, "kept"], 5e-5)
         assert_same(reference, sharded[world][name, "offload"], 5e-5)
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+@pytest.mark.parametrize(("leaves", "fsdp"), [("leaves", ""), ("leaves, bf16", "bf16")])
+def test_leaves_equal_fsdp_on_one_rank(sharded, name, leaves, fsdp):
+    """Check losses, gradient norms, latents and hard outputs to the last digit."""
+    ours, theirs = sharded[1][name, leaves], sharded[1][(name, fsdp) if fsdp else name]
+    assert ours[:2] == theirs[:2]
+    for key, value in theirs[2].items():
+        assert torch.equal(ours[2][key], value)
+    assert torch.equal(ours[3], theirs[3]) and torch.equal(ours[4], theirs[4])
 
 
 @pytest.mark.parametrize("name", COMPONENTS)

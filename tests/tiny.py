@@ -24,6 +24,7 @@ from torchtune.training.metric_logging import DiskLogger
 
 from hestia_tune.data import SequenceDataset
 from hestia_tune.models import llama
+from hestia_tune.qat.linear import local_rows
 from hestia_tune.torchtune.recipe import HestiaQATRecipe
 from hestia_tune.training import loader
 
@@ -234,7 +235,7 @@ class PoisoningSGD(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        next(p for p in parameters if p.shape == (96, 64)).to_local()[0, 0] = float("inf")
+        local_rows(next(p for p in parameters if p.shape == (96, 64)))[0, 0] = float("inf")
 
 
 class GraphCountingLogger(DiskLogger):

@@ -53,6 +53,7 @@ _WINDOW, _CONTEXT, _VOCABULARY = 16, 256, 512  # of a small model
 _MARGIN = 48  # tokens behind the window and the original context
 # Multiplications of weights that a comparison may take, about half a minute of one core.
 _BUDGET = 5e11
+_LONGEST = 4096  # tokens of a text
 _LOGITS = 2**26  # logits that are compared at once
 _STEPS = (1, 1)  # the last calls
 _SHORT = (9, *_STEPS)  # shorter than the window of a small model
@@ -245,7 +246,7 @@ def texts_of(limits: Limits, vocabulary: int, parameters: int) -> tuple[list[Tex
     texts, needed = [_text(_SHORT, vocabulary)], limits.longest + _MARGIN
     if not limits.longest:
         return texts, True
-    if needed > 4096 or 2 * needed * parameters > _BUDGET:
+    if needed > _LONGEST or 2 * needed * parameters > _BUDGET:
         return texts, False
     compared = min(needed, max(_LOGITS // vocabulary, 8)) - len(_STEPS)
     first = needed - compared - len(_STEPS)
@@ -459,7 +460,8 @@ def compare_gguf(source: ModelFolder, path: Path, runs: Mapping[str, int]) -> No
             "compare it, run `pip install xllamacpp` and convert again"
         )
         return
-    limits = limits_of(full_config(source.folder))
+    config = full_config(source.folder)
+    limits = limits_of(config)
     parameters = sum(shape.numel() for shape in source.shapes.values())
     if 4 * parameters > 0.8 * psutil.virtual_memory().available:
         log.info(
@@ -469,7 +471,10 @@ def compare_gguf(source: ModelFolder, path: Path, runs: Mapping[str, int]) -> No
         return
     texts, reaches = texts_of(limits, source.config["vocab_size"], parameters)
     log.info("comparing the logits of the GGUF file in llama.cpp with those of transformers")
-    tokens = [torch.cat(list(text.parts), 1) for text in texts]
+    # A server of llama.cpp refuses a prompt that fills the context, and adds a token to it.
+    longest = (config.get("max_position_embeddings") or _LONGEST) - 1
+    tokens = [torch.cat(list(text.parts), 1)[:, :longest] for text in texts]
+    reaches = reaches and tokens[-1].shape[1] > limits.longest
     found = _llama_cpp_logits(path, tokens, source.config["vocab_size"])
     if found is None:
         log.info("the GGUF file was not compared with the model: llama.cpp took too long")
@@ -493,7 +498,7 @@ def compare_gguf(source: ModelFolder, path: Path, runs: Mapping[str, int]) -> No
         shares.append(f"{share:.1%} on {text.shape[1]} tokens (8-bit activations: {noise:.1%})")
     log.info(f"relative difference of the logits in llama.cpp: {', '.join(shares)}")
     if not reaches:
-        log.info(f"a text behind the {limits} would take minutes, so none was compared")
+        log.info(f"no text behind the {limits} was compared: it would take minutes, or not fit")
 
 
 # The difference that is allowed without rounded activations: rounding of dense weights' products

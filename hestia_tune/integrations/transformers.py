@@ -11,7 +11,6 @@ of a step, and calls no callback between the two. So the gradients are pulled ba
 backward: autograd's engine runs a function at the end of it, after FSDP2 has reduced them.
 """
 
-import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,11 +31,11 @@ from hestia_tune.errors import InputError
 from hestia_tune.export.huggingface import write_card
 from hestia_tune.files import staged, write_json
 from hestia_tune.models.folder import DESCRIPTION_FILE, hub_name
-from hestia_tune.qat import shards
+from hestia_tune.qat.buckets import LatentRows
 from hestia_tune.qat.linear import local_rows, methods_of, quantized_linears
 from hestia_tune.qat.prepare import Component, HestiaConfig, QATConfigBase
 from hestia_tune.qat.schedule import ScheduleDriver
-from hestia_tune.qat.shards import hard_state_dict
+from hestia_tune.qat.shards import Shards, hard_state_dict, quantize_shards
 
 log = logging.getLogger(__name__)
 
@@ -131,10 +130,11 @@ class HestiaCallback(TrainerCallback):
         if self.is_sharded:
             policy = AcceleratorState().fsdp_plugin.mixed_precision_policy
             dtype = getattr(policy, "param_dtype", None) or torch.float32
-            shards.quantize_shards(model)
+            quantize_shards(model)
             for layer in self.layers.values():  # Offloaded rows are on the CPU.
                 layer.weight_fake_quantizer.reset_buffers(local_rows(layer.weight).device)
-            requantize = functools.partial(shards.refresh, model, dtype)
+            self.weights = Shards(model, dtype)
+            requantize = self.weights.refresh
             self.hook = model.register_forward_hook(self._watch_outputs)
         schedule = AnnealingSchedule.of(state.max_steps, self.schedule, tau_init=self.tau_init)
         self.driver = ScheduleDriver(schedule, self.layers, self.scores, requantize)
@@ -157,7 +157,7 @@ class HestiaCallback(TrainerCallback):
             torch.autograd.Variable._execution_engine.queue_callback(self._pull_back)
 
     def _pull_back(self):
-        shards.pull_back(self.layers.values())
+        self.weights.pull_back()
         self.is_pulled_back = True
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -207,7 +207,7 @@ class HestiaCallback(TrainerCallback):
             weights.pop(name, None)
         for layer in {id(layer.weight): layer for layer in self.layers.values()}.values():
             latents = local_rows(layer.weight)
-            hard = shards.LatentRows(layer).quantize(latents.dtype, is_hard=True)
+            hard = LatentRows(layer).quantize(latents.dtype, is_hard=True)
             latents.copy_(hard["weight"])
         self.driver.write(dict.fromkeys(self.layers, 0.0), 0.0)
         return weights

@@ -142,19 +142,33 @@ class QuantizedLayer(nn.Module):
 
     Attributes:
         weight: The latent weight.
-        weight_is_effective: Whether ``weight`` is the effective weight already when the forward
-            runs (`hestia_tune.qat.shards`). The forward is then the one of a plain layer.
+        weight_is_effective: Whether the forward finds the effective weight, and is that of a plain
+            layer: because FSDP2 gathers it as ``weight`` (`hestia_tune.qat.shards`), or in
+            ``effective``.
+        effective: The effective weight in one process (`hestia_tune.qat.leaves`); None elsewhere.
     """
 
     weight: Any
     weight_fake_quantizer: FakeQuantizer
     weight_is_effective = False
+    effective: Tensor | None = None
     _latent_dtype: torch.dtype
 
     @property
     def place(self) -> tuple[nn.Module, str]:
         """Return the module that has the weight as a parameter, and the parameter's name in it."""
         return self, "weight"
+
+    def expect_effective(self) -> None:
+        """Let the forward find the effective weight, and register parameters for the extras."""
+        self.weight_is_effective = True
+        for key in self.extra_keys:
+            rows = torch.empty(len(self.weight), device=self.weight.device)
+            self.register_parameter(key, nn.Parameter(rows))
+
+    def show_effective(self, leaf: Tensor) -> None:
+        """Let the forward compute with a leaf, which holds the effective weight."""
+        self.effective = leaf
 
     @property
     def method(self) -> Method:
@@ -206,7 +220,7 @@ class QuantizedLayer(nn.Module):
         added = self.method.extras(latent, torch.ones((), device=latent.device))
         whole = {}
         for name, value in zip(self.method.extra_names, added, strict=True):
-            own = getattr(self, name)
+            own = self._parameters[name]  # A leaf of another dtype may hide it.
             whole[name] = value if own is None else full_tensor(own) + value
         return whole
 
@@ -309,7 +323,8 @@ class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         fake, bias = self.weight_fake_quantizer, self.forward_bias()
         if self.weight_is_effective or not fake.enabled:
-            return F.linear(x, self.weight, bias)  # (..., in) x (out, in) -> (..., out)
+            weight = self.weight if self.effective is None else self.effective
+            return F.linear(x, weight, bias)  # (..., in) x (out, in) -> (..., out)
         self.require_latent()
         parameters = self.method_parameters()
         if fake.is_hard:
@@ -331,6 +346,22 @@ def quantized_linears(model: nn.Module) -> dict[str, QuantizedLayer]:
         for fqn, module in model.named_modules()
         if isinstance(module, QuantizedLayer)
     }
+
+
+def require_own_weights(model: nn.Module, layers: Mapping[str, QuantizedLayer]) -> None:
+    """Raise InputError if a module that is not quantized shares a latent weight with a layer.
+
+    Such a module would need the latent weight where the layer needs the effective weight.
+    """
+    shared = {id(layer.weight) for layer in layers.values()}
+    places = {(id(module), key) for module, key in (layer.place for layer in layers.values())}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in shared and (id(module), key) not in places:
+                raise InputError(
+                    f"{name}.{key} is the weight of a quantized linear too; leave that linear out "
+                    "by quantizer.exclude, or untie the two"
+                )
 
 
 def methods_of(model: nn.Module) -> dict[str, Method]:

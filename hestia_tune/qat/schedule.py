@@ -30,7 +30,7 @@ class ScheduleDriver:
         scores: Sensitivity score per name. None gives the uniform schedule, where every score is 0
             (the paper's "w/o Hessian").
         after_write: A function to call whenever the values have changed, for example
-            `hestia_tune.qat.shards.refresh`.
+            `hestia_tune.qat.leaves.Leaves.refresh`.
 
     Attributes:
         layers: The given layers.

@@ -137,7 +137,11 @@ class QuantizedStack(QuantizedLayer):
             vars(module)[self._where.key] = self().to(dtype)
 
     def _show(self, module: nn.Module, *_: Any) -> None:
-        vars(module).pop(self._where.key, None)
+        if not self.weight_is_effective:
+            vars(module).pop(self._where.key, None)
+
+    def show_effective(self, leaf: Tensor) -> None:
+        vars(self._where.module)[self._where.key] = leaf
 
     def convert(self, name: str) -> None:
         """Replace the latent weight by the hard weight, and remove this layer from the model.

@@ -70,7 +70,7 @@ from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.reconstruction.window import (
     MEMORY_GIB,
     Stream,
-    TrainedLayer,
+    TrainedLayers,
     WindowOptimizer,
     WindowResult,
     call_block,
@@ -78,7 +78,6 @@ from hestia_tune.reconstruction.window import (
     run_blocks,
     spans_to_train,
     templates,
-    trained_layers,
     training_step,
 )
 from hestia_tune.training.outputs import LATENTS_FILE, RESULTS_FILE, save_blocks
@@ -248,16 +247,15 @@ class Reconstruction:
         for index in range(stream.block, end):
             block = self.blocks[index]
             with copied(tensors_of(block), self.device, torch.float32, copy=True):
-                layers = self._hard_layers(block) if hard else []
+                layers = self._hard_layers(block) if hard else None
                 for batch, (states,) in prefetched(range(self.num_batches), stream):
                     stream.write(batch, self._forward([index], layers, states, batch))
                 del layers  # They hold the weights of the block.
             stream.block = index + 1
 
-    def _hard_layers(self, module: nn.Module) -> list[TrainedLayer]:
-        layers = trained_layers(module, self._compiled)
-        for layer in layers:
-            layer.refresh(self.dtype, hard=True)
+    def _hard_layers(self, module: nn.Module) -> TrainedLayers:
+        layers = TrainedLayers(module, self._compiled)
+        layers.refresh(self.dtype, hard=True)
         return layers
 
     def _autocast(self) -> torch.autocast:
@@ -266,11 +264,11 @@ class Reconstruction:
     def _forward(
         self,
         blocks: Iterable[int],
-        layers: Sequence[TrainedLayer],
+        layers: TrainedLayers | None,
         states: torch.Tensor,
         batch: int,
     ) -> torch.Tensor:
-        """Return the float32 output of the blocks. Linears of ``layers`` use E, the others W."""
+        """Return the float32 output of the blocks. Linears of ``layers`` use E, others W."""
 
         def moved(value: Any) -> Any:
             if id(value) in self._on_device:
@@ -349,7 +347,7 @@ class Reconstruction:
         self._advance(source, begin, hard=True)
         blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
         move(tensors_of(window), self.device, torch.float32, copy=True)
-        layers, steps = trained_layers(window, self._compiled), self.steps[index]
+        layers, steps = TrainedLayers(window, self._compiled), self.steps[index]
         schedule = AnnealingSchedule(
             steps, rho=0.0, tau_init=settings.tau_init, hard_fraction=HARD_FRACTION
         )

@@ -70,11 +70,11 @@ from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.qat.shards import hard_state_dict
 from hestia_tune.reconstruction.engine import Reconstruction, Windows, prepare_folder
 from hestia_tune.reconstruction.window import (
+    TrainedLayers,
     WindowOptimizer,
     WindowResult,
     run_blocks,
     spans_to_train,
-    trained_layers,
     training_step,
 )
 from hestia_tune.run import Run, TrainingRun
@@ -192,7 +192,7 @@ def _stage_bytes(run: TrainingRun, stage: Stage, seq_len: int, *, alone: bool) -
 
         with LiveBytes() as live:
             live.count(kept)
-            layers = trained_layers(window, compiled=False)
+            layers = TrainedLayers(window, compiled=False)
             optimizer = WindowOptimizer(window, layers, config.reconstruct, 2)
             for parameter in optimizer.trained:
                 parameter.grad = torch.zeros_like(parameter)

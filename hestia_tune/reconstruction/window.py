@@ -26,8 +26,8 @@ from hestia_tune.blocks import BlockCall, copied, hidden_of, tensors_of
 from hestia_tune.config import ReconstructionConfig
 from hestia_tune.distributed import summed
 from hestia_tune.errors import InputError
+from hestia_tune.qat.buckets import buckets_of
 from hestia_tune.qat.linear import QuantizedLayer, quantized_linears
-from hestia_tune.qat.shards import LatentRows
 
 # Limit, in GiB per rank, for hidden states in memory. If they need more, they go to a file.
 MEMORY_GIB = 8.0
@@ -272,7 +272,7 @@ def call_block(
 
 def run_blocks(
     blocks: Iterable[tuple[nn.Module, nn.Module]],
-    layers: Sequence["TrainedLayer"],
+    layers: "TrainedLayers | None",
     states: torch.Tensor,
     calls: Iterable[BlockCall],
     *,
@@ -283,14 +283,14 @@ def run_blocks(
 
     Args:
         blocks: Each block, and a template that is alike.
-        layers: The linears that use their effective weight. The others use the latent weight.
+        layers: The linears that use their effective weight. Others use the latent weight.
         states: Hidden states before the first block.
         calls: The other inputs of each block.
         call: `call_block`, or its compiled form.
         checkpointing: Whether to recompute the activations of every block in the backward pass. A
             single block would gain nothing, so it keeps its activations.
     """
-    effective = {id(layer.layer): layer.effective for layer in layers}
+    effective = {} if layers is None else layers.effective
     blocks = [*blocks]
 
     def run(template: nn.Module, *arguments: Any) -> torch.Tensor:
@@ -306,7 +306,7 @@ def run_blocks(
         for name in method_parameters(linears):
             del tensors[name]
         for name, module in linears.items():
-            own = effective.get(id(module), {"weight": module.weight.detach()})
+            own = effective.get(module, {"weight": module.weight.detach()})
             # The weight of a stack has the layer's name, and other weights are below it.
             own = {name if name in tensors else f"{name}.{k}": v for k, v in own.items()}
             tensors |= own
@@ -314,29 +314,34 @@ def run_blocks(
     return states.float()
 
 
-class TrainedLayer:
-    """A quantized linear in training, with its trained tensors and its effective ones as leaves.
+class TrainedLayers:
+    """The quantized layers of a module in training, their trained tensors and effective leaves.
 
     Args:
-        layer: The quantized linear.
-        compiled: Whether to run the formulas of the method as fused kernels.
+        module: A block, or several.
+        compiled: Whether to run the formulas of the methods as fused kernels.
 
     Attributes:
-        weight: The latent weight W, as a leaf that shares its memory.
-        parameters: The parameters of the method, as leaves that share their memory.
-        effective: Name -> tensor that the linear computes with: E as "weight", and the tensors that
-            the linear derives.
+        weights: Layer -> latent weight W, as a leaf that shares its memory.
+        parameters: Layer -> parameters of the method, as leaves that share their memory.
+        effective: Layer -> name -> tensor that the layer computes with: E as "weight", and the
+            method's extras. Empty before `refresh`.
     """
 
-    def __init__(self, layer: QuantizedLayer, compiled: bool):
-        self.layer, method = layer, layer.method
-        self._rows = LatentRows(layer, compiled=compiled)
-        self.weight = layer.weight.detach().requires_grad_()
-        self.parameters = [
-            value.detach().requires_grad_(key in method.trained_parameters)
-            for key, value in zip(method.parameter_names, layer.method_parameters(), strict=True)
-        ]
-        self.effective: dict[str, torch.Tensor] = {}
+    def __init__(self, module: nn.Module, compiled: bool):
+        layers = [*quantized_linears(module).values()]
+        self._buckets = buckets_of(layers, compiled=compiled)
+        self.weights = {layer: layer.weight.detach().requires_grad_() for layer in layers}
+        self.parameters = {
+            layer: [
+                value.detach().requires_grad_(key in layer.method.trained_parameters)
+                for key, value in zip(
+                    layer.method.parameter_names, layer.method_parameters(), strict=True
+                )
+            ]
+            for layer in layers
+        }
+        self.effective: dict[QuantizedLayer, dict[str, torch.Tensor]] = {}
 
     def refresh(self, dtype: torch.dtype, *, hard: bool = False) -> None:
         """Compute the effective tensors.
@@ -345,22 +350,25 @@ class TrainedLayer:
             dtype: Dtype of E, which is rounded once.
             hard: Whether E is the hard weight. Otherwise E is a leaf that collects a gradient.
         """
-        tensors = self._rows.quantize(dtype, is_hard=hard)
-        self.effective = {name: value.requires_grad_(not hard) for name, value in tensors.items()}
+        self.effective = {
+            layer: {name: value.detach().requires_grad_(not hard) for name, value in made.items()}
+            for bucket in self._buckets
+            for layer, made in zip(bucket.layers, bucket.quantize(dtype, hard=hard), strict=True)
+        }
 
     def pull_back(self) -> None:
         """Set the gradients of the trained tensors from the effective tensors, and free these."""
-        grads = {name: value.grad for name, value in self.effective.items()}
-        self.effective = {}
-        self.weight.grad, *others = self._rows.pull_back(grads)
-        for value, other in zip(self.parameters, others, strict=True):
-            if value.requires_grad:
-                value.grad = other
-
-
-def trained_layers(module: nn.Module, compiled: bool) -> list[TrainedLayer]:
-    """Return a `TrainedLayer` for each quantized linear of a module."""
-    return [TrainedLayer(layer, compiled) for layer in quantized_linears(module).values()]
+        effective, self.effective = self.effective, {}
+        for bucket in self._buckets:
+            grads = [
+                {name: value.grad for name, value in effective.pop(layer).items()}
+                for layer in bucket.layers
+            ]
+            for layer, pulled in zip(bucket.layers, bucket.pull_back(grads), strict=True):
+                self.weights[layer].grad, *others = pulled
+                for value, other in zip(self.parameters[layer], others, strict=True):
+                    if value.requires_grad:
+                        value.grad = other
 
 
 class WindowOptimizer:
@@ -384,18 +392,20 @@ class WindowOptimizer:
     def __init__(
         self,
         blocks: Iterable[nn.Module],
-        layers: Sequence[TrainedLayer],
+        layers: TrainedLayers,
         settings: ReconstructionConfig,
         num_steps: int,
     ):
-        latents = {id(value) for x in layers for value in x.layer.latents()}
+        latents = {id(value) for layer in layers.weights for value in layer.latents()}
         parameters = (p for block in blocks for p in block.parameters() if id(p) not in latents)
         others = [p.requires_grad_(settings.norm_lr > 0) for p in parameters if p.dim() < 2]
-        fine = {id(x) for x in layers if len(getattr(x.layer.method, "levels", ())) > 4}
+        by_rate: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        for layer, weight in layers.weights.items():
+            by_rate[len(getattr(layer.method, "levels", ())) > 4].append(weight)
         rates = (
-            (settings.lr, [x.weight for x in layers if id(x) not in fine]),
-            (settings.lr * FINE_RATE, [x.weight for x in layers if id(x) in fine]),
-            (settings.parameter_lr, [p for x in layers for p in x.parameters]),
+            (settings.lr, by_rate[False]),
+            (settings.lr * FINE_RATE, by_rate[True]),
+            (settings.parameter_lr, [p for own in layers.parameters.values() for p in own]),
             (settings.norm_lr, others),
         )
         trained = [(lr, [p for p in tensors if p.requires_grad]) for lr, tensors in rates]
@@ -429,7 +439,7 @@ class WindowOptimizer:
 
 @contextlib.contextmanager
 def training_step(
-    layers: Sequence[TrainedLayer], optimizer: WindowOptimizer, dtype: torch.dtype
+    layers: TrainedLayers, optimizer: WindowOptimizer, dtype: torch.dtype
 ) -> Iterator[None]:
     """Take an optimizer step by the gradients that the body computes. Collective.
 
@@ -438,11 +448,9 @@ def training_step(
         optimizer: The optimizer of the window.
         dtype: Dtype of the effective weights.
     """
-    for layer in layers:
-        layer.refresh(dtype)
+    layers.refresh(dtype)
     yield
-    for layer in layers:
-        layer.pull_back()
+    layers.pull_back()
     for parameter in optimizer.trained:
         summed(parameter.grad)
     optimizer.take_step()

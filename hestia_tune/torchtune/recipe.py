@@ -27,6 +27,7 @@ import torch
 import torchao
 import torchtune
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.fsdp import FSDPModule
 from torchtune import training
 
 import hestia_tune
@@ -46,7 +47,6 @@ from hestia_tune.files import remove, write_json
 from hestia_tune.losses import output_chunks, training_loss
 from hestia_tune.models import loading as models
 from hestia_tune.plots import plot_training_curves
-from hestia_tune.qat import shards
 from hestia_tune.qat.linear import full_tensor, quantized_linears
 from hestia_tune.qat.shards import hard_state_dict
 from hestia_tune.run import TrainingRun, join_ranks
@@ -117,7 +117,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         self.total_steps = run.data.total_steps
         built = build(run)
         run.pretrained.release()
-        self._model, self._teacher = built.model, built.teacher
+        self._model, self._teacher, self._weights = built.model, built.teacher, built.weights
         self.schedule, self.driver = built.schedule, built.driver
         self._identity, self.validation_losses = built.identity, built.losses
         self._hard_start = built.hard_start
@@ -137,15 +137,19 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             self._model.set_num_output_chunks(chunks)
         if self._teacher is not None:
             self._teacher.num_output_chunks = self._model.num_output_chunks
-            if run.recomputes_logits:  # its head runs again in the model's backward pass
+            if run.recomputes_logits and isinstance(
+                self._teacher, FSDPModule
+            ):  # its head runs again in the model's backward pass
                 self._teacher.set_reshard_after_forward(False, recurse=False)
         self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
             self._model, config.enable_activation_offloading
         )
+        # Walking through the modules of a small model takes longer than its optimizer step.
+        self._parameters = [*self._model.parameters()]
         self._statistics = CodeStatistics(quantized_linears(self._model))
         self._optimizer = make_optimizer(
             config.optimizer,
-            self._model.parameters(),
+            self._parameters,
             quantized_linears(self._model).values(),
             run.component.parameter_lr,
         )
@@ -395,16 +399,16 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         for batch in batches:
             loss, count = self.loss_sum(batch, self._teacher)
             loss.backward()
+            self._weights.accumulate()
             losses.append(loss.detach())
             counts.append(count)
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         # With offloading the gradients are on the CPU, and the host waits here, not further down.
-        totals = totals_over_ranks(sums, self._device).to(next(self._model.parameters()).device)
+        totals = totals_over_ranks(sums, self._device).to(self._parameters[0].device)
         # FSDP averages gradients over ranks. The loss is a mean over the tokens on every rank.
         scale = totals.new_full((), self.world_size) / totals[1]
-        training.scale_grads(self._model, scale.float())
-        shards.pull_back(self.driver.layers.values(), compiled=bool(self.config.compile))
+        self._weights.pull_back(scale.float())
         norm = self.clip_gradients()
         # One copy to the host, and so one wait for the GPU, before bad gradients reach the weights.
         found = [*totals] if norm is None else [*totals, norm.double()]
@@ -459,7 +463,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         if self._clip_grad_norm is None:
             return None
         norm = torch.nn.utils.clip_grad_norm_(
-            self._model.parameters(), max_norm=float(self._clip_grad_norm)
+            self._parameters, max_norm=float(self._clip_grad_norm)
         )
         return full_tensor(norm)
 
@@ -517,7 +521,8 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
     def release(self) -> None:
         """Free the model and close the logger. The process group stays, for another recipe."""
         torch.distributed.barrier()
-        self._model = self._teacher = self._optimizer = self.driver = None
+        self._model = self._teacher = self._optimizer = self.driver = self._weights = None
+        self._parameters = []
         if self._is_rank_zero:
             self._metric_logger.close()
 

@@ -26,9 +26,10 @@ from hestia_tune.files import digest
 from hestia_tune.models import loading as models
 from hestia_tune.models.loading import build_buffers, section_of
 from hestia_tune.models.sources import folder_weights
-from hestia_tune.qat import shards
+from hestia_tune.qat.leaves import Leaves, use_leaves
 from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.qat.schedule import ScheduleDriver
+from hestia_tune.qat.shards import Shards, quantize_shards
 from hestia_tune.run import State, TrainingRun, initial_weights
 from hestia_tune.sensitivity import model_fingerprint
 from hestia_tune.training import checkpoint
@@ -42,7 +43,9 @@ class Built:
     """Hold a model in training.
 
     Attributes:
-        model: The model, prepared and sharded, with its weights.
+        model: The model, prepared, with its weights; sharded by FSDP2, or in one process with
+            leaves to compute with.
+        weights: Its effective weights.
         teacher: The frozen model to distil from. None without distillation.
         schedule: Pressure and temperature of every step.
         driver: It passes pressure and temperature to the layers, which then quantize their shards
@@ -54,6 +57,7 @@ class Built:
     """
 
     model: nn.Module
+    weights: Leaves | Shards
     teacher: nn.Module | None
     schedule: AnnealingSchedule
     driver: ScheduleDriver
@@ -76,18 +80,21 @@ def build(run: TrainingRun) -> Built:
         scores = {name: run.artifact.scores[name] for name in run.layers}
     schedule = _make_schedule(run, state)
     identity: Any = on_first_rank(_identify, run, schedule, pretrained, state, scores)
-    model, mesh = _shard_model(run, state)
+    mesh = _mesh_of(run)
+    model = _make_model(run, state, mesh)
     models.make_head_contiguous(model)  # validation computes the logits in chunks
     teacher = None
     if run.config.distillation.weight:
         teacher = _make_teacher(run, pretrained, mesh)
         models.make_head_contiguous(teacher)
-    requantize = partial(shards.refresh, model, run.dtype, compiled=bool(run.config.compile))
+    kind = Leaves if mesh is None else Shards
+    weights = kind(model, run.dtype, compiled=bool(run.config.compile))
     return Built(
         model=model,
+        weights=weights,
         teacher=teacher,
         schedule=schedule,
-        driver=ScheduleDriver(schedule, quantized_linears(model), scores, requantize),
+        driver=ScheduleDriver(schedule, quantized_linears(model), scores, weights.refresh),
         identity=identity,
         losses=_measured_before(run),
         hard_start=hard_start,
@@ -139,14 +146,21 @@ def _identify(
     return identity
 
 
-def _shard_model(
-    run: TrainingRun, state: Mapping[str, torch.Tensor]
-) -> tuple[nn.Module, DeviceMesh]:
-    """Return the prepared and sharded model with its weights, and the mesh of ranks. Collective.
+def _mesh_of(run: TrainingRun) -> DeviceMesh | None:
+    """Return the mesh of ranks that FSDP2 shards the model over, or None for a single process.
 
-    A single process uses FSDP too. FSDP does the mixed precision, and one code path is easier to
-    keep exact than two.
+    A single process that offloads to host memory uses FSDP2 too, which does the offloading.
     """
+    ranks = dist.get_world_size()
+    if ranks == 1 and not run.config.fsdp_cpu_offload:
+        return None
+    return init_device_mesh(run.device.type, (ranks,), mesh_dim_names=("dp",))
+
+
+def _make_model(
+    run: TrainingRun, state: Mapping[str, torch.Tensor], mesh: DeviceMesh | None
+) -> nn.Module:
+    """Return the prepared model with its weights, sharded over the mesh. Collective."""
     config = run.config
     model = models.build_on_meta(config.model, run.component)
     for name in config.frozen_modules or ():
@@ -155,11 +169,13 @@ def _shard_model(
         compile_blocks(model)
     if config.enable_activation_checkpointing:
         checkpoint_blocks(model)
-    shards.quantize_shards(model)
-    mesh = init_device_mesh(run.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    _shard(model, mesh, run)
+    if mesh is None:
+        use_leaves(model)
+    else:
+        quantize_shards(model)
+        _shard(model, mesh, run)
     _load(model, state, run, torch.float32)
-    return model, mesh
+    return model
 
 
 def _measured_before(run: TrainingRun) -> dict[str, float]:
@@ -208,10 +224,10 @@ def _shard(model: nn.Module, mesh: DeviceMesh, run: TrainingRun) -> None:
 
 
 def _load(model: nn.Module, state: State, run: TrainingRun, dtype: torch.dtype) -> None:
-    """Create a sharded model's parameters and buffers, and load its weights. Collective.
+    """Create a model's parameters and buffers, and load its weights. Collective.
 
     Args:
-        model: The sharded model on the meta device.
+        model: The model on the meta device, sharded or not.
         state: The full state dict on the first rank, and an empty dict on the others.
         run: The run.
         dtype: Dtype of the parameters. Latent weights need float32.
@@ -233,13 +249,13 @@ def _load(model: nn.Module, state: State, run: TrainingRun, dtype: torch.dtype) 
     set_model_state_dict(model, latents, options=options)
 
 
-def _make_teacher(run: TrainingRun, pretrained: State, mesh: DeviceMesh) -> nn.Module:
+def _make_teacher(run: TrainingRun, pretrained: State, mesh: DeviceMesh | None) -> nn.Module:
     """Return the frozen teacher, sharded like the model. Collective.
 
     Args:
         run: The run. ``distillation.teacher`` in its config names the teacher.
         pretrained: The pretrained state dict on the first rank.
-        mesh: The ranks that share the model.
+        mesh: The ranks that share the model. None: a single process.
 
     Raises:
         InputError: If the teacher's folder holds no such model, or one with another vocabulary.
@@ -262,6 +278,7 @@ def _make_teacher(run: TrainingRun, pretrained: State, mesh: DeviceMesh) -> nn.M
         pretrained = on_first_rank(read, share=False) or {}
     if config.compile:
         compile_blocks(teacher)
-    _shard(teacher, mesh, run)
+    if mesh is not None:
+        _shard(teacher, mesh, run)
     _load(teacher.to(run.dtype), pretrained, run, run.dtype)
     return teacher

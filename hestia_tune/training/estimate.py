@@ -35,6 +35,7 @@ from hestia_tune.config.run_config import RunConfig, num_ranks
 from hestia_tune.errors import duration_text, one_line, size_text
 from hestia_tune.losses import output_chunks, training_loss
 from hestia_tune.models import loading
+from hestia_tune.qat.buckets import BUCKET_WEIGHTS, buckets_of
 from hestia_tune.qat.linear import quantized_linears
 from hestia_tune.run import TrainingRun
 from hestia_tune.training.optimizer import state_bytes
@@ -50,7 +51,7 @@ class Estimate:
     Attributes:
         state: Latent and effective weights, optimizer state and teacher. FSDP divides the whole
             among the ranks, and this is one rank's share.
-        gathered: Weights and gradients that FSDP has gathered at the same time.
+        gathered: Weights and gradients that FSDP has gathered at the same time; 0 in one process.
         activations: Largest size of activations, logits, temporary results and this rank's share of
             the gradients. Gradients grow while the backward pass frees activations.
         flops: Operations of the linears in one step on this rank, forward and backward.
@@ -206,6 +207,10 @@ def estimate(
     gathered = (outside * (1 + distils) + ahead) * size + (outside + max(sizes)) * 4
     if config.fsdp_cpu_offload:  # in host memory, with the gradients
         state = 0
+    elif ranks == 1:  # without FSDP, other weights than the latents have leaves too
+        gathered = 0
+        if size < 4:
+            state += (whole - sum(value.numel() for value in latents)) * size
     if blocks is None:
         options = {"grows": True, "counts_flops": counts_flops}
         activations, flops = _run_without_data(run, model.to(run.dtype), **options)
@@ -214,12 +219,25 @@ def estimate(
         more = (len(sizes) - blocks[1]) / (blocks[1] - blocks[0])
         activations, flops = (b + more * (b - a) for a, b in zip(low, high, strict=True))
         activations += 0 if config.fsdp_cpu_offload else 4 * trained / ranks
+    if ranks == 1 and not config.fsdp_cpu_offload:  # all gradients, and no activations any more
+        activations = max(activations, 4 * trained + _pull_back_bytes(run))
     return Estimate(
         state=state / ranks,
         gathered=gathered,
         activations=activations,
         flops=flops * (config.gradient_accumulation_steps or 1),
     )
+
+
+def _pull_back_bytes(run: TrainingRun) -> int:
+    """Return the largest size of the temporary results of pulling gradients back to the latents."""
+    buckets = buckets_of(quantized_linears(run.model).values())
+    largest = max(buckets, key=lambda bucket: sum(x.weight.numel() for x in bucket.layers))
+    if run.config.compile:  # the joined latents and gradients, and the result of one kernel
+        return 3 * 4 * sum(layer.weight.numel() for layer in largest.layers)
+    with LiveBytes() as live:
+        largest.pull_back([{"weight": torch.empty_like(x.weight)} for x in largest.layers])
+    return live.peak
 
 
 def _trained_model(run: TrainingRun) -> nn.Module:
@@ -338,9 +356,13 @@ def _run_without_data(
     with without_data(model), counter:
         trained = [value for value in model.parameters() if value.requires_grad]
         shards: list[torch.Tensor] = []
+        # `Leaves` keep small gradients until the micro-batch ends.
+        waits = keeps and num_ranks() == 1 and run.dtype != torch.float32
 
         def take_gradient(value: torch.Tensor) -> None:
             """Do what FSDP does: keep this rank's share of the gradient, in float32."""
+            if value.grad is not None and waits and value.numel() < BUCKET_WEIGHTS:
+                return
             value.grad = None
             if keeps and len(shards) < len(trained):
                 shards.append(torch.empty(value.numel() // num_ranks()))
@@ -359,6 +381,9 @@ def _run_without_data(
             training_loss(
                 model, teacher, batch, tokens, run.loss, config, recompute=recompute
             ).backward()
+            waits = False
+            for value in trained:
+                take_gradient(value)
         flops = counter.get_total_flops() if counts_flops else math.nan
     return live.peak - weights, flops
 

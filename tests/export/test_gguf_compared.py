@@ -40,6 +40,23 @@ def test_a_file_within_and_behind_its_context(written, caplog):
     assert "on 11 tokens" in caplog.messages[-1] and "on 176 tokens" in caplog.messages[-1]
 
 
+@pytest.mark.parametrize(
+    ("most", "length", "behind"), [(177, 176, True), (160, 159, True), (128, 127, False)]
+)
+def test_texts_fit_into_the_context_of_the_model(tmp_path, caplog, most, length, behind):
+    """A server of llama.cpp refuses a prompt that fills the context."""
+    pytest.importorskip("xllamacpp")
+    folder = tmp_path / "model"
+    quantized = ternarize(DEMO, folder, 128)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    edit_json(folder / "config.json", rope_scaling=yarn, max_position_embeddings=most)
+    write_gguf(ModelFolder(folder, quantized), folder.with_suffix(".gguf"))
+    with caplog.at_level(logging.INFO):
+        compare(folder, folder.with_suffix(".gguf"), quantized)
+    told = "\n".join(caplog.messages)
+    assert f"on {length} tokens" in told and ("or not fit" in told) == (not behind)
+
+
 @pytest.mark.parametrize("change", ["scale", "norm", "rope"])
 def test_a_file_that_computes_otherwise(written, tmp_path, change):
     """The file is compared with a model of which one matrix, norm or setting differs."""

@@ -28,7 +28,6 @@ from hestia_tune.errors import warn_once
 from hestia_tune.functional import hard_ternary
 from hestia_tune.models import llama
 from hestia_tune.models.sources import complete_checkpoints
-from hestia_tune.qat import shards
 from hestia_tune.qat.linear import full_tensor, local_rows, quantized_linears
 from hestia_tune.reconstruction.reconstruct import ReconstructionRecipe
 from hestia_tune.run import Run
@@ -216,7 +215,8 @@ class ShadowedRecipe(HestiaQATRecipe):
         shadow.driver.set_step(self.global_step)
         for batch in copy.deepcopy(batches):
             shadow.loss_sum(batch)[0].backward()
-        shards.pull_back(quantized_linears(shadow.model).values())
+            shadow._weights.accumulate()
+        shadow._weights.pull_back()
         grads = [p.grad for p in shadow.model.parameters() if p.grad is not None]
         norm = full_tensor(torch.nn.utils.get_total_norm(grads)).item()
         shadow.model.zero_grad()
