@@ -90,8 +90,8 @@ class Leaves:
             torch._foreach_copy_(leaves, [each.pop("weight") for each in rows])
             quantized |= dict(zip(weights, rows, strict=True))
         for layer in self._layers:  # may share a weight, but no extras
-            for key in layer.extra_keys:
-                _parameter(layer, key).copy_(quantized[layer.weight][key])
+            for key, parameter in layer.extra_parameters().items():
+                parameter.copy_(quantized[layer.weight][key])
         if self._rounded:
             torch._foreach_copy_([*self._rounded.values()], [*self._rounded])
 
@@ -139,16 +139,11 @@ class Leaves:
                     if parameter.requires_grad:
                         parameter.grad = grad
         for layer in self._layers:
-            for key in layer.extra_keys:  # They follow from the latent weight.
-                _parameter(layer, key).grad = None
+            for parameter in layer.extra_parameters().values():
+                parameter.grad = None  # It follows from the latent weight.
 
     def _grads_of(self, layer: QuantizedLayer, grads: dict[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of a layer's effective weight and extras, by name."""
-        extras = {key: _parameter(layer, key).grad for key in layer.extra_keys}
+        extras = {key: p.grad for key, p in layer.extra_parameters().items()}
         found = {"weight": grads.pop(self._effective[layer.weight], None)} | extras
         return {key: grad for key, grad in found.items() if grad is not None}
-
-
-def _parameter(module: nn.Module, key: str) -> Tensor:
-    """Return a parameter of a module, also if a leaf hides it."""
-    return cast(Tensor, module._parameters[key])

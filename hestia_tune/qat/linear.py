@@ -200,6 +200,10 @@ class QuantizedLayer(nn.Module):
         """
         return tuple(f"added_{name}" for name in self.method.extra_names)
 
+    def extra_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that hold the extras, by name, also if leaves hide them."""
+        return {key: cast(nn.Parameter, self._parameters[key]) for key in self.extra_keys}
+
     def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the initial values of all parameters but the weight, by name.
 

@@ -178,8 +178,8 @@ class Shards:
                     if parameter.requires_grad:
                         parameter.grad = shard_like(value, parameter)
         for layer in self._layers:
-            for key in layer.extra_keys:  # They follow from the latent weight.
-                getattr(layer, key).grad = None
+            for parameter in layer.extra_parameters().values():
+                parameter.grad = None  # It follows from the latent weight.
 
 
 def _local_grads(layer: QuantizedLayer) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def make_optimizer(
     """
     parameters, layers = [*parameters], [*layers]
     own = {id(p) for layer in layers for p in layer.method_parameters()}
-    untrained = {id(getattr(layer, key)) for layer in layers for key in layer.extra_keys}
+    untrained = {id(p) for layer in layers for p in layer.extra_parameters().values()}
     trained = [p for p in parameters if p.requires_grad and id(p) not in untrained]
     # Constructors of optimizers differ in what they accept, so they get a plain list.
     optimizer = loading.instantiate(section, "optimizer", trained)
