@@ -18,8 +18,9 @@ from torch import distributed as dist
 from hestia_tune.config.run_config import RunConfig, load_config
 from hestia_tune.evaluation import versions
 from hestia_tune.files import write_atomically
+from hestia_tune.generation import generate_missing
 from hestia_tune.run import Run
-from hestia_tune.stages import generate_missing, measure_sensitivity
+from hestia_tune.stages import measure_sensitivity
 from hestia_tune.torchtune.recipe import HestiaQATRecipe
 from hestia_tune.training.outputs import HARD
 

@@ -143,9 +143,10 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
     import torch
     import torch.distributed as dist
 
+    from hestia_tune.generation import check_sets, describe, missing_sets
     from hestia_tune.models import sources
     from hestia_tune.reconstruction.reconstruct import describe_stages
-    from hestia_tune.run import TrainingRun
+    from hestia_tune.run import Run, TrainingRun
     from hestia_tune.training.estimate import describe_costs
 
     config, lines = RunConfig.parse(config), []
@@ -160,6 +161,16 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
         if ranks > 1:
             lines.append(f"resuming a run of {ranks} processes: not checked here; the rest is")
             config = config.changed(resume_from_checkpoint=False, overwrite_output=True)
+    if sets := missing_sets(config):
+        found = Run.of(config)
+        check_sets(found)
+        dist.destroy_process_group()
+        lines += [f"dataset: when the run begins, the model writes {describe(one)}" for one in sets]
+        lines.append(
+            f"valid: {len(found.layers)} linear layers become {found.component.key()}; the number "
+            "of steps and the training data cannot be checked before the model has written them"
+        )
+        return lines
     run = TrainingRun.of(config, is_here=has_device)
     waits = ["comparing the model with transformers"] * config.needs_pretrained
     if waits := waits + ["estimating memory and time"] * estimates:

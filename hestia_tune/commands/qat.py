@@ -19,13 +19,12 @@ from hestia_tune.data import verify_token_shards, write_token_shards
 from hestia_tune.distributed import end_process_group
 from hestia_tune.errors import InputError
 from hestia_tune.files import locked, require_writable_dir
+from hestia_tune.generation import generate_missing, generated_sets
 from hestia_tune.models import loading
 from hestia_tune.models.sources import complete_checkpoints
 from hestia_tune.run import Run, TrainingRun
 from hestia_tune.stages import (
     choose_bits,
-    generate_missing,
-    generates,
     measure_sensitivity,
     reconstruct,
     train,
@@ -113,7 +112,7 @@ def _with_sensitivity(run: R) -> R:
 
 def _generated(config: RunConfig) -> Run | None:
     """Return a run that has generated its text, or None if the config needs no generated text."""
-    if not generates(config):
+    if not generated_sets(config):
         return None
     run = Run.of(config)
     generate_missing(run)

@@ -308,11 +308,20 @@ class GeneratedConfig(Section):
 
     section: ClassVar[str] = "dataset"
     num_sequences: int = option(low=1)
-    """Sequences to generate."""
+    """Sequences to generate. With chats, the number of chats that the model begins."""
     seq_len: int = option(low=8)
-    """Tokens of each sequence, including the random first token."""
+    """Tokens of each sequence, including the random first token. With chats: the longest chat, and
+    the length of the sequences into which chats are packed."""
     cache_dir: str
     """Folder of the generated set. A run generates the set only if the folder does not hold it."""
+    chats: bool = False
+    """Whether the model writes chats, a user's turn and its reply in each, by the chat template of
+    the tokenizer. Chats with a turn that does not end are left out."""
+    chat_template_kwargs: dict[str, Any] = option({})
+    """Variables of the chat template, such as `{enable_thinking: False}`."""
+    batch_size: int | None = option(None, low=1)
+    """Sequences that are generated together. The generated text depends on it. null: as many as a
+    key-value cache of 4 GB holds, and at most 256."""
     temperature: float = option(1.0, low=1e-2, high=100)
     """Softmax temperature of the sampling."""
     seed: int = option(0, low=0, high=2**63 - 1)

@@ -11,6 +11,7 @@ from hestia_tune.data.mixture import MixtureDataset
 from hestia_tune.data.sequences import PositionSampler, SequenceDataset, demo_dataset
 from hestia_tune.data.stream import DataStreamError, Stream, StreamingTextDataset, text_dataset
 from hestia_tune.data.tokens import (
+    GeneratedChats,
     TokenizedSet,
     self_generated_dataset,
     streaming_text_dataset,
@@ -22,6 +23,7 @@ __all__ = [
     "Chat",
     "ChatConfig",
     "DataStreamError",
+    "GeneratedChats",
     "MixtureDataset",
     "PositionSampler",
     "SequenceDataset",

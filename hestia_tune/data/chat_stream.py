@@ -78,6 +78,16 @@ def pack_sample(
     }
 
 
+def require_template(tokenizer: Any) -> None:
+    """Raise InputError if a tokenizer cannot render chat templates."""
+    if not hasattr(tokenizer, "encode_chats"):
+        raise InputError(
+            f"{type(tokenizer).__name__} has no chat template; use the tokenizer of a chat "
+            "model's folder: tokenizer._component_=hestia_tune.models.HuggingFaceTokenizer "
+            "'tokenizer.path=${checkpointer.checkpoint_dir}'"
+        )
+
+
 class StreamingChatDataset(RowStream[Chat]):
     """Torchtune samples: sequences of chats from rows in any form that `read_chat` knows.
 
@@ -101,12 +111,7 @@ class StreamingChatDataset(RowStream[Chat]):
     _remedy = "raise dataset.seq_len, or give chats with replies"
 
     def __init__(self, tokenizer: Any, config: ChatConfig):
-        if not hasattr(tokenizer, "encode_chats"):
-            raise InputError(
-                f"{type(tokenizer).__name__} has no chat template; use the tokenizer of a chat "
-                "model's folder: tokenizer._component_=hestia_tune.models.HuggingFaceTokenizer "
-                "'tokenizer.path=${checkpointer.checkpoint_dir}'"
-            )
+        require_template(tokenizer)
         self.tokenizer, self.skipped, self._chats = tokenizer, 0, 0
         self._date = tokenizer.date
         super().__init__(config)

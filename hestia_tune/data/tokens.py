@@ -8,12 +8,17 @@ reads the stream.
 A sequence is found by its number alone. So a run resumes at once, on any number of ranks and
 workers, and sees no sequence twice. The folder appears when it is complete. A writer that was
 killed starts again from the beginning.
+
+A set of generated chats is a folder of the same kind, with the messages in ``chats.jsonl`` in place
+of the tokens.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +26,18 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from hestia_tune.config import GeneratedConfig, StreamConfig
+from hestia_tune.config import ChatConfig, GeneratedConfig, StreamConfig
+from hestia_tune.data.chat_stream import ChatSequences, chat_dataset
 from hestia_tune.data.sequences import training_sample
 from hestia_tune.data.stream import StreamingTextDataset
 from hestia_tune.distributed import progress_bar
 from hestia_tune.errors import InputError
 from hestia_tune.files import checksum, kept_result, read_json, staged
 
-FORMAT = "hestia_tune.data.tokens/2"
-INDEX, TOKENS = "index.json", "tokens.bin"
+log = logging.getLogger(__name__)
+
+FORMAT, CHATS_FORMAT = "hestia_tune.data.tokens/2", "hestia_tune.data.chats/1"
+INDEX, TOKENS, CHATS = "index.json", "tokens.bin", "chats.jsonl"
 _ONE_PASS = {"seq_len": 1 << 13, "epochs": 1, "document_masks": False}
 _REMEDY = "tokenize the text again"
 
@@ -109,12 +117,43 @@ def streaming_text_dataset(tokenizer: Any, **options: Any) -> StreamingTextDatas
     return kind(tokenizer, config)
 
 
-def self_generated_dataset(tokenizer: Any, **options: Any) -> TokenizedSet:
+class GeneratedChats(ChatSequences):
+    """Torchtune samples: the chats of a generated set, packed and held in memory.
+
+    Args:
+        tokenizer: `hestia_tune.models.AutoTokenizer` or `HuggingFaceTokenizer`.
+        config: The options.
+
+    Attributes:
+        order: The arguments of the set's `PositionSampler`, as in `TokenizedSet`.
+
+    Raises:
+        InputError: If the folder holds no such set, or is damaged.
+    """
+
+    def __init__(self, tokenizer: Any, config: GeneratedConfig):
+        path = Path(config.cache_dir) / CHATS
+        index = _read_index(path.parent, CHATS_FORMAT)
+        if checksum(path) != index["sha256"]:
+            raise InputError(
+                f"{path} differs from its checksum; delete {path.parent}, and the model writes the "
+                "chats again"
+            )
+        shared = {key: getattr(config, key) for key in ("seq_len", "seed", "chat_template_kwargs")}
+        options = {"source": "json", "data_files": str(path)} | shared
+        self.config = ChatConfig.parse(options | {"epochs": config.epochs})
+        super().__init__(chat_dataset(tokenizer, **options).samples)
+        length = config.epochs and config.epochs * len(self)
+        self.order = {"length": length, "seed": config.seed, "shuffle": True}
+
+
+def self_generated_dataset(tokenizer: Any, **options: Any) -> TokenizedSet | GeneratedChats:
     """Return sequences that the pretrained model has sampled, shuffled by the seed.
 
     The method is LLM-QAT (arXiv 2305.17888). Each sequence has a random token, then a few greedy
     tokens, of which the model is sure, and then sampled tokens. A sequence that ends a document
-    continues with another document, as in a text stream.
+    continues with another document, as in a text stream. With ``chats``, the model writes a user's
+    turn and replies to it, and only replies have a loss.
 
     Args:
         tokenizer: A torchtune tokenizer (``encode``, ``eos_id``).
@@ -127,6 +166,8 @@ def self_generated_dataset(tokenizer: Any, **options: Any) -> TokenizedSet:
         InputError: If an option is out of range, or the folder holds no such set.
     """
     config = GeneratedConfig.parse(options)
+    if config.chats:
+        return GeneratedChats(tokenizer, config)
     shared = {key: getattr(config, key) for key in ("seq_len", "seed", "epochs")}
     stream = StreamConfig(source="token_shards", data_files=config.cache_dir, **shared)
     return TokenizedSet(tokenizer, stream)
@@ -210,10 +251,7 @@ def write_set(
         "tokenizer": _tokenizer_digest(tokenizer),
         "max_tokens": max_tokens,
     }
-    if folder.is_file() or (folder.exists() and any(folder.iterdir())):
-        _read_index(folder)
-        written = kept_result(folder / INDEX, index, remedy="choose another folder, or empty it")
-        assert written is not None  # The file exists.
+    if (written := _written(folder, index)) is not None:
         return written
 
     index |= {"num_tokens": 0, "num_documents": 0}
@@ -239,6 +277,56 @@ def write_set(
     return index
 
 
+def write_chats(
+    folder: str | Path, source: Any, rows: Iterable[Mapping[str, Any] | None], count: int
+) -> None:
+    """Write a set of generated chats. A set that the same call has written is kept.
+
+    Args:
+        folder: The folder to write. It may be empty, or hold the result of the same call.
+        source: Description of the chats, as plain values for JSON. It identifies the set.
+        rows: Rows with ``messages``, and None for chats to leave out. They are read only if the set
+            has to be written.
+        count: Number of rows to read.
+
+    Raises:
+        InputError: If the folder holds anything else, or no row is a chat.
+    """
+    folder = Path(folder)
+    index: dict[str, Any] = {"format": CHATS_FORMAT, "source": source}
+    if _written(folder, index) is not None:
+        return
+    chats = [row for row in islice(rows, count) if row is not None]
+    if not chats:
+        raise InputError(
+            f"none of {count:,} chats that the model has written ends within {source['seq_len']} "
+            "tokens; raise dataset.seq_len, or let a model without training on chats write plain "
+            "text: dataset.chats=False"
+        )
+    log.info(
+        f"{folder}: {len(chats):,} of {count:,} chats are kept; the others have a turn that does "
+        "not end, or a special token in a turn"
+    )
+    with staged(folder) as temporary:
+        temporary.mkdir()
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chats)
+        (temporary / CHATS).write_text(lines, encoding="utf-8")
+        index |= {"num_chats": len(chats), "sha256": checksum(temporary / CHATS)}
+        (temporary / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def _written(folder: Path, index: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the index of a set that the same call has written, or None if the folder is empty.
+
+    Raises:
+        InputError: If the folder holds anything else.
+    """
+    if not folder.is_file() and not (folder.exists() and any(folder.iterdir())):
+        return None
+    _read_index(folder, index["format"])
+    return kept_result(folder / INDEX, index, remedy="choose another folder, or empty it")
+
+
 def _tokenizer_digest(tokenizer: Any) -> str:
     """Return a digest of what the tokenizer makes of a short text."""
     ids = tokenizer.encode("A probe: déjà vu,\n\n  2 + 2 = 4.", add_bos=False, add_eos=False)
@@ -249,13 +337,14 @@ def _tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
+def _read_index(folder: Path, form: str = FORMAT) -> dict[str, Any]:
     """Return the index of the set in a folder; raise InputError if there is none."""
     path = folder / INDEX
     index = read_json(path) if path.is_file() else {}
-    if index.get("format") != FORMAT:
+    if index.get("format") != form:
+        what = "tokenized set" if form == FORMAT else "set of generated chats"
         raise InputError(
-            f"{folder} holds no tokenized set: no {INDEX} of {FORMAT}; give the folder of a set, "
+            f"{folder} holds no {what}: no {INDEX} of {form}; give the folder of a set, "
             "or an empty folder to write a set"
         )
     return index

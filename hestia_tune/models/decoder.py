@@ -129,20 +129,23 @@ class Loading:
         return {name for name in self.names.values() if name is not None}
 
 
-def load_in_transformers(config: Any, state: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
-    """Load tensors as transformers' own class does, in float32 on the CPU.
+def load_in_transformers(
+    config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
+    """Load tensors as transformers' own class does, on the CPU.
 
     Args:
         config: The model's configuration, from `read_config`.
-        state: The tensors of the files. One that is float32 already becomes the model's own
+        state: The tensors of the files. One that has the dtype already becomes the model's own
             without a copy.
+        dtype: The dtype of the model.
 
     Returns:
         The model, and transformers' report of missing, unexpected and mismatched tensors.
     """
     transformers = import_optional("transformers")
     kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    options = {"dtype": torch.float32, "output_loading_info": True}
+    options = {"dtype": dtype, "output_loading_info": True}
     options |= {"ignore_mismatched_sizes": True}  # the report names them
     with quiet(), torch.device("cpu"):
         return kind.from_pretrained(None, config=config, state_dict=dict(state), **options)
@@ -533,6 +536,24 @@ def names_in_files(source: SafetensorsFolder) -> dict[str, list[str]]:
         if all(part in source.shapes for part in parts):
             found[name] = parts
     return found
+
+
+def model_of_transformers(folder: Path, dtype: torch.dtype) -> Any:
+    """Return the dense model of a folder as transformers' own class, on the CPU, in eval mode.
+
+    Args:
+        folder: The folder.
+        dtype: The dtype of its weights.
+
+    Raises:
+        InputError: If transformers does not know the model, or a weight is missing.
+    """
+    config, source = read_config(str(folder)), open_folder(folder)
+    loading_of(source)  # the errors of missing weights
+    if _unties(str(folder), config):
+        config.tie_word_embeddings = False
+    state = {name: source.read(name) for name in source.shapes}
+    return load_in_transformers(config, state, dtype)[0].eval()
 
 
 def load_hard(source: ModelFolder, dtype: torch.dtype) -> Any:

@@ -44,6 +44,7 @@ class HuggingFaceTokenizer:
     Attributes:
         tokenizer: The tokenizer of the tokenizers library. It adds BOS if the folder's does, and
             never EOS.
+        of_transformers: The tokenizer of transformers, which renders the chats.
         bos_id: The id of BOS, or of EOS if there is no BOS (Qwen2.5 has none).
         eos_id: The id of the token that ends a document.
         stop_tokens: The ids that end a generation.
@@ -75,7 +76,7 @@ class HuggingFaceTokenizer:
         self, loaded: Any, folder: Path, eos_token: str | None, max_seq_len: int | None
     ) -> None:
         """Take over a tokenizer of transformers, and switch off the state that changes texts."""
-        self._transformers, self.tokenizer = loaded, loaded.backend_tokenizer
+        self.of_transformers, self.tokenizer = loaded, loaded.backend_tokenizer
         self.max_seq_len, self.neutralized = max_seq_len, []
         self.date = date.today().isoformat()
         for name in ("truncation", "padding"):
@@ -163,9 +164,9 @@ class HuggingFaceTokenizer:
                 "its chat_template.jinja beside tokenizer.json"
             )
         try:
-            template = self._transformers.get_chat_template(None, chat.tools)
+            template = self.of_transformers.get_chat_template(None, chat.tools)
             template, dates = with_date(template, chat.date or self.date)
-            return self._transformers.apply_chat_template(
+            return self.of_transformers.apply_chat_template(
                 chat.messages if messages is None else messages,
                 tools=chat.tools,
                 chat_template=template,

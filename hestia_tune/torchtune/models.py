@@ -1,9 +1,8 @@
-"""The models that torchtune builds: their checks, names of weights, generation and packed weights.
+"""The models that torchtune builds: their checks, names of weights, and packed weights.
 
 `check_architecture` compares a torchtune model with config.json. Weights of a Hugging Face folder
-get the names and the form that torchtune gives to them. `generate_batch` samples text with
-torchtune's ``generate`` and its KV cache. `PackedWeights` lets torchtune's own recipes, such as
-`tune run generate`, load packed weights.
+get the names and the form that torchtune gives to them. `PackedWeights` lets torchtune's own
+recipes, such as `tune run generate`, load packed weights.
 """
 
 import inspect
@@ -14,11 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torchtune import utils
-from torchtune.generation import generate, generate_next_token
 from torchtune.models import convert_weights
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
@@ -26,7 +23,6 @@ from torchtune.modules import TiedLinear, TransformerDecoder
 from torchtune.training import FullModelHFCheckpointer, quantization
 from torchtune.training.checkpointing import ModelType
 
-from hestia_tune.config import GeneratedConfig
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
@@ -175,43 +171,6 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     sizes = {"num_heads": heads, "num_kv_heads": config.get("num_key_value_heads", heads)}
     return sizes | {"dim": dim, "head_dim": config.get("head_dim") or dim // heads}
-
-
-BATCH_SIZE = 32  # Sequences that are generated together. The generated text depends on it.
-
-
-def generate_batch(
-    model: Any, config: GeneratedConfig, number: int, vocab_size: int
-) -> torch.Tensor:
-    """Return the token ids (batch_size, seq_len) of a batch of generated text.
-
-    The first token is random. The next 3 to 5 tokens are greedy, the same number in the whole
-    batch. All further tokens are sampled. The result depends on the arguments only.
-
-    Args:
-        model: A model that torchtune builds, with KV caches for the batch.
-        config: The options of the generated set.
-        number: Number of the batch.
-        vocab_size: The first token is below this number.
-    """
-    (state,) = np.random.SeedSequence([config.seed, number]).generate_state(1, np.uint64)
-    device = model.tok_embeddings.weight.device
-    rng = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
-    first = torch.randint(vocab_size, (BATCH_SIZE, 1), generator=rng, device=device)
-    num_greedy = int(torch.randint(3, 6, (), generator=rng, device=device))
-    shared: Any = {"pad_id": -1, "rng": rng, "custom_generate_next_token": _next_token}
-    model.reset_caches()
-    start, _ = generate(model, first, max_generated_tokens=num_greedy, top_k=1, **shared)
-    shared |= {"temperature": config.temperature, "top_k": None}
-    model.reset_caches()
-    rest = config.seq_len - start.shape[1]
-    return generate(model, start, max_generated_tokens=rest, **shared)[0]
-
-
-def _next_token(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call torchtune's function, and drop the logits that `generate` would keep of every token."""
-    tokens, logits = generate_next_token(*args, **options)
-    return tokens, logits[:, :0]
 
 
 log = utils.get_logger("DEBUG")

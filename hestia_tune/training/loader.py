@@ -35,6 +35,7 @@ from hestia_tune.components import make
 from hestia_tune.config.run_config import SELF_GENERATED, RunConfig
 from hestia_tune.data import (
     DataStreamError,
+    GeneratedChats,
     MixtureDataset,
     PositionSampler,
     Stream,
@@ -333,8 +334,8 @@ class TrainingData:
         self._readers = [self._world_size, workers]
         build = partial(build_dataset, config, tokenizer, ignore_index=ignore_index)
         self.dataset, collate = build("dataset", batch_size=config.batch_size)
-        # Streams of text and tokenized sets count their passes over the data themselves.
-        self.is_stream = isinstance(self.dataset, Stream | TokenizedSet)
+        # Streams, tokenized sets and generated chats count their passes over the data themselves.
+        self.is_stream = isinstance(self.dataset, Stream | TokenizedSet | GeneratedChats)
         self._sampler = self._make_sampler(self.dataset, config.shuffle)
         if config.reconstruction is not None:
             self._change_order()

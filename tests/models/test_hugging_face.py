@@ -12,8 +12,7 @@ from tiny import make_config, make_model_dir
 
 from hestia_tune import HestiaQATQuantizer
 from hestia_tune.blocks import find_blocks, record_blocks, share_equal
-from hestia_tune.config.run_config import SELF_GENERATED, RunConfig
-from hestia_tune.errors import InputError
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.export.gguf_families import check_architecture
 from hestia_tune.models import AutoTokenizer, HuggingFaceCheckpointer, HuggingFaceTokenizer
 from hestia_tune.models.decoder import (
@@ -25,7 +24,6 @@ from hestia_tune.models.decoder import (
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.loading import build_buffers, kept_in_blocks
 from hestia_tune.qat.linear import quantized_linears, weights_of
-from hestia_tune.run import Run
 from hestia_tune.sensitivity.curvature import (
     CalibrationBatch,
     HessianBatch,
@@ -34,7 +32,6 @@ from hestia_tune.sensitivity.curvature import (
     logits_of,
     mean_loss,
 )
-from hestia_tune.stages import generate_missing
 
 transformers = pytest.importorskip("transformers")
 
@@ -285,14 +282,6 @@ def test_a_link_out_of_the_folder_is_refused_before_training(tmp_path):
     (folder / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match="tokenizer.json is a link to"):
         HuggingFaceCheckpointer(str(folder), str(tmp_path))
-
-
-def test_transformers_models_do_not_generate_training_text(tmp_path):
-    cfg = family_config(make_family(tmp_path / "model", "Qwen3"), tmp_path)
-    text = {"num_sequences": 2, "seq_len": 8, "cache_dir": str(tmp_path / "text")}
-    cfg.dataset = {"_component_": SELF_GENERATED} | text
-    with pytest.raises(InputError, match="by models that torchtune builds"):
-        generate_missing(Run.of(RunConfig.parse(cfg)))
 
 
 def test_missing_weights_are_refused(tmp_path):

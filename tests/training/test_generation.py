@@ -8,20 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from omegaconf import OmegaConf
 from tiny import SHAPE, logged, make_config, make_model_dir, tune_run, write_config
 from tiny import run as train
 from torch import distributed
 
-from hestia_tune import stages
+from hestia_tune import generation
 from hestia_tune.config import GeneratedConfig
-from hestia_tune.config.run_config import RunConfig, config_path
+from hestia_tune.config.run_config import SELF_GENERATED, RunConfig, config_path
 from hestia_tune.data import TokenizedSet, self_generated_dataset, verify_token_shards
 from hestia_tune.models import HuggingFaceTokenizer, llama
+from hestia_tune.models.decoder import model_of_transformers
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.sources import folder_tensors
 from hestia_tune.run import Run
-from hestia_tune.torchtune import models as sampling
 from hestia_tune.training.loader import calibration_batches
 
 pytestmark = pytest.mark.usefixtures("end_process_group")
@@ -29,26 +30,19 @@ pytestmark = pytest.mark.usefixtures("end_process_group")
 SEQ_LEN = 24
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_batches():
-    """Set the batch size to 4: 26 sequences are seven batches, and the last is not full."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "BATCH_SIZE", 4)
-        yield
-
-
 def run(cfg, *more):
     """Generate the missing text, as every command does first, and then call `tiny.run`."""
-    stages.generate_missing(Run.of(RunConfig.parse(cfg)))
+    generation.generate_missing(Run.of(RunConfig.parse(cfg)))
     return train(cfg, *more)
 
 
 def config(model_dir, output_dir, cache_dir, *overrides, **options):
     section = {
-        "_component_": stages.SELF_GENERATED,
+        "_component_": SELF_GENERATED,
         "num_sequences": 26,
         "seq_len": SEQ_LEN,
         "cache_dir": str(cache_dir),
+        "batch_size": 4,  # 26 sequences are seven batches, and the last is not full
     }
     cfg = make_config(model_dir, output_dir, "dataset_val=null")
     cfg.dataset = section | options
@@ -99,7 +93,7 @@ def test_the_set_is_complete_and_read_like_any_other_set(model_dir, generated):
 
 
 def test_a_random_token_then_greedy_tokens_then_samples(model_dir, generated):
-    """Compare with whole forwards in place of the KV cache."""
+    """Compare with whole forwards of torchtune's model in place of the KV cache."""
     model = whole_model(model_dir)
     tokens = torch.from_numpy(tokens_of(generated).astype(np.int64))
     with torch.no_grad():
@@ -116,19 +110,18 @@ def test_a_random_token_then_greedy_tokens_then_samples(model_dir, generated):
 
 def test_samples_follow_the_models_probabilities(model_dir, monkeypatch):
     """The seventh tokens of many sequences with one start follow softmax(logits / T)."""
-    monkeypatch.setattr(sampling, "BATCH_SIZE", 4096)
-    model = whole_model(model_dir)
-    model.norm.scale.data *= 16  # makes the distribution less uniform
-    model.setup_caches(4096, torch.float32, decoder_max_seq_len=8)
+    model = model_of_transformers(model_dir, torch.float32)
+    model.model.norm.weight.data *= 16  # makes the distribution less uniform
     settings = GeneratedConfig(num_sequences=1, seq_len=8, cache_dir="x", temperature=1.5)
     number = next(n for n in range(99) if num_greedy(settings, n) == 5)
-    tokens = sampling.generate_batch(model, settings, number, vocab_size=1)
+    monkeypatch.setattr(HuggingFaceTokenizer, "vocab_size", 1)
+    tokenizer = HuggingFaceTokenizer(str(model_dir))
+    before = torch.random.get_rng_state()
+    tokens = generation.text_batch(model, tokenizer, settings, 4096, number)
+    assert torch.equal(torch.random.get_rng_state(), before)
     assert len(tokens[:, :6].unique(dim=0)) == 1  # the same start, and greedy tokens up to here
-    model.reset_caches()
-    position = torch.arange(6)[None]
-    mask = torch.ones(6, 8, dtype=torch.bool).tril()[None].expand(4096, -1, -1)
     with torch.no_grad():
-        logits = model(tokens[:, :6], input_pos=position, mask=mask)[0, -1]
+        logits = model(tokens[:1, :6]).logits[0, -1]
     found = tokens[:, 6].bincount(minlength=SHAPE["vocab_size"]) / 4096
 
     def distance(temperature):  # total variation
@@ -138,10 +131,10 @@ def test_samples_follow_the_models_probabilities(model_dir, monkeypatch):
 
 
 def num_greedy(settings, number):
-    """Return the length that `generate_batch` draws from the same random numbers."""
+    """Return the length that `text_batch` draws from the same random numbers."""
     (state,) = np.random.SeedSequence([settings.seed, number]).generate_state(1, np.uint64)
     rng = torch.Generator().manual_seed(int(state) >> 1)
-    torch.randint(1, (sampling.BATCH_SIZE, 1), generator=rng)
+    torch.randint(1, (4096, 1), generator=rng)
     return int(torch.randint(3, 6, (), generator=rng))
 
 
@@ -168,9 +161,8 @@ def test_seeds_and_batches_differ_and_a_longer_set_starts_the_same(model_dir, tm
 
 
 @pytest.mark.slow
-def test_two_ranks_write_the_same_set_and_train_the_same(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling, "BATCH_SIZE", 32)  # which the ranks have
-    more = {"num_sequences": 70}
+def test_two_ranks_write_the_same_set_and_train_the_same(model_dir, tmp_path):
+    more = {"num_sequences": 70, "batch_size": 32}
     run(config(model_dir, tmp_path / "one", tmp_path / "whole", **more))
     two = config(model_dir, tmp_path / "two", tmp_path / "set", "batch_size=2", **more)
     done = tune_run(
@@ -190,32 +182,32 @@ def test_a_stopped_generation_resumes_without_repeating_a_batch(
     model_dir, tmp_path, generated, monkeypatch, done
 ):
     """The generation stops after ``done`` of 7 batches. The last batch is not full."""
-    made, generate = [], sampling.generate_batch
+    made, generate = [], generation.text_batch
 
-    def stopping(model, settings, number, vocab_size):
+    def stopping(*arguments):
         if len(made) == done:
             raise KeyboardInterrupt
-        made.append(number)
-        return generate(model, settings, number, vocab_size)
+        made.append(arguments[-1])
+        return generate(*arguments)
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     cfg = config(model_dir, tmp_path / "run", tmp_path / "set", "max_steps=1")
-    monkeypatch.setattr(sampling, "generate_batch", stopping)
+    monkeypatch.setattr(generation, "text_batch", stopping)
     if done == 7:  # stops while the set is written
-        monkeypatch.setattr(stages, "write_set", interrupt)
+        monkeypatch.setattr(generation, "write_set", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(cfg)
     assert not (tmp_path / "set").exists() and len(made) == done
     assert len([*tmp_path.glob("set.*/*.npy")]) == done
     monkeypatch.undo()
-    monkeypatch.setattr(sampling, "generate_batch", lambda *a: made.append(a[2]) or generate(*a))
+    monkeypatch.setattr(generation, "text_batch", lambda *a: made.append(a[-1]) or generate(*a))
     run(cfg)
     assert sorted(made) == [*range(7)]  # every batch is generated once
     for name in ("tokens.bin", "index.json"):
         assert (tmp_path / "set" / name).read_bytes() == (generated / name).read_bytes()
-    monkeypatch.setattr(stages, "load_model", None)  # a set that is there needs no model
+    monkeypatch.setattr(generation, "model_of_transformers", None)  # a complete set needs no model
     cfg.overwrite_output = True
     run(cfg)
 
@@ -244,9 +236,9 @@ def test_calibration_generates_too(model_dir, tmp_path, seq_len):
     cfg = RunConfig.parse(config(model_dir, tmp_path, tmp_path / "set", seq_len=seq_len))
     if seq_len == 65:
         with pytest.raises(ValueError, match="must be at most the model's max_seq_len, 64; got 65"):
-            stages.generate_missing(Run.of(cfg))
+            generation.generate_missing(Run.of(cfg))
         return
-    stages.generate_missing(Run.of(cfg))
+    generation.generate_missing(Run.of(cfg))
     planned = Run.of(cfg)
     [batch] = calibration_batches(cfg, planned.tokenizer, num_samples=5, batch_size=5)
     assert batch.tokens.shape == (5, 64) and (tmp_path / "set" / "index.json").is_file()
@@ -292,7 +284,7 @@ def test_another_model_is_refused(tmp_path, generated):
 
 
 def test_other_files_in_the_folder_are_refused_before_generating(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "load_model", None)
+    monkeypatch.setattr(generation, "model_of_transformers", None)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="file holds no tokenized set"):
         run(config(model_dir, tmp_path / "run", tmp_path / "file"))
@@ -301,6 +293,20 @@ def test_other_files_in_the_folder_are_refused_before_generating(model_dir, tmp_
     with pytest.raises(ValueError, match="folder holds no tokenized set"):
         run(config(model_dir, tmp_path / "run", tmp_path / "folder"))
     assert (tmp_path / "folder" / "mine.txt").read_text() == (tmp_path / "file").read_text()
+
+
+def test_the_batch_size_follows_from_the_memory_of_the_cache():
+    """A Llama 3 8B has 32 layers of 8 heads of 128: 128 KiB per token in bfloat16."""
+    config = transformers.LlamaConfig(num_hidden_layers=32, num_key_value_heads=8)
+    options: dict = {"num_sequences": 1000, "cache_dir": "x"}
+    sizes = {
+        length: generation.batch_size_of(GeneratedConfig(seq_len=length, **options), config)
+        for length in (64, 1024, 1 << 17)
+    }
+    assert sizes == {64: 256, 1024: 32, 1 << 17: 1}
+    for name, value in (("num_sequences", 10), ("batch_size", 500)):
+        settings = GeneratedConfig(seq_len=64, **options | {name: value})
+        assert generation.batch_size_of(settings, config) == value
 
 
 def test_a_missing_set_is_an_error_without_a_run(model_dir, tmp_path):
