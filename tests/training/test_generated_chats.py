@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from chat_folders import INSTRUCT, OPENED, SPECIAL, TURNS, make_tokenizer_folder, write_chats
 from families import SHAPE, family_config, make_family
 from omegaconf import OmegaConf
@@ -106,7 +107,7 @@ def test_chats_have_two_turns_and_every_reply_ends(chat_model, tmp_path):
     )
 
 
-def test_replies_are_what_the_model_samples_behind_each_prompt(chat_model, monkeypatch):
+def test_replies_are_what_the_model_samples_behind_each_prompt(chat_model):
     """Prompts of several lengths share a batch. Almost greedy, a row equals that prompt alone."""
     model = model_of_transformers(chat_model, torch.float32)
     tokenizer = HuggingFaceTokenizer(str(chat_model))
@@ -118,6 +119,35 @@ def test_replies_are_what_the_model_samples_behind_each_prompt(chat_model, monke
     together = generation._turns(model, tokenizer, prompts, 6, end, settings)
     for prompt, ids in zip(prompts, together, strict=True):
         assert [ids] == generation._turns(model, tokenizer, [prompt], 6, end, settings)
+
+
+class Counting:
+    """A model whose next token follows from the sum of all real tokens before it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.sizes = []
+
+    def generate(self, tokens, attention_mask):
+        self.sizes.append(len(tokens))
+        for _ in range(self.generation_config.max_new_tokens):
+            sums = (tokens * attention_mask).sum(1, keepdim=True)
+            tokens = torch.cat([tokens, 7 + sums * 31 % 101 % 60], 1)
+            attention_mask = F.pad(attention_mask, (0, 1), value=1)
+        return tokens
+
+
+def test_rows_that_have_ended_leave_the_batch(chat_model):
+    tokenizer, model = HuggingFaceTokenizer(str(chat_model)), Counting()
+    settings = GeneratedConfig(num_sequences=1, seq_len=512, cache_dir="x")
+    prompts, end = [[number] * (1 + number % 5) for number in range(40, 80)], generation.End([7])
+    found = generation._turns(model, tokenizer, prompts, 300, end, settings)
+    whole = generation._turns(Counting(), tokenizer, prompts, 300, generation.End([]), settings)
+    assert model.sizes[0] == 40 > model.sizes[1] >= model.sizes[-1] and len(model.sizes) > 2
+    for ids, one in zip(found, whole, strict=True):
+        last = one.index(7) + 1 if 7 in one else 300
+        assert len(one) == 300 and ids[:last] == one[:last] and len(ids) in (64, 128, 256, 300)
 
 
 @pytest.mark.parametrize(
