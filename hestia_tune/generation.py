@@ -220,7 +220,8 @@ def _continued(model: Any, prompts: torch.Tensor, count: int, **options: Any) ->
     inputs = {key: options.pop(key) for key in ("attention_mask", "tokenizer") if key in options}
     inputs = {"attention_mask": torch.ones_like(prompts)} | inputs
     # The model's own generation_config may have penalties and stops of its own.
-    plain = {"pad_token_id": 0, "top_k": 0, "top_p": 1.0, "max_new_tokens": count}
+    plain = {"pad_token_id": 0, "max_new_tokens": count}
+    plain |= {"top_k": 0, "top_p": 1.0} if options.get("do_sample") else {}
     model.generation_config = transformers.GenerationConfig(**plain | options)
     with quiet(), torch.inference_mode():
         return model.generate(prompts, **inputs)
