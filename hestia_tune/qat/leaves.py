@@ -127,9 +127,10 @@ class Leaves:
         for leaf in (*self._effective.values(), *self._rounded.values()):
             if leaf.grad is not None:  # in float32, where autograd has summed
                 grads[leaf], leaf.grad = leaf.grad, None
-        others = [p.grad for p in self._parameters if p.grad is not None]
-        if scale is not None and (every := [*grads.values(), *others]):
-            torch._foreach_mul_(every, scale)
+        if scale is not None:
+            others = (p.grad for p in self._parameters if p.grad is not None)
+            # No name keeps the list, so that a gradient is freed when it has been pulled back.
+            torch._foreach_mul_([*grads.values(), *others], scale)
         for parameter, leaf in self._rounded.items():
             parameter.grad = grads.pop(leaf, None)
         for bucket in self._buckets:

@@ -13,9 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hestia_tune import memory
 from hestia_tune.commands.qat import run_reconstruct
 from hestia_tune.config.run_config import RunConfig
+from hestia_tune.qat import buckets, leaves
 from hestia_tune.reconstruction.engine import Windows
 from hestia_tune.reconstruction.reconstruct import decide
 from hestia_tune.run import TrainingRun
+from hestia_tune.training import estimate as training_estimate
 from hestia_tune.training.estimate import estimate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("end_process_group")]
@@ -63,6 +65,13 @@ def config(folder, output, *options, shape=SIZES):
 def attention():
     """Compute attention as the device does. The simulated device has no fused kernel for it."""
     return sdpa_kernel(SDPBackend.MATH) if simulated_cuda.is_loaded() else contextlib.nullcontext()
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """Give buckets a size that is small beside the model, as for real models."""
+    for module in (buckets, leaves, training_estimate):
+        monkeypatch.setattr(module, "BUCKET_WEIGHTS", 2**13)
 
 
 @pytest.fixture(autouse=True)
