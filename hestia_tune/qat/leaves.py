@@ -76,7 +76,8 @@ class Leaves:
         leaf = torch.empty_like(parameter, dtype=self._dtype, requires_grad=parameter.requires_grad)
         is_large = leaf.numel() >= BUCKET_WEIGHTS
         if is_large and leaf.requires_grad and self._dtype != torch.float32:
-            leaf.register_post_accumulate_grad_hook(lambda leaf: self._add([leaf]))
+            sums = self._sums  # A reference to self would keep all leaves alive in a cycle.
+            leaf.register_post_accumulate_grad_hook(lambda leaf: _add([leaf], sums))
         return leaf
 
     @torch.no_grad()
@@ -99,19 +100,7 @@ class Leaves:
         """Add the gradients of a micro-batch to their float32 sums, after its backward."""
         if self._dtype != torch.float32:
             leaves = [*self._effective.values(), *self._rounded.values()]
-            self._add([leaf for leaf in leaves if leaf.grad is not None])
-
-    @torch.no_grad()
-    def _add(self, leaves: list[Tensor]) -> None:
-        """Add the gradients of leaves to their sums, and free them."""
-        again = [leaf for leaf in leaves if leaf in self._sums]
-        if again:
-            sums, grads = [self._sums[leaf] for leaf in again], [leaf.grad for leaf in again]
-            torch._foreach_add_(sums, cast(list[Tensor], grads))
-        for leaf in leaves:
-            if leaf not in self._sums:
-                self._sums[leaf] = cast(Tensor, leaf.grad).float()
-            leaf.grad = None
+            _add([leaf for leaf in leaves if leaf.grad is not None], self._sums)
 
     @torch.no_grad()
     def pull_back(self, scale: Tensor | None = None) -> None:
@@ -123,7 +112,8 @@ class Leaves:
         Args:
             scale: Factor of all gradients, 0-D. None: 1.
         """
-        grads, self._sums = self._sums, {}
+        grads = dict(self._sums)
+        self._sums.clear()
         for leaf in (*self._effective.values(), *self._rounded.values()):
             if leaf.grad is not None:  # in float32, where autograd has summed
                 grads[leaf], leaf.grad = leaf.grad, None
@@ -148,3 +138,16 @@ class Leaves:
         extras = {key: p.grad for key, p in layer.extra_parameters().items()}
         found = {"weight": grads.pop(self._effective[layer.weight], None)} | extras
         return {key: grad for key, grad in found.items() if grad is not None}
+
+
+@torch.no_grad()
+def _add(leaves: list[Tensor], sums: dict[Tensor, Tensor]) -> None:
+    """Add the gradients of leaves to their float32 sums, and free them."""
+    again = [leaf for leaf in leaves if leaf in sums]
+    if again:
+        grads = [cast(Tensor, leaf.grad) for leaf in again]
+        torch._foreach_add_([sums[leaf] for leaf in again], grads)
+    for leaf in leaves:
+        if leaf not in sums:
+            sums[leaf] = cast(Tensor, leaf.grad).float()
+        leaf.grad = None
