@@ -34,7 +34,7 @@ import psutil
 import torch
 from pyarrow import parquet
 
-from hestia_tune import HestiaQATQuantizer, quantized_linears
+from hestia_tune import HestiaQATQuantizer, TwoBit, quantized_linears
 from hestia_tune.blocks import find_blocks, record_blocks
 from hestia_tune.commands.inspect import check_run
 from hestia_tune.config import ConvertConfig, nearest
@@ -505,7 +505,13 @@ def _look_at_model(
     has_stacks = len(shapes) < len(weights)
     sizes = widths if group_size == "channel" else [int(group_size)]
     is_small_gguf = not any(size % 256 for size in sizes) and "gguf" not in absent
-    is_ternary = has_stacks or (is_small_gguf and "gguf" in all_formats)
+    four_levels = TwoBit(group_size=group_size).method
+    chosen = [load_format(name) for name in all_formats if name not in absent]
+    ternary_only = [form.name for form in chosen if not form.holds(four_levels)]
+    is_ternary = has_stacks or bool(ternary_only) or (is_small_gguf and "gguf" in all_formats)
+    levels_reason = _TERNARY if is_ternary else _FOUR_LEVELS
+    if ternary_only:
+        levels_reason = f"ternary, because {ternary_only[0]} holds no weights of four levels"
     own_end = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
     ids = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     if asked:
@@ -518,7 +524,7 @@ def _look_at_model(
         "has_template": tokenizer.chat_template is not None,
         "has_stacks": has_stacks,
         "is_ternary": is_ternary,
-        "levels_reason": _EXPERTS if has_stacks else _TERNARY if is_ternary else _FOUR_LEVELS,
+        "levels_reason": _EXPERTS if has_stacks else levels_reason,
         "is_chain": is_chain,
         "group_size": group_size,
         "group_reason": group_reason,

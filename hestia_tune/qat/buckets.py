@@ -136,7 +136,9 @@ class Bucket:
             width = group_width(layers[0])
             self._counts = [local_rows(layer.weight).numel() // width for layer in layers]
             # The layer of every group.
-            owner = torch.arange(len(layers)).repeat_interleave(torch.tensor(self._counts))
+            owner = torch.arange(len(layers)).repeat_interleave(
+                torch.tensor(self._counts), output_size=sum(self._counts)
+            )
             self._owner = owner.to(layers[0].weight_fake_quantizer.tau.device)
 
     @torch.no_grad()
