@@ -136,7 +136,13 @@ def test_gradients_and_codes_in_and_out_of_the_zones(scripts, monkeypatch):
     quantize_(model, hestia_tune.HestiaConfig(group_size="tensor"))
     weight = model[0].weight
     recipe = dead_zones.ObservedRecipe.__new__(dead_zones.ObservedRecipe)
-    recipe.__dict__ |= {"_model": model, "every": 2, "observed": [], "global_step": 0}
+    recipe.__dict__ |= {
+        "_model": model,
+        "_parameters": [*model.parameters()],
+        "every": 2,
+        "observed": [],
+        "global_step": 0,
+    }
     recipe.__dict__ |= {"_clip_grad_norm": 1e-3}  # clipping comes after looking
     # gamma is 1: codes 1 0 -1 1, the second and the fourth in the zones; then 1 1 -1 0 and back
     first, other = [[1.5, 0.45, -1.5, 0.55]], [[1.5, 0.55, -1.5, 0.45]]

@@ -235,8 +235,12 @@ def _pull_back_bytes(run: TrainingRun) -> int:
     largest = max(buckets, key=lambda bucket: sum(x.weight.numel() for x in bucket.layers))
     if run.config.compile:  # the joined latents and gradients, and the result of one kernel
         return 3 * 4 * sum(layer.weight.numel() for layer in largest.layers)
-    with LiveBytes() as live:
-        largest.pull_back([{"weight": torch.empty_like(x.weight)} for x in largest.layers])
+    gc.freeze()  # so that `LiveBytes` collects new objects only
+    try:
+        with LiveBytes() as live:
+            largest.pull_back([{"weight": torch.empty_like(x.weight)} for x in largest.layers])
+    finally:
+        gc.unfreeze()
     return live.peak
 
 
