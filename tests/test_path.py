@@ -117,7 +117,7 @@ def test_every_command_of_the_page(tmp_path):
 
     run = tmp_path / "runs" / "mine"
     losses = read_json(run / "results.json")["validation_loss"]
-    assert [*losses] == ["pretrained", "naive ternary", "reconstructed, hard", "trained, hard"]
+    assert [*losses] == ["pretrained", "naive two_bit", "reconstructed, hard", "trained, hard"]
     card = (run / "converted" / "README.md").read_text()
     assert "top1 agreement" in card.lower() or "perplexity" in card.lower()
     answer = ask_llama_cpp(run / "converted" / "model.gguf")
