@@ -324,7 +324,7 @@ def test_the_block_of_the_documentation_on_the_demo(tmp_path):
     """Run LLM-QAT as in docs/data.md, with fewer sequences."""
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    [block] = [block for block in blocks if "self_generated_dataset" in block]
+    block = next(block for block in blocks if "self_generated_dataset" in block)
     cfg = OmegaConf.load(config_path("demo"))
     for key, section in OmegaConf.create(block).items():
         cfg[key] = section

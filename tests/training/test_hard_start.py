@@ -16,6 +16,7 @@ from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.errors import InputError
 from hestia_tune.functional import hard_ternary
 from hestia_tune.methods import EvenMethod, INT4Method
+from hestia_tune.methods.two_bit import TwoBitMethod
 from hestia_tune.models import llama
 from hestia_tune.models.folder import SafetensorsFolder
 from hestia_tune.models.sources import folder_tensors
@@ -105,6 +106,11 @@ def test_every_method_starts_from_its_own_codes(tmp_path, name):
     even = {"codebook": section.get("codebook", "int2"), "group_size": size}
     if section.get("codebook") or name in ("int2", "seq-2"):
         folder = make_hard(tmp_path / "source", EvenMethod(**even).hard)
+    elif name.startswith("two-bit"):  # its scales have fewer digits than those of ternary codes
+        method = TwoBitMethod(group_size=size)
+        folder = make_hard(
+            tmp_path / "source", lambda w: method.hard(w, method.initial_parameters(w))
+        )
     elif name == "int4":
         folder = make_hard(tmp_path / "source", INT4Method(group_size=size).hard)
     else:
