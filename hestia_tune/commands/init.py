@@ -508,10 +508,12 @@ def _look_at_model(
     four_levels = TwoBit(group_size=group_size).method
     chosen = [load_format(name) for name in all_formats if name not in absent]
     ternary_only = [form.name for form in chosen if not form.holds(four_levels)]
-    is_ternary = has_stacks or bool(ternary_only) or (is_small_gguf and "gguf" in all_formats)
-    levels_reason = _TERNARY if is_ternary else _FOUR_LEVELS
-    if ternary_only:
+    if has_stacks:
+        levels_reason = _EXPERTS
+    elif ternary_only:
         levels_reason = f"ternary, because {ternary_only[0]} holds no weights of four levels"
+    else:
+        levels_reason = _TERNARY if is_small_gguf and "gguf" in all_formats else _FOUR_LEVELS
     own_end = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
     ids = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     if asked:
@@ -523,8 +525,8 @@ def _look_at_model(
         "tokenizer": tokenizer,
         "has_template": tokenizer.chat_template is not None,
         "has_stacks": has_stacks,
-        "is_ternary": is_ternary,
-        "levels_reason": _EXPERTS if has_stacks else levels_reason,
+        "is_ternary": levels_reason != _FOUR_LEVELS,
+        "levels_reason": levels_reason,
         "is_chain": is_chain,
         "group_size": group_size,
         "group_reason": group_reason,

@@ -602,6 +602,11 @@ class RunConfig(Section):
         return dict(getattr(self, "_chosen", {}))
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the model: over several ranks, or to offload it to host memory."""
+        return num_ranks() > 1 or self.fsdp_cpu_offload
+
+    @property
     def machine_settings(self) -> dict[str, Any]:
         """Return the settings that another machine may change without changing the run."""
         keys = ("device", "dtype", "compile", "num_workers", "batch_size")

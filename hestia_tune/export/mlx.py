@@ -39,7 +39,7 @@ from hestia_tune.errors import InputError
 from hestia_tune.export.format import BLOCKS, PROMPT, Format
 from hestia_tune.export.huggingface import split_weights, write_safetensors
 from hestia_tune.export.logits import REMEDY, Text, check_small, compare, full_config
-from hestia_tune.methods.groups import BINARY, SYMMETRIC, TERNARY, TWO_BIT
+from hestia_tune.methods.groups import BINARY, SYMMETRIC, TERNARY, TWO_BIT, group_width
 from hestia_tune.models.folder import ModelFolder, import_optional
 from hestia_tune.tensors.group_tensor import GroupTensor
 
@@ -122,13 +122,12 @@ def _blocks(source: ModelFolder) -> dict[str, int]:
         raise InputError("quantized must name at least one linear layer; got none")
     blocks = {}
     for name, method in source.quantized.items():
-        size = method.group_size
         if method.levels not in _BITS:
             raise InputError(
                 f"MLX holds codes of up to 2 bits exactly; {name} is {method.key()}; export to "
                 "another format"
             )
-        width = size if isinstance(size, int) else source.shapes[name][1]
+        width = group_width(method.group_size, source.shapes[name][1])
         blocks[name] = next((block for block in BLOCKS if width % block == 0), 0)
         if not blocks[name]:
             raise InputError(

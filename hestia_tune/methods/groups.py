@@ -117,6 +117,11 @@ def check_divides(
         )
 
 
+def group_width(group_size: GroupSize, in_features: int) -> int:
+    """Return how many consecutive weights of a row share a scale: an int of them, or the row."""
+    return group_size if isinstance(group_size, int) else in_features
+
+
 def block_view(weight: Tensor, group_size: GroupSize, groups: int = -1) -> Tensor:
     """View (out_features, in_features) as (rows, groups, group); see the module docstring.
 
@@ -127,8 +132,7 @@ def block_view(weight: Tensor, group_size: GroupSize, groups: int = -1) -> Tenso
     if group_size == "tensor":
         return weight.reshape(1, 1, -1)
     check_divides(group_size, weight.shape[1])
-    group = group_size if isinstance(group_size, int) else weight.shape[1]
-    return weight.unflatten(1, (groups, group))
+    return weight.unflatten(1, (groups, group_width(group_size, weight.shape[1])))
 
 
 def round_to_bfloat16(x: Tensor, spare_bits: int = 0) -> Tensor:

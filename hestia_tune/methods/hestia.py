@@ -182,13 +182,13 @@ class TernaryMethod(GroupMethod):
         named = zip(self.parameter_names, parameters, strict=True)
         values = {name: value.unsqueeze(-1) for name, value in named}
         if self.scale == "learned":
-            scale = 2.0 * torch.sigmoid(values["scale_logit"]) * values["scale_start"]
+            scale = learned_factor(values["scale_logit"]) * values["scale_start"]
             scale = round_scale(scale, self.levels).to(w.dtype)
         else:
             scale = mean_scale(w, total, keep_hard=keep_hard)
         step, shifted = scale, w
         if self.threshold == "learned":
-            step = 2.0 * torch.sigmoid(values["threshold_logit"]) * values["scale_start"]
+            step = learned_factor(values["threshold_logit"]) * values["scale_start"]
             step = step.to(w.dtype)
         if self.offset == "learned":
             shifted = w - (values["offset"] * values["scale_start"]).to(w.dtype)
@@ -229,9 +229,8 @@ class TernaryMethod(GroupMethod):
         grads = []
         for name, by_group, parameter in zip(self.trained_parameters, sums, trained, strict=True):
             inner = by_group * start
-            if name != "offset":  # The slope of 2·sigmoid.
-                sigmoid = torch.sigmoid(parameter)
-                inner = inner * 2.0 * sigmoid * (1.0 - sigmoid)
+            if name != "offset":
+                inner = learned_factor_vjp(inner, parameter)
             grads.append(inner.to(parameter.dtype))
         return [*grads, torch.zeros_like(start)]
 
@@ -307,7 +306,7 @@ class EvenMethod(GroupMethod):
     def relaxed(self, w, tau, parameters, total):
         scale, code = self.scale_and_code(w, parameters, total, False)
         levels, pi, unit = self._softmax(w, scale, tau.clamp(min=MIN_TAU))
-        soft = unit * sum(q * p for q, p in zip(levels, pi, strict=True))
+        soft = unit * mean_level(levels, pi)
         return torch.where(tau > 0, soft, self.values(scale, code, parameters))
 
     def slopes(self, w, tau, parameters, total):
@@ -332,10 +331,26 @@ def softmax(z: Tensor, levels: Sequence[float], tau: Tensor) -> list[Tensor]:
     return [term / total for term in terms]
 
 
+def mean_level(levels: Sequence[float], pi: Sequence[Tensor]) -> Tensor:
+    """Return E[q] of `softmax` (Eq. 6)."""
+    return reduce(torch.add, [q * p for q, p in zip(levels, pi, strict=True)])
+
+
 def variance(levels: Sequence[float], pi: Sequence[Tensor]) -> Tensor:
     """Return Var[q] of `softmax`, as a sum over pairs of levels; see the module docstring."""
     pairs = combinations(zip(levels, pi, strict=True), 2)
     return reduce(torch.add, [(q - r) ** 2 * p * s for (q, p), (r, s) in pairs])
+
+
+def learned_factor(logit: Tensor) -> Tensor:
+    """Return the factor 2·sigmoid(logit) of a learned scale or threshold. A logit starts at 0."""
+    return 2.0 * torch.sigmoid(logit)
+
+
+def learned_factor_vjp(grad: Tensor, logit: Tensor) -> Tensor:
+    """Return the gradient of ``logit``, given the gradient of its `learned_factor`."""
+    sigmoid = torch.sigmoid(logit)
+    return grad * 2.0 * sigmoid * (1.0 - sigmoid)
 
 
 def relaxation_histogram(z: Tensor, scale: Tensor) -> Tensor:

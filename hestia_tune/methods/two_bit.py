@@ -40,7 +40,14 @@ from hestia_tune.methods.groups import (
     round_scale,
     scale_of_hard,
 )
-from hestia_tune.methods.hestia import MIN_TAU, softmax, variance
+from hestia_tune.methods.hestia import (
+    MIN_TAU,
+    learned_factor,
+    learned_factor_vjp,
+    mean_level,
+    softmax,
+    variance,
+)
 
 # Beyond this many scales, the softmax has one code at every temperature up to 100. The bound keeps
 # its logits finite.
@@ -107,7 +114,7 @@ class TwoBitMethod(GroupMethod):
         """Return the scales (rows, groups, 1), rounded, in the dtype of ``w``."""
         if self.scale == "learned":
             logit, start = (value.unsqueeze(-1) for value in parameters)
-            scale = 2.0 * torch.sigmoid(logit) * start
+            scale = learned_factor(logit) * start
         else:
             scale = parameters[0].unsqueeze(-1) * _mean(w)
         return round_scale(bounded(scale), self.levels).to(w.dtype)
@@ -120,8 +127,7 @@ class TwoBitMethod(GroupMethod):
         scale, code = self.scale_and_code(w, parameters, total, False)
         z = (w / scale).clamp(-_MAX_Z, _MAX_Z)
         pi = softmax(z, TWO_BIT, tau.clamp(min=MIN_TAU))
-        soft = sum(q * p for q, p in zip(TWO_BIT, pi, strict=True))
-        return scale * torch.where(tau > 0, soft, code)
+        return scale * torch.where(tau > 0, mean_level(TWO_BIT, pi), code)
 
     def slopes(self, w, tau, parameters, total):
         scale, code = self.scale_and_code(w, parameters, total, False)
@@ -132,7 +138,7 @@ class TwoBitMethod(GroupMethod):
         by_weight = torch.where(tau > 0, slope, torch.ones_like(w))
         if self.scale != "learned":
             return (by_weight,)
-        mean = sum(q * p for q, p in zip(TWO_BIT, pi, strict=True))
+        mean = mean_level(TWO_BIT, pi)
         rounded = code - torch.where((z > -1.5) & (z < 2.5), z, 0.0)
         return by_weight, torch.where(tau > 0, mean - z * slope, rounded)  # dH/dw, dH/ds
 
@@ -140,8 +146,7 @@ class TwoBitMethod(GroupMethod):
         if self.scale != "learned":
             return [torch.zeros_like(value) for value in parameters]
         logit, start = parameters
-        sigmoid = torch.sigmoid(logit)
-        by_logit = sums[0] * start * 2.0 * sigmoid * (1.0 - sigmoid)
+        by_logit = learned_factor_vjp(sums[0] * start, logit)
         return [by_logit.to(logit.dtype), torch.zeros_like(start)]
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hestia_tune.methods.groups import GroupMethod
+from hestia_tune.methods.groups import GroupMethod, group_width
 from hestia_tune.methods.method import SumOverRanks, fused
 from hestia_tune.qat.exchange import PairedRows
 from hestia_tune.qat.linear import QuantizedLayer, local_rows
@@ -30,7 +30,7 @@ BUCKET_WEIGHTS = 2**22  # 16 MB of float32 latents
 
 
 class LatentRows:
-    """Hold the rows of a quantized linear that are on this process.
+    """The rows of a quantized linear that are on this process.
 
     Only this class turns latents into effective rows, and pulls gradients back to the latents. It
     works under FSDP2 on any number of ranks, in one process, and in reconstruction.
@@ -76,7 +76,7 @@ class LatentRows:
             effective = self._layer.method.hard(rows, parameters, self.total)
         else:
             pressure = fake.pressure
-            effective = self._formula("effective_weight")(rows, fake.tau, pressure, parameters)
+            effective = self.formula("effective_weight")(rows, fake.tau, pressure, parameters)
         extras = self._layer.method.extras(latent, pressure, self.total)
         rows = effective.to(dtype)
         rows = rows if self._paired is None else self._paired.from_pairs(rows)
@@ -96,14 +96,14 @@ class LatentRows:
         if self._paired is not None:
             grad_rows, rows = self._paired.to_pairs(grad_rows), self._paired.to_pairs(rows)
         inputs = grad_rows, rows, fake.tau, fake.pressure, parameters
-        pulled, *others = self._formula("vjp")(*inputs)
+        pulled, *others = self.formula("vjp")(*inputs)
         if extras := [grads[key] for key in self._layer.extra_keys if key in grads]:
             added = self._layer.method.extras_vjp(extras, latent, fake.pressure, self.total)
             pulled = pulled + added
         pulled = pulled if self._paired is None else self._paired.from_pairs(pulled)
         return [pulled.view_as(grad), *others]
 
-    def _formula(self, name: str) -> Callable[..., Any]:
+    def formula(self, name: str) -> Callable[..., Any]:
         """Return a formula of the method, as fused kernels unless its scales span ranks."""
         if self._compiled and self.total is None:
             return fused(self._layer.method.key(), name)
@@ -129,11 +129,11 @@ class Bucket:
 
     def __init__(self, layers: Sequence[QuantizedLayer], *, compiled: bool = False):
         self.layers = [*layers]
-        self._compiled, self._method = compiled, layers[0].method
+        self._method = layers[0].method
         self._alone = [LatentRows(layer, compiled=compiled) for layer in layers]
         self._counts: list[int] = []  # of groups, by layer
         if len(layers) > 1:
-            width = group_width(layers[0])
+            width = _width(layers[0])
             self._counts = [local_rows(layer.weight).numel() // width for layer in layers]
             # The layer of every group.
             owner = torch.arange(len(layers)).repeat_interleave(
@@ -162,7 +162,7 @@ class Bucket:
         if all(is_hard):
             effective = self._method.hard(weight, parameters)
         else:
-            formula = self._formula("effective_weight")
+            formula = self._alone[0].formula("effective_weight")
             effective = formula(weight, tau, pressure, parameters)
         parts = effective.to(dtype).split(self._counts)
         shapes = [local_rows(layer.weight).shape for layer in self.layers]
@@ -183,7 +183,7 @@ class Bucket:
             ]
         weight, tau, pressure, parameters = self._joined()
         whole = torch.cat([grad["weight"].reshape(-1, weight.shape[1]) for grad in grads])
-        pulled = self._formula("vjp")(whole, weight, tau, pressure, parameters)
+        pulled = self._alone[0].formula("vjp")(whole, weight, tau, pressure, parameters)
         by_layer = zip(*(each.split(self._counts) for each in pulled), strict=True)
         return [
             [part.view(local_rows(value).shape) for part, value in zip(parts, values, strict=True)]
@@ -195,7 +195,7 @@ class Bucket:
 
         A parameter has one value for each group, (groups, 1).
         """
-        width = group_width(self.layers[0])
+        width = _width(self.layers[0])
         weight, *parameters = (
             torch.cat([local_rows(value).reshape(-1, size) for value in values])
             for values, size in zip(
@@ -208,9 +208,6 @@ class Bucket:
         tau = torch.stack([fake.tau for fake in fakes])[self._owner].view(-1, 1, 1)
         return weight, tau, fakes[0].pressure, parameters
 
-    def _formula(self, name: str) -> Callable[..., Any]:
-        return fused(self._method.key(), name) if self._compiled else getattr(self._method, name)
-
 
 def lies_in_groups(layer: QuantizedLayer) -> bool:
     """Return whether a group of consecutive weights determines all that its weights become."""
@@ -219,10 +216,9 @@ def lies_in_groups(layer: QuantizedLayer) -> bool:
     return is_group and not method.extra_names
 
 
-def group_width(layer: QuantizedLayer) -> int:
+def _width(layer: QuantizedLayer) -> int:
     """Return how many weights share a scale, for a layer that `lies_in_groups`."""
-    size = cast(GroupMethod, layer.method).group_size
-    return size if isinstance(size, int) else layer.weight.shape[-1]
+    return group_width(cast(GroupMethod, layer.method).group_size, layer.weight.shape[-1])
 
 
 def buckets_of(layers: Iterable[QuantizedLayer], *, compiled: bool = False) -> list[Bucket]:
@@ -240,7 +236,7 @@ def buckets_of(layers: Iterable[QuantizedLayer], *, compiled: bool = False) -> l
             continue
         kind = (
             layer.method,
-            group_width(layer),
+            _width(layer),
             weight.device,
             weight.dtype,
             layer.weight.requires_grad,

@@ -151,10 +151,9 @@ def _mesh_of(run: TrainingRun) -> DeviceMesh | None:
 
     A single process that offloads to host memory uses FSDP2 too, which does the offloading.
     """
-    ranks = dist.get_world_size()
-    if ranks == 1 and not run.config.fsdp_cpu_offload:
+    if not run.config.is_sharded:
         return None
-    return init_device_mesh(run.device.type, (ranks,), mesh_dim_names=("dp",))
+    return init_device_mesh(run.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
 def _make_model(

@@ -76,6 +76,8 @@ class LiveBytes(TorchDispatchMode):
     """Count the bytes of the tensors that exist, among those that are made in this mode.
 
     A view of a tensor that was made before counts like a new tensor, unless `count` was called.
+    Objects that were made before are not collected while the mode is on: to look at all of them at
+    every new peak would take minutes.
 
     Attributes:
         peak: The largest number of bytes so far.
@@ -85,6 +87,14 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.peak = self._now = self._collected = 0
         self._known = weakref.WeakSet()
+
+    def __enter__(self):
+        gc.freeze()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        gc.unfreeze()
+        return super().__exit__(*error)
 
     def count(self, values: Any) -> None:
         """Count the tensors in a structure that are not counted yet, until they are freed."""
@@ -207,7 +217,7 @@ def estimate(
     gathered = (outside * (1 + distils) + ahead) * size + (outside + max(sizes)) * 4
     if config.fsdp_cpu_offload:  # in host memory, with the gradients
         state = 0
-    elif ranks == 1:  # without FSDP, other weights than the latents have leaves too
+    elif not config.is_sharded:  # other weights than the latents have leaves too
         gathered = 0
         if size < 4:
             state += (whole - sum(value.numel() for value in latents)) * size
@@ -219,7 +229,7 @@ def estimate(
         more = (len(sizes) - blocks[1]) / (blocks[1] - blocks[0])
         activations, flops = (b + more * (b - a) for a, b in zip(low, high, strict=True))
         activations += 0 if config.fsdp_cpu_offload else 4 * trained / ranks
-    if ranks == 1 and not config.fsdp_cpu_offload:  # all gradients, and no activations any more
+    if not config.is_sharded:  # all gradients, and no activations any more
         activations = max(activations, 4 * trained + _pull_back_bytes(run))
     return Estimate(
         state=state / ranks,
@@ -235,12 +245,8 @@ def _pull_back_bytes(run: TrainingRun) -> int:
     largest = max(buckets, key=lambda bucket: sum(x.weight.numel() for x in bucket.layers))
     if run.config.compile:  # the joined latents and gradients, and the result of one kernel
         return 3 * 4 * sum(layer.weight.numel() for layer in largest.layers)
-    gc.freeze()  # so that `LiveBytes` collects new objects only
-    try:
-        with LiveBytes() as live:
-            largest.pull_back([{"weight": torch.empty_like(x.weight)} for x in largest.layers])
-    finally:
-        gc.unfreeze()
+    with LiveBytes() as live:
+        largest.pull_back([{"weight": torch.empty_like(x.weight)} for x in largest.layers])
     return live.peak
 
 
@@ -329,11 +335,7 @@ def without_data(model: nn.Module) -> Iterator[None]:
         model._apply(
             lambda value: torch.empty_like(value, device="cpu") if value.is_meta else value
         )
-        gc.freeze()  # so that `LiveBytes` collects new objects only
-        try:
-            yield
-        finally:
-            gc.unfreeze()
+        yield
 
 
 def _run_without_data(
@@ -361,7 +363,7 @@ def _run_without_data(
         trained = [value for value in model.parameters() if value.requires_grad]
         shards: list[torch.Tensor] = []
         # `Leaves` keep small gradients until the micro-batch ends.
-        waits = keeps and num_ranks() == 1 and run.dtype != torch.float32
+        waits = keeps and not config.is_sharded and run.dtype != torch.float32
 
         def take_gradient(value: torch.Tensor) -> None:
             """Do what FSDP does: keep this rank's share of the gradient, in float32."""
