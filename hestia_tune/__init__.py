@@ -6,11 +6,12 @@ import logging
 import lazy_loader
 
 # Logger -> what its notices say when torchao is imported: that kernels do not fit this machine or
-# this torch, and that an enum is registered in an old way. This package uses none of them.
-# https://github.com/pytorch/ao/issues/2919
+# this torch, that an enum is registered in an old way, and that CUDA's compiler is here without a
+# GPU. This package uses none of them. https://github.com/pytorch/ao/issues/2919
 _NOTICES = {
     "torchao": ("Skipping import of cpp extensions", "Failed to load "),
     "torch.utils._pytree": ("is an Enum subclass",),
+    "torch.utils.cpp_extension": ("No CUDA runtime is found",),
 }
 for _name, _texts in _NOTICES.items():
     logging.getLogger(_name).addFilter(
