@@ -137,6 +137,8 @@ quick_cost() {
   local small=(--rounds 1 --steps 5 --overrides batch_size=4 gradient_accumulation_steps=4)
   step quick_smollm2 150 python benchmarks/replication/cost.py --config smollm2_135m --out "$out/cost_smollm2" \
     --methods bare "bare, graphed" plain Hestia "${small[@]}"
+  step quick_eager 90 python benchmarks/replication/cost.py --config smollm2_135m --out "$out/cost_eager" \
+    --methods plain Hestia "${small[@]}" cuda_graphs=False
   step quick_llama 120 python benchmarks/replication/cost.py --config llama3_2_1b --out "$out/cost_llama" \
     --methods "bare, graphed" plain Hestia "${small[@]}"
 }

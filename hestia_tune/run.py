@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hestia_tune import graphs
 from hestia_tune.bits import Budget, chosen, with_choices
 from hestia_tune.components import find_component, has_torchtune
 from hestia_tune.config.run_config import RunConfig, is_slow_in_bf16
@@ -387,6 +388,17 @@ class Run:
         check_formats(config, prepared)
         return dataclasses.replace(self, config=config, prepared=prepared)
 
+    def uses_graphs(self, weights: int, tokens: int) -> bool:
+        """Return whether to replay a forward and backward as a CUDA graph (`hestia_tune.graphs`).
+
+        Args:
+            weights: Number of weights that the forward uses.
+            tokens: Number of tokens of a forward.
+        """
+        wanted = self.config.cuda_graphs
+        is_small = wanted is True or weights * tokens < graphs.LARGEST
+        return bool(wanted) and is_small and self.device.type == "cuda"
+
     def require_bits(self) -> None:
         """Raise InputError if the config has a budget of bits and the choices are not made yet."""
         chosen(self.config, required=True)
@@ -470,6 +482,26 @@ class TrainingRun(Run):
         vocabulary: Any = self.model.tok_embeddings
         count = self.config.batch_size * self.data.seq_len * vocabulary.num_embeddings
         return bool(output_chunks(self.loss)) and count * self.dtype.itemsize > _LARGE_LOGITS
+
+    @cached_property
+    def graphs_micro_batches(self) -> bool:
+        """Whether training replays its micro-batches as CUDA graphs."""
+        config = self.config
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        if not self.uses_graphs(count, config.batch_size * self.data.seq_len):
+            return False
+        obstacles = {
+            "FSDP2 shards the model": config.is_sharded,
+            "activations are recomputed": config.enable_activation_checkpointing,
+            "activations are offloaded": config.enable_activation_offloading,
+            "the method trains a bias": any(
+                layer.method.extra_names for layer in quantized_linears(self.model).values()
+            ),
+        }
+        found = [reason for reason, holds in obstacles.items() if holds]
+        if found and config.cuda_graphs is True:
+            log.warning(f"cuda_graphs=True has no effect on training: {' and '.join(found)}")
+        return not found
 
 
 def join_ranks(device_name: str, dtype: str) -> torch.device:

@@ -49,6 +49,17 @@ def denormal_numbers():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def recorded_graphs():
+    """A simulated device has no CUDA graphs: record operators, and repeat them."""
+    if simulated_cuda.is_loaded():
+        import graph_recorder
+
+        from hestia_tune import graphs
+
+        graphs.capture = graph_recorder.capture
+
+
+@pytest.fixture(autouse=True, scope="session")
 def quick_pictures():
     """Drawing would be a quarter of a small run."""
     from matplotlib.figure import Figure

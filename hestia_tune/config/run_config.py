@@ -435,6 +435,10 @@ class RunConfig(Section):
     compile: bool | str = option(False, choices=(AUTO,))
     """Whether to compile the blocks, the loss and the method's formulas with torch.compile. "auto"
     compiles if the compilers for the device are here."""
+    cuda_graphs: bool | str = option(AUTO, choices=(AUTO,))
+    """Whether one process on a GPU replays forward and backward as a CUDA graph, so that the GPU
+    does not wait for the host. "auto": where the model or the micro-batch is small enough for the
+    host to be slower."""
     resume_from_checkpoint: bool = False
     """Whether to resume from the newest complete checkpoint in output_dir."""
     log_level: str = option("info", choices=("debug", "info", "warning"))

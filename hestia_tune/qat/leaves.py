@@ -14,6 +14,11 @@ The results are those of FSDP2 on one rank to the last digit: gradients of a mic
 compute dtype, and are summed over micro-batches in float32. What FSDP2 does on one rank, hooks and
 a Python call for every parameter and gather, took half of the time of a small model's step.
 
+With ``fixed``, everything that the forward and backward of a micro-batch use stays at its address,
+so that a CUDA graph can repeat them (`hestia_tune.graphs`): all parameters have leaves, and the
+sums of the gradients are kept from step to step. They become the gradients of the parameters, and
+`reset` must set them to zero before the next micro-batch.
+
 Memory: the leaves, in place of FSDP2's effective rows and of the blocks that it gathers. In
 bfloat16, gradients of a micro-batch live until its end, except those of large weights
 (`BUCKET_WEIGHTS`), which are added to their sum as soon as they exist.
@@ -49,15 +54,25 @@ class Leaves:
         model: A prepared model with its weights on the device, after `use_leaves`.
         dtype: The dtype of the products.
         compiled: Whether to run the formulas as fused kernels.
+        fixed: Whether all that the forward and backward use stays at its address.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, *, compiled: bool = False):
-        self._parameters, self._dtype = [*model.parameters()], dtype
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        *,
+        compiled: bool = False,
+        fixed: bool = False,
+    ):
+        self._parameters, self._dtype, self._fixed = [*model.parameters()], dtype, fixed
         self._layers = [*quantized_linears(model).values()]
         self._buckets = buckets_of(self._layers, compiled=compiled)
         self._effective: dict[Tensor, Tensor] = {}  # latent weight -> leaf
         self._rounded: dict[Tensor, Tensor] = {}  # any other parameter in float32 -> leaf
-        self._sums: dict[Tensor, Tensor] = {}  # leaf -> float32 gradient of the micro-batches
+        # id of a leaf -> float32 gradient of the micro-batches. A leaf's hook holds this, and must
+        # not hold the leaf.
+        self._sums: dict[int, Tensor] = {}
         for layer in self._layers:
             if layer.weight not in self._effective:
                 self._effective[layer.weight] = self._leaf(layer.weight)
@@ -65,7 +80,7 @@ class Leaves:
         own = {id(p) for layer in self._layers for p in layer.latents()}
         for module in model.modules():
             for key, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in own or parameter.dtype == dtype:
+                if id(parameter) in own or (parameter.dtype == dtype and not fixed):
                     continue
                 if parameter not in self._rounded:
                     self._rounded[parameter] = self._leaf(parameter)
@@ -75,8 +90,8 @@ class Leaves:
         """Return a leaf for a parameter, without values."""
         leaf = torch.empty_like(parameter, dtype=self._dtype, requires_grad=parameter.requires_grad)
         is_large = leaf.numel() >= BUCKET_WEIGHTS
-        if is_large and leaf.requires_grad and self._dtype != torch.float32:
-            sums = self._sums  # A reference to self would keep all leaves alive in a cycle.
+        if is_large and leaf.requires_grad and (self._dtype != torch.float32 or self._fixed):
+            sums = self._sums
             leaf.register_post_accumulate_grad_hook(lambda leaf: _add([leaf], sums))
         return leaf
 
@@ -98,9 +113,20 @@ class Leaves:
 
     def accumulate(self) -> None:
         """Add the gradients of a micro-batch to their float32 sums, after its backward."""
-        if self._dtype != torch.float32:
+        if self._dtype != torch.float32 or self._fixed:
             leaves = [*self._effective.values(), *self._rounded.values()]
             _add([leaf for leaf in leaves if leaf.grad is not None], self._sums)
+
+    def sums(self) -> list[Tensor]:
+        """Return the float32 sums that `accumulate` adds to, and has added to before."""
+        return [*self._sums.values()]
+
+    def reset(self) -> None:
+        """Set the sums to zero, and remove gradients that were not accumulated."""
+        if self._sums:
+            torch._foreach_zero_(self.sums())
+        for leaf in (*self._effective.values(), *self._rounded.values()):
+            leaf.grad = None
 
     @torch.no_grad()
     def pull_back(self, scale: Tensor | None = None) -> None:
@@ -113,19 +139,23 @@ class Leaves:
             scale: Factor of all gradients, 0-D. None: 1.
         """
         grads = dict(self._sums)
-        self._sums.clear()
+        if not self._fixed:
+            self._sums.clear()
         for leaf in (*self._effective.values(), *self._rounded.values()):
             if leaf.grad is not None:  # in float32, where autograd has summed
-                grads[leaf], leaf.grad = leaf.grad, None
+                grads[id(leaf)], leaf.grad = leaf.grad, None
         if scale is not None:
             others = (p.grad for p in self._parameters if p.grad is not None)
             # No name keeps the list, so that a gradient is freed when it has been pulled back.
             torch._foreach_mul_([*grads.values(), *others], scale)
         for parameter, leaf in self._rounded.items():
-            parameter.grad = grads.pop(leaf, None)
+            parameter.grad = grads.pop(id(leaf), None)
         for bucket in self._buckets:
             found = [self._grads_of(layer, grads) for layer in bucket.layers]
             for layer, own in zip(bucket.layers, bucket.pull_back(found), strict=True):
+                if self._fixed and own is not None:
+                    kept = self._sums[id(self._effective[layer.weight])]
+                    own = [kept.copy_(own[0]), *own[1:]]
                 for parameter, grad in zip(layer.latents(), own or (), strict=own is not None):
                     if parameter.requires_grad:
                         parameter.grad = grad
@@ -133,21 +163,21 @@ class Leaves:
             for parameter in layer.extra_parameters().values():
                 parameter.grad = None  # It follows from the latent weight.
 
-    def _grads_of(self, layer: QuantizedLayer, grads: dict[Tensor, Tensor]) -> dict[str, Tensor]:
+    def _grads_of(self, layer: QuantizedLayer, grads: dict[int, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of a layer's effective weight and extras, by name."""
         extras = {key: p.grad for key, p in layer.extra_parameters().items()}
-        found = {"weight": grads.pop(self._effective[layer.weight], None)} | extras
+        found = {"weight": grads.pop(id(self._effective[layer.weight]), None)} | extras
         return {key: grad for key, grad in found.items() if grad is not None}
 
 
 @torch.no_grad()
-def _add(leaves: list[Tensor], sums: dict[Tensor, Tensor]) -> None:
+def _add(leaves: list[Tensor], sums: dict[int, Tensor]) -> None:
     """Add the gradients of leaves to their float32 sums, and free them."""
-    again = [leaf for leaf in leaves if leaf in sums]
+    again = [leaf for leaf in leaves if id(leaf) in sums]
     if again:
         grads = [cast(Tensor, leaf.grad) for leaf in again]
-        torch._foreach_add_([sums[leaf] for leaf in again], grads)
+        torch._foreach_add_([sums[id(leaf)] for leaf in again], grads)
     for leaf in leaves:
-        if leaf not in sums:
-            sums[leaf] = cast(Tensor, leaf.grad).float()
+        if id(leaf) not in sums:
+            sums[id(leaf)] = cast(Tensor, leaf.grad).float()
         leaf.grad = None

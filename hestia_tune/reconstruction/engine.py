@@ -38,7 +38,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,7 @@ from hestia_tune.config import ReconstructionConfig
 from hestia_tune.distributed import gathered, of_all_ranks, on_first_rank, summed
 from hestia_tune.errors import NotFiniteError, size_text
 from hestia_tune.files import read_json, read_state, remove, staged, write_json
+from hestia_tune.graphs import Graphed
 from hestia_tune.losses import divergence
 from hestia_tune.models.loading import build_buffers
 from hestia_tune.qat.linear import quantized_linears
@@ -74,11 +74,11 @@ from hestia_tune.reconstruction.window import (
     WindowOptimizer,
     WindowResult,
     call_block,
+    gradients_of,
     prefetched,
     run_blocks,
     spans_to_train,
     templates,
-    training_step,
 )
 from hestia_tune.training.outputs import LATENTS_FILE, RESULTS_FILE, save_blocks
 
@@ -92,8 +92,8 @@ KL_TAU_INIT = 0.05
 _NORM_CAP = 4.0
 # Largest number of batches on which the error of a window is measured.
 _ERROR_BATCHES = 8
-# Function of h, h* and the number of the batch.
-_Loss = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+# Function of h, h* and what `Reconstruction._measured` returns.
+_Loss = Callable[..., torch.Tensor]
 
 
 def _kl_settings(settings: ReconstructionConfig) -> ReconstructionConfig:
@@ -101,6 +101,21 @@ def _kl_settings(settings: ReconstructionConfig) -> ReconstructionConfig:
     names = ("lr", "parameter_lr", "norm_lr")
     rates = {name: min(1.0, settings.kl_rate * getattr(settings, name)) for name in names}
     return replace(settings, **rates, tau_init=min(KL_TAU_INIT, settings.tau_init))
+
+
+def _positions(masks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions where masks (batches, tokens) are true, in order, and which count.
+
+    All batches get the same number of positions, so that every step has the same shapes. Those
+    that a batch has too few of are positions where its mask is false.
+
+    Returns:
+        Positions, int64 (batches, most), and whether each of them counts, bool.
+    """
+    counts = masks.sum(1)
+    order = masks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    most = int(counts.max())
+    return order[:, :most], torch.arange(most, device=masks.device) < counts[:, None]
 
 
 class Reconstruction:
@@ -129,6 +144,8 @@ class Reconstruction:
             memory.
         predicted_masks: The positions whose predictions are compared, in the form of
             ``loss_masks``. None: ``loss_masks``.
+        graphs: Function that tells from the number of weights of a window and the number of tokens
+            of a batch whether a step is replayed as a CUDA graph.
 
     Attributes:
         windows: (begin, end) of every window, in order.
@@ -151,10 +168,12 @@ class Reconstruction:
         checkpointing: bool = False,
         folder: Path | None = None,
         predicted_masks: Sequence[torch.Tensor] | None = None,
+        graphs: Callable[[int, int], bool] = lambda weights, tokens: False,
     ):
         self.blocks, self.head, self.settings = [*find_blocks(model).values()], head, settings
         self.device, self.dtype = torch.device(device), dtype
         self.seed, self._compiled, self._checkpointing = seed, compiled, checkpointing
+        self._graphs = graphs
         self._is_first = True  # No window has been trained in this process.
         self.num_batches = len(loss_masks)
         is_quantized = [bool(quantized_linears(block)) for block in self.blocks]
@@ -182,14 +201,16 @@ class Reconstruction:
                 stream.write(batch, chain.hidden)
         self._loss_masks = torch.stack(list(loss_masks)).to(self.device)
         self._tokens = summed(self._loss_masks.sum((1, 2)).double()).clamp(min=1)
-        self._predicted_masks, self._num_predicted = self._loss_masks, self._tokens
+        predicted, self._num_predicted = self._loss_masks, self._tokens
         if predicted_masks is not None:
-            self._predicted_masks = torch.stack(list(predicted_masks)).to(self.device)
-            counts = summed(self._predicted_masks.sum((1, 2)).double())
-            self._num_predicted = counts.clamp(min=1)
+            predicted = torch.stack(list(predicted_masks)).to(self.device)
+            self._num_predicted = summed(predicted.sum((1, 2)).double()).clamp(min=1)
+        if self._towards_predictions is not None:
+            self._positions = _positions(predicted.flatten(1))
         # Rotary angles and masks that all batches share are copied to the device once.
-        shared = (v for v in tree_leaves(self._calls[0]) if isinstance(v, torch.Tensor))
-        self._on_device = {id(value): value.to(self.device) for value in shared}
+        shared = [v for v in tree_leaves(self._calls[0]) if isinstance(v, torch.Tensor)]
+        self._names = {id(value): f"shared tensor {id(value)}" for value in shared}
+        self._shared = {self._names[id(value)]: value.to(self.device) for value in shared}
         # All blocks that are alike share one compiled graph.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
         self._templates = templates(self.blocks)
@@ -249,7 +270,8 @@ class Reconstruction:
             with copied(tensors_of(block), self.device, torch.float32, copy=True):
                 layers = self._hard_layers(block) if hard else None
                 for batch, (states,) in prefetched(range(self.num_batches), stream):
-                    stream.write(batch, self._forward([index], layers, states, batch))
+                    inputs = self._inputs([index], batch)
+                    stream.write(batch, self._forward([index], layers, states, inputs))
                 del layers  # They hold the weights of the block.
             stream.block = index + 1
 
@@ -261,42 +283,69 @@ class Reconstruction:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
+    def _inputs(self, blocks: Iterable[int], batch: int) -> list[Any]:
+        """Return the other inputs of the blocks on the device. Shared tensors are their names."""
+
+        def moved(value: Any) -> Any:
+            if id(value) in self._names:
+                return self._names[id(value)]
+            return value.to(self.device) if isinstance(value, torch.Tensor) else value
+
+        return [tree_map(moved, self._calls[batch][index]) for index in blocks]
+
     def _forward(
         self,
         blocks: Iterable[int],
         layers: TrainedLayers | None,
         states: torch.Tensor,
-        batch: int,
+        inputs: Sequence[Any],
     ) -> torch.Tensor:
         """Return the float32 output of the blocks. Linears of ``layers`` use E, others W."""
 
-        def moved(value: Any) -> Any:
-            if id(value) in self._on_device:
-                return self._on_device[id(value)]
-            return value.to(self.device) if isinstance(value, torch.Tensor) else value
+        def shared(value: Any) -> Any:
+            return self._shared.get(value, value) if isinstance(value, str) else value
 
-        numbers = [*blocks]
-        calls = (tree_map(moved, self._calls[batch][index]) for index in numbers)
-        pairs = [(self.blocks[index], self._templates[index]) for index in numbers]
+        calls = (tree_map(shared, each) for each in inputs)
+        pairs = [(self.blocks[index], self._templates[index]) for index in blocks]
         again = self._checkpointing
         with self._autocast():
             return run_blocks(pairs, layers, states, calls, call=self._call, checkpointing=again)
 
     def _difference(
-        self, norms: torch.Tensor, out: torch.Tensor, target: torch.Tensor, batch: int
+        self,
+        out: torch.Tensor,
+        target: torch.Tensor,
+        norms: torch.Tensor,
+        mask: torch.Tensor,
+        tokens: torch.Tensor,
     ) -> torch.Tensor:
-        errors = (out - target).square().sum(-1) / norms[batch]  # (batch, seq_len)
+        errors = (out - target).square().sum(-1) / norms  # (batch, seq_len)
         # This rank's part of the mean over the tokens of the batch, on all ranks.
-        return (errors * self._loss_masks[batch]).sum() / self._tokens[batch].float()
+        return (errors * mask).sum() / tokens.float()
 
-    def _divergence(self, out: torch.Tensor, target: torch.Tensor, batch: int) -> torch.Tensor:
+    def _divergence(
+        self,
+        out: torch.Tensor,
+        target: torch.Tensor,
+        positions: torch.Tensor,
+        is_predicted: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> torch.Tensor:
         def head(hidden: torch.Tensor) -> torch.Tensor:
             with self._autocast():
                 return self.head(hidden)
 
-        mask = self._predicted_masks[batch]
-        total = divergence(out[mask], target[mask], head, self._compiled)
-        return total / self._num_predicted[batch].float()
+        own, other = (x.flatten(0, 1).index_select(0, positions) for x in (out, target))
+        # Where nothing is predicted, both are the target, and the divergence is 0.
+        own = torch.where(is_predicted[:, None], own, other)
+        return divergence(own, other, head, self._compiled) / tokens.float()
+
+    def _measured(self, batch: int, norms: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return what a measure needs to know of a batch. Without norms, it is the divergence."""
+        if norms is not None:
+            return norms[batch], self._loss_masks[batch], self._tokens[batch]
+        positions, is_predicted = self._positions
+        return positions[batch], is_predicted[batch], self._num_predicted[batch]
 
     @torch.no_grad()
     def _norms(self) -> torch.Tensor:
@@ -313,7 +362,7 @@ class Reconstruction:
         window: nn.Module,
         source: Stream,
         measure: _Loss,
-        tokens: torch.Tensor,
+        norms: torch.Tensor | None,
     ) -> float:
         """Return a measure with hard weights, averaged over the tokens of a few batches.
 
@@ -322,15 +371,28 @@ class Reconstruction:
             window: The blocks.
             source: The hidden states before the window.
             measure: The measure of a batch.
-            tokens: Number of tokens that are measured in each batch, over all ranks.
+            norms: See `_measured`.
         """
         layers, stride = self._hard_layers(window), -(-self.num_batches // _ERROR_BATCHES)
+        tokens = self._num_predicted if norms is None else self._tokens
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = prefetched(range(0, self.num_batches, stride), source, self.full)
         for batch, (states, target) in batches:
-            out = self._forward(blocks, layers, states, batch)
-            total += measure(out, target, batch) * tokens[batch]
+            out = self._forward(blocks, layers, states, self._inputs(blocks, batch))
+            total += measure(out, target, *self._measured(batch, norms)) * tokens[batch]
         return float(summed(total) / tokens[::stride].sum())
+
+    def _graphed(self, window: nn.Module) -> Graphed | None:
+        """Return what replays the steps of a window as CUDA graphs, if they are replayed."""
+        weights = sum(parameter.numel() for parameter in window.parameters())
+        if not self._graphs(weights, self._loss_masks[0].numel()):
+            return None
+
+        def reset() -> None:
+            for parameter in self._optimizer.trained:
+                parameter.grad = None
+
+        return Graphed(self.device, what="steps of a window", reset=reset)
 
     def _train(self, index: int, state: Mapping[str, Any] | None) -> Iterator[WindowResult | None]:
         """Train one window, from its start or from a state; see `run` for what it yields."""
@@ -340,10 +402,9 @@ class Reconstruction:
         self._advance(self.full, end, hard=False)  # Its latents are still the pretrained weights.
         if self.is_final(index):
             name, source, settings = "divergence", self._streams[-1], _kl_settings(settings)
-            measure, tokens = self._divergence, self._num_predicted
+            measure, norms = self._divergence, None
         else:
-            tokens = self._tokens
-            name, measure = "error", partial(self._difference, self._norms())
+            name, measure, norms = "error", self._difference, self._norms()
         self._advance(source, begin, hard=True)
         blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
         move(tensors_of(window), self.device, torch.float32, copy=True)
@@ -355,7 +416,7 @@ class Reconstruction:
         if self._compiled and (self._is_first or name == "divergence"):
             log.info("compiling the first step, which takes a minute or two")
         self._is_first = False
-        naive = self._error(blocks, window, source, measure, tokens)
+        naive = self._error(blocks, window, source, measure, norms)
         self._optimizer = WindowOptimizer(window, layers, settings, steps)
         if state is not None:
             self._started -= state["seconds"]
@@ -365,15 +426,27 @@ class Reconstruction:
         passes = range(steps // self.num_batches)
         orders = torch.cat([torch.randperm(self.num_batches, generator=generator) for _ in passes])
         remaining = orders[self._optimizer.step :].tolist()
+
+        def gradients(states: Any, target: Any, inputs: Any, measured: Any) -> list[torch.Tensor]:
+            def loss() -> torch.Tensor:
+                return measure(self._forward(blocks, layers, states, inputs), target, *measured)
+
+            return gradients_of(loss, layers, self._optimizer, self.dtype)
+
+        graphed = self._graphed(window)
         for batch, (states, target) in prefetched(remaining, source, self.full):
             driver.set_step(self._optimizer.step)
-            with training_step(layers, self._optimizer, self.dtype):
-                # No name keeps the output for the next step.
-                measure(self._forward(blocks, layers, states, batch), target, batch).backward()
+            given = states, target, self._inputs(blocks, batch), self._measured(batch, norms)
+            # No name keeps the gradients for the next step.
+            self._optimizer.take_step(
+                gradients(*given) if graphed is None else graphed(gradients, *given)
+            )
             yield None
-        del self._optimizer  # This frees its moments.
+        if graphed is not None and graphed.reason is not None:
+            self._graphs = lambda *size: False  # The next window would fail alike.
+        del self._optimizer, graphed  # This frees the moments and the graphs.
         window.requires_grad_(False)
-        error = self._error(blocks, window, source, measure, tokens)
+        error = self._error(blocks, window, source, measure, norms)
         if not math.isfinite(error):
             key = "lr" if name == "error" else "kl_rate"
             with of_all_ranks():

@@ -73,9 +73,9 @@ from hestia_tune.reconstruction.window import (
     TrainedLayers,
     WindowOptimizer,
     WindowResult,
+    gradients_of,
     run_blocks,
     spans_to_train,
-    training_step,
 )
 from hestia_tune.run import Run, TrainingRun
 from hestia_tune.sensitivity import CalibrationBatch
@@ -194,13 +194,10 @@ def _stage_bytes(run: TrainingRun, stage: Stage, seq_len: int, *, alone: bool) -
             live.count(kept)
             layers = TrainedLayers(window, compiled=False)
             optimizer = WindowOptimizer(window, layers, config.reconstruct, 2)
-            for parameter in optimizer.trained:
-                parameter.grad = torch.zeros_like(parameter)
-            optimizer.take_step()  # It makes the moments.
+            optimizer.take_step(list(map(torch.zeros_like, optimizer.trained)))  # makes moments
             ahead = [torch.zeros_like(chain.hidden, dtype=torch.bfloat16) for _ in range(2)]
             states, target = (value.float() for value in ahead)
-            with training_step(layers, optimizer, run.dtype):
-                loss().backward()
+            optimizer.take_step(gradients_of(loss, layers, optimizer, run.dtype))
     return live.peak
 
 
@@ -475,6 +472,7 @@ class ReconstructionRecipe:
             compiled=bool(self.config.compile),
             checkpointing=recomputes(self.parent, length),
             folder=self.output,
+            graphs=self.parent.uses_graphs,
         )
 
     @contextlib.contextmanager

@@ -414,8 +414,14 @@ class WindowOptimizer:
         self.trained = [p for group in groups for p in group["params"]]
         self.step, self._num_steps = 0, num_steps
 
-    def take_step(self) -> None:
-        """Take one step by the gradients, and free them."""
+    def take_step(self, grads: Sequence[torch.Tensor]) -> None:
+        """Take one step. Collective.
+
+        Args:
+            grads: This rank's gradients of ``trained``, which are overwritten.
+        """
+        for parameter, grad in zip(self.trained, grads, strict=True):
+            parameter.grad = summed(grad)
         nn.utils.clip_grad_norm_(self.trained, 1.0)
         rate = min(1.0, (self.step + 1) / _WARMUP_STEPS) * (1.0 - self.step / self._num_steps)
         for group in self._adamw.param_groups:
@@ -437,20 +443,24 @@ class WindowOptimizer:
         torch._foreach_copy_(self.trained, state["trained"])
 
 
-@contextlib.contextmanager
-def training_step(
-    layers: TrainedLayers, optimizer: WindowOptimizer, dtype: torch.dtype
-) -> Iterator[None]:
-    """Take an optimizer step by the gradients that the body computes. Collective.
+def gradients_of(
+    loss: Callable[[], torch.Tensor],
+    layers: TrainedLayers,
+    optimizer: WindowOptimizer,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """Return the gradients of all that an optimizer trains, and leave none behind.
 
     Args:
-        layers: The quantized linears. The body computes with their effective tensors.
+        loss: Function that returns the loss, computed with the effective tensors of the layers.
+        layers: The quantized linears.
         optimizer: The optimizer of the window.
         dtype: Dtype of the effective weights.
     """
     layers.refresh(dtype)
-    yield
+    loss().backward()
     layers.pull_back()
+    grads = [parameter.grad for parameter in optimizer.trained]
     for parameter in optimizer.trained:
-        summed(parameter.grad)
-    optimizer.take_step()
+        parameter.grad = None
+    return grads

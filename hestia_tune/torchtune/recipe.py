@@ -44,6 +44,7 @@ from hestia_tune.distributed import (
 from hestia_tune.errors import InputError, NotFiniteError, one_line
 from hestia_tune.evaluation import metrics_of
 from hestia_tune.files import remove, write_json
+from hestia_tune.graphs import Graphed
 from hestia_tune.losses import output_chunks, training_loss
 from hestia_tune.models import loading as models
 from hestia_tune.plots import plot_training_curves
@@ -144,6 +145,14 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         self.activations_handling_ctx = training.get_act_offloading_ctx_manager(
             self._model, config.enable_activation_offloading
         )
+        self._graphed: Graphed | None = None
+        if run.graphs_micro_batches:
+            self._graphed = Graphed(
+                self._device,
+                what="micro-batches",
+                sums=self._weights.sums,
+                reset=self._weights.reset,
+            )
         # Walking through the modules of a small model takes longer than its optimizer step.
         self._parameters = [*self._model.parameters()]
         self._statistics = CodeStatistics(quantized_linears(self._model))
@@ -389,6 +398,13 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         self._evaluate_if_due()  # after the results are written, because an evaluation may fail
         self.finished = True
 
+    def _add_gradients(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the gradients of a micro-batch, and return its loss and its number of tokens."""
+        loss, count = self.loss_sum(dict(batch), self._teacher)
+        loss.backward()
+        self._weights.accumulate()
+        return loss.detach(), count
+
     def train_step(self, batches: Sequence[dict[str, Any]]) -> StepResult:
         """Make one optimizer step on this rank's micro-batches. Collective."""
         step = self.global_step
@@ -396,12 +412,14 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         if self._is_rank_zero:
             monitoring.record_memory_history(self, step)
         losses, counts = [], []
-        for batch in batches:
-            loss, count = self.loss_sum(batch, self._teacher)
-            loss.backward()
-            self._weights.accumulate()
-            losses.append(loss.detach())
-            counts.append(count)
+        for index, batch in enumerate(batches):
+            move_batch(batch, self._device)
+            if (graphed := self._graphed) is None:
+                loss, count = self._add_gradients(batch)
+            else:
+                loss, count = graphed(self._add_gradients, batch, is_first=index == 0)
+            losses.append(loss.clone())  # The next replay overwrites it.
+            counts.append(count.clone())
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         # With offloading the gradients are on the CPU, and the host waits here, not further down.
@@ -522,6 +540,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         """Free the model and close the logger. The process group stays, for another recipe."""
         torch.distributed.barrier()
         self._model = self._teacher = self._optimizer = self.driver = self._weights = None
+        self._graphed = None
         self._parameters = []
         if self._is_rank_zero:
             self._metric_logger.close()

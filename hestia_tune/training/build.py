@@ -87,8 +87,12 @@ def build(run: TrainingRun) -> Built:
     if run.config.distillation.weight:
         teacher = _make_teacher(run, pretrained, mesh)
         models.make_head_contiguous(teacher)
-    kind = Leaves if mesh is None else Shards
-    weights = kind(model, run.dtype, compiled=bool(run.config.compile))
+    compiled = bool(run.config.compile)
+    if mesh is None:
+        fixed = run.graphs_micro_batches
+        weights = Leaves(model, run.dtype, compiled=compiled, fixed=fixed)
+    else:
+        weights = Shards(model, run.dtype, compiled=compiled)
     return Built(
         model=model,
         weights=weights,

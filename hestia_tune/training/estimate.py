@@ -219,7 +219,7 @@ def estimate(
         state = 0
     elif not config.is_sharded:  # other weights than the latents have leaves too
         gathered = 0
-        if size < 4:
+        if size < 4 or run.graphs_micro_batches:
             state += (whole - sum(value.numel() for value in latents)) * size
     if blocks is None:
         options = {"grows": True, "counts_flops": counts_flops}
@@ -363,7 +363,8 @@ def _run_without_data(
         trained = [value for value in model.parameters() if value.requires_grad]
         shards: list[torch.Tensor] = []
         # `Leaves` keep small gradients until the micro-batch ends.
-        waits = keeps and not config.is_sharded and run.dtype != torch.float32
+        graphs = run.graphs_micro_batches
+        waits = keeps and not config.is_sharded and (graphs or run.dtype != torch.float32)
 
         def take_gradient(value: torch.Tensor) -> None:
             """Do what FSDP does: keep this rank's share of the gradient, in float32."""
@@ -379,7 +380,8 @@ def _run_without_data(
         with LiveBytes() as live:
             live.count([*model.parameters()])  # otherwise their views would count
             weights = live.peak
-            if config.gradient_accumulation_steps != 1:  # the micro-batches before have left them
+            # Micro-batches before this one have left gradients.
+            if graphs or config.gradient_accumulation_steps != 1:
                 for value in trained:
                     take_gradient(value)
             teacher = model if config.distillation.weight else None  # it has the same shape

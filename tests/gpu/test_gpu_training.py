@@ -101,7 +101,7 @@ def test_a_run_resumes_on_the_other_device(model_dir, plain, tmp_path, devices):
 
 
 FAMILY = {"qwen2_5": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3", "gemma3": "Gemma 3"}
-PARTS = ("base", "distil", "evening")
+PARTS = ("base", "distil", "evening", "2bit")
 
 
 @pytest.mark.usefixtures("draws_of_the_cpu")

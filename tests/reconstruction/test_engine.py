@@ -6,6 +6,7 @@ import os
 import socket
 from collections import OrderedDict
 
+import graph_recorder
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +63,7 @@ def reconstruct(
     inputs=None,
     compiled=False,
     checkpointing=False,
+    graphs=lambda weights, tokens: False,
     **options,
 ) -> Reconstruction:
     settings = {"epochs": 2, "batch_size": BATCH, "num_samples": 20, "lr": 1e-2}
@@ -81,6 +83,7 @@ def reconstruct(
         dtype=torch.float32,
         compiled=compiled,
         checkpointing=checkpointing,
+        graphs=graphs,
     )
 
 
@@ -304,7 +307,7 @@ def test_every_option_changes_the_result_and_still_reduces_the_error(options):
 def test_divergence_and_its_gradient(monkeypatch, compiled):
     """Compare, in parts that do not divide the positions, with autograd through all logits."""
     monkeypatch.setattr("hestia_tune.losses._LOGIT_POSITIONS", 5)
-    work = reconstruct(make_model(), compiled=compiled)
+    work = reconstruct(make_model(), compiled=compiled, kl_blocks=1)
     head = torch.randn(DIM, 11, generator=torch.Generator().manual_seed(2))
     work.head = lambda h: h @ head
     target, out = states()[0], states()[1].requires_grad_()
@@ -314,11 +317,42 @@ def test_divergence_and_its_gradient(monkeypatch, compiled):
     (expected_grad,) = torch.autograd.grad(expected, out)
     torch._dynamo.reset()
     counters.clear()
-    found = work._divergence(out, target, 0)
+    found = work._divergence(out, target, *work._measured(0, None))
     assert counters["stats"]["unique_graphs"] == compiled
     (grad,) = torch.autograd.grad(3.0 * found, out)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(grad, 3.0 * expected_grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 2}, {"kl_blocks": 1, "kl_epochs": 2}, {"inputs": "own"}],
+)
+def test_graphs_give_the_same_weights(monkeypatch, options):
+    graph_recorder.install(monkeypatch)
+    if options.get("inputs"):
+        options = {"inputs": [{"shift": torch.full((BATCH, SEQ, DIM), k / 9)} for k in range(5)]}
+    found = []
+    for graphs in (False, True):
+        model = make_model()
+        work = reconstruct(model, graphs=lambda *size, graphs=graphs: graphs, **options)
+        found.append((results(work), model.state_dict()))
+    assert graph_recorder.capture.count == len(work.windows)
+    (one, weights), (other, same) = found
+    assert [r.error for r in one] == [r.error for r in other]
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def test_a_window_that_cannot_be_captured_ends_the_attempts(monkeypatch, caplog):
+    graph_recorder.install(monkeypatch)
+    work = reconstruct(make_model(), graphs=lambda *size: True)
+    difference = work._difference
+    monkeypatch.setattr(
+        work, "_difference", lambda out, *rest: difference(out, *rest) + 0 * out.sum().item()
+    )
+    assert all(r.error < r.naive_error for r in results(work))
+    assert graph_recorder.capture.count == 0 and "waits for the device" in caplog.text
+    assert caplog.text.count("run without a CUDA graph") == 1
 
 
 def test_inputs_reach_the_blocks():
