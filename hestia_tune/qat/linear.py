@@ -1,5 +1,6 @@
 """Define the quantized layer and its contents, and the quantized linear."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -258,6 +259,22 @@ class QuantizedLayer(nn.Module):
         return nn.Parameter(hard, requires_grad=dense and self.weight.requires_grad)
 
 
+def _initial_parameters(method: Method, weight: Tensor) -> list[Tensor]:
+    """Return the initial parameters of a method, without values for a weight without values.
+
+    A model on the meta device has hundreds of linears of a few shapes. The formulas cost the host
+    milliseconds for each of them, also without values.
+    """
+    if not weight.is_meta or isinstance(weight, DTensor):
+        return [*method.initial_parameters(weight)]
+    return [torch.empty_like(x) for x in _without_values(method, weight.shape, weight.dtype)]
+
+
+@functools.lru_cache(maxsize=64)
+def _without_values(method: Method, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return method.initial_parameters(torch.empty(shape, dtype=dtype, device="meta"))
+
+
 class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
     """A linear whose forward uses the effective weight; see `hestia_tune.methods.method`.
 
@@ -282,7 +299,7 @@ class QuantizedLinear(QuantizedLayer, FakeQuantizedLinear):
         for key in new.extra_keys:
             new.register_parameter(key, None)
         new._latent_dtype = mod.weight.dtype
-        initial = method.initial_parameters(mod.weight)
+        initial = _initial_parameters(method, mod.weight)
         for name, value in zip(method.parameter_names, initial, strict=True):
             trained = name in method.trained_parameters and mod.weight.requires_grad
             new.register_parameter(name, nn.Parameter(value, requires_grad=trained))
