@@ -23,7 +23,7 @@ rcParams.update({"svg.hashsalt": "hestia_tune", "svg.fonttype": "none", "font.si
 
 
 def relaxation() -> Figure:
-    """H(w; tau) (Eq. 6) and its slope (Lemma 1) over w/gamma, in one group of weights."""
+    """H(w; tau) (Eq. 8) and its slope (Lemma 4.1) over w/gamma, in one group of weights."""
     z = torch.linspace(-2, 2, 801, dtype=torch.float64)
     weight = z / z.abs().mean()  # one row, one group, whose scale gamma (Eq. 1) is 1
     weight = weight[None].requires_grad_()
@@ -45,7 +45,7 @@ def relaxation() -> Figure:
 
 
 def schedule() -> Figure:
-    """The pressure (Eq. 8) and the temperatures of three scores (Eqs. 12, 13) over the steps."""
+    """The pressure (Eq. 10) and the temperatures of three scores (Eqs. 14, 15) over the steps."""
     annealing = AnnealingSchedule(STEPS)  # the paper's rho, tau_init and alpha
     steps = range(STEPS + 1)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -63,7 +63,7 @@ def schedule() -> Figure:
 
 
 def sensitivity(artifact: SensitivityArtifact) -> Figure:
-    """The scores (Eq. 11) of a model's layers: one row of dots for each projection."""
+    """The scores (Eq. 13) of a model's layers: one row of dots for each projection."""
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in artifact.scores)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axis = figure.subplots()

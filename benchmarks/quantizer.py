@@ -30,7 +30,7 @@ def groups_scale(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, t
 
 
 def softmax_weight(weight, tau, pressure, group_size: int) -> torch.Tensor:
-    """Eqs. 5-7 by autograd: (..., 3) logits, probabilities, and their expectation."""
+    """Eqs. 7-9 by autograd: (..., 3) logits, probabilities, and their expectation."""
     groups, scale = groups_scale(weight, group_size)
     codes = torch.tensor([-1.0, 0.0, 1.0], device=weight.device, dtype=weight.dtype)
     logits = -((groups / scale).unsqueeze(-1) - codes).square() / tau

@@ -1,4 +1,4 @@
-"""Pressure and temperature of every step (Eqs. 8, 12, 13), as arithmetic without torch.
+"""Pressure and temperature of every step (Eqs. 10, 14, 15), as arithmetic without torch.
 
 Legend: t global step (optimizer steps done so far), T total steps, rho compress ratio,
 T_comp = rho·T (a real number, not rounded), alpha sensitivity strength, s sensitivity score.
@@ -89,7 +89,7 @@ class AnnealingSchedule:
         return cls(total_steps, **options | changes)
 
     def pressure(self, step: int) -> float:
-        """Return p_t = min(1, t / (rho·T)), or 1 if rho is 0 (Eq. 8)."""
+        """Return p_t = min(1, t / (rho·T)), or 1 if rho is 0 (Eq. 10)."""
         if self.rho == 0 or step >= self.total_steps:
             return 1.0
         return min(1.0, step / (self.rho * self.total_steps))
@@ -97,9 +97,9 @@ class AnnealingSchedule:
     def temperature(self, step: int, score: float = 0.0) -> float:
         """Return the temperature of a tensor with the sensitivity score ``score``.
 
-        It is e^{alpha·s} times a base (Eq. 13), so a more sensitive tensor is hotter at every step.
+        It is e^{alpha·s} times a base (Eq. 15), so a more sensitive tensor is hotter at every step.
         The base is tau_init until T_comp. Then it is (tau_init/2)·(1 +
-        cos(pi·(t - T_comp)/(T_hard - T_comp))) until T_hard = (1 - hard_fraction)·T (Eq. 12, where
+        cos(pi·(t - T_comp)/(T_hard - T_comp))) until T_hard = (1 - hard_fraction)·T (Eq. 14, where
         T_hard is T), and 0 afterwards.
         """
         compress_steps = self.rho * self.total_steps

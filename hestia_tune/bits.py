@@ -7,7 +7,7 @@ small, so
     L(W - e) - L(W)  =  1/2 e'He + ...  ~  1/2 Tr(H)/n ||e||^2
 
 The second step holds in the mean over errors that are uncorrelated and of equal size: then
-E[e'He] = Tr(H) E||e||^2/n. Tr(H) is the trace that the temperatures use (Eq. 10); HAWQ-V2
+E[e'He] = Tr(H) E||e||^2/n. Tr(H) is the trace that the temperatures use (Eq. 12); HAWQ-V2
 (arXiv 1911.03852) chooses bits by the same product. The increases of the linears are added up.
 
 The errors are measured on the pretrained weights, before any training. Training makes them smaller,

@@ -27,9 +27,9 @@ from hestia_tune.methods.method import Scalar, effective_weight, require_float
 def relaxed_ternary(
     weight: Tensor, tau: Scalar, pressure: Scalar = 1.0, *, group_size: GroupSize = 128
 ) -> Tensor:
-    """Return the effective weight (1 - p)·W + p·H(W; tau) (Eqs. 5-7), differentiable in ``weight``.
+    """Return the effective weight (1 - p)·W + p·H(W; tau) (Eqs. 7-9), differentiable in ``weight``.
 
-    The gradient is the closed form of Lemma 1, with a detached scale. It saves only ``weight``.
+    The gradient is the closed form of Lemma 4.1, with a detached scale. It saves only ``weight``.
     Under ``torch.compile``, pass ``tau`` and ``pressure`` as 0-D tensors. The compiler would treat
     a float as a constant and compile again for every value.
 
@@ -106,7 +106,7 @@ def optimal_temperature(
         group_size: See the module docstring.
 
     Returns:
-        tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights (Sec. 4.1).
+        tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights (Sec. 5.1).
 
     Raises:
         InputTypeError: If a weight is not floating point.

@@ -14,7 +14,7 @@ from hestia_tune.methods.method import SEARCH_RANGE
 
 
 def relaxation_error(weights, tau: float, group_size) -> float:
-    """Return the sum of (w - H(w; tau))^2 over all weights, by Eq. 6."""
+    """Return the sum of (w - H(w; tau))^2 over all weights, by Eq. 8."""
     total = 0.0
     for weight in weights:
         weight = weight.double()

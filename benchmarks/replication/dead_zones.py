@@ -5,7 +5,7 @@ r"""The paper's dead zones, measured while straight-through, uniform and Hestia 
 
 One learning rate for all methods, since it decides how far a step goes. A weight is in a boundary
 zone if ||w|/gamma - 1/2| is below ``--zone``. After every step: the share of codes that it changed
-(the other weights are in the dead zone of Eq. 4), and of those that have ever differed from the
+(the other weights are in the dead zone of Eq. 6), and of those that have ever differed from the
 first. Every ``--every`` steps also the share of weights in the zones, and the mean |gradient| of
 latent weights inside and outside of them, before clipping. At the end the validation losses of the
 last training step's weights, relaxed as that step had them and hard. Writes a picture and

@@ -136,23 +136,23 @@ FORMATS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Section):
-    """The ``schedule`` section: pressure and temperature (Eqs. 8, 12, 13)."""
+    """The ``schedule`` section: pressure and temperature (Eqs. 10, 14, 15)."""
 
     section: ClassVar[str] = "schedule"
     rho: float = option(0.2, **RANGES["rho"])
-    """Fraction of the steps in which the pressure rises from 0 to 1 (Eq. 8). The default is the
+    """Fraction of the steps in which the pressure rises from 0 to 1 (Eq. 10). The default is the
     paper's value."""
     tau_init: int | float | str = option(0.3, choices=("auto",), **RANGES["tau_init"])
-    """Temperature while the pressure rises (Eq. 12). The default is the paper's value. "auto" takes
+    """Temperature while the pressure rises (Eq. 14). The default is the paper's value. "auto" takes
     the temperature that fits the model's own weights best. tau_init 0 with rho 0 is
     straight-through training."""
     alpha: float = option(0.4, **RANGES["alpha"])
-    """Strength of the sensitivity in the temperature (Eq. 13). The default is the paper's value.
+    """Strength of the sensitivity in the temperature (Eq. 15). The default is the paper's value.
     0 gives all layers the same temperature."""
     hard_fraction: float = option(0.0, **RANGES["hard_fraction"])
     """Fraction of the steps, at the end of training, with temperature 0. In these steps the model
     computes with hard codes and trains straight-through, so that scales and norms adapt to the
-    codes. The cosine of Eq. 12 ends before them. The default is the paper's schedule."""
+    codes. The cosine of Eq. 14 ends before them. The default is the paper's schedule."""
 
     def check(self) -> None:
         check_shares(self.rho, self.hard_fraction)
@@ -336,7 +336,7 @@ class EstimationConfig(Section):
 
     section: ClassVar[str] = "sensitivity_estimation"
     curvature: str = option("hessian", choices=("hessian", "fisher"))
-    """The matrix whose trace is measured. "hessian" is the paper's matrix (Eq. 10). "fisher" is the
+    """The matrix whose trace is measured. "hessian" is the paper's matrix (Eq. 12). "fisher" is the
     Gauss-Newton matrix. It is much cheaper, because plain backward passes measure all layers at
     once."""
     num_samples: int = option(50, low=1, high=10**6)
@@ -354,7 +354,7 @@ class EstimationConfig(Section):
     sketch columns and num_probes probes (Appendix B: 10 and 20), and target_standard_error has no
     effect. null: no sketch, and as many probes as target_standard_error needs."""
     kappa: float = option(1.0, low=0, high=1e3, remedy="the paper uses 1")
-    """Gain of the scores (Eq. 11). The default is the paper's value."""
+    """Gain of the scores (Eq. 13). The default is the paper's value."""
     output: str | None = None
     """Path of the artifact. null: use sensitivity.json in output_dir."""
     overwrite: bool = False

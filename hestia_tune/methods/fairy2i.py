@@ -1,4 +1,4 @@
-"""Quantize to complex weights in {1, i, -1, -i} by Fairy2i, hard and relaxed (Sec. 4.3).
+"""Quantize to complex weights in {1, i, -1, -i} by Fairy2i, hard and relaxed (Sec. 5.3).
 
 A real weight (2n, 2m) acts on x = (x1, x2) as y = U·x + W·conj(x) acts on x1 + i·x2, with one pair
 of complex (n, m) matrices:

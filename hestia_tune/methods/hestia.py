@@ -1,4 +1,4 @@
-"""Quantize by Hestia: hard weights (Eq. 2) and their softmax relaxation (Eqs. 5-7), by codebook.
+"""Quantize by Hestia: hard weights (Eq. 2) and their softmax relaxation (Eqs. 7-9), by codebook.
 
 Legend: w weight, gamma scale, z = w/gamma, a = |z|, q code in {-1, 0, 1}, tau temperature,
 p pressure. With
@@ -8,10 +8,10 @@ p pressure. With
 the softmax gives the nearer outer code the weight 1/D, zero e2/D, and the farther outer code e1/D.
 So the formulas never materialise the softmax over the codebook:
 
-    H      = gamma · sign(z) · (1 - e1)/D                  (Eq. 6)
-    dH/dw  = (2/tau) · (4·e1/D + (e2/D)·(1 + e1))/D        (Lemma 1)
+    H      = gamma · sign(z) · (1 - e1)/D                  (Eq. 8)
+    dH/dw  = (2/tau) · (4·e1/D + (e2/D)·(1 + e1))/D        (Lemma 4.1)
 
-Lemma 1 has the variance E[q^2] - E[q]^2. Here it is one fraction with positive terms. In float32,
+Lemma 4.1 has the variance E[q^2] - E[q]^2. Here it is one fraction with positive terms. In float32,
 the difference would lose all its digits where the softmax is confident, which is where annealing
 ends.
 
@@ -46,7 +46,7 @@ which grid it used. Var[q] is the sum over pairs of levels of pi·pi'·(q - q')^
 positive, so it keeps its digits where one level is certain.
 
 The paper chooses tau_init by minimising the global mean squared error between the weights and
-their relaxation (Sec. 4.1). The error is the sum of (w - H(w; tau))^2 over all weights of all
+their relaxation (Sec. 5.1). The error is the sum of (w - H(w; tau))^2 over all weights of all
 layers. With z = |w|/gamma it is the sum of gamma^2·(z - mu(z; tau))^2. So the ternary method reads
 the weights once, layer by layer, and fills a histogram of z weighted by gamma^2. The search over
 tau needs only the histogram.
@@ -317,7 +317,7 @@ class EvenMethod(GroupMethod):
 
 
 def softmax(z: Tensor, levels: Sequence[float], tau: Tensor) -> list[Tensor]:
-    """Return pi_q, proportional to exp(-(z - q)^2/tau), of every level q (Eq. 5).
+    """Return pi_q, proportional to exp(-(z - q)^2/tau), of every level q (Eq. 7).
 
     Args:
         z: The weights in units of the scale.
@@ -332,7 +332,7 @@ def softmax(z: Tensor, levels: Sequence[float], tau: Tensor) -> list[Tensor]:
 
 
 def mean_level(levels: Sequence[float], pi: Sequence[Tensor]) -> Tensor:
-    """Return E[q] of `softmax` (Eq. 6)."""
+    """Return E[q] of `softmax` (Eq. 8)."""
     return reduce(torch.add, [q * p for q, p in zip(levels, pi, strict=True)])
 
 

@@ -165,7 +165,7 @@ class Method(ABC):
         parameters: Sequence[Tensor] = (),
         total: SumOverRanks | None = None,
     ) -> Tensor:
-        """Return (1 - p)·W + p·H(W; tau) (Eq. 7), in the shape and dtype of ``weight``.
+        """Return (1 - p)·W + p·H(W; tau) (Eq. 9), in the shape and dtype of ``weight``.
 
         Args:
             weight: The latent weight (out_features, in_features), or some of its rows.
@@ -476,7 +476,7 @@ def extras(weight: Tensor, pressure: Tensor, method: Method) -> tuple[Tensor, ..
 def effective_weight(
     weight: Tensor, tau: Scalar, pressure: Scalar, method: Method, parameters: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Return the differentiable effective weight (Eq. 7) of ``method``.
+    """Return the differentiable effective weight (Eq. 9) of ``method``.
 
     `as_scalar` says which values ``tau`` and ``pressure`` may have.
     """
@@ -576,7 +576,7 @@ def quantized_linear(
     method: Method,
     parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return ``F.linear`` with the effective weight (Eq. 7) in place of the latent weight.
+    """Return ``F.linear`` with the effective weight (Eq. 9) in place of the latent weight.
 
     Args:
         x: The input (..., in_features). Its dtype, or autocast's dtype, is the products' dtype.

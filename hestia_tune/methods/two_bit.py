@@ -5,8 +5,8 @@ the weight takes the same bytes and the same time. A group whose large weights a
 negative scale, so its levels are {1, 0, -1, -2} times the magnitude of the scale. For Gaussian
 weights in groups of 64, the least relative squared error is .122; it is .182 for ternary codes.
 
-With z = w/s and the codes q, the relaxation is that of the paper (Eqs. 5, 6) with another codebook,
-and Lemma 1 holds for every codebook:
+With z = w/s and the codes q, the relaxation is that of the paper (Eqs. 7, 8) with another codebook,
+and Lemma 4.1 holds for every codebook:
 
     pi_q  proportional to exp(-(z - q)^2/tau)    H = s·E[q]    dH/dw = (2/tau)·Var[q]
 

@@ -290,7 +290,7 @@ def hutchpp(
 ) -> tuple[float, float, int]:
     """Return the Hutch++ estimate of the trace of a symmetric matrix H, (dim, dim).
 
-    h = Tr(Q^T H Q) + Tr(G^T (I - Q Q^T) H (I - Q Q^T) G)/num_probes (Eq. 10). h is the
+    h = Tr(Q^T H Q) + Tr(G^T (I - Q Q^T) H (I - Q Q^T) G)/num_probes (Eq. 12). h is the
     estimate. Q, (dim, rank), is an orthonormal basis of H times random signs (the sketch). G, (dim,
     num_probes), holds random signs (the probes).
 

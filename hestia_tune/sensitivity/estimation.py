@@ -1,4 +1,4 @@
-"""Measure the sensitivity of each layer: its trace, its score (Eq. 11), the artifact of all scores.
+"""Measure the sensitivity of each layer: its trace, its score (Eq. 13), the artifact of all scores.
 
 **Estimation.** The loss is the mean over all calibration tokens. So the trace of a layer is the
 mean of its traces on the batches, weighted by their numbers of tokens. Every batch gets its own
@@ -77,9 +77,9 @@ def sensitivity_scores(
     kappa: float = 1.0,
     epsilon: float = 1e-8,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the sensitivity scores of the layers (Eq. 11) and their standard errors.
+    """Return the sensitivity scores of the layers (Eq. 13) and their standard errors.
 
-    s_i = sigmoid(kappa·z_i), z_i = (log h_i - mu)/(sigma + eps) (Eq. 11), where
+    s_i = sigmoid(kappa·z_i), z_i = (log h_i - mu)/(sigma + eps) (Eq. 13), where
 
     - s_i is the score and h_i the trace of layer i. An unresolved layer takes the smallest resolved
       trace.
@@ -136,12 +136,12 @@ class SensitivityArtifact:
             different layers, or if there are no scores and no trace is resolved.
     """
 
-    # Fully qualified name -> trace of the diagonal block of this weight, in the Hessian (Eq. 10) or
+    # Fully qualified name -> trace of the diagonal block of this weight, in the Hessian (Eq. 12) or
     # in the Gauss-Newton matrix. The loss is in nats per token.
     traces: dict[str, float]
     # Standard errors of the traces, as estimates for the calibration samples.
     standard_errors: dict[str, float]
-    # s_i in (0, 1) (Eq. 11). Empty: computed with kappa and epsilon of the estimator.
+    # s_i in (0, 1) (Eq. 13). Empty: computed with kappa and epsilon of the estimator.
     scores: dict[str, float] = field(default_factory=dict)
     model_fingerprint: str  # See `model_fingerprint`.
     # Number of matrix-vector products (or backward passes) for each trace. Empty: unknown.

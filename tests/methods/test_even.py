@@ -1,4 +1,4 @@
-"""Test Hestia's relaxation with two and four levels against Eqs. 5 to 7."""
+"""Test Hestia's relaxation with two and four levels against Eqs. 7 to 9."""
 
 import pytest
 import torch

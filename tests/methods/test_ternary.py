@@ -275,7 +275,7 @@ def test_a_learned_scale_starts_as_the_mean_and_is_exported():
 @pytest.mark.parametrize("scale", ["absmean", "learned"])
 @pytest.mark.parametrize(("threshold", "offset"), [("learned", "learned"), ("half", "learned")])
 def test_gradients_of_threshold_and_offset_equal_autograd(tau, scale, threshold, offset):
-    """Check H = gamma·mu((w - o·g)/delta), with mu the relaxed code of Eq. 6 at scale 1.
+    """Check H = gamma·mu((w - o·g)/delta), with mu the relaxed code of Eq. 8 at scale 1.
 
     delta is 2·sigmoid(s)·g or gamma.
     """

@@ -1,4 +1,4 @@
-"""Scores from traces (Eq. 11), and their standard errors."""
+"""Scores from traces (Eq. 13), and their standard errors."""
 
 import math
 
