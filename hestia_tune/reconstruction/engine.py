@@ -65,7 +65,7 @@ from hestia_tune.files import read_json, read_state, remove, staged, write_json
 from hestia_tune.graphs import Graphed
 from hestia_tune.losses import divergence
 from hestia_tune.models.loading import build_buffers
-from hestia_tune.qat.linear import quantized_linears
+from hestia_tune.qat.linear import quantized_linears, weights_of
 from hestia_tune.qat.schedule import ScheduleDriver
 from hestia_tune.reconstruction.window import (
     MEMORY_GIB,
@@ -530,8 +530,9 @@ class Windows:
 
         def write() -> None:
             initial = {name: value.contiguous() for name, value in (state or {}).items()}
-            for name, layer in layers.items():
-                values = layer.method.initial_parameters(initial[f"{name}.weight"].float())
+            for name, weight in weights_of(layers, initial).items():
+                layer = layers[name]
+                values = layer.method.initial_parameters(weight.float())
                 keys = (f"{name}.{key}" for key in layer.method.parameter_names)
                 initial |= zip(keys, values, strict=True)
             with staged(path) as temporary:

@@ -325,7 +325,7 @@ class ReconstructionRecipe:
         validation = validation_identity(self.config)
         resumes = self.config.resume_from_checkpoint  # The checkpoint has the losses already.
         if existing and (resumes or validation in (None, existing.get("validation"))):
-            log.info(f"the ternary blocks come from {self.output}")
+            log.info(f"the quantized blocks come from {self.output}")
             self.finished, self.losses = True, existing["validation_loss"]
             return
         self.computed = existing is None
@@ -550,7 +550,7 @@ class ReconstructionRecipe:
             )
         else:
             log.info(
-                f"stage 1: {len(work.blocks)} blocks become ternary one after the other; the error "
+                f"stage 1: quantizing {len(work.blocks)} blocks one after the other; the error "
                 "is the difference from the pretrained outputs, as a share of their size"
             )
 
@@ -571,6 +571,6 @@ class ReconstructionRecipe:
             return "stopped; everything trained so far is kept"
         table = outputs.results_table(self.losses) + "\n\n" if self.losses else ""
         return (
-            f"\n{table}{self.output} has the ternary model (hard_model), a start for training "
+            f"\n{table}{self.output} has the trained model (hard_model), a start for training "
             f"({LATENTS_FILE}), the losses ({RESULTS_FILE}) and a picture (errors.png)"
         )

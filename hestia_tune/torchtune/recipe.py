@@ -499,7 +499,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         if self.data.is_stream:
             sequences = self.global_step * self.data.sequences_per_step
             description["stream"] = {"sequences": sequences}
-        log.info(f"writing the ternary model to {self.output_dir / 'hard_model'}")
+        log.info(f"writing the trained model to {self.output_dir / 'hard_model'}")
 
         def write() -> None:
             folder, checkpointer = self.output_dir, self.run.checkpointer
@@ -524,7 +524,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         """Return the text to print at the end."""
         if self.finished:
             return (
-                f"\n{self.table()}\n\n{self.output_dir} has the ternary model (hard_model), the "
+                f"\n{self.table()}\n\n{self.output_dir} has the trained model (hard_model), the "
                 "losses (results.json) and a picture (curves.png)"
             )
         return f"stopped after step {self.global_step} of {self.total_steps}; a checkpoint is kept"

@@ -190,7 +190,7 @@ def results_table(losses: Mapping[str, float]) -> str:
     if is_better:
         lines += [
             "",
-            "More than 100% recovered: the ternary model predicts this text better than the",
+            "More than 100% recovered: the trained model predicts this text better than the",
             "pretrained model, because it was trained on similar text. It need not be better",
             "elsewhere.",
         ]
