@@ -14,8 +14,8 @@ the linears as they are: float32 weights and optimizer, computing in the config'
 layers; "Hestia" has a temperature for each layer, from made-up sensitivity scores between 0 and 1.
 
 "bare" is the floor: the same model, loss and optimizer in a loop of a few lines, without recipe,
-FSDP or quantization. "bare, graphed" (CUDA only) replays the forward and backward pass of a
-micro-batch as one CUDA graph, so that the host launches next to nothing.
+FSDP or quantization, in one process. "bare, graphed" (CUDA only) replays the forward and backward
+pass of a micro-batch as one CUDA graph, so that the host launches next to nothing.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 from torchtune import training
 
-from hestia_tune.config.run_config import RunConfig
+from hestia_tune.config.run_config import RunConfig, num_ranks
 from hestia_tune.files import write_atomically
 from hestia_tune.losses import training_loss
 from hestia_tune.models.loading import build_buffers, instantiate, plain_on_meta
@@ -116,7 +116,7 @@ def config_of(options: argparse.Namespace, name: str):
         "_component_": "cost.RandomTokens",
         "seq_len": options.seq_len,
         "vocab_size": cfg.model.get("vocab_size", options.vocab_size),
-        "num": (options.steps + _WARM_UP) * step,
+        "num": (options.steps + _WARM_UP) * step * num_ranks(),
     }
     cfg.tokenizer = {"_component_": "cost.NoTokenizer"}
     # The recipe would look for a file of scores: `make_driver` brings made-up ones.
@@ -275,6 +275,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--vocab-size", type=int, default=1024, help="if the config names none")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, which FSDP2 shards over")
     parser.add_argument("--out", default="runs/replication/cost")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--overrides", nargs="*", default=[], help="of the config")
@@ -283,15 +284,19 @@ def main() -> None:
         parser.error("--steps must be at least 1, and 2 with --profile, which takes one for itself")
     logging.disable(logging.INFO)
     if options.child:
-        print(json.dumps(measure(options, options.child)))
+        found_here = measure(options, options.child)
+        if num_ranks() == 1 or torch.distributed.get_rank() == 0:
+            print(json.dumps(found_here))
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         return
     found: dict[str, list[dict[str, float]]] = {name: [] for name in options.methods}
-    command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
+    command = [sys.executable, "-W", "ignore"]
+    if options.ranks > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
     for _ in range(options.rounds):
         for name in options.methods:
-            child = [*command[:4], "--child", name, *command[4:]]
+            child = [*command, __file__, "--child", name, *sys.argv[1:]]
             done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True)
             found[name].append(json.loads(done.stdout.splitlines()[-1]))
             print(name, found[name][-1], file=sys.stderr, flush=True)
