@@ -72,7 +72,7 @@ _MOST_STATES = 200_000
 
 
 class Allocation(NamedTuple):
-    """Hold one option per layer.
+    """One option per layer.
 
     Attributes:
         options: The index of each layer's option.
@@ -341,7 +341,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Hold the budget of a model and its choices.
+    """Budget of a model and its choices.
 
     Attributes:
         average: The largest mean number of bits per weight.
@@ -414,17 +414,17 @@ class Budget:
 
     @property
     def size(self) -> int:
-        """Return the number of weights that share the budget."""
+        """The number of weights that share the budget."""
         return sum(layer.size for layer in self.layers.values()) + self.embedding[0]
 
     @property
     def limit(self) -> Fraction:
-        """Return the number of bits that all linears together may have."""
+        """The number of bits that all linears together may have."""
         return Fraction(str(self.average)) * self.size - self.embedding[1]
 
     @property
     def costs(self) -> np.ndarray:
-        """Return the cost of every choice of every linear in fifths of a bit (layers, choices)."""
+        """The cost of every choice of every linear in fifths of a bit (layers, choices)."""
         rows = [
             [int(_UNITS * x.size * bits_per_weight(choice, x.group)) for choice in self.methods]
             for x in self.layers.values()

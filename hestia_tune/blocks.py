@@ -24,7 +24,7 @@ from hestia_tune.errors import InputError
 
 
 class BlockCall(NamedTuple):
-    """Hold the inputs of a block after the hidden states."""
+    """Inputs of a block after the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

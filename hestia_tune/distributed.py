@@ -158,7 +158,7 @@ def progress_bar(
 
 
 class StopRequest:
-    """Hold a request to save and stop, made by Ctrl-C, SIGTERM or SIGHUP.
+    """A request to save and stop, made by Ctrl-C, SIGTERM or SIGHUP.
 
     A second Ctrl-C interrupts at once. Under nohup, SIGHUP has no effect. If torchrun was killed,
     its ranks see a request too.
@@ -170,7 +170,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Return whether the run should save and stop."""
+        """Whether the run should save and stop."""
         return self._signalled or self._parent not in (None, os.getppid())
 
     def _handle(self, signum, frame):

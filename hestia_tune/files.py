@@ -160,7 +160,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 class JSONFile(dict[str, Any]):
-    """Hold the mapping of a JSON file. A missing key raises InputError, which names the file.
+    """Mapping of a JSON file. A missing key raises InputError, which names the file.
 
     Args:
         path: Path of the file.

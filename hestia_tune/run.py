@@ -290,18 +290,18 @@ class Prepared:
 
     @cached_property
     def layers(self) -> list[str]:
-        """Return the names of the quantized linears, in model order."""
+        """The names of the quantized linears, in model order."""
         return list(quantized_linears(self.model))
 
     @cached_property
     def methods(self) -> dict[str, Method]:
-        """Return the method of every quantized linear, by name."""
+        """The method of every quantized linear, by name."""
         return methods_of(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Hold what a run knows. All fields are the same on every rank but ``device``.
+    """What a run knows. All fields are the same on every rank but ``device``.
 
     Attributes:
         config: The config, with a seed, and with the bits of every linear once they are chosen.
@@ -348,27 +348,27 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the matrix products."""
+        """The dtype of the matrix products."""
         return get_dtype(self.config.dtype, self.device)
 
     @property
     def component(self) -> Component:
-        """Return the quantizer component."""
+        """The quantizer component."""
         return self.prepared.component
 
     @property
     def model(self) -> nn.Module:
-        """Return the prepared model on the meta device."""
+        """The prepared model on the meta device."""
         return self.prepared.model
 
     @property
     def layers(self) -> list[str]:
-        """Return the names of the quantized linears, in model order."""
+        """The names of the quantized linears, in model order."""
         return self.prepared.layers
 
     @property
     def methods(self) -> dict[str, Method]:
-        """Return the method of every quantized linear, by name."""
+        """The method of every quantized linear, by name."""
         return self.prepared.methods
 
     def changed(self: R, **changes: Any) -> R:
@@ -475,7 +475,7 @@ class TrainingRun(Run):
 
     @cached_property
     def recomputes_logits(self) -> bool:
-        """Return whether the logits of a micro-batch are too large to keep until the backward pass.
+        """Whether the logits of a micro-batch are too large to keep until the backward pass.
 
         Chunks of them are then computed twice (`hestia_tune.losses`).
         """

@@ -99,6 +99,13 @@ def test_links_lead_somewhere(page):
             assert anchor in {heading.lower().replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_no_code_block_is_cut_off_on_a_laptop(page):
+    blocks = re.findall(r"^```\w+\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 76] == []
+
+
 def test_the_page_of_options_is_what_the_command_prints():
     page = (REPOSITORY / "docs" / "options.md").read_text(encoding="utf-8")
     assert page == options_page(), "run: python -m hestia_tune options > docs/options.md"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-HAS_MKDOCS = all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings")))
+_SITE = ("mkdocs", "material", "mkdocstrings", "latex2mathml")
+HAS_MKDOCS = all(map(importlib.util.find_spec, _SITE))
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,10 +55,11 @@ def test_every_page_is_built(site):
 @pytest.mark.parametrize(
     "page, text, pictures",
     [
-        ("/", "tune run hestia_qat --config demo", 0),
+        ("/", "hestia qat demo", 0),
         ("/how_it_works/", "temperature", 3),
         ("/api/functional/", "hestia_tune.functional.relaxed_ternary", 0),
         ("/contributing/", "pip install -e '.[dev]'", 0),
+        ("/results/bits/", "Four levels", 2),
     ],
 )
 def test_page_in_a_browser(browser, address, page, text, pictures):
@@ -76,6 +78,20 @@ def test_page_in_a_browser(browser, address, page, text, pictures):
     )
     assert loaded and all(name.startswith(address) for name in loaded)
     assert errors(browser) == []
+
+
+# Code scrolls on a phone, where 76 characters are wider than the page.
+@pytest.mark.parametrize("width, code_may_scroll", [(1280, False), (390, True)])
+def test_nothing_is_cut_off(browser, address, site, width, code_may_scroll):
+    browser.set_window_size(width, 900)
+    for index in site.glob("**/index.html"):
+        browser.get(f"{address}/{index.parent.relative_to(site)}/")
+        wide = browser.execute_script(
+            "return [...document.querySelectorAll('article pre code')]"
+            ".filter(code => code.scrollWidth > code.clientWidth + 1).map(code => code.innerText)"
+        )
+        assert code_may_scroll or wide == [], index
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width, index
 
 
 @pytest.mark.parametrize("query", ["group_size", "AnnealingSchedule"])

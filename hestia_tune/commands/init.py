@@ -9,7 +9,7 @@ Every model goes through `hestia_tune.models.hugging_face`. For the families tha
 torchtune's builders give the same losses (docs/results/correctness.md), but they need all sizes and
 a checkpointer in the config.
 
-The recipe is the recipe of docs/evening.md for small budgets. On a CPU the budget is the smallest
+The recipe is the recipe of docs/budgets.md for small budgets. On a CPU the budget is the smallest
 that the page recommends, and up to four times as much if that takes less than three hours.
 """
 
@@ -83,7 +83,7 @@ _ROWS = 100  # rows of the data that are looked at
 # Tokens that end a document in well-known vocabularies. The tokenizer's own end token may end a
 # turn of a chat instead.
 _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
-# Hours of one core for this number of parameters: docs/evening.md, "On CPU cores".
+# Hours of one core for this number of parameters: docs/budgets.md, "On a CPU".
 _HOURS, _PARAMETERS = 3.0, 135e6
 
 
@@ -550,7 +550,7 @@ def _choose_budget(
     Training keeps four float32 numbers for a parameter, the effective weight and the teacher. A
     token takes about 17 numbers of the width in every block, and 5 numbers of the vocabulary. For
     SmolLM2-135M with 8 sequences of 256 tokens and no teacher this is 4.3 GiB.
-    docs/results/smollm2.md measured 4.6 GiB.
+    docs/results/quality.md measured 4.6 GiB.
 
     Args:
         model: The model, on the meta device.

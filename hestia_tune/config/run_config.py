@@ -380,7 +380,7 @@ def _check_parts(key: str, parts: list[Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """Hold all keys of the YAML file. Components stay mappings with a ``_component_``."""
+    """All keys of the YAML file. Components stay mappings with a ``_component_``."""
 
     # Keys of torchtune's recipe.
     output_dir: str
@@ -602,7 +602,7 @@ class RunConfig(Section):
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Return the values that stand for "auto" in the config that was given, by key."""
+        """The values that stand for "auto" in the config that was given, by key."""
         return dict(getattr(self, "_chosen", {}))
 
     @property
@@ -612,7 +612,7 @@ class RunConfig(Section):
 
     @property
     def machine_settings(self) -> dict[str, Any]:
-        """Return the settings that another machine may change without changing the run."""
+        """The settings that another machine may change without changing the run."""
         keys = ("device", "dtype", "compile", "num_workers", "batch_size")
         values = {key: getattr(self, key) for key in keys}
         values["gradient_accumulation_steps"] = self.gradient_accumulation_steps
@@ -712,23 +712,23 @@ class RunConfig(Section):
 
     @property
     def is_transformers_model(self) -> bool:
-        """Return whether transformers builds the model, from its folder alone."""
+        """Whether transformers builds the model, from its folder alone."""
         return self.model["_component_"] == TRANSFORMERS_MODEL
 
     @property
     def needs_pretrained(self) -> bool:
-        """Return whether training starts from the pretrained weights or distils from them."""
+        """Whether training starts from the pretrained weights or distils from them."""
         teacher = self.distillation.teacher if self.distillation.weight else None
         return "pretrained" in (self.init, teacher)
 
     @property
     def model_type(self) -> str:
-        """Return the checkpointer's model type. It decides the names of the weights in files."""
+        """The checkpointer's model type. It decides the names of the weights in files."""
         return str(self.checkpointer.get("model_type"))
 
     @property
     def datasets(self) -> list[dict[str, Any]]:
-        """Return the dataset components of the ``dataset`` section, as a list."""
+        """The dataset components of the ``dataset`` section, as a list."""
         return self.dataset if isinstance(self.dataset, list) else [self.dataset]
 
     def changed(self, **changes: Any) -> "RunConfig":

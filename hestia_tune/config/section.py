@@ -57,7 +57,7 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Hold a part of the YAML file. Its fields are plain, or `option` declares them.
+    """A part of the YAML file. Its fields are plain, or `option` declares them.
 
     Raises:
         InputTypeError: If a value has the wrong type.

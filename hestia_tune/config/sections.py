@@ -82,7 +82,7 @@ class BitsConfig(Section):
 
     @property
     def reads_sensitivity(self) -> bool:
-        """Return whether the choice reads the traces of the sensitivity."""
+        """Whether the choice reads the traces of the sensitivity."""
         return self.average is not None and self.by == "sensitivity"
 
     def check(self) -> None:
@@ -259,7 +259,7 @@ class SourceConfig(Section):
 
     @property
     def files(self) -> str:
-        """Return the name of the data for messages."""
+        """The name of the data for messages."""
         return str(self.data_files or self.source)
 
 
@@ -397,7 +397,7 @@ class ConvertConfig(Section):
     """Block type of the quantized weights in a GGUF file. "auto": the smallest type that holds the
     weights exactly and runs well, which is TQ2_0 if every group is a multiple of 256 weights, else
     Q2_0, and Q4_0 for weights that Q2_0 cannot hold. With a list, each weight gets the first type
-    in the list that can hold its groups. docs/convert.md compares the types."""
+    in the list that can hold its groups. docs/formats.md compares the types."""
     onnx_head: str = option("float32", choices=("float32", "int8"))
     """Output head of an ONNX file. "float32" is exact. "int8" is faster and rounds the head to 8
     bits in blocks of 32."""

@@ -134,7 +134,7 @@ class MixtureDataset(Stream):
         return [self._seed, *self._share(), *parts]
 
     def _shared(self) -> list[Part]:
-        """Return the parts, which read the shares of this rank."""
+        """The parts, which read the shares of this rank."""
         for part in self.parts:
             part.stream.rank, part.stream.world_size = self.rank, self.world_size
         return self.parts

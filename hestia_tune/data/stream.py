@@ -339,7 +339,7 @@ class RowStream(Stream, Generic[Document]):
             self.reseed(seed + 1)
 
     def count_documents(self) -> int | None:
-        """Return the number of documents in one pass, over all ranks.
+        """The number of documents in one pass, over all ranks.
 
         The number comes from the hub, from the footers of local parquet files, or from the number
         of lines in local text files.

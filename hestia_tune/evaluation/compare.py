@@ -40,7 +40,7 @@ Estimate = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelResult:
-    """Hold the scores of one model, as plain values for JSON.
+    """Scores of one model, as plain values for JSON.
 
     Args:
         name: Name of the model's column. No two models of a table have the same name.
@@ -63,7 +63,7 @@ class ModelResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold the models side by side, as `compare` returns them.
+    """Models side by side, as `compare` returns them.
 
     Attributes:
         models: Name -> result.

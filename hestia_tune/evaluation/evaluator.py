@@ -203,7 +203,7 @@ _MORE_TOKENS = 65536  # the most tokens of a text that no option names
 
 
 class Evaluator:
-    """Hold the tasks and texts of an ``eval`` section, loaded before any model.
+    """Tasks and texts of an ``eval`` section, loaded before any model.
 
     Args:
         settings: The ``eval`` section.

@@ -141,7 +141,7 @@ class _CompressedTensors(Format):
     """A packed folder of transformers."""
 
     name = "compressed_tensors"
-    about = "2-bit codes in the layout `pack-quantized`"
+    about = "2-bit codes in the `pack-quantized` layout"
     runs_in = "transformers"
     extra = "compressed-tensors"
     packages = ("compressed_tensors",)

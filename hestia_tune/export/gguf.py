@@ -763,10 +763,7 @@ class _GGUF(Format):
     """A file of llama.cpp, with a Modelfile for Ollama beside it."""
 
     name = extra = library = "gguf"
-    about = (
-        "2.06 bits per weight in the type `TQ2_0`, 2.25 in `Q2_0`, or "
-        "[another type](convert.md#block-types-of-gguf)"
-    )
+    about = "2.06 bits per weight as `TQ2_0`, 2.25 as `Q2_0`, or [another type](#block-types)"
     runs_in = "llama.cpp, LM Studio, Ollama"
     packages = ("gguf",)
     file = "model.gguf"
@@ -774,12 +771,12 @@ class _GGUF(Format):
     architectures = tuple(FAMILIES)
     holds_stacks = True
     variants = {f"gguf {name}": f"convert.block_type={name}" for name in BLOCK_TYPES}
-    # docs/convert.md, "Groups of 256", has the measurement.
+    # docs/formats.md, "Groups of 256", has the measurement.
     preferred_group = (
         256,
         "256 weights share a scale, so that llama.cpp's type TQ2_0 holds the model; it is small, "
         "and fast on CPUs; groups of 256 instead of 128 raised the loss of a small Llama by 0.04 "
-        "without training, and by less than 0.001 after 100 steps (docs/convert.md)",
+        "without training, and by less than 0.001 after 100 steps (docs/formats.md)",
     )
     loading = """
 With llama.cpp, LM Studio or Ollama. The tests of hestia_tune run files of this format in llama.cpp's

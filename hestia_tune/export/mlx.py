@@ -221,7 +221,7 @@ class _MLX(Format):
     """A folder of mlx-lm."""
 
     name = extra = library = "mlx"
-    about = "2 bits per weight in the layout `affine`; 1 bit for binary codes"
+    about = "2 bits per weight in the `affine` layout; 1 bit for binary codes"
     runs_in = "mlx-lm, on a Mac or a Linux CPU"
     packages = ("mlx.core",)
     # A weight is computed in bfloat16, which would round some weights of 16 levels.

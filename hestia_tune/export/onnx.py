@@ -531,7 +531,7 @@ class _ONNX(Format):
     """A folder of onnxruntime-genai and transformers.js."""
 
     name = extra = "onnx"
-    about = "2-bit weights, the rest in float32; activations are rounded to 8 bits while it runs"
+    about = "2-bit weights, the rest in float32; activations are rounded to 8 bits at run time"
     runs_in = "onnxruntime-genai, on the CPU; transformers.js"
     packages = ("onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "transformers")
     library = "onnxruntime-genai"

@@ -391,10 +391,7 @@ class _OpenVINO(Format):
     """A folder of openvino-genai."""
 
     name = extra = library = "openvino"
-    about = (
-        "2-bit weights, the rest in bfloat16; the graph is text, about 0.1 MB for each block; the "
-        "KV cache is part of the model, and the tokenizer is a second model"
-    )
+    about = "2-bit weights, the rest in bfloat16; the tokenizer is a second model"
     runs_in = "openvino-genai, on the CPU"
     packages = ("openvino", "openvino_tokenizers")
     loading = """

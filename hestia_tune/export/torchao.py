@@ -156,7 +156,7 @@ class _TorchAO(Format):
     """A packed folder for `hestia_tune.load_quantized` and torchtune's ``generate``."""
 
     name = "torchao"
-    about = "2-bit codes and bfloat16 scales, in this package's tensors"
+    about = "2-bit codes and bfloat16 scales in this package's tensors"
     runs_in = "`hestia_tune.load_quantized`, torchtune"
     library = "hestia_tune"
     codes = frozenset({*CODEBOOKS, Fairy2iMethod.code_values})
@@ -199,7 +199,7 @@ class _IntX(_TorchAO):
     """The same folder with torchao's own tensor, which loads without this package."""
 
     name = "intx"
-    about = "codes in torchao's own tensor of the type `int2`, which takes a byte per weight"
+    about = "codes in torchao's own `int2` tensor, one byte per weight"
     runs_in = "torchtune with torchao, `hestia_tune.load_quantized`"
     codes = frozenset({TERNARY, TWO_BIT})
     left_out = "it takes a byte per weight, and torchao holds the same codes in 2 bits"

@@ -1,4 +1,4 @@
-"""Hold the methods: one file each, stateless, with a backward in closed form."""
+"""Methods: one file each, stateless, with a backward in closed form."""
 
 from hestia_tune.methods.fairy2i import Fairy2iMethod
 from hestia_tune.methods.groups import GroupMethod

@@ -255,7 +255,7 @@ class Fairy2iMethod(Method):
 
     @property
     def scales_span_rows(self) -> bool:
-        """Return whether a scale covers several rows."""
+        """Whether a scale covers several rows."""
         return self.granularity == "tensor"
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:

@@ -360,12 +360,12 @@ class GroupMethod(Method):
 
     @property
     def code_values(self) -> tuple[complex, ...]:
-        """Return the codes of a weight."""
+        """The codes of a weight."""
         return self.levels
 
     @property
     def scales_span_rows(self) -> bool:
-        """Return whether a scale covers several rows."""
+        """Whether a scale covers several rows."""
         return self.group_size == "tensor"
 
     def check_layer(self, in_features: int, out_features: int, name: str) -> None:

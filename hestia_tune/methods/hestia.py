@@ -156,12 +156,12 @@ class TernaryMethod(GroupMethod):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Return the names of the parameters that a layer holds beside its weight, in order."""
+        """The names of the parameters that a layer holds beside its weight, in order."""
         return (*self.trained_parameters, "scale_start") if self.trained_parameters else ()
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
-        """Return the names of the learned parameters."""
+        """The names of the learned parameters."""
         names = {"scale": "scale_logit", "threshold": "threshold_logit", "offset": "offset"}
         return tuple(name for key, name in names.items() if getattr(self, key) == "learned")
 
@@ -284,7 +284,7 @@ class EvenMethod(GroupMethod):
 
     @property
     def levels(self) -> Levels:
-        """Return the codes."""
+        """The codes."""
         return _CODES[self.codebook]
 
     def scale_and_code(self, w, parameters, total, is_final):

@@ -133,7 +133,7 @@ class Method(ABC):
 
     @property
     def needs_training(self) -> bool:
-        """Return whether only trained models can be converted.
+        """Whether only trained models can be converted.
 
         The hard model then has more than hard weights: `extras`.
         """
@@ -141,12 +141,12 @@ class Method(ABC):
 
     @property
     def has_zero(self) -> bool:
-        """Return whether code 0 is the weight 0. For powers of i, code 0 is the weight 1."""
+        """Whether code 0 is the weight 0. For powers of i, code 0 is the weight 1."""
         return 0 in self.code_values
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Return the names of the parameters that a layer holds beside its weight, in order."""
+        """The names of the parameters that a layer holds beside its weight, in order."""
         return self.trained_parameters
 
     def initial_parameters(self, weight: Tensor) -> tuple[Tensor, ...]:

@@ -154,7 +154,7 @@ class INT2Method(StraightThroughMethod):
 
     @property
     def levels(self) -> Levels:
-        """Return the codes."""
+        """The codes."""
         return TERNARY if self.start == "absmax" else SYMMETRIC
 
     def scale_and_code(self, w, parameters, total, is_final):
@@ -304,12 +304,13 @@ class SEQMethod(LearnedStepMethod):
 
     With z = w/a clipped to ±0.99, levels share the range evenly:
 
-        ternary   Q = a·round(1.5·z)/1.5                 levels {-2/3, 0, 2/3}·a, threshold a/3
-        2 bits    Q = a·(round(2·z + 0.5) - 0.5)/2       levels {-3/4, -1/4, 1/4, 3/4}·a
+        ternary  Q = a·round(1.5·z)/1.5            {-2/3, 0, 2/3}·a
+        2 bits   Q = a·(round(2·z + 0.5) - 0.5)/2  {-3/4, -1/4, 1/4, 3/4}·a
 
-    Reach is 0.99. Outside is 1 for ternary, as published, although the outer level is 2/3, and 3/4
-    for two bits. The ternary forward equals the forward of LSQ with the step 2a/3. The gradients
-    differ. ParetoQ's code has one step per row. The start "absmax" is ParetoQ's.
+    The threshold of ternary codes is a/3. Reach is 0.99. Outside is 1 for ternary, as published,
+    although the outer level is 2/3, and 3/4 for two bits. The ternary forward equals that of LSQ
+    with the step 2a/3. The gradients differ. ParetoQ's code has one step per row. The start
+    "absmax" is ParetoQ's.
 
     Args:
         bits: "ternary" or 2.
@@ -322,12 +323,12 @@ class SEQMethod(LearnedStepMethod):
 
     @property
     def levels(self) -> Levels:
-        """Return the codes."""
+        """The codes."""
         return SYMMETRIC if self.bits == 2 else TERNARY
 
     @property
     def slope_rule(self) -> tuple[float, float, float]:
-        """Return the scale divided by the step, reach and outside; see the module docstring."""
+        """The scale divided by the step, reach and outside; see the module docstring."""
         # Codes of four levels are ±1 and ±3, in units of a/4.
         return (1 / 4, 0.99, 3 / 4) if self.bits == 2 else (2 / 3, 0.99, 1.0)
 

@@ -88,12 +88,12 @@ class TwoBitMethod(GroupMethod):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Return the names of the parameters that a layer holds beside its weight, in order."""
+        """The names of the parameters that a layer holds beside its weight, in order."""
         return ("scale_logit", "scale_start") if self.scale == "learned" else ("scale_ratio",)
 
     @property
     def trained_parameters(self) -> tuple[str, ...]:
-        """Return the names of the learned parameters."""
+        """The names of the learned parameters."""
         return ("scale_logit",) if self.scale == "learned" else ()
 
     def initial_parameters(self, weight):

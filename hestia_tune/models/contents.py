@@ -165,7 +165,7 @@ class Matrix:
 
     @property
     def kind(self) -> str:
-        """Return the codes and groups, or the dtype, in words."""
+        """The codes and groups, or the dtype, in words."""
         if self.levels is None or self.group_size is None:
             is_block_type = self.stored.startswith(("Q", "IQ", "TQ", "MX", "NV"))  # of llama.cpp
             return self.stored if is_block_type else f"dense {self.stored}"
@@ -248,7 +248,7 @@ def _tensors(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GGUFTensor:
-    """Hold a tensor of a GGUF file, mapped from the file.
+    """A tensor of a GGUF file, mapped from the file.
 
     Attributes:
         shape: Its shape; the last dimension is in_features.

@@ -125,7 +125,7 @@ class Loading:
 
     @property
     def used(self) -> set[str]:
-        """Return the names in the files of the weights that the model has as they are."""
+        """The names in the files of the weights that the model has as they are."""
         return {name for name in self.names.values() if name is not None}
 
 
@@ -283,22 +283,22 @@ class Decoder(nn.Module):
 
     @property
     def max_seq_len(self) -> int:
-        """Return the longest sequence in tokens."""
+        """The longest sequence in tokens."""
         return self.longest_sequence
 
     @property
     def tok_embeddings(self) -> nn.Module:
-        """Return the embedding of the tokens."""
+        """The embedding of the tokens."""
         return self.get_input_embeddings()
 
     @property
     def output(self) -> nn.Module:
-        """Return the output head."""
+        """The output head."""
         return self.get_output_embeddings()
 
     @property
     def layers(self) -> Any:
-        """Return the list of the blocks."""
+        """The list of the blocks."""
         return self.get_submodule(next(iter(find_blocks(self))).rpartition(".")[0])
 
     def rope_init(self) -> None:
@@ -464,7 +464,7 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return the embedding's weight. The forward of Mamba reads the dtype of its head."""
+        """The embedding's weight. The forward of Mamba reads the dtype of its head."""
         return self.__dict__["embedding"].weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ def _words(width: int, bits: int) -> int:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class IntegerWeight:
-    """Hold a weight as a file holds it.
+    """A weight as a file holds it.
 
     Attributes:
         layout: Name of the layout, for example "MLX".
@@ -122,7 +122,7 @@ class IntegerWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the dense weight."""
+        """The dtype of the dense weight."""
         return self.scale.dtype
 
     @property
@@ -142,7 +142,7 @@ class IntegerWeight:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Float8Weight:
-    """Hold a float8 weight with its scales, as a file holds it.
+    """A float8 weight with its scales, as a file holds it.
 
     Attributes:
         layout: Name of the layout, for example "fp8".
@@ -177,7 +177,7 @@ class Float8Weight:
 
     @property
     def shape(self) -> torch.Size:
-        """Return (out_features, in_features)."""
+        """(out_features, in_features)."""
         return self.codes.shape
 
     @property

@@ -114,7 +114,7 @@ class HuggingFaceTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of token ids, special tokens included."""
+        """The number of token ids, special tokens included."""
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:

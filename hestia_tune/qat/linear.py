@@ -157,7 +157,7 @@ class QuantizedLayer(nn.Module):
 
     @property
     def place(self) -> tuple[nn.Module, str]:
-        """Return the module that has the weight as a parameter, and the parameter's name in it."""
+        """The module that has the weight as a parameter, and the parameter's name in it."""
         return self, "weight"
 
     def expect_effective(self) -> None:
@@ -173,7 +173,7 @@ class QuantizedLayer(nn.Module):
 
     @property
     def method(self) -> Method:
-        """Return the method of this layer."""
+        """The method of this layer."""
         return self.weight_fake_quantizer.method
 
     def method_parameters(self) -> tuple[nn.Parameter, ...]:
@@ -195,7 +195,7 @@ class QuantizedLayer(nn.Module):
 
     @property
     def extra_keys(self) -> tuple[str, ...]:
-        """Return the names of the parameters that hold the method's extras on shards.
+        """The names of the parameters that hold the method's extras on shards.
 
         They follow from the latent weight. The forward uses them, but they are never trained.
         """

@@ -290,12 +290,12 @@ class Component:
 
     @property
     def components(self) -> list["Component"]:
-        """Return this component and the components in ``layers``."""
+        """This component and the components in ``layers``."""
         return [self, *filter(None, self.layers.values())]
 
     @property
     def name(self) -> str:
-        """Return the name of the method of all linears, or "mixed"."""
+        """The name of the method of all linears, or "mixed"."""
         return "mixed" if any(self.layers.values()) else self.method.name
 
     def key(self) -> str:

@@ -43,12 +43,12 @@ class Stack(NamedTuple):
 
     @property
     def in_features(self) -> int:
-        """Return the number of inputs of a matrix."""
+        """The number of inputs of a matrix."""
         return self.module.get_parameter(self.key).shape[2]
 
     @property
     def out_features(self) -> int:
-        """Return the number of outputs of a matrix."""
+        """The number of outputs of a matrix."""
         return self.module.get_parameter(self.key).shape[1]
 
     def check_method(self, method: Method, name: str) -> None:
@@ -116,12 +116,12 @@ class QuantizedStack(QuantizedLayer):
 
     @property
     def place(self) -> tuple[nn.Module, str]:
-        """Return the module that has the weight as a parameter, and the parameter's name in it."""
+        """The module that has the weight as a parameter, and the parameter's name in it."""
         return self._where
 
     @property
     def weight(self) -> Any:
-        """Return the latent weight, also while the effective weight hides it."""
+        """The latent weight, also while the effective weight hides it."""
         return self._where.module._parameters[self._where.key]
 
     def forward(self) -> Tensor:

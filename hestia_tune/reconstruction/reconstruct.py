@@ -98,7 +98,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Hold a window, or the final stage.
+    """A window, or the final stage.
 
     Attributes:
         begin: Number of its first block.

@@ -188,7 +188,7 @@ def spans_to_train(
 
 @dataclass(frozen=True)
 class WindowResult:
-    """Hold the result of training one window."""
+    """Result of training one window."""
 
     index: int
     begin: int  # Number of its first block.

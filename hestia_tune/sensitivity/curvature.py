@@ -82,7 +82,7 @@ class CalibrationBatch:
 
 
 class Segment(NamedTuple):
-    """Hold one part of the chain."""
+    """A part of the chain."""
 
     # Function from hidden states to hidden states, both (batch, seq_len, dim). The last segment
     # returns the scalar mean loss. The input of the first segment may be token ids.

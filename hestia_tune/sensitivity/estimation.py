@@ -413,7 +413,7 @@ class _Estimation:
 
     @property
     def is_sketched(self) -> bool:
-        """Return whether Hutch++ measures every batch, once per layer."""
+        """Whether Hutch++ measures every batch, once per layer."""
         return self.settings.rank is not None
 
     def columns(self) -> dict[str, dict[str, Any]]:

@@ -86,7 +86,7 @@ _scratch = _Scratch()
 
 
 class GroupTensor(PackedTensor):
-    """Hold a weight as scales and codes for inference.
+    """A weight as scales and codes for inference.
 
     Each kind of it is made with `from_codes`, `from_hp` or `from_hard`.
 
@@ -307,7 +307,7 @@ def to_intx(
 
 
 class Fairy2iTensor(PackedTensor):
-    """Hold a complex weight for inference; make one with `from_codes` or `from_hp`.
+    """A complex weight for inference; make one with `from_codes` or `from_hp`.
 
     Tensor Attributes:
         qdata: Powers of i, four to a byte, uint8 (num_stages, 2, n, ceil(m / 4)).

@@ -40,7 +40,7 @@ from hestia_tune.tensors.packed_tensor import PackedTensor, multiply
 
 
 class Kernel(abc.ABC):
-    """Hold a weight of codes -1 to 1, or -1 to 2, in the layout of a library.
+    """A weight of codes -1 to 1, or -1 to 2, in the layout of a library.
 
     The library may refuse the weight by an error of its own.
 
@@ -270,7 +270,7 @@ _chosen: dict[tuple, tuple[type[Kernel] | None, list[str]]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class KernelUse:
-    """Hold the result of `use_kernel`.
+    """Result of `use_kernel`.
 
     Attributes:
         layers: Maps the name of a packed weight to the name of its kernel.

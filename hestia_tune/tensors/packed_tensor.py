@@ -99,7 +99,7 @@ def exact_bfloat16(scale: Tensor) -> Tensor:
 
 
 class PackedTensor(TorchAOBaseTensor):
-    """Hold a weight as codes of a few bits, packed into bytes, and their scales.
+    """A weight as codes of a few bits, packed into bytes, and their scales.
 
     Subclasses implement ``from_codes``, ``codes``, ``dequantize_weight`` and ``check_shapes``.
 
@@ -238,7 +238,7 @@ class PackedTensor(TorchAOBaseTensor):
 
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Return the packed codes and the scales."""
+        """The packed codes and the scales."""
         return self.qdata, self.scale
 
     def dequantize(self, *, for_now: bool = False) -> Tensor:

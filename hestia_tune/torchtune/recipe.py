@@ -517,7 +517,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
 
     @property
     def model(self) -> torch.nn.Module:
-        """Return the prepared, sharded model."""
+        """The prepared, sharded model."""
         return self._model
 
     def summary(self) -> str:

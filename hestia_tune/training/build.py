@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """Hold a model in training.
+    """A model in training.
 
     Attributes:
         model: The model, prepared, with its weights; sharded by FSDP2, or in one process with

@@ -57,7 +57,7 @@ _SAME_TO_RESUME = (
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Hold a checkpoint to resume from.
+    """A checkpoint to resume from.
 
     Attributes:
         path: Folder of the checkpoint.

@@ -46,12 +46,13 @@ _GPU_BYTES = 80e9
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Hold what a training step needs on one rank, in bytes and floating-point operations.
+    """What a training step needs on one rank, in bytes and floating-point operations.
 
     Attributes:
         state: Latent and effective weights, optimizer state and teacher. FSDP divides the whole
             among the ranks, and this is one rank's share.
         gathered: Weights and gradients that FSDP has gathered at the same time; 0 in one process.
+        gathered_by_several: ``gathered`` on several ranks.
         activations: Largest size of activations, logits, temporary results and this rank's share of
             the gradients. Gradients grow while the backward pass frees activations.
         flops: Operations of the linears in one step on this rank, forward and backward.
@@ -59,17 +60,19 @@ class Estimate:
 
     state: float
     gathered: float
+    gathered_by_several: float
     activations: float
     flops: float
 
     @property
     def peak(self) -> float:
-        """Return the largest memory in bytes."""
+        """The largest memory in bytes."""
         return self.state + self.gathered + self.activations
 
     def on(self, ranks: int) -> float:
         """Return the peak on each of a number of ranks, without the division of the gradients."""
-        return self.peak - self.state * (1 - num_ranks() / ranks)
+        gathered = self.gathered_by_several if ranks > 1 else self.gathered
+        return self.state * num_ranks() / ranks + gathered + self.activations
 
 
 class LiveBytes(TorchDispatchMode):
@@ -215,6 +218,7 @@ def estimate(
     reshards, outside = config.fsdp_reshard_after_forward, whole - sum(sizes)
     ahead = 2 * max(sizes) if reshards else sum(sizes) * (1 + distils)
     gathered = (outside * (1 + distils) + ahead) * size + (outside + max(sizes)) * 4
+    by_several = gathered
     if config.fsdp_cpu_offload:  # in host memory, with the gradients
         state = 0
     elif not config.is_sharded:  # other weights than the latents have leaves too
@@ -234,6 +238,7 @@ def estimate(
     return Estimate(
         state=state / ranks,
         gathered=gathered,
+        gathered_by_several=by_several,
         activations=activations,
         flops=flops * (config.gradient_accumulation_steps or 1),
     )

@@ -21,7 +21,7 @@ from hestia_tune.qat.linear import QuantizedLayer, clean_fqn, local_rows
 
 
 class StepResult(NamedTuple):
-    """Hold the result of an optimizer step.
+    """Result of an optimizer step.
 
     Attributes:
         loss: Mean loss over the predicted tokens on every rank, in nats.
@@ -37,7 +37,7 @@ class StepResult(NamedTuple):
 
 
 class History:
-    """Hold the rows of ``metrics.jsonl``, which a resumed run continues.
+    """Rows of ``metrics.jsonl``, which a resumed run continues.
 
     Args:
         path: The file. It is written again without damaged lines.

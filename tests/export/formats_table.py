@@ -1,10 +1,12 @@
-"""Makes docs/formats.md: what the formats are, and every method, group size and family in each.
+"""Writes the tables of docs/formats.md: every format, and each method, group size and family in it.
 
     PYTHONPATH=tests:tests/export python tests/export/formats_table.py [ROW ...]
 
-The first table comes from the registry of formats. For the others, it converts a tiny model for
-each row and loads what was written. With names of rows, it measures only these and keeps the rest
-of the page: the page is the only place that holds the cells.
+The prose of the page is written by hand. Each table stands between two comments, ``<!-- table: NAME
+-->`` and ``<!-- end of table -->``, and only what is between them is replaced. The table of formats
+comes from the registry of formats. For the others, a tiny model is converted for each row, and what
+was written is loaded. With names of rows, only these are measured and the other cells stay: the
+page is the only place that holds the cells.
 
 A cell is "exact", a relative error, or the reason why the format refuses the model. The error of a
 GGUF file is that of its weights, as the package gguf reads them, because llama.cpp rounds
@@ -82,92 +84,16 @@ METHODS = (
 )
 GROUPS = ("16", "32", "64", "128", "256", "channel", "tensor")
 TABLES = {"methods": METHODS, "groups": GROUPS, "families": tuple(ALL_FAMILIES)}
-
-
 EXACT = "exact"
-TITLES = {
-    "methods": (
-        "Methods",
-        "Each row is a method. The model is a small Llama after two steps of training. Every 256\n"
-        "weights of a row share one scale. Only Fairy2i has scales for a whole matrix. INT2 with\n"
-        "`start: absmax` uses only three of its four values.",
-    ),
-    "groups": (
-        "Group sizes",
-        "Each row is a `group_size`, the number of weights that share a scale. The model is the\n"
-        "same Llama, with the method of the first row above: `HestiaQATQuantizer`. Its weight\n"
-        "matrices have rows of 256 or 512 weights. With `channel`, each row has one scale. With\n"
-        "`tensor`, each matrix has one scale.\n\n"
-        "The length of the rows of your matrices (`in_features`) matters too. It must be a\n"
-        "multiple of 256 for `TQ1_0` and `TQ2_0`, of 64 for `Q2_0`, and of 32 for `Q4_0`, `onnx`\n"
-        "and `mlx`. Rows of 576 weights, for example, do not fit into `TQ1_0` or `TQ2_0`, for\n"
-        "any group size.",
-    ),
-    "families": (
-        "Families of models",
-        "Each row is a family of models, with `HestiaQATQuantizer` and groups of 256 weights. The\n"
-        "models are not trained.",
-    ),
+# Errors of `hestia convert` -> what they have in common for all models, methods and block types.
+REASONS = {
+    r"a model of .* can only be written as .*": "the format does not hold the codes of the method",
+    r"no block of \w+ holds .*": "no block of this type holds these codes in groups of this size",
+    r"(\w+) export knows the architectures? .*": r"\1 export does not know the architecture",
+    r"\w+ files cannot hold the weights of experts": "the format cannot hold expert weights",
+    r"(the installed mlx-lm does not know the model_type) \w+": r"\1",
+    r"(.*) a packed \w+ (with the hard model's logits.*)": r"\1 a packed model \2",
 }
-HEAD = """# What every format holds
-
-`hestia convert` writes a trained model in the file formats that `convert.formats` names. This page
-says what the formats are, which of them can hold your model, and whether the file is exact.
-
-```bash
-hestia convert demo 'convert.formats=[all]'   # every format that can hold the model
-```
-
-## The formats
-
-"""
-CELLS = f"""
-The column "codes" names the codes that a format holds exactly: binary (−1, 1), ternary (−1, 0, 1),
-two bits (−1, 0, 1, 2, with a signed scale), four levels (−3, −1, 1, 3), 4-bit integers (−8 to 7) and
-powers of i (Fairy2i). "None" stands for weights that are no product of a code and a scale, as in the
-method DLT.
-
-## Reading the tables
-
-The tables below are measured. Find the row of your method, of your group size, and of your family of
-models. A format is a column. It cannot hold your model if one of its cells in these three rows says
-"no", or if the `in_features` of a quantized layer does not [fit](#group-sizes). The file is exact if
-the three cells say "exact". `onnx` has [more limits](convert.md#what-the-command-checks). If your
-group size has no row, read [what a format needs](convert.md#what-the-command-checks). If your family
-has no row, read [which models are refused](families.md#what-is-limited-or-refused). The columns of
-`gguf` are the [block types](convert.md#block-types-of-gguf), the values of `convert.block_type`.
-
-| cell | meaning |
-|---|---|
-| {EXACT} | The file holds the weights of the hard model without a change. In the hard model, which a run writes at its end, every quantized weight is a code times a scale. |
-| a percentage, for `onnx, int8 head` | With the option `convert.onnx_head=int8`, the format `onnx` rounds the output head to 8 bits. The number is the relative error of the logits. |
-| a percentage, for Gemma and GPT-NeoX in `mlx` | mlx-lm computes the activation function GELU with a different formula than transformers. The number is the relative error of the logits. |
-| no, and a number | The format refuses the model and writes nothing. The number is the number of the reason under [Why not](#why-not). |
-
-Often the config or the shapes of the weights already show that a format refuses the model. If
-`convert.formats` names this format, `hestia qat` ends with an error before the training, and
-`hestia validate` makes the same checks and trains nothing.
-
-A test converts a small model with random weights for each row, and loads the file with the library
-of the format. [Convert](convert.md) says what the programs round while they run. `hestia convert`
-also compares every file with the model.
-"""  # noqa: E501
-WHY_NOT = """## Why not
-
-The numbers are the numbers in the tables above. The reasons are the errors of `hestia convert`,
-shortened. These words are in them:
-
-| word | meaning |
-|---|---|
-| even | the method `HestiaQATQuantizer` with `codebook: binary` or `codebook: int2` |
-| fairy2i, int2, int4, dlt, seq | the method of this name in the first table |
-| codes | the integers that are multiplied by the scale; −1 to 1 for ternary weights |
-| block | A GGUF file stores the weights in blocks. The type of the blocks limits the group size and the codes ([limits](convert.md#block-types-of-gguf)). |
-| plain | a layer with the forward function of `torch.nn.Linear`; Falcon's layers have their own |
-| packed | stored in few bits |
-| `X` must load (or run) a model with the hard model's logits; it raises: `E` | The program `X` must compute the logits of transformers: before training with a small random model, and then with the written file. `X` failed with the error `E`. |
-| their relative difference | The logits of the program differ, here behind the sliding window of 16 tokens that the small model has. |
-"""  # noqa: E501
 Tables = dict[str, dict[str, dict[str, str | float]]]
 
 
@@ -198,15 +124,19 @@ def is_complex(codes: tuple[complex, ...]) -> bool:
     return any(isinstance(code, complex) for code in codes)
 
 
-def formats_page(tables: Tables) -> str:
-    """Return docs/formats.md for the cells of `read_page`."""
+def formats_page(text: str, tables: Tables) -> str:
+    """Return the text of docs/formats.md with other tables.
+
+    Args:
+        text: The page.
+        tables: What `read_page` returns.
+    """
     reasons: dict[str, int] = {}
-    lines = [HEAD + registry_table() + CELLS]
-    for key, (title, text) in TITLES.items():
-        names = list(next(iter(tables[key].values())))
-        lines += [f"## {title}", "", text, "", f"| | {' | '.join(names)} |"]
-        lines += ["|---|" + "---|" * len(names)]
-        for row, cells in tables[key].items():
+    written = {"formats": registry_table()}
+    for key, rows in tables.items():
+        names = list(next(iter(rows.values())))
+        lines = [f"||{'|'.join(names)}|", "|---|" + "---|" * len(names)]
+        for row, cells in rows.items():
             shown = []
             for cell in cells.values():
                 if isinstance(cell, float):
@@ -214,21 +144,39 @@ def formats_page(tables: Tables) -> str:
                 elif cell != EXACT:
                     cell = f"no, {reasons.setdefault(cell, len(reasons) + 1)}"
                 shown.append(cell)
-            lines.append(f"| {row} | {' | '.join(shown)} |")
-        lines.append("")
-    lines.append(WHY_NOT)
-    lines += [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join(lines) + "\n"
+            lines.append(f"|{row}|{'|'.join(shown)}|")
+        written[key] = "\n".join(lines) + "\n"
+    written["reasons"] = "".join(f"{number}. {reason}\n" for reason, number in reasons.items())
+    for name, table in written.items():
+        before, _, after = parts(text, name)
+        text = f"{before}\n{table}\n{after}"
+    return text
+
+
+def parts(text: str, name: str) -> tuple[str, str, str]:
+    """Return the page before a table, the table with the lines around it, and the page behind it.
+
+    Args:
+        text: The page.
+        name: A name in `TABLES`, "formats" or "reasons".
+
+    Raises:
+        ValueError: If the page has no comments around this table.
+    """
+    start, stop = f"<!-- table: {name} -->\n", "<!-- end of table -->\n"
+    at = text.index(start) + len(start)
+    end = text.index(stop, at)
+    return text[:at], text[at:end], text[end:]
 
 
 def read_page() -> Tables:
     """Return the measured cells of docs/formats.md: table -> row -> column -> cell."""
     text = PAGE.read_text(encoding="utf-8")
-    listed = re.findall(r"(?m)^(\d+)\. (.*)$", text.partition(WHY_NOT)[2])
+    listed = re.findall(r"(?m)^(\d+)\. (.*)$", parts(text, "reasons")[1])
     reasons, tables = {f"no, {number}": reason for number, reason in listed}, {}
-    for key, (title, _) in TITLES.items():
-        section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-        lines = [line[1:-1].split("|") for line in section.splitlines() if line[:1] == "|"]
+    for key in TABLES:
+        found = parts(text, key)[1].strip().splitlines()
+        lines = [line[1:-1].split("|") for line in found]
         (_, *names), _, *rows = [[cell.strip() for cell in line] for line in lines]
         tables[key] = {
             row: {
@@ -311,14 +259,23 @@ def cell(cfg: DictConfig, column: str, overrides: list[str]) -> str | float:
             recipe = ConvertRecipe(OmegaConf.merge(cfg, overrides))
             recipe.run()
     except InputError as error:
-        rule, *rest = str(error).split("; ")
-        found = re.match("it raises.*|their relative difference", rest[0]) if rest else None
-        return rule.partition(", such as")[0] + (f"; {found[0]}" if found else "")
+        return reason(str(error))
     pairs = list(compare(recipe, column))
     difference = sum(float((a.double() - b).square().sum()) for a, b in pairs)
     error = (difference / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5
     is_exact = error == 0 if column.startswith("gguf") else error < NOISE
     return EXACT if is_exact else float(f"{error:.2g}")
+
+
+def reason(error: str) -> str:
+    """Return the reason in an error, without the remedy and the names and sizes of the model."""
+    rule, *rest = error.split("; ")
+    found = re.match("it raises.*|their relative difference", rest[0]) if rest else None
+    text = rule.partition(", such as")[0] + (f"; {found[0]}" if found else "")
+    for pattern, short in REASONS.items():
+        if match := re.fullmatch(pattern, text):
+            return match.expand(short)
+    return text
 
 
 def run_here(command: list[str], cwd: Path, env: dict[str, str], **_) -> CompletedProcess:
@@ -368,7 +325,7 @@ def main(rows: list[str]) -> None:
             if not rows or row in rows:
                 found[table][row] = cells(table, row)
         found[table] = {row: found[table][row] for row in names}
-    PAGE.write_text(formats_page(found), encoding="utf-8")
+    PAGE.write_text(formats_page(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 if __name__ == "__main__":

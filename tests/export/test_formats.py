@@ -1,13 +1,23 @@
-"""Tests docs/formats.md: its place for everything, and its cells against conversions."""
+"""Tests the tables of docs/formats.md: whether they are complete, and cells against conversions."""
 
 import inspect
+import re
 
 import pytest
 
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
-from formats_table import PAGE, TABLES, cells, columns, formats_page, read_page, registry_table
+from formats_table import (
+    PAGE,
+    TABLES,
+    cells,
+    columns,
+    formats_page,
+    read_page,
+    reason,
+    registry_table,
+)
 
 import hestia_tune
 from hestia_tune.__main__ import main
@@ -18,11 +28,49 @@ DATA = read_page()
 PACKAGES = ("compressed_tensors", "mlx_lm", "onnxruntime_genai", "openvino_tokenizers")
 
 
-def test_the_page_is_made_from_the_registry_and_the_cells():
+def test_the_tables_are_made_from_the_registry_and_the_cells():
     remedy = "run: PYTHONPATH=tests:tests/export python tests/export/formats_table.py Falcon"
-    assert PAGE.read_text(encoding="utf-8") == formats_page(DATA), remedy
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == formats_page(text, DATA), remedy
     rows = [line.split("|")[1].strip(" `") for line in registry_table().splitlines()]
     assert rows[2:] == list(FORMATS)
+
+
+def test_only_the_tables_change():
+    text = PAGE.read_text(encoding="utf-8")
+    tables = {table: dict.fromkeys(rows, {"new": "exact"}) for table, rows in TABLES.items()}
+    outside = re.compile(r"(?s)(<!-- table: \w+ -->\n).*?(?=<!-- end of table -->)")
+    changed = formats_page(text, tables)
+    assert changed != text and outside.sub(r"\1", changed) == outside.sub(r"\1", text)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            "a model of dlt, group_size=256 can only be written as huggingface; got gguf",
+            "the format does not hold the codes of the method",
+        ),
+        (
+            "no block of TQ2_0 holds a.weight exactly (in_features 576, group_size 64); use Q2_0",
+            "no block of this type holds these codes in groups of this size",
+        ),
+        (
+            "mlx files cannot hold the weights of experts, such as a; set convert.formats=[gguf]",
+            "the format cannot hold expert weights",
+        ),
+        (
+            "X must load a packed a with the hard model's logits; it raises: an error; export",
+            "X must load a packed model with the hard model's logits; it raises: an error",
+        ),
+        (
+            "only plain linear layers can be packed; a is odd",
+            "only plain linear layers can be packed",
+        ),
+    ],
+)
+def test_a_reason_has_no_names_of_the_model(error, expected):
+    assert reason(error) == expected
 
 
 def test_there_is_no_command_for_the_page(capsys):

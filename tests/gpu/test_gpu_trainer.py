@@ -31,7 +31,7 @@ def run(folder: Path, *command: str, **changes: str) -> dict:
     folder.mkdir()
     shape = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
     make_qwen3(**shape).save_pretrained(folder / "Qwen/Qwen3-0.6B")
-    code = DATA + python_of("other_ways.md", "With the Trainer of Hugging Face")
+    code = DATA + python_of("library.md", "Trainer")
     options = {"max_steps": "3", "logging_steps": "1", "save_steps": "3", "report_to": "[]"}
     options = ", ".join(f"{key}={value}" for key, value in (options | changes).items())
     (folder / "train.py").write_text(code.replace("max_steps=1000", options))
@@ -49,7 +49,7 @@ def run(folder: Path, *command: str, **changes: str) -> dict:
 @pytest.mark.parametrize("changes", [{}, {"fsdp_offload_params": "true"}], ids=["", "offloaded"])
 def test_accelerate_launch_trains_as_one_process(tmp_path, changes):
     expected, one = run(tmp_path / "one", use_cpu="True", per_device_train_batch_size="4")
-    page = (TESTS.parent / "docs" / "other_ways.md").read_text("utf-8")
+    page = (TESTS.parent / "docs" / "library.md").read_text("utf-8")
     settings = page.partition("### On several GPUs")[2]
     settings = settings.partition("```yaml\n")[2].partition("```")[0]
     settings = settings.replace("num_processes: 8", "num_processes: 2")

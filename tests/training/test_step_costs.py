@@ -47,6 +47,15 @@ def test_the_state_is_counted_per_weight(model_dir, tmp_path):
     assert need.state == 4 * whole + 4 * whole + effective  # latents and teacher
 
 
+def test_several_ranks_share_the_state_and_gather_blocks(model_dir, tmp_path):
+    need = estimates.estimate(planned(model_dir, tmp_path / "a"))
+    outside, block = 264 * 64 + 64, 64 * (2 * 64 + 2 * 32) + 3 * 64 * 96 + 2 * 64
+    # Weights outside the blocks, two blocks, and the gradients of one part of these.
+    assert need.gathered_by_several == 4 * (outside + 2 * block) + 4 * (outside + block)
+    assert need.on(1) == need.peak
+    assert need.on(4) == need.state / 4 + need.gathered_by_several + need.activations
+
+
 def test_the_operations_are_six_per_weight_and_token(model_dir, tmp_path):
     decided = planned(model_dir, tmp_path / "run", "gradient_accumulation_steps=2")
     tokens = decided.data.sequences_per_step * 16
