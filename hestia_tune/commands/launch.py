@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import inspect
 import logging
 import os
 import pkgutil
@@ -64,7 +65,7 @@ def options_text() -> str:
 _KEYS_OF_RUN = {
     "Run": "output_dir overwrite_output resume_from_checkpoint device dtype compile "
     "cuda_graphs seed",
-    "Model": "model tokenizer checkpointer init frozen_modules quantizer",
+    "Model and method": "model tokenizer checkpointer init frozen_modules quantizer",
     "Data and validation": "dataset shuffle num_workers dataset_val batch_size_val "
     "run_val_every_n_steps max_val_batches",
     "Training": "optimizer loss lr_scheduler clip_grad_norm batch_size global_batch_size "
@@ -74,7 +75,7 @@ _KEYS_OF_RUN = {
     "Logs and checkpoints": "log_level log_every_n_steps metric_logger profiler "
     "save_every_n_steps keep_last_checkpoints",
 }
-# Heading of docs/options.md -> the section, what its keys begin with, and a text about it.
+# Heading of docs/options.md -> the section, and a text about it.
 _SECTIONS = {
     "schedule": (
         ScheduleConfig,
@@ -106,10 +107,10 @@ _SECTIONS = {
         "The options of each text, below a name of your choice; see "
         "[Perplexity](evaluate.md#perplexity).",
     ),
-    "dataset": (
+    "Datasets": (
         SourceConfig,
-        "The options that all datasets of `hestia_tune.data` share which read documents or chats; "
-        "[Data](data.md) has examples. `dataset_val` has the same options.",
+        "Options that text and chat datasets of `hestia_tune.data` share, under `dataset` and "
+        "`dataset_val`; [Data](data.md) has examples.",
     ),
     "Text datasets": (
         StreamConfig,
@@ -125,7 +126,7 @@ _SECTIONS = {
         "All options of `self_generated_dataset`; see [Generated data](data.md#generated-data).",
     ),
 }
-_TYPES = {bool: "`True` or `False`", int: "integer", float: "number", str: "string"}
+_TYPES = {int: "integer", float: "number", str: "string"}
 # What is code in the text of an option: a word in quotes, null, and names of options and files.
 _CODE = re.compile(r'"([^"\s]+)"|((?<![\w/])(?:[\w.]*\w_\w[\w.]*\w|null|\w+\.json)(?!\w))')
 
@@ -149,9 +150,10 @@ def options_page() -> str:
             lines += _option_lines(key, key, *every[key])
     for title, (section, about) in _SECTIONS.items():
         prefix = {"eval.perplexity": "eval.perplexity.NAME"}.get(title, section.section)
-        # A key is an option of several datasets, and an anchor stands once on the page.
-        anchor = title.lower().replace(" ", "_")
-        own = vars(section)["__annotations__"] if issubclass(section, SourceConfig) else None
+        # A key is an option of several datasets, and an anchor stands once on the page: of
+        # dataset.seed, as dataset.seed and generated_dataset.seed.
+        anchor = title.lower().replace(" ", "_").replace("datasets", "dataset")
+        own = inspect.get_annotations(section) if issubclass(section, SourceConfig) else None
         lines += ["", f"## {title}", "", *textwrap.wrap(about, 116), ""]
         for name, field, text in _options(section):
             if own is None or name in own:
@@ -190,11 +192,16 @@ def _values_of(field: dataclasses.Field) -> str:
     found = []
     for kind in kinds:
         if get_origin(kind) is list:
-            found.append(f"list of {', '.join(words)}" if words else "list")
+            several = "a list of them" if str in kinds else f"list of {', '.join(words)}"
+            found.append(several if words else "list")
         elif kind is str and words:
             found += words
+        elif kind is bool:
+            found += ["`True`", "`False`"]
         elif kind is NoneType:
             found.append("`null`")
+        elif kind is int and float in kinds:
+            continue
         elif kind is not Any and get_origin(kind) is not dict:
             found.append(_TYPES[kind])
     return " or ".join([", ".join(found[:-1]), found[-1]]) if len(found) > 1 else "".join(found)
