@@ -11,9 +11,9 @@ after them is captured. Its graph is used only if it gives the results of an eag
 inputs; if it does not, or if the capture fails, the function runs eagerly from then on and the log
 says why. So a graph costs the time of two more calls.
 
-Optimizer step, quantization and pull-back are not captured. For a whole model they launch a few
-kernels for each bucket of layers and each list of parameters, once per step, and the learning rate
-is a number of the host.
+Training captures the micro-batch, and a reconstruction also the quantization and pull-back of its
+window. The rest of a step launches a few kernels for each bucket of layers and each list of
+parameters. It stays eager because the learning rate is a number of the host.
 
 Memory: what the function allocates stays allocated between its calls.
 """
@@ -110,14 +110,17 @@ class Graphed:
         if self.reason is not None:
             return function(*inputs)
         values, spec = tree_flatten(inputs)
-        tensors = [value for value in values if isinstance(value, Tensor)]
+        # Blocks share tensors, such as rotary angles. A tensor is copied once.
+        tensors = {id(value): value for value in values if isinstance(value, Tensor)}
         others = [value for value in values if not isinstance(value, Tensor)]
         if odd := [value for value in others if not isinstance(value, _PLAIN)]:
             self._give_up(f"an input is a {type(odd[0]).__name__}")
             return function(*inputs)
-        key = (str(spec), *others, *((value.shape, value.dtype) for value in tensors))
+        indices = {number: index for index, number in enumerate(tensors)}
+        shapes = ((value.shape, value.dtype) for value in tensors.values())
+        key = (str(spec), *others, *(indices.get(id(value)) for value in values), *shapes)
         if graph := self._graphs.get(key):
-            torch._foreach_copy_(graph.inputs, tensors)
+            torch._foreach_copy_(graph.inputs, [*tensors.values()])
             graph.replay()
             return graph.result
         main = torch.cuda.current_stream(self._device)
@@ -125,35 +128,41 @@ class Graphed:
         try:
             with torch.cuda.stream(self._stream):
                 if is_first and self._calls[key] >= WARM_UP and len(self._graphs) < _MAX_SHAPES:
-                    return self._captured(function, key, values, spec)
+                    copies = {number: value.clone() for number, value in tensors.items()}
+                    fixed = [copies.get(id(value), value) for value in values]
+                    graph = self._captured(function, tree_unflatten(fixed, spec))
+                    if graph is None:
+                        return function(*inputs)
+                    self._graphs[key] = _Graph([*copies.values()], *graph)
+                    return self._graphs[key].result
                 self._calls[key] += 1
                 return function(*inputs)
         finally:
             main.wait_stream(self._stream)
 
     def _captured(
-        self, function: Callable[..., Any], key: Hashable, values: list[Any], spec: Any
-    ) -> Any:
-        """Capture a graph for the inputs, and return the result of its first replay."""
-        copies = [v.clone() if isinstance(v, Tensor) else v for v in values]
-        inputs = tree_unflatten(copies, spec)
+        self, function: Callable[..., Any], inputs: Any
+    ) -> tuple[Callable[[], None], Any] | None:
+        """Capture a graph for inputs at fixed addresses, and run it once.
+
+        Returns:
+            What `capture` returns. None, with the sums at zero, if the graph cannot be used.
+        """
         expected = self._norms(function(*inputs))
         self._reset()
         try:
             replay, result = capture(lambda: function(*inputs), self._stream)
             replay()
             found = self._norms(result)
+            if torch.allclose(found, expected, rtol=_TOLERANCE, equal_nan=True):
+                log.debug(f"{self._what} are replayed as a CUDA graph")
+                return replay, result
+            reason = "the graph does not repeat the results of an eager call"
         except Exception as error:  # whatever cannot be captured can still be run
-            self._reset()
-            self._give_up(one_line(error))
-            return function(*inputs)
-        if not torch.allclose(found, expected, rtol=_TOLERANCE, equal_nan=True):
-            self._reset()
-            self._give_up("the graph does not repeat the results of an eager call")
-            return function(*inputs)
-        self._graphs[key] = _Graph([v for v in copies if isinstance(v, Tensor)], replay, result)
-        log.debug(f"{self._what} are replayed as a CUDA graph")
-        return result
+            reason = one_line(error)
+        self._reset()
+        self._give_up(reason)
+        return None
 
     def _norms(self, result: Any) -> Tensor:
         """Return the norms of a result and of the sums after a call."""

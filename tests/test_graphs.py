@@ -77,6 +77,19 @@ def test_each_shape_and_each_plain_value_has_its_graph(recorded):
     assert recorded.count == 3
 
 
+def test_a_tensor_that_is_given_twice_is_copied_once(recorded):
+    sums = Sums()
+    graphed = sums.graphed()
+    for _ in range(WARM_UP + 3):
+        x, y = torch.randn(2, 4), torch.randn(2, 4)
+        graphed({"x": x, "factor": 2.0, "again": [x, y, x]})
+        result = graphed({"x": x, "factor": 2.0, "again": [y, y, y]})
+        expected = sums.linear(x).square().sum() * 2
+        torch.testing.assert_close(result, expected.detach())
+    held = graphed.func._graphs.values()
+    assert recorded.count == 2 and [len(graph.inputs) for graph in held] == [2, 2]
+
+
 def test_the_number_of_graphs_is_bounded(recorded):
     graphed = Sums().graphed()
     for _ in range(WARM_UP + 2):

@@ -208,9 +208,8 @@ class Reconstruction:
         if self._towards_predictions is not None:
             self._positions = _positions(predicted.flatten(1))
         # Rotary angles and masks that all batches share are copied to the device once.
-        shared = [v for v in tree_leaves(self._calls[0]) if isinstance(v, torch.Tensor)]
-        self._names = {id(value): f"shared tensor {id(value)}" for value in shared}
-        self._shared = {self._names[id(value)]: value.to(self.device) for value in shared}
+        shared = (v for v in tree_leaves(self._calls[0]) if isinstance(v, torch.Tensor))
+        self._on_device = {id(value): value.to(self.device) for value in shared}
         # All blocks that are alike share one compiled graph.
         self._call = torch.compile(call_block, dynamic=False) if compiled else call_block
         self._templates = templates(self.blocks)
@@ -283,12 +282,12 @@ class Reconstruction:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def _inputs(self, blocks: Iterable[int], batch: int) -> list[Any]:
-        """Return the other inputs of the blocks on the device. Shared tensors are their names."""
+    def _inputs(self, blocks: Iterable[int], batch: int) -> list[BlockCall]:
+        """Return the other inputs of the blocks, on the device."""
 
         def moved(value: Any) -> Any:
-            if id(value) in self._names:
-                return self._names[id(value)]
+            if id(value) in self._on_device:
+                return self._on_device[id(value)]
             return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
         return [tree_map(moved, self._calls[batch][index]) for index in blocks]
@@ -298,18 +297,13 @@ class Reconstruction:
         blocks: Iterable[int],
         layers: TrainedLayers | None,
         states: torch.Tensor,
-        inputs: Sequence[Any],
+        inputs: Sequence[BlockCall],
     ) -> torch.Tensor:
         """Return the float32 output of the blocks. Linears of ``layers`` use E, others W."""
-
-        def shared(value: Any) -> Any:
-            return self._shared.get(value, value) if isinstance(value, str) else value
-
-        calls = (tree_map(shared, each) for each in inputs)
         pairs = [(self.blocks[index], self._templates[index]) for index in blocks]
         again = self._checkpointing
         with self._autocast():
-            return run_blocks(pairs, layers, states, calls, call=self._call, checkpointing=again)
+            return run_blocks(pairs, layers, states, inputs, call=self._call, checkpointing=again)
 
     def _difference(
         self,

@@ -413,13 +413,14 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             monitoring.record_memory_history(self, step)
         losses, counts = [], []
         for index, batch in enumerate(batches):
-            move_batch(batch, self._device)
             if (graphed := self._graphed) is None:
                 loss, count = self._add_gradients(batch)
             else:
-                loss, count = graphed(self._add_gradients, batch, is_first=index == 0)
-            losses.append(loss.clone())  # The next replay overwrites it.
-            counts.append(count.clone())
+                move_batch(batch, self._device)
+                found = graphed(self._add_gradients, batch, is_first=index == 0)
+                loss, count = (value.clone() for value in found)  # The next replay overwrites them.
+            losses.append(loss)
+            counts.append(count)
         stop = float(self.stop_request.requested)
         sums = [torch.stack(losses).sum(), torch.stack(counts).sum(), stop]
         # With offloading the gradients are on the CPU, and the host waits here, not further down.
