@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import hestia_tune
-from hestia_tune.commands.launch import options_page
+from hestia_tune.commands.options import options_page
 from hestia_tune.components import find_component
 from hestia_tune.config import Section, SourceConfig
 from hestia_tune.config.run_config import RunConfig, load_config, packaged_configs

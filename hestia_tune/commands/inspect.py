@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hestia_tune.commands.launch import next_command, options_page
+from hestia_tune.commands.launch import next_command
+from hestia_tune.commands.options import options_page
 from hestia_tune.config.run_config import RunConfig, load_config, packaged_configs, text_of
 from hestia_tune.errors import InputError
 from hestia_tune.files import read_json
