@@ -19,6 +19,7 @@ import os
 import signal
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -621,6 +622,16 @@ class TrainingData:
         return total / count
 
 
+def _is_from_multiprocessing(error: Exception) -> bool:
+    """Return whether the connection to another process raised an error.
+
+    A worker that dies while it sends a batch resets the connection. The data loader passes that
+    error on if the process has not quite ended yet.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].startswith("multiprocessing.")
+
+
 def _take_together(batches: Iterator, most: int, least: int = 0) -> list[dict[str, Any]]:
     """Return the next batches. If the data fail on one rank, raise on all ranks. Collective.
 
@@ -636,7 +647,10 @@ def _take_together(batches: Iterator, most: int, least: int = 0) -> list[dict[st
             raise DataStreamError("the stream ended before the last step; give dataset.max_tokens")
     except Exception as error:  # the samples of other components may raise errors of any type
         text = str(error).rsplit(f"{type(error).__name__}: ", 1)[-1]  # without a worker's traceback
-        if isinstance(error, RuntimeError) and "DataLoader" in text:  # a worker died or is slow
+        is_lost = _is_from_multiprocessing(error)
+        if is_lost:
+            text = f"a data worker exited unexpectedly ({text or type(error).__name__})"
+        if is_lost or (isinstance(error, RuntimeError) and "DataLoader" in text):  # died or slow
             text += "; lower num_workers, or look at the source of the data"
             _end_workers()
         elif not isinstance(error, OSError | ValueError):

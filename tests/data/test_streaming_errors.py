@@ -3,16 +3,19 @@
 import gc
 import gzip
 import http.server
+import multiprocessing
 import re
 import threading
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed as dist
 from streams import documents_in, find_all, make_texts, stream, tokens_of, write, write_files
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hestia_tune.data import DataStreamError
+from hestia_tune.training import loader
 
 BAD_LINES = {
     b"\xff\xfe broken": "cannot be read",
@@ -190,3 +193,25 @@ def test_reading_goes_on_after_the_network_failed(tmp_path, monkeypatch):
             monkeypatch.setattr(f"datasets.config.STREAMING_{name}_MAX_RETRIES", 2)
         with pytest.raises(DataStreamError, match="a.parquet cannot be read"):
             list(dataset)
+
+
+def test_a_worker_that_dies_while_it_sends_a_batch(end_process_group):
+    """The connection breaks before the data loader sees that the process has ended."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    batches = (ours.recv() for _ in range(2))
+    remedy = "a data worker exited unexpectedly .*; lower num_workers, or look at the source"
+    with pytest.raises(DataStreamError, match=remedy):
+        loader._take_together(batches, 2)
+
+
+def test_a_connection_of_the_source_keeps_its_own_message(end_process_group):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def batches():
+        raise ConnectionResetError("the hub hung up")
+        yield
+
+    with pytest.raises(DataStreamError, match="^the hub hung up$"):
+        loader._take_together(batches(), 2)
