@@ -157,7 +157,7 @@ def main() -> None:
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     columns = ("config", "sequences", "state", "gathered", "activations", "1 GPU", "each of 8")
-    print("|", " | ".join((*columns, "window", "final stage", "GPUs of 80 GB")), "|")
+    print("|", " | ".join((*columns, "window", "stage 2", "GPUs of 80 GB")), "|")
     print("|---|---" + "|---:" * (len(columns) + 1) + "|")
     names = [name for name in packaged_configs() if "model" in load_config(name)]
     overlays = [(name, overlay) for overlay in ("", "+distil", "+evening") for name in names]

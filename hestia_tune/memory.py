@@ -33,7 +33,7 @@ from hestia_tune.blocks import find_blocks
 from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.models import loading
-from hestia_tune.reconstruction.reconstruct import Stage, stage_bytes, stages
+from hestia_tune.reconstruction.reconstruct import Span, largest_spans, span_bytes
 from hestia_tune.run import Prepared, PretrainedWeights, TrainingRun
 from hestia_tune.training.estimate import estimate, usable
 
@@ -163,14 +163,14 @@ def _fit_reconstruction(run: TrainingRun, room: float) -> Fit:
         changes: dict[str, Any] = {} if batch == size else {"reconstruct.batch_size": batch}
         reasons = [] if batch == size else [f"A step of the reconstruction has {batch} sequences."]
         run = with_changes(whole, changes)
-        found = stages(run)
-        peak = {WINDOW: float(stage_bytes(run, found[0], run.data.seq_len, alone=True))}
+        found = largest_spans(run)
+        peak = {WINDOW: float(span_bytes(run, found[0], run.data.seq_len, alone=True))}
         best = changes, peak, reasons
         if peak[WINDOW] > room:
             continue
         if len(found) == 1:
             return best
-        blocks, need = _final_stage(run, found[1], room)
+        blocks, need = _fit_stage_2(run, found[1], room)
         if blocks < 2 and batch != sizes[-1]:
             continue
         if blocks < found[1].end - found[1].begin:
@@ -188,14 +188,14 @@ def _fit_reconstruction(run: TrainingRun, room: float) -> Fit:
     return best
 
 
-def _final_stage(run: TrainingRun, stage: Stage, room: float) -> tuple[int, float]:
-    """Return the largest number of blocks of the final stage that fits, and its bytes."""
-    count, seq_len = stage.end - stage.begin, run.data.seq_len
+def _fit_stage_2(run: TrainingRun, span: Span, room: float) -> tuple[int, float]:
+    """Return the largest number of blocks of stage 2 that fits, and its bytes."""
+    count, seq_len = span.end - span.begin, run.data.seq_len
 
     def sizes(recomputes: bool, counts: range) -> dict[int, float]:
         def need(blocks: int) -> float:
-            part = dataclasses.replace(stage, begin=stage.end - blocks, recomputes=recomputes)
-            return float(stage_bytes(run, part, seq_len, alone=True))
+            part = dataclasses.replace(span, begin=span.end - blocks, recomputes=recomputes)
+            return float(span_bytes(run, part, seq_len, alone=True))
 
         if count <= _FEW_BLOCKS:
             return {blocks: need(blocks) for blocks in counts}
@@ -205,7 +205,7 @@ def _final_stage(run: TrainingRun, stage: Stage, room: float) -> tuple[int, floa
     every = range(count, 0, -1)
     fitting = [(n, size) for n, size in sizes(True, every).items() if size <= room]
     found = fitting[0] if fitting else (0, 0.0)
-    if found[0] == count and not stage.recomputes:  # its device decides whether it must recompute
+    if found[0] == count and not span.recomputes:  # its device decides whether it must recompute
         (plain,) = sizes(False, every[:1]).values()
         found = count, plain if plain <= room else found[1]
     return found

@@ -146,7 +146,7 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
 
     from hestia_tune.generation import check_sets, describe, missing_sets
     from hestia_tune.models import sources
-    from hestia_tune.reconstruction.reconstruct import describe_stages
+    from hestia_tune.reconstruction.reconstruct import describe_memory
     from hestia_tune.run import Run, TrainingRun
     from hestia_tune.training.estimate import describe_costs
 
@@ -182,7 +182,7 @@ def check_run(config: RunConfig | Mapping[str, Any], *, estimates: bool = True) 
     if estimates:
         lines += describe_costs(run, has_device).splitlines()
     if estimates and config.reconstruction == "auto":
-        lines.append(describe_stages(run, has_device))
+        lines.append(describe_memory(run, has_device))
     dist.destroy_process_group()
     lines.append(
         f"valid: {len(run.layers)} linear layers become {run.component.key()}; "

@@ -189,14 +189,14 @@ class ReconstructionConfig(Section):
     window: int = option(1, low=1)
     """Blocks that train together. The window moves by half of them, at least by one block."""
     kl_blocks: int = option(0, low=0)
-    """Number of last blocks that train together once more, after the last window. This final stage
-    trains them towards the pretrained model's predictions (Kullback-Leibler divergence). The blocks
-    and their optimizer must fit on the device. 0 skips the stage. A number above the model's number
-    of blocks takes all blocks."""
+    """Number of last blocks that train together in stage 2, after the last window, towards the
+    pretrained model's predictions (Kullback-Leibler divergence). The blocks and their optimizer
+    must fit on the device. 0 skips stage 2, and a number above the model's number of blocks trains
+    all of them."""
     kl_epochs: int = option(1, low=1)
-    """Passes over the samples in the final stage (see kl_blocks)."""
+    """Passes over the samples of stage 2 (see kl_blocks)."""
     kl_rate: float = option(0.3, low=1e-6, high=10)
-    """Factor on lr, parameter_lr and norm_lr in the final stage (see kl_blocks)."""
+    """Factor on lr, parameter_lr and norm_lr of stage 2 (see kl_blocks)."""
     lr: float = option(1e-2, low=0, high=1)
     """Learning rate of the latent weights. It falls linearly to 0 in every window. With fewer than
     100 steps per window, try up to twice the default. Weights of more than four codes (INT4) have a
@@ -206,7 +206,7 @@ class ReconstructionConfig(Section):
     norm_lr: float = option(3e-3, low=0, high=1)
     """Learning rate of the norms and biases in the blocks. 0 does not train them."""
     tau_init: float = option(0.3, low=0, high=100)
-    """Temperature at the start of every window. 0 is straight-through training. The final stage
+    """Temperature at the start of every window. 0 is straight-through training. Stage 2
     (see kl_blocks) starts at 0.05, or at tau_init if tau_init is lower."""
     output: str | None = None
     """Folder to write the reconstruction to. null: use the folder reconstruction in output_dir."""

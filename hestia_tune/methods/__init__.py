@@ -1,4 +1,4 @@
-"""Methods: one file each, stateless, with a backward in closed form."""
+"""Methods: stateless, with a backward in closed form; the straight-through ones share a file."""
 
 from hestia_tune.methods.fairy2i import Fairy2iMethod
 from hestia_tune.methods.groups import GroupMethod

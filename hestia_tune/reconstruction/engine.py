@@ -86,7 +86,7 @@ log = logging.getLogger(__name__)
 
 # The last fraction of a window's steps has temperature 0, so scales and norms adapt to hard codes.
 HARD_FRACTION = 0.1
-# Largest initial temperature of the stage towards predictions.
+# Largest initial temperature of stage 2, which learns predictions.
 KL_TAU_INIT = 0.05
 # Cap on the norms of tokens, in units of their median.
 _NORM_CAP = 4.0
@@ -97,7 +97,7 @@ _Loss = Callable[..., torch.Tensor]
 
 
 def _kl_settings(settings: ReconstructionConfig) -> ReconstructionConfig:
-    """Return the settings of the stage towards predictions."""
+    """Return the settings of stage 2, which learns predictions."""
     names = ("lr", "parameter_lr", "norm_lr")
     rates = {name: min(1.0, settings.kl_rate * getattr(settings, name)) for name in names}
     return replace(settings, **rates, tau_init=min(KL_TAU_INIT, settings.tau_init))
@@ -242,7 +242,7 @@ class Reconstruction:
         return f"all {count} blocks" if end - begin == count else f"blocks {begin + 1} to {end}"
 
     def is_final(self, index: int) -> bool:
-        """Return whether a window is the stage towards the pretrained predictions."""
+        """Return whether a window is that of stage 2, towards the pretrained predictions."""
         return index == self._towards_predictions
 
     def state_dict(self) -> dict[str, Any]:
@@ -488,7 +488,7 @@ def prepare_folder(
 def _windows_may_stay(folder: Path, identity: Mapping[str, Any]) -> bool:
     """Return whether the identity differs only in ``kl_`` settings, and no window depends on them.
 
-    The ``kl_`` settings belong to a stage after all windows.
+    The ``kl_`` settings belong to stage 2, after all windows.
     """
     different = files.differences(identity, read_json(folder / RESULTS_FILE))
     results = map(read_json, folder.glob("window_*.json"))

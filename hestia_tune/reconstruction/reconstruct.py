@@ -7,12 +7,13 @@ to the device, in float32. The folder ``reconstruct.output`` contains:
     reconstruction.json     settings, the error of every window, losses
     latents.safetensors     float32 latents, method parameters and norms, by torchtune's names
     hard_model/             a folder like the hard model of hestia_qat
-    errors.png              the error at the end of every window (without the kl_blocks stage)
+    errors.png              the error at the end of every window (without stage 2)
     windows/                the windows of an unfinished run (`hestia_tune.reconstruction.engine`)
 
-**Memory.** A stage is a window of blocks, or the final stage of ``kl_blocks``. Two of its steps run
-on tensors without data, as in `hestia_tune.training.estimate`: the same blocks, optimizer and
-divergence, without ``torch.compile``. In memory are, for n weights in the blocks of the stage:
+**Memory.** A span of blocks trains together: a window of stage 1, or the ``kl_blocks`` of stage 2.
+Two of its steps run on tensors without data, as in `hestia_tune.training.estimate`: the same
+blocks, optimizer and divergence, without ``torch.compile``. In memory are, for n weights in the
+blocks of the span:
 
     4n        latent weights, in float32
     8n        moments of AdamW, in float32
@@ -20,7 +21,7 @@ divergence, without ``torch.compile``. In memory are, for n weights in the block
 
 With ``kl_blocks`` the weights outside the blocks come on top, and always two batches of hidden
 states and the activations. The activations of all blocks of a model together may be larger than a
-device. `recomputes` then makes the stage keep only the inputs of its blocks, and compute each block
+device. `recomputes` then makes the span keep only the inputs of its blocks, and compute each block
 again in the backward pass. The gradients are the same numbers. A step takes about a third longer.
 """
 
@@ -97,13 +98,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A window, or the final stage.
+class Span:
+    """Blocks that train together: a window of stage 1, or the blocks of stage 2.
 
     Attributes:
         begin: Number of its first block.
         end: One more than the number of its last block.
-        is_final: Whether it trains towards the pretrained predictions.
+        is_final: Whether it is that of stage 2, which learns the pretrained predictions.
         sequences: Sequences in a step on one rank.
         recomputes: Whether it computes its activations twice.
     """
@@ -115,15 +116,15 @@ class Stage:
     recomputes: bool
 
     def describe(self, need: float) -> str:
-        """Return a text with the number of bytes that the stage needs."""
+        """Return a text with the number of bytes that the span needs."""
         count = self.end - self.begin
         blocks = f"{count} blocks together" if count > 1 else "one block"
         again = ", whose activations are computed twice" if self.recomputes and count > 1 else ""
         return f"{size_text(need)} for {blocks}{again}"
 
 
-def stages(run: TrainingRun) -> list[Stage]:
-    """Return the largest window of a run's reconstruction, and the final stage if there is one."""
+def largest_spans(run: TrainingRun) -> list[Span]:
+    """Return the largest window of a run's stage 1, and the span of stage 2 if there is one."""
     settings, blocks = run.config.reconstruct, find_blocks(run.model).values()
     sizes = [sum(p.numel() for p in b.parameters()) * bool(quantized_linears(b)) for b in blocks]
     spans, final = spans_to_train([size > 0 for size in sizes], settings)
@@ -132,36 +133,36 @@ def stages(run: TrainingRun) -> list[Stage]:
         "recomputes": run.config.enable_activation_checkpointing,
     }
     begin, end = max(spans, key=lambda span: sum(sizes[slice(*span)]))
-    found = [Stage(begin=begin, end=end, is_final=False, **options)]
+    found = [Span(begin=begin, end=end, is_final=False, **options)]
     if final is not None:
         begin, end = final
-        found.append(Stage(begin=begin, end=end, is_final=True, **options))
+        found.append(Span(begin=begin, end=end, is_final=True, **options))
     return found
 
 
-def stage_bytes(run: TrainingRun, stage: Stage, seq_len: int, *, alone: bool = False) -> int:
-    """Return the peak of a stage's memory on its device, in bytes, on one rank.
+def span_bytes(run: TrainingRun, span: Span, seq_len: int, *, alone: bool = False) -> int:
+    """Return the peak of a span's memory on its device, in bytes, on one rank.
 
     Args:
         run: The run.
-        stage: The stage.
+        span: The span.
         seq_len: Tokens in a sequence.
-        alone: Whether the model has no other blocks than the stage's. This takes less time.
+        alone: Whether the model has no other blocks than the span's. This takes less time.
     """
     if alone:
         settings = dataclasses.asdict(run.config.reconstruct) | {"output": None}
         settings["kl_blocks"] = bool(settings["kl_blocks"])
-        key = [run.config.model, run.config.quantizer, settings, dataclasses.asdict(stage)]
-        estimate = partial(_stage_bytes, run, stage, seq_len, alone=True)
+        key = [run.config.model, run.config.quantizer, settings, dataclasses.asdict(span)]
+        estimate = partial(_span_bytes, run, span, seq_len, alone=True)
         return remembered([*key, seq_len, str(run.dtype)], estimate)
-    return _stage_bytes(run, stage, seq_len, alone=False)
+    return _span_bytes(run, span, seq_len, alone=False)
 
 
-def _stage_bytes(run: TrainingRun, stage: Stage, seq_len: int, *, alone: bool) -> int:
-    config, shape = run.config, (stage.sequences, seq_len)
+def _span_bytes(run: TrainingRun, span: Span, seq_len: int, *, alone: bool) -> int:
+    config, shape = run.config, (span.sequences, seq_len)
     if alone:
-        model = shortened(run, stage.begin, stage.end, prepared=True)
-        stage = dataclasses.replace(stage, begin=0, end=stage.end - stage.begin)
+        model = shortened(run, span.begin, span.end, prepared=True)
+        span = dataclasses.replace(span, begin=0, end=span.end - span.begin)
     else:
         model = loading.build_on_meta(config.model, run.component)
     model.requires_grad_(False).eval()
@@ -173,11 +174,11 @@ def _stage_bytes(run: TrainingRun, stage: Stage, seq_len: int, *, alone: bool) -
     with without_data(model):
         first = record_blocks(model, torch.zeros(1, min(64, seq_len), dtype=torch.long))
         chain = record_blocks(model, torch.zeros(shape, dtype=torch.long), None, first.gives_tuple)
-        window = nn.ModuleList(chain.blocks[stage.begin : stage.end])
+        window = nn.ModuleList(chain.blocks[span.begin : span.end])
         kept = [v for v in tree_leaves(chain.calls) if isinstance(v, torch.Tensor)]
         kept += tensors_of(window) + (outside_blocks(model) if config.reconstruct.kl_blocks else [])
         pairs = [(block, block) for block in window]
-        calls = chain.calls[stage.begin : stage.end]
+        calls = chain.calls[span.begin : span.end]
 
         def head(hidden: torch.Tensor) -> torch.Tensor:
             with mixed:
@@ -185,8 +186,8 @@ def _stage_bytes(run: TrainingRun, stage: Stage, seq_len: int, *, alone: bool) -
 
         def loss() -> torch.Tensor:
             with mixed:
-                out = run_blocks(pairs, layers, states, calls, checkpointing=stage.recomputes)
-            if stage.is_final:
+                out = run_blocks(pairs, layers, states, calls, checkpointing=span.recomputes)
+            if span.is_final:
                 return divergence(*(x.flatten(0, 1).clone() for x in (out, target)), head)
             return (out - target).square().sum(-1).mean()
 
@@ -201,10 +202,10 @@ def _stage_bytes(run: TrainingRun, stage: Stage, seq_len: int, *, alone: bool) -
     return live.peak
 
 
-def decide(run: TrainingRun, seq_len: int, room: float) -> dict[Stage, int]:
-    """Return the stages of a run with their peaks in bytes, on one rank.
+def decide(run: TrainingRun, seq_len: int, room: float) -> dict[Span, int]:
+    """Return the spans of a run with their peaks in bytes, on one rank.
 
-    A stage of several blocks recomputes its activations if it does not fit otherwise.
+    A span of several blocks recomputes its activations if it does not fit otherwise.
 
     Args:
         run: The run.
@@ -212,12 +213,12 @@ def decide(run: TrainingRun, seq_len: int, room: float) -> dict[Stage, int]:
         room: Bytes that may be used.
     """
     decided = {}
-    for stage in stages(run):
-        need = stage_bytes(run, stage, seq_len)
-        if need > room and stage.end - stage.begin > 1 and not stage.recomputes:
-            stage = dataclasses.replace(stage, recomputes=True)
-            need = stage_bytes(run, stage, seq_len)
-        decided[stage] = need
+    for span in largest_spans(run):
+        need = span_bytes(run, span, seq_len)
+        if need > room and span.end - span.begin > 1 and not span.recomputes:
+            span = dataclasses.replace(span, recomputes=True)
+            need = span_bytes(run, span, seq_len)
+        decided[span] = need
     return decided
 
 
@@ -228,19 +229,19 @@ def recomputes(run: TrainingRun, seq_len: int) -> bool:
         run: The run.
         seq_len: Tokens in a sequence.
     """
-    if all(stage.recomputes or stage.end - stage.begin == 1 for stage in stages(run)):
+    if all(span.recomputes or span.end - span.begin == 1 for span in largest_spans(run)):
         return run.config.enable_activation_checkpointing  # There is nothing to decide.
     try:
         decided = decide(run, seq_len, usable(memory_of(run.device)))
     except Exception as error:  # The code of some models needs data.
         log.debug(f"the memory cannot be estimated for this model: {one_line(error)}")
         return False
-    for stage, need in decided.items():
-        log.debug(f"memory: {stage.describe(need)}")
-    return any(stage.recomputes for stage in decided)
+    for span, need in decided.items():
+        log.debug(f"memory: {span.describe(need)}")
+    return any(span.recomputes for span in decided)
 
 
-def describe_stages(run: TrainingRun, has_device: bool = True) -> str:
+def describe_memory(run: TrainingRun, has_device: bool = True) -> str:
     """Return the line about the memory of the reconstruction that ``validate`` prints.
 
     Args:
@@ -253,16 +254,16 @@ def describe_stages(run: TrainingRun, has_device: bool = True) -> str:
         decided = decide(run, seq_len, usable(memory))
     except Exception as error:
         return f"memory of the reconstruction cannot be estimated: {one_line(error)}"
-    stage, need = max(decided.items(), key=lambda item: item[1])
+    span, need = max(decided.items(), key=lambda item: item[1])
 
     def on(ranks: int) -> float:
         if ranks == num_ranks():
             return need
-        share = dataclasses.replace(stage, sequences=size // ranks)
-        return stage_bytes(run, share, seq_len) if size % ranks == 0 else math.inf
+        share = dataclasses.replace(span, sequences=size // ranks)
+        return span_bytes(run, share, seq_len) if size % ranks == 0 else math.inf
 
     text = ", ".join(found.describe(bytes_) for found, bytes_ in decided.items())
-    remedy = "reconstruct.batch_size" + " or reconstruct.kl_blocks" * stage.is_final
+    remedy = "reconstruct.batch_size" + " or reconstruct.kl_blocks" * span.is_final
     return f"memory of the reconstruction: about {text}{fit_text(run, on, has_device, remedy)}"
 
 
@@ -493,7 +494,7 @@ class ReconstructionRecipe:
         """Train all windows, or until the first Ctrl-C."""
         log.info("preparing the blocks and their inputs")
         work = self._make_engine(model, batches)
-        stages = [work.place(index) for index in range(len(work.windows))]
+        places = [work.place(index) for index in range(len(work.windows))]
         self.results = results = windows.load(work)
         state = windows.load_state(len(results))
         step = state["step"] if state else 0
@@ -501,7 +502,7 @@ class ReconstructionRecipe:
         passes = [steps * size for steps, size in zip(work.steps, work.sizes, strict=True)]
         done = sum(passes[: len(results)]) + (step and step * work.sizes[len(results)])
         if done:
-            place = stages[min(len(results), len(stages) - 1)]
+            place = places[min(len(results), len(places) - 1)]
             log.info(f"continuing where the run stopped: step {step} of {place}")
         # The unit is a pass of a batch through a block, so a rate would say nothing.
         shown = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
@@ -510,7 +511,7 @@ class ReconstructionRecipe:
         saved, run = time.monotonic(), work.run(len(results), state)
         del state  # It is twice as large as the window.
         self._announce(work, len(results))
-        place = stages[len(results)] if len(results) < len(stages) else ""
+        place = places[len(results)] if len(results) < len(places) else ""
         progress.set_description_str(place, refresh=is_terminal)
         with self.head_on_device(model), progress, stop.installed():
             for result in run:
@@ -519,13 +520,13 @@ class ReconstructionRecipe:
                     windows.save(result)
                     saved = time.monotonic()
                     log.info(
-                        f"{stages[result.index]}: {result.measure} {result.error:.3f}, was "
+                        f"{places[result.index]}: {result.measure} {result.error:.3f}, was "
                         f"{result.naive_error:.3f} before training"
                     )
-                    if len(results) < len(stages):
+                    if len(results) < len(places):
                         if work.is_final(len(results)):
                             self._announce(work, len(results))
-                        progress.set_description_str(stages[len(results)], refresh=is_terminal)
+                        progress.set_description_str(places[len(results)], refresh=is_terminal)
                     continue
                 progress.update(work.sizes[len(results)])
                 due = time.monotonic() - saved > _SECONDS_BETWEEN_SAVES

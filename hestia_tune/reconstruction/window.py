@@ -173,7 +173,7 @@ def windows(num_blocks: int, window: int, stride: int) -> list[tuple[int, int]]:
 def spans_to_train(
     is_quantized: Sequence[bool], settings: ReconstructionConfig
 ) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
-    """Return (begin, end) of every window to train, and of the final stage. None: there is none.
+    """Return (begin, end) of every window to train, and of stage 2. None: there is none.
 
     Args:
         is_quantized: Whether a block has quantized linears, for every block of the model.

@@ -46,7 +46,7 @@ from hestia_tune.evaluation import metrics_of
 from hestia_tune.files import remove, write_json
 from hestia_tune.graphs import Graphed
 from hestia_tune.losses import output_chunks, training_loss
-from hestia_tune.models import loading as models
+from hestia_tune.models import loading
 from hestia_tune.plots import plot_training_curves
 from hestia_tune.qat.linear import full_tensor, quantized_linears
 from hestia_tune.qat.shards import hard_state_dict
@@ -125,7 +125,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
         if self._is_rank_zero:
             is_disk = str(config.metric_logger["_component_"]).endswith(".DiskLogger")
             with contextlib.redirect_stdout(None if is_disk else sys.stdout):  # it prints its path
-                self._metric_logger = models.instantiate(config.metric_logger, "metric_logger")
+                self._metric_logger = loading.instantiate(config.metric_logger, "metric_logger")
             self._metric_logger.log_config(OmegaConf.create(dataclasses.asdict(config)))
         self._loss_fn = run.loss
         if config.compile:
@@ -163,7 +163,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             run.component.parameter_lr,
         )
         steps = {"num_training_steps": self.total_steps, "last_epoch": -1}
-        self._lr_scheduler = models.instantiate(
+        self._lr_scheduler = loading.instantiate(
             config.lr_scheduler, "lr_scheduler", self._optimizer, **steps
         )
         if self._lr_scheduler is not None:  # torchao's rates are tensors, which JSON cannot hold

@@ -23,7 +23,7 @@ from hestia_tune.devices import compile_backend
 from hestia_tune.distributed import on_first_rank
 from hestia_tune.errors import InputError
 from hestia_tune.files import digest
-from hestia_tune.models import loading as models
+from hestia_tune.models import loading
 from hestia_tune.models.loading import build_buffers, section_of
 from hestia_tune.models.sources import folder_weights
 from hestia_tune.qat.leaves import Leaves, use_leaves
@@ -82,11 +82,11 @@ def build(run: TrainingRun) -> Built:
     identity: Any = on_first_rank(_identify, run, schedule, pretrained, state, scores)
     mesh = _mesh_of(run)
     model = _make_model(run, state, mesh)
-    models.make_head_contiguous(model)  # validation computes the logits in chunks
+    loading.make_head_contiguous(model)  # validation computes the logits in chunks
     teacher = None
     if run.config.distillation.weight:
         teacher = _make_teacher(run, pretrained, mesh)
-        models.make_head_contiguous(teacher)
+        loading.make_head_contiguous(teacher)
     compiled = bool(run.config.compile)
     if mesh is None:
         fixed = run.graphs_micro_batches
@@ -165,9 +165,9 @@ def _make_model(
 ) -> nn.Module:
     """Return the prepared model with its weights, sharded over the mesh. Collective."""
     config = run.config
-    model = models.build_on_meta(config.model, run.component)
+    model = loading.build_on_meta(config.model, run.component)
     for name in config.frozen_modules or ():
-        models.modules_by_name(model)[name].requires_grad_(False)
+        loading.modules_by_name(model)[name].requires_grad_(False)
     if config.compile:
         compile_blocks(model)
     if config.enable_activation_checkpointing:
@@ -268,7 +268,7 @@ def _make_teacher(run: TrainingRun, pretrained: State, mesh: DeviceMesh | None) 
     if config.distillation.teacher != "pretrained":
         folder = Path(config.distillation.teacher)
     section = config.model if folder is None else section_of(config, folder)
-    teacher: Any = models.plain_on_meta(section).requires_grad_(False).eval()
+    teacher: Any = loading.plain_on_meta(section).requires_grad_(False).eval()
     if folder is not None:
         own, model = teacher.tok_embeddings.num_embeddings, cast(Any, run.model)
         if own != (expected := model.tok_embeddings.num_embeddings):
@@ -276,7 +276,7 @@ def _make_teacher(run: TrainingRun, pretrained: State, mesh: DeviceMesh | None) 
                 f"distillation.teacher {folder} has a vocabulary of {own} tokens, but the model "
                 f"has {expected}; use a teacher with the model's tokenizer"
             )
-        plain = models.plain_on_meta(section)
+        plain = loading.plain_on_meta(section)
         read = partial(folder_weights, config.model_type, folder, plain)
         pretrained = on_first_rank(read, share=False) or {}
     if config.compile:

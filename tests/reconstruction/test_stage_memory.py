@@ -1,4 +1,4 @@
-"""Test the estimates of a reconstruction's stages, and what follows from them."""
+"""Test the estimates of a reconstruction's spans, and what follows from them."""
 
 import importlib.util
 from pathlib import Path
@@ -15,7 +15,7 @@ from hestia_tune.commands.qat import run_reconstruct
 from hestia_tune.config.run_config import RunConfig, load_config, packaged_configs
 from hestia_tune.reconstruction import reconstruct as estimate_module
 from hestia_tune.reconstruction import window
-from hestia_tune.reconstruction.reconstruct import decide, describe_stages, stages
+from hestia_tune.reconstruction.reconstruct import decide, describe_memory, largest_spans
 from hestia_tune.reconstruction.window import pieces
 from hestia_tune.run import TrainingRun
 from hestia_tune.training import estimate
@@ -51,13 +51,13 @@ def test_the_windows_and_the_samples_of_a_rank(model_dir, tmp_path, monkeypatch)
     options = ("model.num_layers=5", "reconstruct.window=4", "reconstruct.kl_blocks=0")
     decided = planned(model_dir, tmp_path, *options, AGAIN)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    (largest,) = stages(decided)
+    (largest,) = largest_spans(decided)
     assert (largest.begin, largest.end, largest.sequences) == (0, 4, 4)
     assert largest.recomputes
 
 
 def test_the_result_does_not_depend_on_the_memory(model_dir, tmp_path, monkeypatch):
-    """A final stage that computes its activations twice gives the same numbers."""
+    """A span of stage 2 that computes its activations twice gives the same numbers."""
     calls, checkpoint = [], window.checkpoint
 
     def counted(*arguments, **options):
@@ -72,7 +72,7 @@ def test_the_result_does_not_depend_on_the_memory(model_dir, tmp_path, monkeypat
         )
         calls.clear()
         assert run_reconstruct(make_config(model_dir, tmp_path / str(total), *OPTIONS)) == 0
-        # The estimate of the final stage, and its step, compute both blocks twice.
+        # The estimate of stage 2, and its step, compute both blocks twice.
         assert len(calls) == (4 if total == 1000 else 0)
         found[total] = load_file(tmp_path / str(total) / "reconstruction/latents.safetensors")
     plain, again = found.values()
@@ -86,21 +86,21 @@ def test_validate_says_what_a_reconstruction_needs(model_dir, tmp_path, monkeypa
         assert seq_len == 64
         return 1e9 if stage.end == 1 else 5e10 + 8e10 / (1 + stage.recomputes) * stage.sequences / 8
 
-    monkeypatch.setattr(estimate_module, "stage_bytes", need)
+    monkeypatch.setattr(estimate_module, "span_bytes", need)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2e11))
     decided = planned(model_dir, tmp_path)
     text = "memory of the reconstruction: about 1.0 GB for one block, "
     text += "130 GB for 2 blocks together; this machine has 200 GB"
-    assert describe_stages(decided) == text
+    assert describe_memory(decided) == text
     again = text.replace("130", "90").partition("; this machine")[0]
     again += ", whose activations are computed twice"
     # Two ranks take 4 sequences each: 70 GB, and 72 GB of a GPU may be used.
-    assert describe_stages(decided, has_device=False) == f"{again}; 2 GPUs of 80 GB"
+    assert describe_memory(decided, has_device=False) == f"{again}; 2 GPUs of 80 GB"
     few = " (too little: lower reconstruct.batch_size or reconstruct.kl_blocks"
     monkeypatch.setattr(estimate, "_GPU_BYTES", 5e10)
-    assert describe_stages(decided, has_device=False) == f"{again}; on GPUs of 80 GB{few})"
+    assert describe_memory(decided, has_device=False) == f"{again}; on GPUs of 80 GB{few})"
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8e10))
-    assert describe_stages(decided).endswith(f"this machine has 80 GB{few})")
+    assert describe_memory(decided).endswith(f"this machine has 80 GB{few})")
 
 
 @pytest.mark.parametrize("size", [1, 2**20, 2**20 + 1, 36 * 2**20, 96 * 2**20])
