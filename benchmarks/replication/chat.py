@@ -6,7 +6,8 @@ The first folder is the pretrained model. Each folder is a Hugging Face folder o
 model, in bfloat16. The table has, for each folder:
 
     ended    replies that end their turn within the limit of tokens, out of 20
-    echoes   replies that repeat a run of 8 of their tokens
+    both     those among them whose pretrained reply ends, too
+    repeating   replies that repeat a run of 8 of their tokens
     loss     mean cross-entropy of the pretrained model's replies, in nats per token, after their
              questions in the chat template; the token that ends the turn counts
     end      probability of that token where the pretrained model ends its turn, mean
@@ -15,6 +16,8 @@ and the first replies as text.
 """
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,15 +68,15 @@ def log_probabilities(model: Any, prompt: Tensor, tokens: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="+", help="folders; the first is the pretrained model")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--show", type=int, default=3, help="replies to print for each model")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(options.models[0])
+def measure(folders: Sequence[str | Path], tokens: int = 64, shown: int = 0) -> list[dict]:
+    """Return the measures of every folder; the first is the pretrained model.
+
+    Args:
+        folders: Hugging Face folders.
+        tokens: The most tokens of a reply.
+        shown: Number of replies to keep as text.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
     end = tokenizer.eos_token_id
     prompts = [
         tokenizer.apply_chat_template(
@@ -85,22 +88,47 @@ def main() -> None:
         for question in QUESTIONS
     ]
     targets: list[Tensor] = []
-    rows, texts = [], []
-    for folder in options.models:
+    found = []
+    for folder in folders:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        replies = [reply(model, prompt, end, options.tokens) for prompt in prompts]
+        replies = [reply(model, prompt, end, tokens) for prompt in prompts]
         targets = targets or replies
         pairs = zip(prompts, targets, strict=True)
-        scores = [log_probabilities(model, prompt, tokens) for prompt, tokens in pairs]
-        ends = [s[-1].exp() for s, tokens in zip(scores, targets, strict=True) if tokens[-1] == end]
-        ended = sum(tokens[-1].item() == end for tokens in replies)
-        echoes = sum(repeats(tokens.tolist()) for tokens in replies)
-        loss, probability = -torch.cat(scores).mean(), torch.stack(ends).mean()
-        rows.append(f"| {folder} | {ended} | {echoes} | {loss:.3f} | {probability:.2f} |")
-        shown = zip(QUESTIONS, replies[: options.show], strict=False)
-        texts += [f"{folder}: {q!r} -> {tokenizer.decode(tokens)!r}" for q, tokens in shown]
-    print("| model | ended | echoes | loss | end |\n|---|---:|---:|---:|---:|")
-    print("\n".join(rows) + "\n\n" + "\n".join(texts))
+        scores = [log_probabilities(model, prompt, target) for prompt, target in pairs]
+        ends = [s[-1].exp() for s, target in zip(scores, targets, strict=True) if target[-1] == end]
+        texts = zip(QUESTIONS, map(tokenizer.decode, replies[:shown]), strict=False)
+        found.append(
+            {
+                "ended": sum(ids[-1].item() == end for ids in replies),
+                "both": sum(
+                    ids[-1].item() == end == target[-1].item()
+                    for ids, target in zip(replies, targets, strict=True)
+                ),
+                "repeating": sum(repeats(ids.tolist()) for ids in replies),
+                "loss": round(-torch.cat(scores).mean().item(), 3),
+                "end": round(torch.stack(ends).mean().item(), 2),
+                "replies": dict(texts),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", help="folders; the first is the pretrained model")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--show", type=int, default=3, help="replies to print for each model")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    keys = ("ended", "both", "repeating", "loss", "end")
+    print(f"| model | {' | '.join(keys)} |\n|---|" + "---:|" * len(keys))
+    found = measure(options.models, options.tokens, options.show)
+    for folder, row in zip(options.models, found, strict=True):
+        print(f"| {folder} | {' | '.join(str(row[key]) for key in keys)} |")
+    for folder, row in zip(options.models, found, strict=True):
+        for question, text in row["replies"].items():
+            print(f"{folder}: {question!r} -> {text!r}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 The input of a window is the output of the hard blocks before it. So the window can correct their
 errors. The target is the hidden states of the pretrained model at the end of the window. The error
-of a token is relative to its norm. Some blocks give a few tokens norms that are thousands of times
-larger than the others. So norms are capped at four times the median.
+of a token is relative to its norm. One block of many models gives a token of each sequence,
+usually the first, a norm that is hundreds of times the others, and later blocks rely on it. Without
+a cap on norms, this token weighs as much as any other and loses its size. With a low cap, its block
+learns little else. So squared norms are capped at 256 times the median.
 
 A window uses the same method, temperature and method parameters as training. It anneals from its
 first step to its last, and then it is hard. After the windows, the last blocks may be trained once
@@ -88,8 +90,8 @@ log = logging.getLogger(__name__)
 HARD_FRACTION = 0.1
 # Largest initial temperature of stage 2, which learns predictions.
 KL_TAU_INIT = 0.05
-# Cap on the norms of tokens, in units of their median.
-_NORM_CAP = 4.0
+# Cap on the squared norms of tokens, in units of their median.
+_NORM_CAP = 256.0
 # Largest number of batches on which the error of a window is measured.
 _ERROR_BATCHES = 8
 # Function of h, h* and what `Reconstruction._measured` returns.
