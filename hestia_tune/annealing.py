@@ -41,7 +41,7 @@ class AnnealingSchedule:
     Args:
         total_steps: T, at least 1.
         rho: Fraction of the steps in which the pressure rises from 0 to 1.
-        tau_init: Temperature while the pressure rises, in units of the squared normalised weight.
+        tau_init: Temperature while the pressure rises, in units of the squared normalized weight.
         alpha: Strength of the sensitivity in the temperature.
         hard_fraction: Fraction of the steps, at the end, with temperature 0.
 

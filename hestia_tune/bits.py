@@ -134,7 +134,7 @@ def allocate(losses: np.ndarray, costs: np.ndarray, budget: int) -> Allocation:
 def _relaxed(losses: np.ndarray, costs: np.ndarray, budget: int) -> tuple[float, np.ndarray]:
     """Return the smallest Lagrange multiplier whose options fit the budget, and these options.
 
-    The options for a multiplier m minimise loss + m cost in every layer. They change only at
+    The options for a multiplier m minimize loss + m cost in every layer. They change only at
     m = (loss_a - loss_b)/(cost_b - cost_a) of two options, and their cost falls with m.
     """
     a, b = np.triu_indices(costs.shape[1], 1)
@@ -446,7 +446,7 @@ class Budget:
         """Return one choice per linear, with the smallest sum within the budget.
 
         Args:
-            losses: What each choice of each linear adds to the sum to minimise (layers, choices).
+            losses: What each choice of each linear adds to the sum to minimize (layers, choices).
         """
         return allocate(losses, self.costs, int(self.limit * _UNITS))
 

@@ -1,4 +1,4 @@
-"""Write files and folders whole or not at all, and recognise the results of earlier runs.
+"""Write files and folders whole or not at all, and recognize the results of earlier runs.
 
 `staged` writes under a temporary name, followed by a rename. So a result that exists is complete.
 

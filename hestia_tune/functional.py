@@ -35,7 +35,7 @@ def relaxed_ternary(
 
     Args:
         weight: The latent weight W.
-        tau: The temperature, in units of normalised weight squared, at least 0. 0 gives the hard
+        tau: The temperature, in units of normalized weight squared, at least 0. 0 gives the hard
             weight with a straight-through gradient.
         pressure: The pressure p, in [0, 1]. 0 gives ``weight`` itself, 1 the relaxed weight.
         group_size: See the module docstring.
@@ -99,7 +99,7 @@ def fairy2i_codes(
 def optimal_temperature(
     weights: Tensor | Iterable[Tensor], *, group_size: GroupSize = 128
 ) -> float:
-    """Return the tau that minimises the mean squared relaxation error over all ``weights``.
+    """Return the tau that minimizes the mean squared relaxation error over all ``weights``.
 
     Args:
         weights: One latent weight, or several. The function reads them one at a time.

@@ -472,7 +472,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_chats_are_recognised(form, tmp_path, capsys):
+def test_chats_are_recognized(form, tmp_path, capsys):
     folder = make_model_dir(tmp_path / "model")
     rows = [FORMS[form](f"What is {n}?", f"A number, {n}.") for n in range(30)]
     for name in ("chats", "held_out"):

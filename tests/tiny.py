@@ -41,7 +41,7 @@ NUM_QUANTIZED = 7 * SHAPE["num_layers"]
 
 
 def make_model_dir(folder: Path, seed: int = 0, **shape: int) -> Path:
-    """Write a randomly initialised Llama with a byte-level tokenizer."""
+    """Write a randomly initialized Llama with a byte-level tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = SHAPE | shape
     torch.manual_seed(seed)

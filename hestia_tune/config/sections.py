@@ -278,7 +278,7 @@ class ChatConfig(SourceConfig):
     """The options of ``hestia_tune.data.streaming_chat_dataset`` and ``chat_dataset``."""
 
     column: str | None = None
-    """Name of the column that holds the messages. null: recognise the form of the rows."""
+    """Name of the column that holds the messages. null: recognize the form of the rows."""
     loss_on: str = option("replies", choices=("replies", "all"))
     """Tokens that have a loss: those of the assistant's replies, with the token that ends each
     reply, or all tokens."""

@@ -1,4 +1,4 @@
-"""Chats in rows: which forms are recognised, and the messages that the chat template renders.
+"""Chats in rows: which forms are recognized, and the messages that the chat template renders.
 
 Files of chats come in a few forms, and every library names its columns a little differently. All of
 them become the messages that transformers' chat templates expect: a list of mappings with ``role``
@@ -152,7 +152,7 @@ def read_chat(row: Mapping[str, Any], column: str | None = None, place: str = ""
 
     Args:
         row: The row.
-        column: Name of the column that holds the messages. None: recognise the form.
+        column: Name of the column that holds the messages. None: recognize the form.
         place: Where the row stands, for the messages of errors.
 
     Raises:
@@ -169,7 +169,7 @@ def read_chat(row: Mapping[str, Any], column: str | None = None, place: str = ""
         if empty:
             return None
         raise InputError(
-            f"no chat is recognised in the columns {', '.join(row) or '(none)'}; recognised are "
+            f"no chat is recognized in the columns {', '.join(row) or '(none)'}; recognized are "
             f"{RECOGNISED}; rename the columns, or name the column of messages in dataset.column"
         )
     options = _from_json(row.get("chat_template_kwargs")) or {}

@@ -36,7 +36,7 @@ The default, "auto", is the smallest type that holds the model and runs well: TQ
 or else Q4_0 (`block_types`). `compare_types` compares the sizes of a model's files.
 
 LM Studio and llama.cpp use the chat template in the file. Ollama has templates of its own, in the
-language of Go's text/template, and recognises well-known chat templates only. So a Modelfile beside
+language of Go's text/template, and recognizes well-known chat templates only. So a Modelfile beside
 the file has a template that is made from what the tokenizer's chat template renders: the text
 before and after the content of each role. It is used only if it renders other conversations alike.
 """

@@ -12,7 +12,7 @@ model is refused before it is trained:
   on the logits (`_NEUTRAL`). Any other key must have the default value of its class.
 
 Three things change on the way. Hugging Face rotates the two halves of a head, and llama.cpp
-neighbouring rows for some families, so rows of the query and key projections change their order.
+neighboring rows for some families, so rows of the query and key projections change their order.
 GPT-NeoX keeps query, key and value of one head together, and llama.cpp keeps all queries together.
 Gemma multiplies by 1 + w in a norm, and the file has 1 + w. The matrices of experts become one
 tensor with three dimensions, whether the files have one tensor for each matrix or for all.
@@ -101,7 +101,7 @@ class Family:
         biases: Modules of a block that may have a bias.
         activations: The activations that llama.cpp computes, the default first.
         scalings: The types of the rotary embedding that llama.cpp computes.
-        pairs_rows: Whether llama.cpp rotates neighbouring rows of a head instead of its halves.
+        pairs_rows: Whether llama.cpp rotates neighboring rows of a head instead of its halves.
         has_biases: Whether every module except the embedding has a bias, which llama.cpp needs. The
             norms are then layer norms.
         shifts_norms: Whether a norm multiplies by 1 + w.

@@ -240,7 +240,7 @@ def write_card(
         form: Name of the format.
         sizes: What the export returned.
         evaluation: Path of an evaluation.json. It is left out unless it measured ``origin``.
-        origin: The folder of the same weights that has a README.md with the licence. None:
+        origin: The folder of the same weights that has a README.md with the license. None:
             ``folder``.
     """
     kind, origin, given = load_format(form), origin or folder, {}

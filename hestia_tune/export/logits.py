@@ -510,7 +510,7 @@ _COMPARED, _SECONDS = 3, 240  # positions at the end of each text; time for all 
 
 
 def _llama_cpp_logits(path: Path, tokens: Sequence[Tensor], vocabulary: int) -> list[Tensor] | None:
-    """Return the centred logits (positions, vocabulary) at the end of each text in llama.cpp.
+    """Return the centered logits (positions, vocabulary) at the end of each text in llama.cpp.
 
     The first position of each text computes the whole text, and the others use its cache.
 
@@ -540,7 +540,7 @@ def _llama_cpp_logits(path: Path, tokens: Sequence[Tensor], vocabulary: int) -> 
 
 @torch.no_grad()
 def _last_logits(model: Any, tokens: Tensor) -> Tensor:
-    """Return the centred logits (positions, vocabulary) at the end of a text in transformers."""
+    """Return the centered logits (positions, vocabulary) at the end of a text in transformers."""
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     options = {"logits_to_keep": _COMPARED} if keeps else {}
     logits = model(tokens, **options).logits[0, -_COMPARED:].float()

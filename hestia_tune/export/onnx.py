@@ -178,7 +178,7 @@ def _write(
         )
         write_folder(source, Path(work, "gptq"), entries, texts, overwrite=False)
         staging.mkdir()
-        copy_side_files(source.folder, staging)  # licences; the builder writes the tokenizer again
+        copy_side_files(source.folder, staging)  # licenses; the builder writes the tokenizer again
         _build(Path(work), staging, head, _ACCURACY_LEVELS[activation_bits])
         arrange(source, staging)
         ONNX.verify(source, staging)

@@ -10,7 +10,7 @@ the product with this weight, which is reshaped to (out_features, in_features):
     (codes - offset) * scale
     codes   u2, or u4 for 4-bit codes (out_features, groups, group): the index of the code, counted
             from the lowest
-    scale   float16 (out_features, groups, 1): the distance between neighbouring levels. bfloat16
+    scale   float16 (out_features, groups, 1): the distance between neighboring levels. bfloat16
             if float16 would round a scale.
 
 The offset is a float (0.5, 1, 1.5 or 8). OpenVINO 2026.4 fails on an integer

@@ -325,7 +325,7 @@ def nearest_code(w: Tensor, scale: Tensor, levels: Levels = TERNARY) -> Tensor:
         above = torch.gt(turned, 0.5 * size).to(w.dtype) + torch.gt(turned, 1.5 * size).to(w.dtype)
         return zero + above - torch.lt(turned, -0.5 * size).to(w.dtype)
     if levels == INT4:
-        # The quotient may be rounded to a neighbour, so comparisons decide.
+        # The quotient may be rounded to a neighbor, so comparisons decide.
         code = (magnitude / size.clamp(min=_TINY)).round()
         code = code + (magnitude > (code + 0.5) * size).to(w.dtype)
         code = code - (magnitude <= (code - 0.5) * size).to(w.dtype)

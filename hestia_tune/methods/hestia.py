@@ -6,7 +6,7 @@ p pressure. With
     e1 = exp(-4a/tau)    e2 = exp((1 - 2a)/tau)    D = 1 + e1 + e2
 
 the softmax gives the nearer outer code the weight 1/D, zero e2/D, and the farther outer code e1/D.
-So the formulas never materialise the softmax over the codebook:
+So the formulas never materialize the softmax over the codebook:
 
     H      = gamma · sign(z) · (1 - e1)/D                  (Eq. 8)
     dH/dw  = (2/tau) · (4·e1/D + (e2/D)·(1 + e1))/D        (Lemma 4.1)
@@ -45,7 +45,7 @@ is the scale with the least squared error. The paper's rebuttal reports 2 bits, 
 which grid it used. Var[q] is the sum over pairs of levels of pi·pi'·(q - q')^2. Its terms are
 positive, so it keeps its digits where one level is certain.
 
-The paper chooses tau_init by minimising the global mean squared error between the weights and
+The paper chooses tau_init by minimizing the global mean squared error between the weights and
 their relaxation (Sec. 5.1). The error is the sum of (w - H(w; tau))^2 over all weights of all
 layers. With z = |w|/gamma it is the sum of gamma^2·(z - mu(z; tau))^2. So the ternary method reads
 the weights once, layer by layer, and fills a histogram of z weighted by gamma^2. The search over
@@ -235,7 +235,7 @@ class TernaryMethod(GroupMethod):
         return [*grads, torch.zeros_like(start)]
 
     def fit_temperature(self, weights):
-        """Return the tau that minimises the mean squared relaxation error over all ``weights``.
+        """Return the tau that minimizes the mean squared relaxation error over all ``weights``.
 
         Unlike `Method.fit_temperature`, it reads every weight once, one at a time.
 
@@ -367,7 +367,7 @@ def relaxation_histogram(z: Tensor, scale: Tensor) -> Tensor:
 
 
 def temperature_from_histogram(histogram: Tensor) -> float:
-    """Return the tau that minimises the relaxation error of a sum of `relaxation_histogram`."""
+    """Return the tau that minimizes the relaxation error of a sum of `relaxation_histogram`."""
     mass, moment = histogram
     filled = mass > 0
     mass, z = mass[filled], moment[filled] / mass[filled]  # (filled bins,)

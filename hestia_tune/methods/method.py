@@ -14,7 +14,7 @@ either. The function here saves its input, as any linear does, and the latent we
 the effective weight in backward. The price is one more pass over the weight, which is small beside
 the three matrix products of a linear.
 
-`torch.compile` needs more. The compiler would recognise the recomputation as a common
+`torch.compile` needs more. The compiler would recognize the recomputation as a common
 subexpression of the forward, and would save its result after all. So in a compiled region three
 steps are opaque operators (`hestia::...`): the product, the gradient of the input, and the
 pull-back to the latent weight. They run the same formulas, compiled into fused kernels. Operators
@@ -230,7 +230,7 @@ class Method(ABC):
         raise NotImplementedError
 
     def fit_temperature(self, weights: Iterable[Tensor]) -> float:
-        """Return the tau that minimises the mean squared relaxation error over all ``weights``.
+        """Return the tau that minimizes the mean squared relaxation error over all ``weights``.
 
         The search evaluates every weight about 40 times. A method may override it by a faster way.
 
@@ -331,7 +331,7 @@ def search_temperature(
     """Return the tau in `SEARCH_RANGE` with the least error.
 
     The search narrows a bracket of log tau. In each round it evaluates a grid, and shrinks the
-    bracket to the neighbours of the best point.
+    bracket to the neighbors of the best point.
 
     Args:
         errors: Maps temperatures to the relaxation error at each.

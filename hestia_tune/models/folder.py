@@ -308,7 +308,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")
 # The files that are fetched from the hub: configuration, weights and tokenizer, but no code.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*"]
 _NOT_FETCHED = ["consolidated*", "original/*", "onnx/*", "*.fp16.safetensors"]  # second copies
-# Tokenizer, chat template, generation settings and licences.
+# Tokenizer, chat template, generation settings and licenses.
 _SETTINGS = ("*token*.json", "merges.txt", "*chat_template*", "generation_config.json")
 _SIDE_FILES = (*_SETTINGS, *_TOKENIZER_FILES[1:], "LICENSE*", "NOTICE*", "USE_POLICY*")
 
@@ -700,7 +700,7 @@ def is_exact(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return the paths of tokenizer, generation config, chat template and licences of a model.
+    """Return the paths of tokenizer, generation config, chat template and licenses of a model.
 
     Raises:
         InputError: If a path is a link out of the folder. Links to the hub's cache are allowed.

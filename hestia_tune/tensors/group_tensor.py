@@ -93,7 +93,7 @@ class GroupTensor(PackedTensor):
     Class Attributes:
         levels: The codes.
         lowest: The lowest code.
-        distance: The distance between neighbouring codes.
+        distance: The distance between neighboring codes.
         bits: Bits per code.
         hard_rule: The values of a group in a hard weight, for errors.
 
@@ -241,7 +241,7 @@ class TwoBitTensor(GroupTensor):
 class INT2Tensor(GroupTensor):
     """Codes -3, -1, 1, 3, four to a byte, stored as (code + 3) / 2.
 
-    The scale is half the distance between neighbouring levels.
+    The scale is half the distance between neighboring levels.
     """
 
     method_type = partial(EvenMethod, codebook="int2")

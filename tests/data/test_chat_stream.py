@@ -158,9 +158,9 @@ def test_lines_may_have_any_mix_of_keys(tmp_path, tokenizer):
     ("lines", "message"),
     [
         (['{"messages": []}'], "holds no rows"),
-        (['{"text": "x"}'], "row 1: no chat is recognised in the columns text"),
+        (['{"text": "x"}'], "row 1: no chat is recognized in the columns text"),
         (['{"messages": [{"role": "user", "content": "a"}]}', "{"], "row 2: Expecting property"),
-        (['{"a": 1}', "[1]"], "row 1: no chat is recognised"),
+        (['{"a": 1}', "[1]"], "row 1: no chat is recognized"),
         (['{"messages": [{"role": "x", "content": "a"}]}'], "row 1: message 1 .* has the role 'x'"),
     ],
 )

@@ -107,14 +107,14 @@ def test_tool_calls_have_arguments_as_mappings():
         ({"prompt": [USER], "completion": [REPLY]}, "prompt + completion"),
     ],
 )
-def test_the_form_of_rows_is_recognised(given, form):
+def test_the_form_of_rows_is_recognized(given, form):
     assert chat_format(given) == form
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"body": "x"}, "no chat is recognised in the columns body; recognised are messages"),
+        ({"body": "x"}, "no chat is recognized in the columns body; recognized are messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "has the role 'wizard'; roles are"),
         ({"messages": [{"role": "user"}]}, r"message 1 .* \(user\) has neither content nor"),
         ({"messages": [{"role": "user", "content": 3}]}, "content must be text; got 3"),

@@ -49,7 +49,7 @@ class Client:
         return answer["choices"][0]["logprobs"]["content"]
 
     def logits(self, prompt: str | list[int]) -> torch.Tensor:
-        """Return the centred logits of the token after the prompt, (vocab_size,).
+        """Return the centered logits of the token after the prompt, (vocab_size,).
 
         The client reports the model's probabilities, whatever it samples. It reports none if it
         samples a token that ends the text or is a part of a character. So it is made to sample "!".
