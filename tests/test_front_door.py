@@ -145,6 +145,7 @@ def test_a_closed_pipe_is_no_traceback():
     assert done.stdout == "# Options\n" and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_several_ranks(model_dir, tmp_path):
     paths = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
     few = ("max_steps=2", "dataset_val=null", "sensitivity=null", "schedule.alpha=0")

@@ -106,6 +106,7 @@ def test_an_optimizer_that_cannot_train_shards():
         check_optimizer({"_component_": "torchao.optim.CPUOffloadOptimizer", "lr": 0.1})
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_exactly_and_one_rank_is_refused(tmp_path):
     model_dir = make_model_dir(tmp_path / "model", embed_dim=128)
     options = (*settings("AdamW8bit"), "model.embed_dim=128", "batch_size=2")
