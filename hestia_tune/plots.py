@@ -1,13 +1,32 @@
 """Pictures of a run, written as PNG files."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hestia_tune.annealing import AnnealingSchedule
 from hestia_tune.files import staged
+
+# Names of projections -> those of transformers' Llama, in the order of a block. Pictures of one
+# model have the same names, whether they are drawn from torchtune's model or from the folder.
+_PROJECTIONS = {
+    "q_proj": "q_proj",
+    "k_proj": "k_proj",
+    "v_proj": "v_proj",
+    "output_proj": "o_proj",
+    "o_proj": "o_proj",
+    "w1": "gate_proj",
+    "gate_proj": "gate_proj",
+    "w3": "up_proj",
+    "up_proj": "up_proj",
+    "w2": "down_proj",
+    "down_proj": "down_proj",
+}
 
 
 def plot_training_curves(
@@ -15,38 +34,136 @@ def plot_training_curves(
     temperatures: Mapping[str, Sequence[float]],
     baselines: Mapping[str, float],
     path: str | Path,
+    *,
+    before: Mapping[str, float] | None = None,
+    has_teacher: bool = False,
 ) -> None:
-    """Draw the losses, the pressure and the temperature of each layer over the training steps.
+    """Draw the losses of a run from its start, and the pressure and temperatures if they change.
 
     Args:
-        history: Logged rows. Each row has ``step`` and any of ``loss``, ``pressure``,
+        history: Logged rows. Each row has ``step`` and any of ``loss``, ``pressure``, ``seconds``,
             ``val_loss_relaxed`` and ``val_loss_hard``. Losses are in nats per token.
         temperatures: Layer name -> temperature of the layer at steps 0, 1, ..., T.
-        baselines: Label -> validation loss. Each baseline is drawn as a horizontal line.
+        baselines: Label -> validation loss: "pretrained", "naive METHOD", and the loss that the
+            training starts from if there was a reconstruction.
         path: The PNG file to write.
+        before: Name of a stage before the training -> its seconds. If given, all stages share an
+            axis of minutes. Otherwise the axis has training steps.
+        has_teacher: Whether the training loss is that of a teacher's predictions.
     """
-    with _picture(path, 8, 10) as figure:
-        figure.suptitle("Quantization-aware training: loss, pressure and temperature")
-        losses, pressures, fan = figure.subplots(3, 1, sharex=True, height_ratios=[4, 3, 5])
-        for axis, key, label, style in (
-            (losses, "loss", "training, relaxed weights", {"linewidth": 1}),
-            (losses, "val_loss_relaxed", "validation, relaxed weights", {"marker": "o"}),
-            (losses, "val_loss_hard", "validation, hard weights", {"marker": "s"}),
-            (pressures, "pressure", None, {}),
-        ):
-            points = [(row["step"], row[key]) for row in history if row.get(key) is not None]
-            if len(points) == 1:  # A line through one point is invisible without a marker.
-                style = {"marker": "o"}
-            if points:
-                axis.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
-        for index, (label, value) in enumerate(baselines.items()):
-            dashes = ("--", ":", "-.")[index % 3]
-            losses.axhline(value, ls=dashes, color="grey", label=f"validation, {label}")
-        losses.set_ylabel("training and validation loss (nats per token)")
-        if losses.get_legend_handles_labels()[0]:
-            losses.legend()
-        pressures.set(ylabel="pressure\n(share of the relaxed weight)", ylim=(-0.05, 1.05))
-        _draw_fan(fan, "training step", temperatures)
+    stages = before or {}
+    offset = sum(stages.values()) / 60
+    clock = [(row["step"], row["seconds"] / 60) for row in history if "seconds" in row]
+    in_minutes = bool(stages) and bool(clock)
+
+    def at(step: float) -> float:
+        """Return the place of a step on the axis."""
+        if not in_minutes:
+            return step
+        return offset + float(np.interp(step, *zip((0, 0.0), *clock, strict=True)))
+
+    def points(key: str) -> list[tuple[float, float]]:
+        return [(at(row["step"]), row[key]) for row in history if row.get(key) is not None]
+
+    curves = {name: values for name, values in temperatures.items() if len({*values}) > 1}
+    pressure = points("pressure")
+    changes = len({value for _, value in pressure}) > 1
+    panels = {
+        "validation": 5,
+        "training": 3,
+        "pressure": 2 * changes,
+        "temperature": 4 * bool(curves),
+    }
+    panels = {name: height for name, height in panels.items() if height}
+    with _picture(path, 8, 1 + 0.75 * sum(panels.values())) as figure:
+        axes = figure.subplots(
+            len(panels), 1, sharex=True, height_ratios=[*panels.values()], squeeze=False
+        )
+        axis = dict(zip(panels, axes[:, 0], strict=True))
+        _draw_validation(axis["validation"], points, baselines, offset if in_minutes else 0.0)
+        target = "training loss\nagainst the teacher" if has_teacher else "training loss"
+        _draw_points(axis["training"], points("loss"), color="C0", linewidth=1)
+        axis["training"].set_ylabel(f"{target}\n(nats per token)")
+        if changes:
+            _draw_points(axis["pressure"], pressure, color="C0")
+            axis["pressure"].set(ylabel="pressure", ylim=(-0.05, 1.05))
+        if curves:
+            places = [at(step) for step in range(len(next(iter(curves.values()))))]
+            _draw_fan(axis["temperature"], curves, places)
+        axes[-1, 0].set_xlabel("minutes" if in_minutes else "training step")
+        if in_minutes:
+            _mark_stages(axes[:, 0], {name: seconds / 60 for name, seconds in stages.items()})
+
+
+def _draw_validation(
+    axis: Any,
+    points: Callable[[str], list[tuple[float, float]]],
+    baselines: Mapping[str, float],
+    start: float,
+) -> None:
+    """Draw the validation losses of hard and relaxed weights, and the pretrained loss.
+
+    Args:
+        axis: The axis.
+        points: Function from a key of the rows to the points of its curve.
+        baselines: See `plot_training_curves`.
+        start: Place on the axis where the training starts. The stages before it start at 0.
+    """
+    known = {label: loss for label, loss in baselines.items() if label != "pretrained"}
+    naive = [loss for label, loss in known.items() if label.startswith("naive ")]
+    later = [loss for label, loss in known.items() if not label.startswith("naive ")]
+    begin = [(0.0, naive[0])] if naive and (start or not later) else []
+    begin += [(start, loss) for loss in later[-1:]]
+    hard = begin + points("val_loss_hard")
+    relaxed = points("val_loss_relaxed")
+    _draw_points(axis, hard, marker="s", color="C2", markersize=4)
+    _draw_points(axis, relaxed, marker="o", color="C1", markersize=4)
+    if begin and naive:
+        _note(axis, *begin[0], next(iter(known)) if begin[0][1] == naive[0] else "start", "C2")
+    middle = hard[len(begin) :][:1]
+    if middle:
+        _note(axis, *middle[0], "hard weights", "C2")
+        _note(axis, *hard[-1], f"{hard[-1][1]:.3f}", "C2")
+    if relaxed:
+        _note(axis, *relaxed[0], "relaxed weights", "C1", above=False)
+    if "pretrained" in baselines:
+        loss = baselines["pretrained"]
+        axis.axhline(loss, ls="--", color="grey")
+        place = {"va": "bottom", "transform": axis.get_yaxis_transform()}
+        axis.text(0.01, loss, f"pretrained, {loss:.3f}", color="grey", **place)
+    losses = [loss for _, loss in (*hard, *relaxed)]
+    if losses and max(losses) > 3 * min(losses):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+    axis.margins(x=0.08, y=0.1)  # room for the labels
+    axis.set_ylabel("validation loss\n(nats per token)")
+
+
+def _draw_points(axis: Any, points: Sequence[tuple[float, float]], **style: Any) -> None:
+    """Draw a curve. A single point gets a marker, because a line through it has no length."""
+    if len(points) == 1:
+        style["marker"] = "o"
+    if points:
+        axis.plot(*zip(*points, strict=True), **style)
+
+
+def _note(axis: Any, x: float, y: float, text: str, color: str, *, above: bool = True) -> None:
+    """Write a label beside a point."""
+    place = {"xytext": (4, 5 if above else -5), "textcoords": "offset points"}
+    axis.annotate(text, (x, y), color=color, va="bottom" if above else "top", **place)
+
+
+def _mark_stages(axes: Sequence[Any], stages: Mapping[str, float]) -> None:
+    """Divide an axis of minutes into stages, and name them above the first panel."""
+    begin, names = 0.0, [*stages, f"stage {len(stages) + 1}"]
+    ends = [*accumulate(stages.values()), axes[0].get_xlim()[1]]
+    for name, end in zip(names, ends, strict=True):
+        place = {"transform": axes[0].get_xaxis_transform(), "ha": "center", "va": "bottom"}
+        axes[0].text((begin + end) / 2, 1.01, name, **place)
+        for axis in axes:
+            axis.axvline(begin, color="0.8", linewidth=1, zorder=0)
+        begin = end
 
 
 def plot_runs(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> None:
@@ -87,7 +204,9 @@ def plot_temperatures(
     """
     curves = {n: [schedule.temperature(t, s) for t in range(101)] for n, s in scores.items()}
     with _picture(path, 7, 4) as figure:
-        _draw_fan(figure.subplots(), "training progress (percent of the steps)", curves)
+        axis = figure.subplots()
+        _draw_fan(axis, curves, range(101))
+        axis.set_xlabel("training progress (percent of the steps)")
 
 
 def plot_sensitivity(traces: Mapping[str, float], path: str | Path, curvature: str) -> None:
@@ -138,9 +257,15 @@ def _draw_layers(
     """Draw a heatmap of one value per layer: one row per block, one column per projection."""
     cells: dict[tuple[str, str], float] = {}  # (block, projection) -> value
     for name, value in values.items():
-        _, block, projection = re.fullmatch(r"(.*?\b(\d+)\.)?(.*)", name).groups()
-        cells[block or "-", projection] = value
+        _, number, parts = re.fullmatch(r"(.*?\b(\d+)\.)?(.*)", name).groups()
+        block = "-" if number is None else number
+        *outer, last = parts.split(".")
+        last = _PROJECTIONS.get(last, last)
+        is_known = last in _PROJECTIONS.values() and len(outer) < 2
+        cells[block, last if is_known else ".".join([*outer, last])] = value
     rows, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
+    order = [*dict.fromkeys(_PROJECTIONS.values())]
+    columns.sort(key=lambda name: order.index(name) if name in order else len(order))
     table = [[cells.get((row, column), float("nan")) for column in columns] for row in rows]
     with _picture(path, 2 + 0.9 * len(columns), 2 + 0.25 * len(rows)) as figure:
         axis = figure.subplots()
@@ -167,6 +292,7 @@ def plot_errors(windows: Sequence[Any], path: str | Path) -> None:
         axis.plot(blocks, [w.naive_error for w in windows], "x--", color="grey", label="naive")
         axis.plot(blocks, [w.error for w in windows], "o-", label="reconstructed")
         axis.set(xlabel="last block of the window", ylabel="relative squared error", yscale="log")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend()
 
 
@@ -181,16 +307,28 @@ def _picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
         figure.savefig(temporary, format="png", dpi=130)
 
 
-def _draw_fan(axis: Any, xlabel: str, temperatures: Mapping[str, Sequence[float]]) -> None:
-    """Draw one line per layer; layers of one kind (the last part of the name) share a color."""
+def _draw_fan(
+    axis: Any, temperatures: Mapping[str, Sequence[float]], places: Sequence[float]
+) -> None:
+    """Draw the temperature of each layer; layers of one kind share a color.
+
+    Args:
+        axis: The axis.
+        temperatures: Layer name -> temperatures. The kind is the last part of the name.
+        places: The place of each temperature on the x axis.
+    """
+    axis.set_ylabel("temperature")
+    different = {tuple(curve) for curve in temperatures.values()}
+    if len(different) == 1:
+        axis.plot(places, [*different.pop()], color="C0")
+        return
     width = 1.2 if len(temperatures) <= 100 else 0.6
-    kinds = [name.rpartition(".")[2] for name in temperatures]
+    kinds = [_PROJECTIONS.get(kind := name.rpartition(".")[2], kind) for name in temperatures]
     for number, kind in enumerate(dict.fromkeys(kinds)):
         own = [curve for k, curve in zip(kinds, temperatures.values(), strict=True) if k == kind]
         style = ("-", "--", "-.")[number % 3]
-        lines = axis.plot([*zip(*own, strict=True)], style, color=f"C{number}", linewidth=width)
+        lines = axis.plot(places, [*zip(*own, strict=True)], style, color=f"C{number}")
+        for line in lines:
+            line.set_linewidth(width)
         lines[0].set_label(kind)
-    different = len(set(map(tuple, temperatures.values())))
-    title = f"{len(temperatures)} layers with {different} different temperatures"
-    axis.set(xlabel=xlabel, ylabel="temperature", title=title)
     axis.legend(title="kind of layer", fontsize="small", ncols=2, loc="upper right")

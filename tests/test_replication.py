@@ -257,10 +257,11 @@ def test_trained_models_are_compared_with_the_pretrained_one(tmp_path):
 def test_small_budgets_are_kept_and_told(tmp_path):
     few = ("reconstruct.num_samples=8", "reconstruct.epochs=1", *SMALLER[2:])
     rows = ("Hestia + tail", "reconstruction, then distillation", "AbsMean scale", "LSQ, absmax")
+    rows += ("four levels, learned from 0.75",)
     options = ("--out", tmp_path, "--seeds", "0", "--steps", "2", "--rows", *rows)
     said = run("small_budgets.py", *options, "--overrides", "max_val_batches=1", *few)
     records = {path: json.loads(path.read_text()) for path in tmp_path.rglob("record.json")}
-    assert len(records) == 4
+    assert len(records) == 5
     for record in records.values():
         [loss] = [v for k, v in record["validation_loss"].items() if k.endswith(", hard")][-1:]
         assert f"{loss:.4f} | " in said

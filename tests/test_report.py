@@ -98,6 +98,11 @@ def test_a_report_has_every_part_of_a_run(whole, capsys):
     assert facts["method"] == "ternary, group_size=32" and facts["training steps"] == "6"
     assert re.fullmatch(r"[\d,]+ tokens/s per process", facts["training speed"])
     losses = json.loads((whole / "results.json").read_text())["validation_loss"]
+    assert facts["validation loss, pretrained"] == f"{losses['pretrained']:.4f}"
+    files = json.loads((whole / "converted" / "sizes.json").read_text())
+    for name, file in files.items():  # each tells the same size in bfloat16
+        size = file["bytes"] * 16 / file["whole_bits_per_weight"] / 1e6
+        assert float(facts["size in bfloat16, MB"]) == pytest.approx(size, abs=0.051), name
     shown = {row[0]: row[1] for row in page.tables[1][1:]}
     assert shown == {
         str(whole) if label == "trained, hard" else label: f"{loss:.4f}"
@@ -116,7 +121,7 @@ def test_a_report_of_a_begun_run_says_what_makes_the_rest(begun):
     page = Page(write_report([str(begun)]))
     assert page.texts["h2"] == ["Training until now", "Not in this run"]
     commands = ["qat", "qat", "sensitivity", "reconstruct", "convert", "eval"]
-    assert page.texts["code"] == [f"tune run hestia_{command}" for command in commands]
+    assert page.texts["code"] == [f"hestia {x} CONFIG output_dir={begun}" for x in commands]
     assert "http" not in begun.joinpath("report.html").read_text()
 
 

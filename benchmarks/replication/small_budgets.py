@@ -4,7 +4,9 @@ r"""What each part of a small budget is worth: alone, together, over seeds; and 
 
 Stage ``parts``: straight-through and Hestia; then Hestia with distillation, a learned scale, a hard
 tail, a reconstruction before. All train on the same tokens; the table has the seconds of each (with
-those of its reconstruction and its sensitivity), and ``--steps`` sets a budget. Stage
+those of its reconstruction and its sensitivity), and ``--steps`` sets a budget. Stage ``scales``:
+where the scales start, as a share of the scale with the least squared error, and whether they are
+learned or follow mean|w| (``--config demo --steps 360``, and 1000 steps). Stage
 ``reconstruction``: with and without temperature, windows, numbers of sequences, and what follows
 the windows. Stage ``systems``: the paper's ternary systems, in the windows and then all blocks
 together towards the pretrained predictions. All are told as hard validation losses, mean and
@@ -106,7 +108,25 @@ SYSTEMS = {
     ],
     "Hestia, learned scale": [*UNIFORM, *LEARNED, *WHOLE],
 }
-STAGES = {"parts": PARTS, "reconstruction": RECONSTRUCTIONS, "systems": SYSTEMS}
+TAUGHT = [*UNIFORM, *DISTILLED]
+FOUR = [*TAUGHT, "quantizer._component_=hestia_tune.TwoBit"]
+OWN_RATE = ["quantizer.scale=learned", "quantizer.scale_lr=1e-2"]
+SCALES = {
+    "ternary, AbsMean": TAUGHT,
+    "ternary, learned from AbsMean": [*TAUGHT, *OWN_RATE],
+    "ternary, learned from least squares": [*TAUGHT, *LEARNED],
+    **{f"four levels, {s}": [*FOUR, f"quantizer.start={s}"] for s in (0.65, 0.75, 0.85, 1.0)},
+    **{
+        f"four levels, learned from {s}": [*FOUR, *OWN_RATE, f"quantizer.start={s}"]
+        for s in (0.75, 1.0)
+    },
+}
+STAGES = {
+    "parts": PARTS,
+    "scales": SCALES,
+    "reconstruction": RECONSTRUCTIONS,
+    "systems": SYSTEMS,
+}
 
 
 def one_run(folder: Path, config: str, overrides: list[str], *, trains: bool) -> dict[str, Any]:
@@ -168,10 +188,12 @@ def main() -> None:
         parser.error(f"--rows {unknown}: no such rows in these stages")
     if settings_of(options.config, options.overrides).get("dataset_val") is None:
         parser.error(f"{options.config} has no dataset_val to measure on; give one in --overrides")
-    common = [f"max_steps_per_epoch={options.steps}", "run_val_every_n_steps=null"]
+    # Enough passes over the demo's text for any number of steps.
+    common = [f"max_steps={options.steps}", "max_steps_per_epoch=null", "epochs=100"]
+    common += ["run_val_every_n_steps=null"]
     with many_runs():
         for stage in options.stages:
-            trains = stage == "parts"
+            trains = stage in ("parts", "scales")
             rows: dict[str, list[dict[str, Any]]] = {}
             for seed in options.seeds:
                 for name, part in STAGES[stage].items():

@@ -29,6 +29,7 @@ from hestia_tune.files import read_json, read_json_lines, write_atomically
 from hestia_tune.methods.groups import TERNARY
 from hestia_tune.models.contents import read_matrices
 from hestia_tune.plots import plot_runs, plot_zeros
+from hestia_tune.training.outputs import PRETRAINED
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _HEADLINES = ("kl divergence", "top1 agreement, %", "perplexity ratio")
@@ -113,6 +114,7 @@ def _facts(folder: Path, parts: dict[str, Any]) -> dict[str, str]:
     """Return label -> value of what describes a run in short."""
     rows, results = _history(folder), _read(folder / "results.json", layers=[], data=[])
     last = {key: value for row in rows for key, value in row.items()}
+    pretrained = results.get("validation_loss", {}).get(PRETRAINED)
     speeds = [row[key] for row in rows if (key := "tokens_per_second_per_gpu") in row]
     facts = {
         "method": results.get("quantizer"),
@@ -122,6 +124,7 @@ def _facts(folder: Path, parts: dict[str, Any]) -> dict[str, str]:
         "training steps": last.get("step"),
         "training tokens": f"{last.get('tokens_seen', 0):,}",
         "training speed": speeds and f"{statistics.median(speeds):,.0f} tokens/s per process",
+        "validation loss, pretrained": f"{pretrained:.4f}" if pretrained else None,
         "validation loss, hard weights": last.get("val_loss_hard")
         and f"{last['val_loss_hard']:.4f}",
         "zeros": last.get("zero_fraction") and f"{last['zero_fraction']:.1%}",
@@ -130,6 +133,9 @@ def _facts(folder: Path, parts: dict[str, Any]) -> dict[str, str]:
     for text, measure, *cells in measured:
         if measure in _HEADLINES and "trained" in header:
             facts[f"{measure.replace('kl', 'KL')}, {text}"] = cells[header.index("trained") - 2]
+    for sizes in list(_read(folder / "converted" / "sizes.json").values())[:1]:
+        whole = sizes["bytes"] * 16 / sizes["whole_bits_per_weight"]
+        facts["size in bfloat16, MB"] = f"{whole / 1e6:.1f}"
     facts |= {f"size as {name}, MB": size for name, size, *_ in parts["sizes"][1:]}
     return {label: str(value) for label, value in facts.items() if value}
 

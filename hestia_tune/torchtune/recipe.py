@@ -173,11 +173,13 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             self._profiler = self._setup_profiler(OmegaConf.create(config.profiler))
         if run.resume is not None:
             self._resume(run.resume)
+        self._seconds = 0.0  # of all steps until now, on rank 0
         if self._is_rank_zero:
             if run.resume is None:  # delete an earlier run's files now that all checks passed
                 for name in ("checkpoints", "hard_model", "results.json", "curves.png"):
                     remove(self.output_dir / name)
             self.history = History(self.output_dir / "metrics.jsonl", self.global_step)
+            self._seconds = max((row.get("seconds", 0.0) for row in self.history.rows), default=0.0)
 
     def _resume(self, resume: Resume) -> None:
         """Restore weights, optimizer, scheduler and random numbers from a checkpoint."""
@@ -451,6 +453,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             result: The result of the step.
             seconds: Duration of the step, including the wait for data.
         """
+        self._seconds += seconds
         if self.global_step % self._log_every_n_steps and self.global_step != self.total_steps:
             return
         step = self.global_step - 1  # this step has set the temperatures
@@ -460,6 +463,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             "lr": self._learning_rate,
             "tokens_per_second_per_gpu": result.num_tokens / seconds / self.world_size,
             "tokens_seen": self.tokens_seen,
+            "seconds": round(self._seconds, 3),
             "data_wait": self.data.seconds_waited / seconds,
             "pressure": self.schedule.pressure(step),
             "tau_min": min(taus),
@@ -512,7 +516,14 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             by_step = [self.driver.temperatures(step) for step in range(self.total_steps + 1)]
             temperatures = {name: [row[name] for row in by_step] for name in by_step[0]}
             others = {label: loss for label, loss in losses.items() if label != outputs.HARD}
-            plot_training_curves(self.history.rows, temperatures, others, folder / "curves.png")
+            plot_training_curves(
+                self.history.rows,
+                temperatures,
+                others,
+                folder / "curves.png",
+                before=outputs.stage_seconds(self.run.start),
+                has_teacher=self._teacher is not None,
+            )
 
         on_first_rank(write, share=False)
 

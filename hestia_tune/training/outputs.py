@@ -66,6 +66,18 @@ def read_results(folder: str | Path, key: str, names: Iterable[str]) -> dict[str
     return results
 
 
+def stage_seconds(start: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the seconds of stages 1 and 2 of a reconstruction, from what `read_results` returns.
+
+    Without a reconstruction there are none.
+    """
+    seconds: dict[str, float] = {}
+    for window in (start or {}).get("windows", ()):
+        stage = "stage 1" if window["measure"] == "error" else "stage 2"
+        seconds[stage] = seconds.get(stage, 0.0) + window["seconds"]
+    return seconds
+
+
 def validation_identity(config: RunConfig) -> str | None:
     """Return a digest of the data behind a validation loss, or None without validation data."""
     if config.dataset_val is None:
