@@ -966,7 +966,6 @@ def check_tokens(folder: Path, config: Mapping[str, Any]) -> None:
     content = b"|".join(file.read_bytes() for file in files if file.is_file())
     keys = ("vocab_size", "bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id")
     ids = tuple((key, str(config.get(key))) for key in keys)
-    log.info("comparing token ids with llama.cpp (some seconds)")
     different = _first_difference(folder, hashlib.sha256(content).hexdigest(), ids, _Config(config))
     if different is not None:
         text, ours, theirs = different
@@ -991,6 +990,7 @@ def _first_difference(
     folder: Path, digest: str, ids: tuple[tuple[str, str], ...], config: _Config
 ) -> tuple[str, list[int], list[int]] | None:
     """Return a text, its ids, and its other ids in llama.cpp. None: there is no difference."""
+    log.info("comparing token ids with llama.cpp (some seconds)")
     encoder = _encoder(folder / "tokenizer.json")
     added = encoder.get_added_tokens_decoder().values()
     texts = [(text, False) for text in _TEXTS]
