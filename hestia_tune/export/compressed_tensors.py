@@ -38,6 +38,7 @@ from hestia_tune.export.format import Format, plain_linears
 from hestia_tune.export.huggingface import LOADING, pipeline_line, split_weights, write_safetensors
 from hestia_tune.export.logits import REMEDY, Text, compare, expected_logits
 from hestia_tune.methods.groups import TWO_BIT
+from hestia_tune.models.decoder import quiet
 from hestia_tune.models.folder import ModelFolder
 from hestia_tune.tensors import TwoBitTensor
 
@@ -158,9 +159,10 @@ class _CompressedTensors(Format):
         import transformers
 
         def run(texts: Sequence[Text]) -> list[torch.Tensor]:
-            packed = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False
-            )
+            with quiet():
+                packed = transformers.AutoModelForCausalLM.from_pretrained(
+                    path, dtype=torch.bfloat16, local_files_only=True, trust_remote_code=False
+                )
             return [expected_logits(packed, text) for text in texts]
 
         kind = source.config["model_type"]

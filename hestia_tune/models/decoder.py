@@ -567,7 +567,8 @@ def load_hard(source: ModelFolder, dtype: torch.dtype) -> Any:
     config = read_config(str(source.folder))
     kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     weights = {name: source.read_hard(name) for name in source.shapes}
-    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
+    with quiet():
+        return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
 
 
 def require_same_logits(
