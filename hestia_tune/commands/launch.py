@@ -36,7 +36,11 @@ _ONCE = ("resume_from_checkpoint", "overwrite_output")
 # Errors of the operating system that the user can correct: no permission, no space.
 _NO_ROOM = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 # Warnings of other packages that users of this package cannot act on.
-_NOTICES = ("'set_vital' is deprecated", "torch.distributed is disabled, unavailable or uninitia")
+_NOTICES = (
+    "'set_vital' is deprecated",
+    "torch.distributed is disabled, unavailable or uninitia",
+    "Mismatch dtype between input and weight",  # torchtune's RMSNorm computes in float32
+)
 
 
 class Stopped(Exception):
