@@ -44,8 +44,8 @@ def plot_training_curves(
         history: Logged rows. Each row has ``step`` and any of ``loss``, ``pressure``, ``seconds``,
             ``val_loss_relaxed`` and ``val_loss_hard``. Losses are in nats per token.
         temperatures: Layer name -> temperature of the layer at steps 0, 1, ..., T.
-        baselines: Label -> validation loss: "pretrained", "naive METHOD", and the loss that the
-            training starts from if there was a reconstruction.
+        baselines: Label -> validation loss: "pretrained", "naive METHOD", and "reconstructed, hard"
+            if the training starts from a reconstruction.
         path: The PNG file to write.
         before: Name of a stage before the training -> its seconds. If given, all stages share an
             axis of minutes. Otherwise the axis has training steps.
@@ -109,17 +109,16 @@ def _draw_validation(
         baselines: See `plot_training_curves`.
         start: Place on the axis where the training starts. The stages before it start at 0.
     """
-    known = {label: loss for label, loss in baselines.items() if label != "pretrained"}
-    naive = [loss for label, loss in known.items() if label.startswith("naive ")]
-    later = [loss for label, loss in known.items() if not label.startswith("naive ")]
-    begin = [(0.0, naive[0])] if naive and (start or not later) else []
-    begin += [(start, loss) for loss in later[-1:]]
+    naive = [item for item in baselines.items() if item[0].startswith("naive ")]
+    later = [loss for label, loss in baselines.items() if label.startswith("reconstructed")]
+    begin = [(0.0, loss) for _, loss in naive[:1] if start or not later]
+    begin += [(start, loss) for loss in later]
     hard = begin + points("val_loss_hard")
     relaxed = points("val_loss_relaxed")
     _draw_points(axis, hard, marker="s", color="C2", markersize=4)
     _draw_points(axis, relaxed, marker="o", color="C1", markersize=4)
-    if begin and naive:
-        _note(axis, *begin[0], next(iter(known)) if begin[0][1] == naive[0] else "start", "C2")
+    if begin:
+        _note(axis, *begin[0], naive[0][0] if naive and (start or not later) else "start", "C2")
     middle = hard[len(begin) :][:1]
     if middle:
         _note(axis, *middle[0], "hard weights", "C2")
@@ -156,7 +155,7 @@ def _note(axis: Any, x: float, y: float, text: str, color: str, *, above: bool =
 
 def _mark_stages(axes: Sequence[Any], stages: Mapping[str, float]) -> None:
     """Divide an axis of minutes into stages, and name them above the first panel."""
-    begin, names = 0.0, [*stages, f"stage {len(stages) + 1}"]
+    begin, names = 0.0, [*stages, "stage 3"]
     ends = [*accumulate(stages.values()), axes[0].get_xlim()[1]]
     for name, end in zip(names, ends, strict=True):
         place = {"transform": axes[0].get_xaxis_transform(), "ha": "center", "va": "bottom"}
