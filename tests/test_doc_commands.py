@@ -21,7 +21,8 @@ REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
 NEEDS = re.compile(
     r"#.*\bneeds "
-    r"(the (Hugging Face )?hub|a GPU|several (GPUs|nodes)|an account|a browser|llama\.cpp|\w+ minutes)",
+    r"(the (Hugging Face )?hub|a GPU|several (GPUs|nodes)|an account|a browser|llama\.cpp|"
+    r"\w+ minutes)",
     re.IGNORECASE,
 )
 # What makes the demo a matter of seconds, in every recipe.
