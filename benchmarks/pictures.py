@@ -113,7 +113,7 @@ def sizes(page: str) -> Figure:
         axis.plot(*zip(*best, strict=True), color=color, marker="o", markersize=4)
         for size, loss, label in found:
             axis.plot(size, loss, "o", color=color, markersize=4)
-            if maker == "llama.cpp" or loss > 4:
+            if maker == "llama.cpp" or loss > 3.5:
                 at = {"xytext": (6, 3), "textcoords": "offset points", "color": color}
                 axis.annotate(label, (size, loss), **at)
     axis.text(73, 3.9, "hestia_tune", color="C0", weight="bold")
