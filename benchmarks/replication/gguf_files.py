@@ -37,6 +37,7 @@ from hestia_tune.commands.evaluate import run_evaluation
 from hestia_tune.evaluation.compare import AVERAGE, PERCENT
 from hestia_tune.export.gguf import write_gguf
 from hestia_tune.files import write_json
+from hestia_tune.models.contents import read_gguf
 from hestia_tune.models.folder import ModelFolder
 
 PRETRAINED = "pretrained"
@@ -64,10 +65,7 @@ def write_types(options: argparse.Namespace, pretrained: Path) -> dict[str, Path
 
 def tensor_types(file: Path) -> str:
     """Return the types of the matrices in a GGUF file, the most frequent first."""
-    from gguf import GGUFReader
-
-    tensors = GGUFReader(file).tensors
-    counts = Counter(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1)
+    counts = Counter(each.stored for each in read_gguf(file).values() if len(each.shape) > 1)
     return ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 

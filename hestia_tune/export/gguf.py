@@ -75,6 +75,7 @@ from hestia_tune.export.logits import compare_gguf
 from hestia_tune.files import read_json, staged, write_atomically
 from hestia_tune.methods.groups import INT4, TERNARY, TWO_BIT, GroupMethod, GroupSize, Levels
 from hestia_tune.methods.straight_through import embedding_codes
+from hestia_tune.models.contents import Q2_0, unpack_q2_0
 from hestia_tune.models.folder import ModelFolder, import_optional, is_exact
 
 log = logging.getLogger(__name__)
@@ -172,15 +173,11 @@ class TensorType:
 
     def unpack(self, data: np.ndarray) -> np.ndarray:
         """Return the weights, float32 (weights,), of the bytes of their blocks, uint8 (bytes,)."""
-        if self.name != "Q2_0":
-            import gguf
+        if self.name == Q2_0:
+            return unpack_q2_0(data)
+        import gguf
 
-            return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(self.ggml_id))
-        blocks = data.reshape(-1, self.num_bytes)
-        scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
-        fields = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & np.uint8(3)
-        codes = fields.reshape(len(blocks), self.block).astype(np.int8) - 1
-        return (codes * scales).reshape(-1)
+        return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(self.ggml_id))
 
 
 # Type -> the integers that it holds, if they are not -1 to 1.

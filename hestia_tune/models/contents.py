@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
@@ -46,6 +47,10 @@ from hestia_tune.models.folder import (
     is_float8,
 )
 
+Q2_0 = "Q2_0"
+# llama.cpp's number of the type Q2_0, and weights and bytes of its block. The package gguf may be
+# older than the type: https://github.com/ggml-org/llama.cpp has it since July 2026.
+_Q2_0_ID, _Q2_0_BLOCK, _Q2_0_BYTES = 42, 64, 18
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.")
 # Codes -> what a weight with these codes is called.
 KINDS = {
@@ -264,6 +269,8 @@ class GGUFTensor:
 
     def dequantize(self) -> Tensor | None:
         """Return the dense weight in float32, or None for a type that gguf cannot read."""
+        if self.stored == Q2_0:
+            return torch.from_numpy(unpack_q2_0(self.values)).view(self.shape)
         gguf = import_optional("gguf")
         kind = getattr(gguf.GGMLQuantizationType, self.stored)
         try:
@@ -280,12 +287,32 @@ def read_gguf(path: Path) -> dict[str, GGUFTensor]:
         InputError: If the package gguf is missing or cannot read the file.
     """
     gguf = import_optional("gguf")
+    found: dict[str, GGUFTensor] = {}
+
+    class Reader(gguf.GGUFReader):
+        """The package's reader, which may not know Q2_0."""
+
+        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            known = [each for each in fields if int(each.parts[4][0]) != _Q2_0_ID]
+            super()._build_tensors(start_offs, known)
+            for each in fields:
+                _, name, _, sizes, kind, offset = each.parts
+                if int(kind[0]) != _Q2_0_ID:
+                    continue
+                shape = tuple(int(size) for size in reversed(sizes))
+                nbytes = math.prod(shape) // _Q2_0_BLOCK * _Q2_0_BYTES
+                begin = int(start_offs + offset[0])
+                values = self.data[begin : begin + nbytes]
+                text = bytes(name).decode("utf-8")
+                found[text] = GGUFTensor(shape=shape, stored=Q2_0, nbytes=nbytes, values=values)
+
     try:
-        tensors = gguf.GGUFReader(path).tensors
+        tensors = Reader(path).tensors
     except Exception as error:  # the package raises many types for damaged bytes, and new types
         reason = f"cannot be read by the package gguf ({one_line(error)})"
-        raise InputError(f"{path} {reason}; get it again") from error
-    return {
+        remedy = "get it again, or update gguf if its types are newer"
+        raise InputError(f"{path} {reason}; {remedy}") from error
+    return found | {
         each.name: GGUFTensor(
             shape=tuple(int(size) for size in reversed(each.shape)),
             stored=each.tensor_type.name,
@@ -294,6 +321,19 @@ def read_gguf(path: Path) -> dict[str, GGUFTensor]:
         )
         for each in tensors
     }
+
+
+def unpack_q2_0(data: np.ndarray) -> np.ndarray:
+    """Return the weights, float32 (weights,), of the bytes of Q2_0 blocks, uint8 (bytes,).
+
+    A block has a float16 scale, and then 16 bytes. Byte i holds the codes of the weights 4i to
+    4i + 3, plus 1, from its lowest bits up.
+    """
+    blocks = np.asarray(data).reshape(-1, _Q2_0_BYTES)
+    scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+    fields = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & np.uint8(3)
+    codes = fields.reshape(len(blocks), _Q2_0_BLOCK).astype(np.int8) - 1
+    return (codes * scales).reshape(-1)
 
 
 def contents_table(folder: Path) -> str:

@@ -16,6 +16,7 @@ from hestia_tune.export.onnx import write_onnx
 from hestia_tune.export.openvino import write_openvino
 from hestia_tune.export.torchao import packed_entries
 from hestia_tune.methods.groups import TWO_BIT, find_codes
+from hestia_tune.models.contents import contents_table, read_gguf
 from hestia_tune.models.folder import ModelFolder, SafetensorsFolder
 from hestia_tune.tensors.packed_tensor import as_dense
 
@@ -65,6 +66,23 @@ def test_gguf_in_llama_cpp(model, tmp_path, caplog):
     assert shares and max(shares) < 5, text
     with pytest.raises(ValueError, match=r"no block of TQ2_0 holds .* codes -1 to 2\)"):
         gguf.write_gguf(source, tmp_path / "other.gguf", block_type="TQ2_0")
+
+
+def test_a_gguf_file_is_inspected(model, tmp_path):
+    """Q2_0 is read, though the package gguf may not know the type."""
+    pytest.importorskip("gguf")
+    source, _ = model
+    gguf.write_gguf(source, tmp_path / "model.gguf", block_type="Q2_0")
+    found = read_gguf(tmp_path / "model.gguf")
+    name = next(name for name in source.quantized if name.endswith("layers.1.mlp.up_proj.weight"))
+    tensor = found["blk.1.ffn_up.weight"]
+    assert tensor.stored == "Q2_0" and tensor.nbytes * 8 == 2.25 * source.read(name).numel()
+    assert torch.equal(tensor.dequantize(), source.read_hard(name).float())
+    assert (
+        contents_table(tmp_path / "model.gguf")
+        .splitlines()[-1]
+        .startswith(f"{len(source.quantized)} linears: two bits in groups of 128")
+    )
 
 
 def test_compressed_tensors(model, tmp_path):
