@@ -111,14 +111,14 @@ def _draw_validation(
     """
     naive = [item for item in baselines.items() if item[0].startswith("naive ")]
     later = [loss for label, loss in baselines.items() if label.startswith("reconstructed")]
-    begin = [(0.0, loss) for _, loss in naive[:1] if start or not later]
-    begin += [(start, loss) for loss in later]
-    hard = begin + points("val_loss_hard")
+    begin = [(0.0, loss, label) for label, loss in naive[:1] if start or not later]
+    begin += [(start, loss, "start") for loss in later]
+    hard = [(x, loss) for x, loss, _ in begin] + points("val_loss_hard")
     relaxed = points("val_loss_relaxed")
     _draw_points(axis, hard, marker="s", color="C2", markersize=4)
     _draw_points(axis, relaxed, marker="o", color="C1", markersize=4)
     if begin:
-        _note(axis, *begin[0], naive[0][0] if naive and (start or not later) else "start", "C2")
+        _note(axis, *begin[0], "C2")
     middle = hard[len(begin) :][:1]
     if middle:
         _note(axis, *middle[0], "hard weights", "C2")
@@ -257,11 +257,10 @@ def _draw_layers(
     cells: dict[tuple[str, str], float] = {}  # (block, projection) -> value
     for name, value in values.items():
         _, number, parts = re.fullmatch(r"(.*?\b(\d+)\.)?(.*)", name).groups()
-        block = "-" if number is None else number
         *outer, last = parts.split(".")
         last = _PROJECTIONS.get(last, last)
         is_known = last in _PROJECTIONS.values() and len(outer) < 2
-        cells[block, last if is_known else ".".join([*outer, last])] = value
+        cells[number or "-", last if is_known else ".".join([*outer, last])] = value
     rows, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
     order = [*dict.fromkeys(_PROJECTIONS.values())]
     columns.sort(key=lambda name: order.index(name) if name in order else len(order))
@@ -326,8 +325,7 @@ def _draw_fan(
     for number, kind in enumerate(dict.fromkeys(kinds)):
         own = [curve for k, curve in zip(kinds, temperatures.values(), strict=True) if k == kind]
         style = ("-", "--", "-.")[number % 3]
-        lines = axis.plot(places, [*zip(*own, strict=True)], style, color=f"C{number}")
-        for line in lines:
-            line.set_linewidth(width)
+        look = {"color": f"C{number}", "linewidth": width}
+        lines = axis.plot(places, [*zip(*own, strict=True)], style, **look)
         lines[0].set_label(kind)
     axis.legend(title="kind of layer", fontsize="small", ncols=2, loc="upper right")

@@ -2,7 +2,7 @@ r"""GGUF files as a user meets them: size against quality, ours beside llama.cpp
 
     python benchmarks/replication/gguf_files.py --config smollm2_135m --tools llama.cpp/build/bin \
         --imatrix-text train.txt --types IQ2_XS Q2_K Q4_0 \
-        --files "ternary=runs/a/converted/gguf/model.gguf" \
+        --files "ternary=runs/a/converted/model.gguf" \
         --texts wiki=wikitext2_test.txt,max_tokens=16384 --chats --out runs/gguf_files \
         --overrides checkpointer.checkpoint_dir=SMOLLM2_FOLDER
 
@@ -102,14 +102,14 @@ def evaluate(options: argparse.Namespace, folders: Mapping[str, Path]) -> dict[s
     base = settings_of(options.config, options.overrides)
     run_evaluation(OmegaConf.merge(base, {"output_dir": str(options.out), "eval": settings}))
     saved = json.loads(out.read_text("utf-8"))
-    first, rows = next(iter(settings["perplexity"])), {}
+    rows = {}
     for label, name in zip([PRETRAINED, *folders], settings["models"], strict=True):
         model = saved["models"][name]
         losses = {
             text: math.log(found["token_perplexity"]) for text, found in model["perplexity"].items()
         }
         tables = {metric: table.get(name, {}) for metric, table in saved["tables"].items()}
-        rows[label] = {"losses": losses, "tables": tables, "text": first}
+        rows[label] = {"losses": losses, "tables": tables}
     return rows
 
 
@@ -132,7 +132,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     for label, row in rows.items():
         cells = [label, f"{row['megabytes']:.1f}"]
         cells += [f"{row['losses'][text]:.3f}" for text in texts]
-        cells += [cell(row, "kl_divergence", row["text"]), cell(row, "top1_agreement", row["text"])]
+        cells += [cell(row, measure, texts[0]) for measure in ("kl_divergence", "top1_agreement")]
         cells += [cell(row, "acc", AVERAGE)]
         cells += [
             str(row.get("chats", {}).get(key, "")) for key in ("ended", "both", "repeating", "loss")

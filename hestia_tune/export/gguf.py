@@ -75,7 +75,7 @@ from hestia_tune.export.logits import compare_gguf
 from hestia_tune.files import read_json, staged, write_atomically
 from hestia_tune.methods.groups import INT4, TERNARY, TWO_BIT, GroupMethod, GroupSize, Levels
 from hestia_tune.methods.straight_through import embedding_codes
-from hestia_tune.models.contents import Q2_0, unpack_q2_0
+from hestia_tune.models.contents import Q2_0, Q2_0_BLOCK, Q2_0_BYTES, Q2_0_ID, unpack_q2_0
 from hestia_tune.models.folder import ModelFolder, import_optional, is_exact
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ _INTEGERS = {"Q2_0": TWO_BIT, "Q4_0": INT4}
 BLOCK_TYPES = {
     "TQ1_0": TensorType("TQ1_0", 34, 36, 256, 54),
     "TQ2_0": TensorType("TQ2_0", 35, 37, 256, 66),
-    "Q2_0": TensorType("Q2_0", 42, 41, 64, 18),
+    Q2_0: TensorType(Q2_0, Q2_0_ID, 41, Q2_0_BLOCK, Q2_0_BYTES),
     "Q4_0": TensorType("Q4_0", 2, 2, 32, 18),
 }
 # Who loads a type. GPUs that are not named leave the products to the CPU.

@@ -50,7 +50,7 @@ from hestia_tune.models.folder import (
 Q2_0 = "Q2_0"
 # llama.cpp's number of the type Q2_0, and weights and bytes of its block. The package gguf may be
 # older than the type: https://github.com/ggml-org/llama.cpp has it since July 2026.
-_Q2_0_ID, _Q2_0_BLOCK, _Q2_0_BYTES = 42, 64, 18
+Q2_0_ID, Q2_0_BLOCK, Q2_0_BYTES = 42, 64, 18
 _IN_BLOCK = re.compile(r"(^|\.)\d+\.")
 # Codes -> what a weight with these codes is called.
 KINDS = {
@@ -290,37 +290,32 @@ def read_gguf(path: Path) -> dict[str, GGUFTensor]:
     found: dict[str, GGUFTensor] = {}
 
     class Reader(gguf.GGUFReader):
-        """The package's reader, which may not know Q2_0."""
+        """The package's reader, which may not know Q2_0. It fills ``found`` in the file's order."""
 
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-            known = [each for each in fields if int(each.parts[4][0]) != _Q2_0_ID]
-            super()._build_tensors(start_offs, known)
-            for each in fields:
-                _, name, _, sizes, kind, offset = each.parts
-                if int(kind[0]) != _Q2_0_ID:
-                    continue
-                shape = tuple(int(size) for size in reversed(sizes))
-                nbytes = math.prod(shape) // _Q2_0_BLOCK * _Q2_0_BYTES
-                begin = int(start_offs + offset[0])
-                values = self.data[begin : begin + nbytes]
-                text = bytes(name).decode("utf-8")
-                found[text] = GGUFTensor(shape=shape, stored=Q2_0, nbytes=nbytes, values=values)
+            for field in fields:
+                _, name, _, sizes, kind, offset = field.parts
+                text, shape = bytes(name).decode("utf-8"), tuple(map(int, reversed(sizes)))
+                if text in found:
+                    raise ValueError(f"two tensors have the name {text}")
+                if int(kind[0]) == Q2_0_ID:
+                    nbytes, begin = math.prod(shape) // Q2_0_BLOCK * Q2_0_BYTES, int(offset[0])
+                    values, stored = self.data[start_offs + begin :][:nbytes], Q2_0
+                else:
+                    super()._build_tensors(start_offs, [field])
+                    (tensor,) = self.tensors
+                    values, stored, nbytes = tensor.data, tensor.tensor_type.name, tensor.n_bytes
+                found[text] = GGUFTensor(
+                    shape=shape, stored=stored, nbytes=int(nbytes), values=values
+                )
 
     try:
-        tensors = Reader(path).tensors
+        Reader(path)
     except Exception as error:  # the package raises many types for damaged bytes, and new types
         reason = f"cannot be read by the package gguf ({one_line(error)})"
         remedy = "get it again, or update gguf if its types are newer"
         raise InputError(f"{path} {reason}; {remedy}") from error
-    return found | {
-        each.name: GGUFTensor(
-            shape=tuple(int(size) for size in reversed(each.shape)),
-            stored=each.tensor_type.name,
-            nbytes=int(each.n_bytes),
-            values=each.data,
-        )
-        for each in tensors
-    }
+    return found
 
 
 def unpack_q2_0(data: np.ndarray) -> np.ndarray:
@@ -329,10 +324,10 @@ def unpack_q2_0(data: np.ndarray) -> np.ndarray:
     A block has a float16 scale, and then 16 bytes. Byte i holds the codes of the weights 4i to
     4i + 3, plus 1, from its lowest bits up.
     """
-    blocks = np.asarray(data).reshape(-1, _Q2_0_BYTES)
+    blocks = np.asarray(data).reshape(-1, Q2_0_BYTES)
     scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
     fields = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & np.uint8(3)
-    codes = fields.reshape(len(blocks), _Q2_0_BLOCK).astype(np.int8) - 1
+    codes = fields.reshape(len(blocks), Q2_0_BLOCK).astype(np.int8) - 1
     return (codes * scales).reshape(-1)
 
 
