@@ -1,4 +1,4 @@
-"""Time of a micro-batch whose logits are computed twice, beside one whose logits are kept.
+"""Time of a micro-batch that holds one chunk of its logits at a time, beside one that keeps them.
 
     OMP_NUM_THREADS=1 python benchmarks/logits.py
     python benchmarks/logits.py --device cuda --dtype bfloat16 --scale 1 --batch 16 --seq-len 1024
@@ -6,9 +6,10 @@
 The model has the shape of Llama-3.2-1B: 16 layers of width 2048, and 128256 logits. ``--scale 4``
 divides width, layers and heads by 4, and the number of logits by 16, so that the head keeps its
 share of the weights, 21%. A time is of one forward and backward pass of dense weights, without
-quantization and without the optimizer's step, so a run's ratio is lower. The two ways take turns,
-and each time is the best of several. On a CPU it is the time of the process, on a GPU of the clock.
-The last column is the size of the logits of one model.
+quantization and without the optimizer's step, so a run's ratio is lower. "Twice" computes the
+logits again in the backward pass, "at once" their gradients in the forward pass. The ways take
+turns, and each time is the best of several. On a CPU it is the time of the process, on a GPU of the
+clock. The last column is the size of the logits of one model.
 """
 
 import argparse
@@ -38,14 +39,14 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
     return model.to(args.device, getattr(torch, args.dtype))
 
 
-def seconds(args: argparse.Namespace, function, recompute: bool) -> float:
+def seconds(args: argparse.Namespace, function, drop: str | None) -> float:
     """Return the time of one call."""
     on_gpu = args.device == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     wait()
     start = clock()
-    function(recompute=recompute).backward()
+    function(drop).backward()
     wait()
     return clock() - start
 
@@ -66,19 +67,21 @@ def main() -> None:
     tokens = torch.randint(vocabulary, size, device=args.device)
     labels = torch.randint(vocabulary, size, device=args.device)
     megabytes = tokens.numel() * vocabulary * getattr(torch, args.dtype).itemsize / 1e6
-    print(f"{'':>12} {'kept, s':>9} {'twice, s':>9} {'ratio':>6} {'MB':>7}")
+    ways = {"kept": None, "twice": "recompute", "at once": "at_once"}
+    print(f"{'':>12}", *(f"{way + ', s':>11} {'ratio':>6}" for way in ways), f"{'MB':>7}")
     for name, other in (("loss alone", None), ("distilled", teacher)):
         config = SimpleNamespace(distillation=DistillationConfig(weight=1.0))
 
-        def step(recompute: bool, other=other, config=config) -> torch.Tensor:
+        def step(drop: str | None, other=other, config=config) -> torch.Tensor:
             batch, loss = {"tokens": tokens}, CEWithChunkedOutputLoss()
-            return training_loss(model, other, batch, labels, loss, config, recompute=recompute)
+            return training_loss(model, other, batch, labels, loss, config, drop=drop)
 
         times = [
-            [seconds(args, step, again) for again in (False, True)] for _ in range(args.repeats + 1)
+            [seconds(args, step, drop) for drop in ways.values()] for _ in range(args.repeats + 1)
         ]
-        kept, twice = (min(column) for column in zip(*times[1:], strict=True))
-        print(f"{name:>12} {kept:9.2f} {twice:9.2f} {twice / kept:6.3f} {megabytes:7.0f}")
+        best = [min(column) for column in zip(*times[1:], strict=True)]
+        row = (f"{value:11.2f} {value / best[0]:6.3f}" for value in best)
+        print(f"{name:>12}", *row, f"{megabytes:7.0f}")
 
 
 if __name__ == "__main__":

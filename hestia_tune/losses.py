@@ -8,22 +8,25 @@ the config's loss with the distillation loss.
 compute dtype, sharded like the model, without gradients. It costs a forward per micro-batch and 2
 bytes per weight, shared by the ranks.
 
-**Memory of the logits.** Both models give their logits in chunks of the sequence, so float32
-probabilities exist for one chunk at a time. By default the logits of all chunks exist in the
-compute dtype. With ``recompute``, only hidden states are kept. The logits of a chunk are computed
-in the forward and again in the backward pass. The loss and the gradients are the same. A run
-recomputes logits of more than 1 GiB per micro-batch (`TrainingRun.recomputes_logits`).
+**Memory of the logits.** Both models give their logits in chunks of the sequence. Without FSDP2,
+the forward pass computes the gradients of a chunk's hidden states and of the head at once, as fused
+linear cross-entropy kernels do, so only one chunk of logits exists at a time. Under FSDP2, the
+gradient of the head belongs to a gathered weight: the logits of all chunks are kept for the
+backward pass in the compute dtype, or computed a second time if they are larger than 1 GiB per
+micro-batch (`TrainingRun.drops_logits`). The loss and the gradients are the same.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hestia_tune.config import DistillationConfig
@@ -177,6 +180,63 @@ class GradientAtOnce(torch.autograd.Function):
         return None, ctx.saved_tensors[0] * grad, *others
 
 
+class _ChunksAtOnce(torch.autograd.Function):
+    """Sum a function over chunks of hidden states, and compute its gradients in the forward pass.
+
+    Call ``_ChunksAtOnce.apply(function, others, hidden, *leaves)``. The result is the sum of
+    ``function(chunk, *other)``, a scalar, over the chunks of ``hidden`` (batch, seq_len, dim) that
+    fit ``others``, a list of (labels (batch, chunk), anything else). ``leaves`` are the tensors
+    that the function reads from elsewhere and that need a gradient. Only one chunk's intermediate
+    results exist at a time. The backward pass can run once.
+    """
+
+    @staticmethod
+    def forward(ctx, function: Callable[..., torch.Tensor], others: list[tuple], *inputs: Any):
+        hidden, *leaves = inputs
+        lengths = [labels.shape[1] for labels, *_ in others]
+        grads: list[Any] = [torch.empty_like(hidden), *(None for _ in leaves)]
+        values = []
+        slots = zip(hidden.split(lengths, 1), grads[0].split(lengths, 1), others, strict=True)
+        for chunk, slot, other in reversed([*slots]):  # the order of autograd, for the same sums
+            chunk = chunk.detach().requires_grad_()
+            # An offloading context of the caller must not see what is dropped at once.
+            with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
+                values.append(function(chunk, *other))
+                own, *found = torch.autograd.grad(values[-1], (chunk, *leaves))
+            slot.copy_(own)
+            grads[1:] = [
+                new if old is None else old.add_(new)
+                for old, new in zip(grads[1:], found, strict=True)
+            ]
+        ctx.grads = grads
+        return sum(value.detach() for value in reversed(values))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        grads, ctx.grads = ctx.grads, None
+        torch._foreach_mul_(grads, grad)
+        return None, None, *grads
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _leaves_of(output: torch.Tensor) -> list[torch.Tensor]:
+    """Return the leaves that need a gradient and that a tensor was computed from."""
+    leaves, seen, open_nodes = [], set(), [output.grad_fn]
+    while open_nodes:
+        node: Any = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # an AccumulateGrad
+            leaves.append(node.variable)
+        open_nodes += [parent for parent, _ in node.next_functions]
+    return leaves
+
+
 _LOSSES = {
     "kl": forward_kl,
     "kl_reverse": reverse_kl,
@@ -291,7 +351,7 @@ def training_loss(
     config: RunConfig,
     *,
     compiled: bool = False,
-    recompute: bool = False,
+    drop: Literal["recompute", "at_once"] | None = None,
     context: AbstractContextManager[Any] | None = None,
 ) -> torch.Tensor:
     """Return the sum of a run's training loss over the predicted tokens of a batch, in nats.
@@ -304,14 +364,15 @@ def training_loss(
         loss: The loss component.
         config: The run's config.
         compiled: Whether to compute the divergence by fused kernels.
-        recompute: Whether to hold the logits of one chunk at a time, and to compute them again in
-            the backward pass. The models must give chunks. The head runs inside of the model's
-            forward, where FSDP has gathered its weight. The root of a sharded teacher must keep its
-            gathered weights after its forward.
+        drop: How to hold the logits of one chunk at a time: "at_once" computes their gradients in
+            the forward pass, "recompute" the logits again in the backward pass. The models must
+            give chunks. The head runs inside of the model's forward, where FSDP has gathered its
+            weight; there, only "recompute" is possible, and the root of a sharded teacher must keep
+            its gathered weights after its forward. None: all logits are kept.
         context: A context for the model's forward, such as torchtune's activation offloading.
     """
     context = context or nullcontext()
-    if not recompute:
+    if drop is None:
         targets = None
         if teacher is not None:
             with torch.no_grad():
@@ -329,7 +390,7 @@ def training_loss(
             targets = teacher(**batch)
 
     def of_chunk(
-        hidden: torch.Tensor, target: torch.Tensor | None, part: torch.Tensor
+        hidden: torch.Tensor, part: torch.Tensor, target: torch.Tensor | None
     ) -> torch.Tensor:
         own, other = [_head(model, hidden)], None
         if target is not None:
@@ -340,9 +401,13 @@ def training_loss(
     def of_chunks(hidden: torch.Tensor) -> list[torch.Tensor]:
         chunks = hidden.chunk(count, dim=1)
         parts = labels.split([chunk.shape[1] for chunk in chunks], dim=1)
+        others = [*zip(parts, targets, strict=False)]  # a short sequence has fewer chunks
+        if drop == "at_once" and hidden.requires_grad:
+            leaves = _leaves_of(_head(model, hidden[:, :0].detach()))  # of no position
+            return [_ChunksAtOnce.apply(of_chunk, others, hidden, *leaves)]
         options: Any = {"use_reentrant": False, "preserve_rng_state": False}
-        given = zip(chunks, targets, parts, strict=False)  # a short sequence has fewer chunks
-        return [checkpoint(of_chunk, *chunk, **options) for chunk in given]
+        given = zip(chunks, others, strict=True)
+        return [checkpoint(of_chunk, chunk, *other, **options) for chunk, other in given]
 
     with _output(model, of_chunks), context:
         return torch.stack(model(**batch)).sum()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -474,14 +474,15 @@ class TrainingRun(Run):
         return cast(TrainingRun, trains)
 
     @cached_property
-    def recomputes_logits(self) -> bool:
-        """Whether the logits of a micro-batch are too large to keep until the backward pass.
-
-        Chunks of them are then computed twice (`hestia_tune.losses`).
-        """
+    def drops_logits(self) -> Literal["at_once", "recompute"] | None:
+        """How to hold one chunk of logits at a time, as `hestia_tune.losses.training_loss` says."""
+        if not output_chunks(self.loss):
+            return None
+        if not self.config.is_sharded:
+            return "at_once"
         vocabulary: Any = self.model.tok_embeddings
         count = self.config.batch_size * self.data.seq_len * vocabulary.num_embeddings
-        return bool(output_chunks(self.loss)) and count * self.dtype.itemsize > _LARGE_LOGITS
+        return "recompute" if count * self.dtype.itemsize > _LARGE_LOGITS else None
 
     @cached_property
     def graphs_micro_batches(self) -> bool:

@@ -138,7 +138,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             self._model.set_num_output_chunks(chunks)
         if self._teacher is not None:
             self._teacher.num_output_chunks = self._model.num_output_chunks
-            if run.recomputes_logits and isinstance(
+            if run.drops_logits == "recompute" and isinstance(
                 self._teacher, FSDPModule
             ):  # its head runs again in the model's backward pass
                 self._teacher.set_reshard_after_forward(False, recurse=False)
@@ -217,7 +217,7 @@ class HestiaQATRecipe(FullFinetuneRecipeDistributed):
             self._loss_fn,
             self.config,
             compiled=bool(self.config.compile),
-            recompute=self.run.recomputes_logits,
+            drop=self.run.drops_logits,
             context=self.activations_handling_ctx,
         )
         return total, count

@@ -121,6 +121,28 @@ class LiveBytes(TorchDispatchMode):
         self._now -= size
 
 
+class Operations(TorchDispatchMode):
+    """Count floating-point operations, with the formulas of `FlopCounterMode`.
+
+    FlopCounterMode itself hooks into modules, and its hooks cannot follow `torch.autograd.grad`.
+
+    Attributes:
+        total: The number of operations so far.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+        self._formulas = FlopCounterMode(display=False).flop_registry
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 def describe_costs(run: TrainingRun, has_device: bool = True) -> str:
     """Return the lines about memory and time that ``validate`` prints.
 
@@ -361,9 +383,9 @@ def _run_without_data(
     if chunks := output_chunks(run.loss):
         model.set_num_output_chunks(chunks)
     keeps = grows and not config.fsdp_cpu_offload
-    recompute = run.recomputes_logits  # before the tensors without data: it reads samples
+    drop = run.drops_logits  # before the tensors without data: it reads samples
     loading.build_buffers(model, "cpu")  # with data: their values decide what they compute
-    counter = FlopCounterMode(display=False) if counts_flops else nullcontext()
+    counter = Operations() if counts_flops else nullcontext()
     with without_data(model), counter:
         trained = [value for value in model.parameters() if value.requires_grad]
         shards: list[torch.Tensor] = []
@@ -391,13 +413,11 @@ def _run_without_data(
                     take_gradient(value)
             teacher = model if config.distillation.weight else None  # it has the same shape
             batch = {"tokens": tokens}
-            training_loss(
-                model, teacher, batch, tokens, run.loss, config, recompute=recompute
-            ).backward()
+            training_loss(model, teacher, batch, tokens, run.loss, config, drop=drop).backward()
             waits = False
             for value in trained:
                 take_gradient(value)
-        flops = counter.get_total_flops() if counts_flops else math.nan
+        flops = counter.total if isinstance(counter, Operations) else math.nan
     return live.peak - weights, flops
 
 

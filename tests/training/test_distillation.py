@@ -3,6 +3,8 @@
 import os
 import socket
 import weakref
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 from hestia_tune import losses
 from hestia_tune import run as runs
 from hestia_tune.config import DistillationConfig
+from hestia_tune.config.run_config import RunConfig
 from hestia_tune.errors import InputError
 from hestia_tune.losses import distillation_loss_sum
 from hestia_tune.models import HuggingFaceTokenizer, llama
@@ -126,26 +129,100 @@ def test_the_loss_of_a_step_mixes_both(model_dir, tmp_path, weight):
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("transformers", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_recomputed_logits_give_the_same_training(
+def test_dropped_logits_give_the_same_training(
     model_dir, tmp_path, monkeypatch, weight, transformers, dtype
 ):
-    """Loss and weights do not change if the logits of a chunk are computed twice."""
+    """Loss and weights do not change if the logits of one chunk exist at a time."""
     found, seen = {}, []
     head = losses._head
     monkeypatch.setattr(losses, "_head", lambda *args: seen.append(args[1].shape) or head(*args))
-    for large in (2**30, 0):
-        monkeypatch.setattr(runs, "_LARGE_LOGITS", large)
+    for drop in (None, "recompute", "at_once"):
+        seen.clear()
+        monkeypatch.setattr(runs.TrainingRun, "drops_logits", drop)
         options = (f"distillation.weight={weight}", "max_steps=4", f"dtype={dtype}")
-        cfg = make_config(model_dir, tmp_path / f"{large}", *options, "compile=False")
+        cfg = make_config(model_dir, tmp_path / f"{drop}", *options, "compile=False")
         if transformers:
             cfg.model = {"_component_": "hestia_tune.models.hugging_face", "path": str(model_dir)}
             del cfg.checkpointer, cfg.tokenizer
         run(cfg)
-        rows = (logged(tmp_path / f"{large}", key) for key in ("loss", "grad_norm"))
-        found[large] = [value for row in rows for value in row.values()]
-        assert bool(seen) == (large == 0)
-    assert found[0] == pytest.approx(found[2**30], rel=1e-6 if dtype == "fp32" else 2e-3)
-    assert {shape[1] for shape in seen} == {2}  # eight chunks of 16 tokens
+        rows = (logged(tmp_path / f"{drop}", key) for key in ("loss", "grad_norm"))
+        found[drop] = [value for row in rows for value in row.values()]
+        lengths = Counter(shape[1] for shape in seen)
+        assert {*lengths} - {0} == ({2} if drop else set())  # eight chunks of 16 tokens
+        passes = lengths[2]  # of a chunk through the heads
+        if drop == "recompute":
+            twice = passes
+    assert passes < twice
+    rounding = 1e-6 if dtype == "fp32" else 2e-3
+    assert found["recompute"] == pytest.approx(found[None], rel=rounding)
+    if weight == 1:  # otherwise a mean over the labels of a chunk is multiplied by their number
+        assert found["at_once"] == found[None]
+    assert found["at_once"] == pytest.approx(found[None], rel=rounding)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("chunks", [False, True])
+def test_fsdp2_keeps_small_logits(model_dir, tmp_path, monkeypatch, sharded, large, chunks):
+    monkeypatch.setattr(RunConfig, "is_sharded", sharded)
+    monkeypatch.setattr(runs, "_LARGE_LOGITS", 0 if large else 2**30)
+    options = () if chunks else ("loss._component_=torch.nn.CrossEntropyLoss",)
+    found = runs.TrainingRun.of(RunConfig.parse(make_config(model_dir, tmp_path, *options)))
+    wanted = ("recompute" if large else None) if sharded else "at_once"
+    assert found.drops_logits == (wanted if chunks else None)
+
+
+class TinyDecoder(torch.nn.Module):
+    """An embedding, a layer, and a head of its own or tied to the embedding."""
+
+    num_output_chunks = 3
+
+    def __init__(self, tied):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 5)
+        self.layer = torch.nn.Linear(5, 5)
+        self.own = None if tied else torch.nn.Linear(5, 11)
+        self.double()
+
+    def output(self, hidden):
+        weight = self.embedding.weight if self.own is None else self.own.weight
+        return F.linear(hidden, weight, None if self.own is None else self.own.bias)
+
+    def chunked_output(self, hidden):
+        return [self.output(chunk) for chunk in hidden.chunk(self.num_output_chunks, dim=1)]
+
+    def forward(self, tokens):
+        return self.chunked_output(self.layer(self.embedding(tokens)).tanh())
+
+
+@pytest.mark.parametrize("frozen", [(), ("embedding", "own"), ("layer", "embedding")])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("weight", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("seq_len", [2, 7])  # 2: fewer positions than chunks
+def test_gradients_at_once_are_those_of_kept_logits(frozen, tied, weight, seq_len):
+    """With any part of the model frozen, and for any gradient of the loss."""
+    torch.manual_seed(0)
+    model, teacher = TinyDecoder(tied), TinyDecoder(tied).requires_grad_(False)
+    for name in frozen:
+        if getattr(model, name) is not None:
+            getattr(model, name).requires_grad_(False)
+    trained = [value for value in model.parameters() if value.requires_grad]
+    batch = {"tokens": torch.randint(11, (2, seq_len))}
+    labels = torch.randint(11, (2, seq_len))
+    labels[0, 0] = IGNORED
+    config = SimpleNamespace(distillation=DistillationConfig(weight=weight))
+    loss = losses.CEWithChunkedOutputLoss(3, ignore_index=IGNORED)
+    found = {}
+    for drop in (None, "recompute", "at_once"):
+        other = teacher if weight else None
+        value = losses.training_loss(model, other, batch, labels, loss, config, drop=drop)
+        grads = torch.autograd.grad(-0.3 * value, trained) if trained else ()
+        found[drop] = (value.detach(), *grads)
+        with torch.no_grad():
+            again = losses.training_loss(model, other, batch, labels, loss, config, drop=drop)
+        torch.testing.assert_close(again, value.detach(), rtol=1e-6, atol=0)
+    for drop in ("recompute", "at_once"):
+        torch.testing.assert_close(found[drop], found[None], rtol=1e-6, atol=1e-7)
 
 
 def as_rank(rank, port, model_dir, folder):

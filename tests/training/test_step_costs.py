@@ -73,14 +73,18 @@ def test_recomputing_activations_saves_memory_and_costs_operations(model_dir, tm
     assert again.state == plain.state
 
 
-def test_recomputing_logits_saves_memory_and_costs_operations(model_dir, tmp_path, monkeypatch):
+def test_what_dropped_logits_save_and_cost(model_dir, tmp_path, monkeypatch):
     options = ("distillation.weight=1", "dataset.seq_len=64", "dataset.num=64", "batch_size=8")
-    plain = estimates.estimate(planned(model_dir, tmp_path / "run", *options))
-    monkeypatch.setattr(runs, "_LARGE_LOGITS", 0)
-    again = estimates.estimate(planned(model_dir, tmp_path / "run", *options))
+    needs = {}
+    for drop in (None, "recompute", "at_once"):
+        monkeypatch.setattr(runs.TrainingRun, "drops_logits", drop)
+        needs[drop] = estimates.estimate(planned(model_dir, tmp_path / "run", *options))
+    kept, again, once = needs.values()
     tokens = 8 * 64
-    assert plain.activations - again.activations > 4 * 264 * tokens  # the logits of a model
-    assert again.flops - plain.flops == 2 * 2 * 264 * 64 * tokens  # one more head of each
+    for dropped in (again, once):
+        assert kept.activations - dropped.activations > 4 * 264 * tokens  # logits of a model
+    assert again.flops - kept.flops == 2 * 2 * 264 * 64 * tokens  # one more head of each
+    assert once.flops == kept.flops
 
 
 def test_a_step_that_does_not_fit_is_named(model_dir, tmp_path, monkeypatch):
