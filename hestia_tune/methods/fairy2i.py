@@ -224,7 +224,9 @@ def _merged(stages: Iterable[Complex]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Fairy2iMethod(Method):
-    """Complex codes {1, i, -1, -i} in residual stages, for weights with even dimensions.
+    """Fairy2i (arXiv 2512.02901): complex codes {1, i, -1, -i} in residual stages.
+
+    Both dimensions of the weight are even.
 
     A hard weight changes if it is quantized again: it does not determine its codes.
 

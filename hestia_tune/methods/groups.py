@@ -438,7 +438,10 @@ class GroupMethod(Method):
         return self.hard_scale(scale) * code
 
     def hard_scale(self, scale: Tensor) -> Tensor:
-        """Return the scales of hard weights: 0 for a scale at its bound, where codes need it."""
+        """Return the scales of hard weights.
+
+        A scale at its bound becomes 0 for levels without a code 0, so that zeros stay zeros.
+        """
         if self.levels in (TERNARY, TWO_BIT):
             return scale
         return torch.where(scale.abs() <= _LEAST_SCALE, 0.0, scale)
@@ -466,7 +469,8 @@ class GroupMethod(Method):
         """Return the gradients of all parameters.
 
         Args:
-            sums: The gradients by all `slopes` but the first, summed by group: (rows, groups).
+            sums: The gradients from all `slopes` except the first, summed per group, (rows,
+                groups).
             parameters: The method's parameters.
         """
         return [each.to(p.dtype) for each, p in zip(sums, parameters, strict=True)]

@@ -127,7 +127,7 @@ class TernaryMethod(GroupMethod):
         offset: "none"; or "learned", where w - o·g chooses the codes, with a parameter o that
             starts at 0.
         start: How the pretrained weights determine g: by their "absmean", or by the scale of
-            "least_squares". A group that is hard already keeps its scale with both.
+            "least_squares". A group that is hard already keeps its scale with either.
         codebook: "ternary". `EvenMethod` has the other codebooks of the component.
 
     Raises:

@@ -135,7 +135,7 @@ class Method(ABC):
     def needs_training(self) -> bool:
         """Whether only trained models can be converted.
 
-        The hard model then has more than hard weights: `extras`.
+        The hard model then has `extras` beside its hard weights.
         """
         return bool(self.extra_names)
 
@@ -232,7 +232,8 @@ class Method(ABC):
     def fit_temperature(self, weights: Iterable[Tensor]) -> float:
         """Return the tau that minimizes the mean squared relaxation error over all ``weights``.
 
-        The search evaluates every weight about 40 times. A method may override it by a faster way.
+        The search evaluates every weight about 40 times. A method may override it with a
+        faster search.
 
         Args:
             weights: The latent weights (out_features, in_features). The CPU holds all of them at
@@ -579,11 +580,11 @@ def quantized_linear(
     """Return ``F.linear`` with the effective weight (Eq. 9) in place of the latent weight.
 
     Args:
-        x: The input (..., in_features). Its dtype, or autocast's dtype, is the products' dtype.
+        x: The input (..., in_features). Products are computed in its dtype, or in autocast's.
         weight: The latent weight (out_features, in_features). It is quantized in its own dtype,
             and the result is rounded once.
         bias: The bias (out_features,), or None.
-        tau: The temperature, a 0-D tensor, so that a new value compiles nothing again.
+        tau: The temperature, a 0-D tensor, so that a new value does not trigger recompilation.
         pressure: The pressure, a 0-D tensor for the same reason.
         method: The method of the weight.
         parameters: The parameters in the order of `Method.parameter_names`.

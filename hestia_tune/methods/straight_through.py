@@ -89,7 +89,7 @@ class AbsMeanMethod(StraightThroughMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class TWNMethod(StraightThroughMethod):
-    """Ternary Weight Networks (arXiv 1605.04711): a threshold, and the mean of larger weights.
+    """Ternary Weight Networks (arXiv 1605.04711): a threshold, and the mean |w| above it.
 
     With t = delta·mean|w| of a group, Q(w) = s·sign(w) where |w| >= t, and 0 elsewhere. The scale s
     is the mean of the |w| that are not below t. A hard weight has one magnitude besides 0, so a
@@ -129,7 +129,7 @@ class TWNMethod(StraightThroughMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class INT2Method(StraightThroughMethod):
-    """Symmetric two-bit integers: the rows INT2 of the paper's tables.
+    """Symmetric two-bit integers: the rows INT2 of the tables in Hestia's paper.
 
     The start "absmax" is the rule that the paper's authors released: s = max|w| and
     Q(w) = s·clip(round(w/s), -2, 1). No w/s is below -1, so the code -2 never occurs, and the rule
@@ -206,7 +206,7 @@ class INT4Method(StraightThroughMethod):
     """Four-bit integers: Q(w) = s·clip(round(w/s), -8, 7), with a signed scale s for each group.
 
     The scale gives the largest weight of the group the code -8. It is -w/8 of the largest weight w,
-    or a near number with a smaller squared error (`searched_scale`). It has 5 significant bits, so
+    or a nearby value with a smaller squared error. It has 5 significant bits, so
     that every product is a bfloat16 number. A second quantization does not change a hard weight. A
     group whose scale is at its bound becomes zeros.
 
@@ -231,7 +231,13 @@ class INT4Method(StraightThroughMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedStepMethod(GroupMethod):
-    """The base of the methods with a learned step.
+    """The base of the methods with a learned step (LSQ, SEQ, DLT).
+
+    Q/a is a function of z = w/a, where a is the step of a group of n weights. With two constants of
+    the method, reach and outside,
+
+        dQ/dw = 1[|z| <= reach]
+        dQ/da = (Q/a - z where |z| <= reach, else ±outside) / sqrt(n)
 
     ParetoQ's code divides the gradient of a step by the square root of the size of the whole matrix
     instead of the group's size. A group of pretrained weights that is hard already keeps its values
@@ -286,7 +292,8 @@ class LearnedStepMethod(GroupMethod):
 class LSQMethod(LearnedStepMethod):
     """Learned step size quantization (arXiv 1902.08153), ternary: Q(w) = a·clip(round(w/a), -1, 1).
 
-    Reach and outside are 1. The paper of LSQ divides the gradient of a step by sqrt(N·Q_P), with
+    In the gradients of `LearnedStepMethod`, reach and outside are 1. The gradient of a step is
+    divided by the square root of its group's size. The paper of LSQ divides it by sqrt(N·Q_P), with
     Q_P = 1 here and N the size of the whole weight, which has one step. That paper starts at
     2·mean|w|/sqrt(Q_P). The start "absmax" is the start in ParetoQ's code.
 
@@ -307,10 +314,10 @@ class SEQMethod(LearnedStepMethod):
         ternary  Q = a·round(1.5·z)/1.5            {-2/3, 0, 2/3}·a
         2 bits   Q = a·(round(2·z + 0.5) - 0.5)/2  {-3/4, -1/4, 1/4, 3/4}·a
 
-    The threshold of ternary codes is a/3. Reach is 0.99. Outside is 1 for ternary, as published,
-    although the outer level is 2/3, and 3/4 for two bits. The ternary forward equals that of LSQ
-    with the step 2a/3. The gradients differ. ParetoQ's code has one step per row. The start
-    "absmax" is ParetoQ's.
+    The threshold of ternary codes is a/3. In the gradients of `LearnedStepMethod`, reach is 0.99.
+    Outside is 1 for ternary, as published, although the outer level is 2/3, and 3/4 for two bits.
+    The ternary forward equals that of LSQ with the step 2a/3. The gradients differ. ParetoQ's code
+    has one step per row. The start "absmax" is ParetoQ's.
 
     Args:
         bits: "ternary" or 2.
@@ -338,11 +345,11 @@ class DLTMethod(LearnedStepMethod):
     """Dual learnable ternarization: Q(w) = a·T + c, with a learned step a and a learned offset c.
 
     T is LSQ's code clip(round(w/a), -1, 1). The offset of a group starts at 0, and dQ/dc = 1,
-    divided by nothing. Reach and outside are 1. This is the DLT in the code of Tencent's Sherry and
-    AngelSlim. Their code divides the gradient of a step by the square root of the size of the whole
-    matrix. TernaryLLM (arXiv 2406.07177) introduced the name, but its DLT differs: as in TWN, a
-    threshold that follows from mean|w| chooses the codes, and a only multiplies them. The start
-    "absmax" is not from that paper.
+    without normalization. In the gradients of `LearnedStepMethod`, reach and outside are 1. This is
+    the DLT in the code of Tencent's Sherry and AngelSlim. Their code divides the gradient of a step
+    by the square root of the size of the whole matrix. TernaryLLM (arXiv 2406.07177) introduced the
+    name, but its DLT differs: as in TWN, a threshold that follows from mean|w| chooses the codes,
+    and the step only multiplies them. The start "absmax" is not from that paper.
 
     The levels c - a, c and c + a are rounded to bfloat16, so a dense hard model is exact. They are
     not products of a scale and a code, so no packed format holds them. A hard model with an offset
