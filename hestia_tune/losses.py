@@ -8,12 +8,13 @@ the config's loss with the distillation loss.
 compute dtype, sharded like the model, without gradients. It costs a forward per micro-batch and 2
 bytes per weight, shared by the ranks.
 
-**Memory of the logits.** Both models give their logits in chunks of the sequence. Without FSDP2,
+**Memory of the logits.** Both models give their logits in chunks of the sequence. Small logits of
+a micro-batch are kept for the backward pass, in the compute dtype. Without FSDP2, beyond 64 MiB,
 the forward pass computes the gradients of a chunk's hidden states and of the head at once, as fused
-linear cross-entropy kernels do, so only one chunk of logits exists at a time. Under FSDP2, the
-gradient of the head belongs to a gathered weight: the logits of all chunks are kept for the
-backward pass in the compute dtype, or computed a second time if they are larger than 1 GiB per
-micro-batch (`TrainingRun.drops_logits`). The loss and the gradients are the same.
+linear cross-entropy kernels do, so that only one chunk of logits exists at a time. Under FSDP2, the
+gradient of the head belongs to a gathered weight: beyond 1 GiB, the logits of a chunk are dropped,
+and computed a second time in the backward pass. The loss and the gradients are the same.
+`TrainingRun.drops_logits` chooses.
 """
 
 import copy

@@ -273,7 +273,10 @@ def random_weights(plain: nn.Module, folder: Path, seed: int) -> State:
 
 
 R = TypeVar("R", bound="Run")
-_LARGE_LOGITS = 2**30  # bytes
+# Bytes of a micro-batch's logits. Below the first, calls for every chunk cost the host more than the
+# memory is worth; above the second, FSDP2 recomputes them.
+_SMALL_LOGITS = 2**26
+_LARGE_LOGITS = 2**30
 
 
 @dataclass(frozen=True)
@@ -478,11 +481,12 @@ class TrainingRun(Run):
         """How to hold one chunk of logits at a time, as `hestia_tune.losses.training_loss` says."""
         if not output_chunks(self.loss):
             return None
-        if not self.config.is_sharded:
-            return "at_once"
         vocabulary: Any = self.model.tok_embeddings
         count = self.config.batch_size * self.data.seq_len * vocabulary.num_embeddings
-        return "recompute" if count * self.dtype.itemsize > _LARGE_LOGITS else None
+        size = count * self.dtype.itemsize
+        if self.config.is_sharded:
+            return "recompute" if size > _LARGE_LOGITS else None
+        return "at_once" if size > _SMALL_LOGITS else None
 
     @cached_property
     def graphs_micro_batches(self) -> bool:

@@ -163,13 +163,15 @@ def test_dropped_logits_give_the_same_training(
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("chunks", [False, True])
-def test_fsdp2_keeps_small_logits(model_dir, tmp_path, monkeypatch, sharded, large, chunks):
+def test_only_large_logits_are_dropped(model_dir, tmp_path, monkeypatch, sharded, large, chunks):
     monkeypatch.setattr(RunConfig, "is_sharded", sharded)
-    monkeypatch.setattr(runs, "_LARGE_LOGITS", 0 if large else 2**30)
+    logits = 4 * 16 * 264 * 4  # bytes of a micro-batch
+    limit = "_LARGE_LOGITS" if sharded else "_SMALL_LOGITS"
+    monkeypatch.setattr(runs, limit, logits - large)
     options = () if chunks else ("loss._component_=torch.nn.CrossEntropyLoss",)
     found = runs.TrainingRun.of(RunConfig.parse(make_config(model_dir, tmp_path, *options)))
-    wanted = ("recompute" if large else None) if sharded else "at_once"
-    assert found.drops_logits == (wanted if chunks else None)
+    wanted = "recompute" if sharded else "at_once"
+    assert found.drops_logits == (wanted if chunks and large else None)
 
 
 class TinyDecoder(torch.nn.Module):
