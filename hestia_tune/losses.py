@@ -216,8 +216,7 @@ class _ChunksAtOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         grads, ctx.grads = ctx.grads, None
-        torch._foreach_mul_(grads, grad)
-        return None, None, *grads
+        return None, None, *(value.mul_(grad) for value in grads)
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
