@@ -209,6 +209,7 @@ class _ChunksAtOnce(torch.autograd.Function):
                 new if old is None else old.add_(new)
                 for old, new in zip(grads[1:], found, strict=True)
             ]
+            del own, found  # as large as the head, and the next chunk's would lie beside them
         ctx.grads = grads
         return sum(value.detach() for value in reversed(values))
 

@@ -273,8 +273,8 @@ def random_weights(plain: nn.Module, folder: Path, seed: int) -> State:
 
 
 R = TypeVar("R", bound="Run")
-# Bytes of a micro-batch's logits. Below the first, calls for every chunk cost the host more than the
-# memory is worth; above the second, FSDP2 recomputes them.
+# Bytes of a micro-batch's logits. Below the first, a call for every chunk costs the host more than
+# the memory is worth; above the second, FSDP2 recomputes them.
 _SMALL_LOGITS = 2**26
 _LARGE_LOGITS = 2**30
 
@@ -479,14 +479,24 @@ class TrainingRun(Run):
     @cached_property
     def drops_logits(self) -> Literal["at_once", "recompute"] | None:
         """How to hold one chunk of logits at a time, as `hestia_tune.losses.training_loss` says."""
+        if self.config.is_sharded:
+            return "recompute" if self.logits_bytes > _LARGE_LOGITS else None
+        return "at_once" if self.logits_bytes > _SMALL_LOGITS else None
+
+    @cached_property
+    def logits_bytes(self) -> int:
+        """The size of a micro-batch's logits that need not exist at once; 0 without chunks."""
         if not output_chunks(self.loss):
-            return None
+            return 0
         vocabulary: Any = self.model.tok_embeddings
         count = self.config.batch_size * self.data.seq_len * vocabulary.num_embeddings
-        size = count * self.dtype.itemsize
-        if self.config.is_sharded:
-            return "recompute" if size > _LARGE_LOGITS else None
-        return "at_once" if size > _SMALL_LOGITS else None
+        return count * self.dtype.itemsize
+
+    @property
+    def kept_logits(self) -> int:
+        """The bytes of one model's logits that several ranks keep where one process drops them."""
+        dropped = self.drops_logits == "at_once" and self.logits_bytes <= _LARGE_LOGITS
+        return self.logits_bytes if dropped else 0
 
     @cached_property
     def graphs_micro_batches(self) -> bool:

@@ -55,6 +55,7 @@ class Estimate:
         gathered_by_several: ``gathered`` on several ranks.
         activations: Largest size of activations, logits, temporary results and this rank's share of
             the gradients. Gradients grow while the backward pass frees activations.
+        logits_by_several: Logits and their gradients that several ranks keep beside these.
         flops: Operations of the linears in one step on this rank, forward and backward.
     """
 
@@ -62,6 +63,7 @@ class Estimate:
     gathered: float
     gathered_by_several: float
     activations: float
+    logits_by_several: float
     flops: float
 
     @property
@@ -71,8 +73,8 @@ class Estimate:
 
     def on(self, ranks: int) -> float:
         """Return the peak on each of a number of ranks, without the division of the gradients."""
-        gathered = self.gathered_by_several if ranks > 1 else self.gathered
-        return self.state * num_ranks() / ranks + gathered + self.activations
+        others = self.gathered_by_several + self.logits_by_several if ranks > 1 else self.gathered
+        return self.state * num_ranks() / ranks + others + self.activations
 
 
 class LiveBytes(TorchDispatchMode):
@@ -262,6 +264,7 @@ def estimate(
         gathered=gathered,
         gathered_by_several=by_several,
         activations=activations,
+        logits_by_several=run.kept_logits * (2 + distils),
         flops=flops * (config.gradient_accumulation_steps or 1),
     )
 

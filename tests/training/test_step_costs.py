@@ -56,6 +56,19 @@ def test_several_ranks_share_the_state_and_gather_blocks(model_dir, tmp_path):
     assert need.on(4) == need.state / 4 + need.gathered_by_several + need.activations
 
 
+@pytest.mark.parametrize(("weight", "models"), [(0.0, 1), (1.0, 2)])
+def test_several_ranks_keep_logits(model_dir, tmp_path, monkeypatch, weight, models):
+    logits = 4 * 4 * 16 * 264
+    monkeypatch.setattr(runs, "_SMALL_LOGITS", logits - 1)
+    run = planned(model_dir, tmp_path / "a", f"distillation.weight={weight}")
+    assert (run.drops_logits, run.kept_logits) == ("at_once", logits)
+    need = estimates.estimate(run)
+    shared = need.state / 4 + need.gathered_by_several + need.activations
+    assert need.on(4) == shared + (models + 1) * logits  # and their gradients
+    monkeypatch.setattr(runs, "_LARGE_LOGITS", logits - 1)
+    assert planned(model_dir, tmp_path / "a").kept_logits == 0
+
+
 def test_the_operations_are_six_per_weight_and_token(model_dir, tmp_path):
     decided = planned(model_dir, tmp_path / "run", "gradient_accumulation_steps=2")
     tokens = decided.data.sequences_per_step * 16
