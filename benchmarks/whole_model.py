@@ -11,6 +11,8 @@
     products   the matrix products of a dense step alone, in the config's dtype
     head       the products of the output head alone, as the stage needs them
 
+With ``--block``, "stage" is a step of the first block alone, in stage 1 of a reconstruction.
+
 The rate of the products is compared with the rate of one product of 2048 by 2048 by 2048. The steps
 of all rows take turns, and the fastest of each counts. ``--profile`` prints where the time of a
 step of the stage goes. ``--denormals`` computes with denormal numbers, which the commands
@@ -41,9 +43,9 @@ from hestia_tune.run import Run
 
 
 def stage_step(
-    config: RunConfig, stack: contextlib.ExitStack
+    config: RunConfig, stack: contextlib.ExitStack, *, block: bool
 ) -> tuple[Callable[[], object], torch.Tensor]:
-    """A call that takes one step of the whole-model stage, and tokens of one batch."""
+    """A call that takes one step of the whole-model stage or a block, and tokens of one batch."""
     run = Run.of(config)
     recipe = ReconstructionRecipe(run)
     batches = recipe._calibration_batches()
@@ -51,7 +53,7 @@ def stage_step(
     Windows(recipe.output / "windows", model).start(run.pretrained.read(run, run.prepared))
     work = recipe._make_engine(model, batches)
     stack.enter_context(recipe.head_on_device(model))
-    steps = work.run(len(work.windows) - 1)
+    steps = work.run(0 if block else len(work.windows) - 1)
     return lambda: next(steps), batches[0].tokens
 
 
@@ -99,6 +101,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--overrides", nargs="*", default=[])
+    parser.add_argument("--block", action="store_true", help="the first block instead of all")
     parser.add_argument("--denormals", action="store_true", help="compute with denormal numbers")
     options = parser.parse_args()
     torch.set_flush_denormal(not options.denormals)
@@ -107,11 +110,12 @@ def main() -> None:
             load_config(options.config), OmegaConf.from_dotlist(options.overrides)
         )
         num_batches = options.steps + 3
-        few = {"num_samples": num_batches * cfg.reconstruct.batch_size, "kl_epochs": 1}
+        few = {"num_samples": num_batches * cfg.reconstruct.batch_size}
+        few |= {"epochs": 1, "kl_epochs": 1}
         few["kl_blocks"] = 10**4
         changes = {"output_dir": folder, "sensitivity": None, "reconstruct": few}
         config = RunConfig.parse(OmegaConf.merge(cfg, changes))
-        stage, tokens = stage_step(config, stack)
+        stage, tokens = stage_step(config, stack, block=options.block)
         device = torch.device(config.device)
         dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
         model, _ = load_model("pretrained", config, device=device, dtype=torch.float32)
