@@ -111,8 +111,7 @@ def main() -> None:
         )
         num_batches = options.steps + 3
         few = {"num_samples": num_batches * cfg.reconstruct.batch_size}
-        few |= {"epochs": 1, "kl_epochs": 1}
-        few["kl_blocks"] = 10**4
+        few |= {"epochs": 1, "kl_epochs": 1, "kl_blocks": 10**4}
         changes = {"output_dir": folder, "sensitivity": None, "reconstruct": few}
         config = RunConfig.parse(OmegaConf.merge(cfg, changes))
         stage, tokens = stage_step(config, stack, block=options.block)

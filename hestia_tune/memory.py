@@ -242,8 +242,8 @@ def _training_bytes(run: TrainingRun, sizes: list[int]) -> dict[int, float]:
     short = None if len(find_blocks(run.model)) <= _FEW_BLOCKS else (2, 4)
     runs = {size: with_changes(run, {"batch_size": size}) for size in sizes}
     peaks: dict[int, float] = {}
-    # The largest logits are computed in chunks.
-    for _, group in groupby(sizes, lambda size: runs[size].drops_logits or ""):
+    # How logits are held changes with their size, and so does the slope.
+    for _, group in groupby(sizes, lambda size: runs[size].drops_logits):
         alike = [*group]
         high, low = (estimate(runs[alike[k]], short, counts_flops=False).peak for k in (0, -1))
         slope = (high - low) / max(alike[0] - alike[-1], 1)
