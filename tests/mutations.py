@@ -2,11 +2,12 @@
 
     python tests/mutations.py map                 # an hour: which test runs which line
     python tests/mutations.py run --count 240     # applies mutations one by one, and prints a table
+    python tests/mutations.py run --jobs 2        # on two cores
 
 A mutation is a flipped sign or comparison, a constant that is off by one, two swapped arguments, a
 negated condition, or a check that is dropped. They are drawn with a seed, evenly over the folders,
-from lines that the tests run. Each mutation is applied in a copy of the repository, and only the
-tests that run its line are started, so an undetected one has survived all tests that could see it.
+from lines that the tests run. Each mutation is applied in a copy of the repository, and only tests
+that run its line are started, at most 60 of them, those that run the fewest lines first.
 This needs ``pip install coverage``.
 """
 
@@ -15,13 +16,15 @@ import ast
 import copy
 import json
 import os
+import queue
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +41,7 @@ _COMPARISONS = {
 }
 _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult}
 _MOST_TESTS = 60  # of one mutation; they are drawn if more tests run its line
+_FIRST_TESTS = 10  # the narrowest of these: most mutations need no others
 
 
 @dataclass(frozen=True)
@@ -142,8 +146,9 @@ def make_map() -> None:
 
 
 def draw(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
-    """Return mutations, evenly over the folders, with the tests that run their lines."""
+    """Draw mutations evenly over the folders, each with tests of its line, narrow ones first."""
     found = json.loads((DATA / "map.json").read_text())
+    breadth = Counter(t for lines in found.values() for tests in lines.values() for t in tests)
     rng, drawn = random.Random(seed), []
     for number, folder in enumerate(FOLDERS):
         every = []
@@ -152,51 +157,74 @@ def draw(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
             mutations = mutations_of(path, {int(line) for line in tests})
             every += [(mutation, tests[str(mutation.line)]) for mutation in mutations]
         share = count // len(FOLDERS) + (number < count % len(FOLDERS))
-        drawn += rng.sample(every, min(share, len(every)))
+        for mutation, tests in rng.sample(every, min(share, len(every))):
+            some = rng.sample(tests, min(len(tests), _MOST_TESTS))
+            drawn.append((mutation, sorted(some, key=breadth.__getitem__)))
     return drawn
 
 
-def is_caught(copy_of: Path, mutation: Mutation, tests: list[str], seed: int) -> bool:
-    """Apply a mutation in a copy of the repository, and return whether a test fails."""
-    file = copy_of / mutation.path
-    before = file.read_text("utf-8")
-    chosen = random.Random(seed).sample(tests, min(len(tests), _MOST_TESTS))
-    by_file = defaultdict(set)
-    for context in chosen:  # such as test_qat.test_a_layer, or methods.test_x.Class.test_y
+def fails(copy_of: Path, tests: list[str]) -> bool:
+    """Whether one of the tests fails in a copy of the repository."""
+    files, names = set(), set()
+    for context in tests:  # such as test_qat.test_a_layer, or methods.test_x.Class.test_y
         parts = context.split(".")
-        name = next((part for part in parts if part.startswith("test_")), parts[0])
-        by_file[name].add(parts[-1])
-    files = [p for name in by_file for p in copy_of.glob(f"tests/**/{name}.py")]
-    names = sorted({name for found in by_file.values() for name in found})
+        file = next((part for part in parts if part.startswith("test_")), parts[0])
+        files.update(map(str, copy_of.glob(f"tests/**/{file}.py")))
+        names.add(parts[-1])
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-k", " or ".join(names), *map(str, files)]
+    command += ["-k", " or ".join(sorted(names)), *sorted(files)]
     environment = os.environ | {"PYTHONPATH": str(copy_of), "OMP_NUM_THREADS": "1"}
     try:
-        file.write_text(mutation.source, "utf-8")
         done = subprocess.run(
             command, cwd=copy_of, env=environment, capture_output=True, timeout=900
         )
     except subprocess.TimeoutExpired:
         return True
-    finally:
-        file.write_text(before, "utf-8")
     return done.returncode == 1  # 5 would say that no test was found
 
 
-def run(count: int, seed: int) -> None:
+def is_caught(copy_of: Path, mutation: Mutation, tests: list[str]) -> bool:
+    """Apply a mutation in a copy of the repository, and return whether a test fails."""
+    file = copy_of / mutation.path
+    before = file.read_text("utf-8")
+    try:
+        file.write_text(mutation.source, "utf-8")
+        goes = (tests[:_FIRST_TESTS], tests[_FIRST_TESTS:])
+        return any(fails(copy_of, some) for some in goes if some)
+    finally:
+        file.write_text(before, "utf-8")
+
+
+def run(count: int, seed: int, jobs: int) -> None:
     """Apply mutations, print each that no test notices, and a table."""
     totals, caught = Counter(), Counter()
     with tempfile.TemporaryDirectory() as folder:
-        copy_of = Path(folder) / "copy"
+        copies = queue.SimpleQueue()
         ignored = shutil.ignore_patterns(".git", ".mutations", "runs", "site", "__pycache__")
-        shutil.copytree(REPOSITORY, copy_of, ignore=ignored)
-        for mutation, tests in draw(count, seed):
-            place = Path(mutation.path).parts[1]
-            totals[place] += 1
-            noticed = is_caught(copy_of, mutation, tests, seed)
-            caught[place] += noticed
-            if not noticed:
-                print(f"survived: {mutation.path}:{mutation.line} {mutation.kind}", flush=True)
+        for number in range(jobs):
+            copies.put(Path(folder) / f"copy{number}")
+            shutil.copytree(REPOSITORY, Path(folder) / f"copy{number}", ignore=ignored)
+
+        def check(mutation: Mutation, tests: list[str]) -> bool:
+            copy_of = copies.get()
+            try:
+                return is_caught(copy_of, mutation, tests)
+            finally:
+                copies.put(copy_of)
+
+        drawn = draw(count, seed)
+        random.Random(seed).shuffle(drawn)  # a run that is stopped has seen all folders
+        with ThreadPoolExecutor(jobs) as pool:
+            results = pool.map(check, *zip(*drawn, strict=True))
+            for done, ((mutation, _), noticed) in enumerate(zip(drawn, results, strict=True), 1):
+                place = Path(mutation.path).parts[1]
+                totals[place] += 1
+                caught[place] += noticed
+                if not noticed:
+                    place = f"{mutation.path}:{mutation.line}"
+                    print(f"survived: {place} {mutation.kind}", flush=True)
+                if done % 20 == 0:
+                    print(f"{caught.total()} of {done} caught", flush=True)
     print("| folder | mutations | caught |", "|---|---:|---:|", sep="\n")
     for place in FOLDERS:
         print(f"| `{place}/` | {totals[place]} | {caught[place]} |")
@@ -208,5 +236,9 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=("map", "run"))
     parser.add_argument("--count", type=int, default=240, help="number of mutations")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations at a time, one core each")
     options = parser.parse_args()
-    make_map() if options.what == "map" else run(options.count, options.seed)
+    if options.what == "map":
+        make_map()
+    else:
+        run(options.count, options.seed, options.jobs)
