@@ -96,8 +96,8 @@ def test_links_lead_somewhere(page):
         assert path.is_file(), f"{page.name} links to {target}"
         if anchor:
             headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            slugs = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-            assert anchor in slugs
+            names = (re.sub(r"[^\w -]", "", heading) for heading in headings)
+            assert anchor in {name.lower().replace(" ", "-") for name in names}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
