@@ -19,6 +19,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER / "simulated_cuda")]
 
 import pytest  # noqa: E402
 import simulated_cuda  # noqa: E402
+from pictures import quick  # noqa: E402
 
 NO_GPU = "needs a CUDA device; HESTIA_SIMULATED_CUDA=1 simulates one"
 if simulated_cuda.is_requested():
@@ -61,17 +62,10 @@ def recorded_graphs():
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_pictures():
-    """Drawing would be a quarter of a small run."""
     from matplotlib.figure import Figure
 
-    save = Figure.savefig
-
-    def savefig(self, *args, **options):
-        self.set_layout_engine("none")
-        save(self, *args, **options | {"dpi": 20})
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", savefig)
+        patch.setattr(Figure, "savefig", quick(Figure.savefig))
         yield
 
 

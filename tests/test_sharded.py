@@ -1,13 +1,12 @@
 """Test that quantizing shards equals quantizing the whole: one and two ranks, every method."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import free_port, spawn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -180,14 +179,8 @@ def assert_same(first, second, tolerance: float) -> None:
         torch.testing.assert_close(second[2][key], value, rtol=tolerance, atol=tolerance)
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def as_rank(rank: int, world: int, port: str, path: Path, all_options: bool) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def as_rank(rank: int, world: int, port: int, path: Path, all_options: bool) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     results = {}
@@ -217,7 +210,7 @@ def sharded(tmp_path_factory):
 
 def on_ranks(world: int, folder: Path, all_options: bool) -> dict:
     path = folder / f"{world}.pt"
-    mp.spawn(as_rank, (world, free_port(), path, all_options), nprocs=world)
+    spawn(as_rank, world, free_port(), path, all_options, ranks=world)
     return torch.load(path)
 
 

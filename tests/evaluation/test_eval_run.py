@@ -10,6 +10,7 @@ from importlib import metadata
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import free_port
 from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("lm_eval", reason="evaluation on tasks needs lm-eval")
@@ -161,10 +162,8 @@ def test_two_ranks_equal_one(folder, tmp_path, monkeypatch):
     for name, value in {"HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(in_process, (str(folder), str(tmp_path), port), nprocs=2)
+    arguments = str(folder), str(tmp_path), free_port()
+    torch.multiprocessing.spawn(in_process, arguments, nprocs=2)  # forks have imported the hub
     one = evaluate(tiny_model(), folder)
     sharded = evaluate(tiny_model(tie=False), folder)
     sharded_measured = perplexity(make_lm(tiny_model(tie=False)), texts(), window=16, stride=5)

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import free_port, spawn
 from safetensors.torch import load_file
 
 transformers = pytest.importorskip("transformers")
 from accelerate import PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from test_sharded import free_port  # noqa: E402
 from test_transformers import SCHEDULE, Watch, losses, make_trainer  # noqa: E402
 from tiny import make_model_dir  # noqa: E402
 
@@ -113,7 +112,7 @@ def as_rank(rank: int, port: str, folder: Path) -> None:
 def trained(tmp_path_factory):
     """Return the folder of the runs on two ranks, and of the same runs in one process."""
     folder = tmp_path_factory.mktemp("trainer")
-    mp.spawn(as_rank, (free_port(), folder), nprocs=2)
+    spawn(as_rank, free_port(), folder, ranks=2)
     one = {name: train(folder / "one" / name, RUNS[name][0], bf16=RUNS[name][1]) for name in RUNS}
     return folder, one
 

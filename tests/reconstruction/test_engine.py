@@ -3,14 +3,13 @@
 import copy
 import math
 import os
-import socket
 from collections import OrderedDict
 
 import graph_recorder
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import free_port, spawn
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -497,12 +496,6 @@ def test_a_run_resumed_within_a_window_has_exactly_the_same_weights(options, ste
         assert torch.equal(own, other)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def as_rank(rank: int, port: int, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -514,7 +507,7 @@ def as_rank(rank: int, port: int, path: str) -> None:
 
 
 def test_two_ranks_equal_one(tmp_path):
-    mp.spawn(as_rank, (free_port(), str(tmp_path / "two.pt")), nprocs=2)
+    spawn(as_rank, free_port(), str(tmp_path / "two.pt"), ranks=2)
     state, errors = torch.load(tmp_path / "two.pt")
     model = make_model()
     found = results(reconstruct(model, kl_blocks=2))

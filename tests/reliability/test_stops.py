@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import run_forked
 from tiny import (
     end_job,
     logged,
@@ -70,7 +71,9 @@ def test_a_signal_to_every_process_of_a_job(model_dir, uninterrupted, tmp_path, 
     assert "Traceback" not in stopped.stderr
     assert [step for step, _ in complete_checkpoints(output / "checkpoints")] == [5]
     cfg = make_config(model_dir, output, *STEPS, *WORKERS, RESUME)
-    resumed = tune_run("--config", write_config(cfg, tmp_path / "resumed.yaml"))  # which ends, too
+    resumed = run_forked(
+        "--config", write_config(cfg, tmp_path / "resumed.yaml")
+    )  # which ends, too
     assert resumed.returncode == 0, resumed.stderr
     assert_same_run(output, uninterrupted)
 
@@ -99,7 +102,7 @@ def test_sigterm_to_every_process_under_torchrun(model_dir, tmp_path):
     assert stopped.returncode != 0 and "forcefully exiting" not in stopped.stderr
     assert [step for step, _ in complete_checkpoints(output / "checkpoints")] == [5]
     cfg = make_config(model_dir, output, *two, RESUME)
-    resumed = tune_run("--config", write_config(cfg, tmp_path / "b.yaml"), torchrun=TWO_RANKS)
+    resumed = run_forked("--config", write_config(cfg, tmp_path / "b.yaml"), ranks=2)
     assert resumed.returncode == 0, resumed.stderr
     assert sorted(logged(output)) == list(range(1, 13))
 
@@ -111,7 +114,7 @@ def test_a_data_worker_that_hangs_or_dies(model_dir, tmp_path, how, message):
     options = ("shuffle=False", "num_workers=1", "batch_size=4")
     data = ("dataset._component_=tiny.failing_dataset", "dataset.num=24", f"dataset.how={how}")
     cfg = make_config(model_dir, tmp_path / "run", *options, *data)
-    failed = tune_run("--config", write_config(cfg, tmp_path / "config.yaml"))
+    failed = run_forked("--config", write_config(cfg, tmp_path / "config.yaml"))
     assert failed.returncode == 1
     (line,) = [x for x in failed.stderr.splitlines() if "hestia_qat: error:" in x]
     assert message in line and "lower num_workers, or look at the source of the data" in line
@@ -131,7 +134,7 @@ def test_two_runs_in_one_folder(model_dir, tmp_path):
     )
     while "held" not in holder.stdout.readline():
         pass
-    refused = tune_run(
+    refused = run_forked(
         "--config", write_config(make_config(model_dir, output), tmp_path / "config.yaml")
     )
     assert refused.returncode == 1
@@ -288,7 +291,7 @@ def test_kills_anywhere(model_dir, tmp_path, ranks, kills, seed):
     first = [option for option in options if option != RESUME]
     torchrun = TWO_RANKS if ranks == 2 else ()
     whole = make_config(model_dir, tmp_path / "whole", *first)
-    done = tune_run("--config", write_config(whole, tmp_path / "whole.yaml"), torchrun=torchrun)
+    done = run_forked("--config", write_config(whole, tmp_path / "whole.yaml"), ranks=ranks)
     assert done.returncode == 0, done.stderr
     output, chance = tmp_path / "run", random.Random(seed)
     events = [
@@ -313,6 +316,6 @@ def test_kills_anywhere(model_dir, tmp_path, ranks, kills, seed):
             shutil.rmtree(output)
     has_checkpoint = complete_checkpoints(output / "checkpoints")
     cfg = make_config(model_dir, output, *(options if has_checkpoint else first))
-    end = tune_run("--config", write_config(cfg, tmp_path / "run.yaml"), torchrun=torchrun)
+    end = run_forked("--config", write_config(cfg, tmp_path / "run.yaml"), ranks=ranks)
     assert end.returncode == 0, end.stderr
     assert_same_run(output, tmp_path / "whole")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import spawn
 from small_nets import decoder, fitted_batches, weights_of
 
 from hestia_tune.sensitivity import EstimationConfig, SensitivityArtifact, estimate_sensitivity
@@ -69,7 +69,7 @@ def work(rank: int, folder: str) -> None:
 def folder(tmp_path_factory) -> Path:
     """Run all cases on two ranks, and return the folder of their results."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(str(folder),), nprocs=2)
+    spawn(work, str(folder), ranks=2)
     return folder
 
 

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from chat_folders import MARKED, TURNS, make_chats, make_tokenizer_folder, write_chats
 from omegaconf import OmegaConf
+from ranks import run_forked
 from tiny import (
     logged,
     make_config,
     make_model_dir,
     run,
     signal_at,
-    tune_run,
     write_config,
 )
 
@@ -116,12 +116,11 @@ def test_a_resumed_run_reads_the_same_chats(chat_dir, tmp_path, chats, kind, wor
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["packed", "mixture"])
 def test_two_ranks_resume_exactly(chat_dir, tmp_path, chats, kind):
-    ranks = ("--nproc_per_node", "2")
     options = ("batch_size=2", "num_workers=1", "save_every_n_steps=2")
 
     def start(output, *more):
         cfg = config(chat_dir, output, chats, *options, *more, dataset=dataset_of(kind, chats))
-        return tune_run("--config", write_config(cfg, tmp_path / "c.yaml"), torchrun=ranks)
+        return run_forked("--config", write_config(cfg, tmp_path / "c.yaml"), ranks=2)
 
     done = start(tmp_path / "whole")
     assert done.returncode == 0, done.stderr

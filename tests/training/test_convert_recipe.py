@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from omegaconf import OmegaConf
+from ranks import run_forked
 from safetensors.torch import load_file, save_file
 from tiny import NUM_QUANTIZED, SHAPE, make_config, run, tune_run, write_config
 from torchao.quantization import IntxUnpackedToInt8Tensor
@@ -344,7 +345,7 @@ def test_the_tokenizer_takes_messages(model_dir, tmp_path):
 @pytest.mark.parametrize("name", ["torchao", "intx"])
 def test_torchtunes_own_generate_runs_it(model_dir, output_dir, tmp_path, name):
     path = write_config(make_config(model_dir, output_dir), tmp_path / "config.yaml")
-    done = tune_run("--config", path, f"convert.formats=[{name}]", recipe="hestia_convert")
+    done = run_forked("--config", path, f"convert.formats=[{name}]", recipe="hestia_convert")
     assert done.returncode == 0, done.stderr
     yaml = output_dir / "converted" / name / "generate.yaml"
     assert OmegaConf.load(yaml).dtype == "bf16"

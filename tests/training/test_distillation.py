@@ -1,13 +1,13 @@
 """Test distillation: the loss against its definition, a step by hand, teachers, resuming."""
 
 import os
-import socket
 import weakref
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import free_port, spawn
 from tiny import SHAPE, logged, make_config, make_model_dir, random_dataset, run
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -243,10 +243,7 @@ def as_rank(rank, port, model_dir, folder):
 
 @pytest.mark.slow
 def test_recomputed_logits_give_the_same_training_on_two_ranks(model_dir, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(as_rank, (port, str(model_dir), str(tmp_path)), nprocs=2)
+    spawn(as_rank, free_port(), str(model_dir), str(tmp_path), ranks=2)
     for key in ("loss", "grad_norm"):
         whole, chunks = (logged(tmp_path / str(large), key) for large in (2**30, 0))
         assert chunks == pytest.approx(whole, rel=1e-6) and len(chunks) == 3

@@ -1,11 +1,11 @@
 """Test that two gloo ranks equal one process: losses, final weights, results."""
 
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import free_port, run_forked
 from safetensors.torch import load_file
 from tiny import (
     logged,
@@ -69,7 +69,7 @@ def test_two_ranks_equal_one_process(tmp_path, group_size, shape, frozen):
     )
     run(make_config(model_dir, tmp_path / "one", *options))
     cfg = make_config(model_dir, tmp_path / "two", *options, "batch_size=2")
-    two = tune_run("--config", write_config(cfg, tmp_path / "two.yaml"), torchrun=TWO_RANKS)
+    two = run_forked("--config", write_config(cfg, tmp_path / "two.yaml"), ranks=2)
     assert two.returncode == 0, two.stderr
     assert_same_run(tmp_path / "one", tmp_path / "two")
     before = load_file(model_dir / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
@@ -82,7 +82,7 @@ def test_two_ranks_resume_after_a_kill(tmp_path):
     model_dir = make_model_dir(tmp_path / "model")
     options = (*STEPS, "batch_size=2", "save_every_n_steps=2", "keep_last_checkpoints=9")
     full = write_config(make_config(model_dir, tmp_path / "full", *options), tmp_path / "full.yaml")
-    assert tune_run("--config", full, torchrun=TWO_RANKS).returncode == 0
+    assert run_forked("--config", full, ranks=2).returncode == 0
 
     killer = signal_at(5, "SIGKILL")
     output = tmp_path / "killed"
@@ -93,14 +93,14 @@ def test_two_ranks_resume_after_a_kill(tmp_path):
 
     cfg = make_config(model_dir, output, *options, "resume_from_checkpoint=True")
     config = write_config(cfg, tmp_path / "resumed.yaml")
-    other_size = tune_run("--config", config)
+    other_size = run_forked("--config", config)
     assert other_size.returncode == 1
     assert "has sequences_per_step" in other_size.stderr
     shutil.copytree(output, tmp_path / "one")
     more = ("batch_size=4", "resume_from_checkpoint=True")
     assert run(make_config(model_dir, tmp_path / "one", *options, *more)).finished
     assert_same_run(tmp_path / "one", tmp_path / "full")
-    resumed = tune_run("--config", config, torchrun=TWO_RANKS)
+    resumed = run_forked("--config", config, ranks=2)
     assert resumed.returncode == 0, resumed.stderr
     for key in ("loss", "grad_norm", "val_loss_hard"):
         assert logged(output, key) == logged(tmp_path / "full", key), key
@@ -113,13 +113,10 @@ def test_two_nodes(tmp_path):
     """Two torchrun agents that meet on the loopback address play two nodes."""
     model_dir = make_model_dir(tmp_path / "model")
     run(make_config(model_dir, tmp_path / "one", *STEPS))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     cfg = make_config(model_dir, tmp_path / "two", *STEPS, "batch_size=2")
     config = write_config(cfg, tmp_path / "two.yaml")
     node = ("--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d")
-    node += ("--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "nodes")
+    node += ("--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--rdzv_id", "nodes")
     agents = [tune_process("--config", config, torchrun=node) for _ in range(2)]
     for agent in agents:
         _, err = agent.communicate(timeout=300)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from ranks import run_forked
 from tiny import NUM_QUANTIZED, make_config, make_model_dir, run, tune_run, write_config
 
 from hestia_tune.commands.launch import main
@@ -165,7 +166,7 @@ def test_the_notices_of_torchtune_need_log_level_debug(model_dir, tmp_path):
     few = ("max_steps=1", "dataset_val=null", "sensitivity=null", "profiler.enabled=False")
     for level in ("info", "debug"):
         config = make_config(model_dir, tmp_path / level, f"log_level={level}", *few)
-        done = tune_run("--config", write_config(config, tmp_path / f"{level}.yaml"))
+        done = run_forked("--config", write_config(config, tmp_path / f"{level}.yaml"))
         assert done.returncode == 0, done.stderr
         assert ("Profiler config after instantiation" in done.stderr) == (level == "debug")
 

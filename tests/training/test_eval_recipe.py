@@ -9,7 +9,8 @@ import pytest
 import torch
 from eval_tasks_local import make_manager, make_task_folder
 from omegaconf import OmegaConf
-from tiny import logged, make_config, run, tune_run, write_config
+from ranks import run_forked
+from tiny import logged, make_config, run, write_config
 from torch import distributed
 
 pytest.importorskip("lm_eval")
@@ -319,7 +320,7 @@ def test_two_ranks_equal_one_rank(model_dir, trained, tasks, text, tmp_path):
     assert run_evaluation(one) == 0
     two = config(model_dir, trained, tasks, *options, f"eval.output={tmp_path / 'two.json'}")
     path = write_config(two, tmp_path / "two.yaml")
-    done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"), recipe="hestia_eval")
+    done = run_forked("--config", path, ranks=2, recipe="hestia_eval")
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")]
     first, second = (results["models"] for results in found)

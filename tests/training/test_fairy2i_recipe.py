@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from omegaconf import OmegaConf
+from ranks import run_forked
 from safetensors.torch import load_file
 from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -78,7 +79,7 @@ def test_two_ranks_equal_one(tmp_path, num_kv_heads):
     run(config(folder, tmp_path / "one", *shape, "batch_size=4"))
     two = config(folder, tmp_path / "two", *shape, "batch_size=2")
     path = write_config(two, tmp_path / "two.yaml")
-    done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"))
+    done = run_forked("--config", path, ranks=2)
     assert done.returncode == 0, done.stderr
     assert list(logged(tmp_path / "two").values()) == pytest.approx(
         list(logged(tmp_path / "one").values()), rel=1e-4

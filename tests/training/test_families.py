@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from families import FAMILIES, STATE_SPACES, family_config, make_family
+from ranks import run_forked
 from safetensors.torch import load_file
 from tiny import logged, run, tune_run, write_config
 
@@ -141,9 +142,7 @@ def test_two_ranks_resume(trained):
     cfg = family_config(
         folder / "model", two, *STEPS, "batch_size=2", "resume_from_checkpoint=True"
     )
-    done = tune_run(
-        "--config", write_config(cfg, folder / "two.yaml"), torchrun=("--nproc_per_node", "2")
-    )
+    done = run_forked("--config", write_config(cfg, folder / "two.yaml"), ranks=2)
     assert done.returncode == 0, done.stderr
     expected = {k: v for k, v in logged(folder / "out").items() if k > 1}
     assert logged(two) == pytest.approx(expected, rel=1e-5)

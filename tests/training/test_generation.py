@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 from omegaconf import OmegaConf
-from tiny import SHAPE, logged, make_config, make_model_dir, tune_run, write_config
+from ranks import run_forked
+from tiny import SHAPE, logged, make_config, make_model_dir, write_config
 from tiny import run as train
 from torch import distributed
 
@@ -165,9 +166,7 @@ def test_two_ranks_write_the_same_set_and_train_the_same(model_dir, tmp_path):
     more = {"num_sequences": 70, "batch_size": 32}
     run(config(model_dir, tmp_path / "one", tmp_path / "whole", **more))
     two = config(model_dir, tmp_path / "two", tmp_path / "set", "batch_size=2", **more)
-    done = tune_run(
-        "--config", write_config(two, tmp_path / "two.yaml"), torchrun=("--nproc_per_node", "2")
-    )
+    done = run_forked("--config", write_config(two, tmp_path / "two.yaml"), ranks=2)
     assert done.returncode == 0, done.stderr
     for name in ("tokens.bin", "index.json"):
         assert (tmp_path / "set" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

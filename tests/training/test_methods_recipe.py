@@ -3,8 +3,9 @@
 import pytest
 import torch
 from omegaconf import OmegaConf
-from test_distributed import TWO_RANKS, assert_same_run, hard_weights
-from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
+from ranks import run_forked
+from test_distributed import assert_same_run, hard_weights
+from tiny import logged, make_config, make_model_dir, run, signal_at, write_config
 
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.qat import run_qat
@@ -163,7 +164,7 @@ def test_two_ranks_equal_one_process(tmp_path, name):
     )
     run(config(folder, tmp_path / "one", name, *options))
     cfg = config(folder, tmp_path / "two", name, *options, "batch_size=2")
-    two = tune_run("--config", write_config(cfg, tmp_path / "two.yaml"), torchrun=TWO_RANKS)
+    two = run_forked("--config", write_config(cfg, tmp_path / "two.yaml"), ranks=2)
     assert two.returncode == 0, two.stderr
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
@@ -192,9 +193,9 @@ def test_one_override_of_a_packaged_config(tmp_path):
     """Without a schedule, `sensitivity: auto` computes nothing."""
     arguments = ("quantizer._component_=hestia_tune.LSQ", f"output_dir={tmp_path}", "max_steps=1")
     arguments += ("max_val_batches=1", "batch_size=2", "dataset.docstrings=False")
-    refused = tune_run("--config", "demo", *arguments)
+    refused = run_forked("--config", "demo", *arguments)
     assert refused.returncode == 1 and "delete the section by ~schedule" in refused.stderr
-    done = tune_run("--config", "demo", *arguments, "~schedule")
+    done = run_forked("--config", "demo", *arguments, "~schedule")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "sensitivity.json").exists() and (tmp_path / "hard_model").exists()
 

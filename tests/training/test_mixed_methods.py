@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 from omegaconf import OmegaConf
-from test_distributed import TWO_RANKS, hard_weights
-from tiny import logged, make_config, run, signal_at, tune_run, write_config
+from ranks import run_forked
+from test_distributed import hard_weights
+from tiny import logged, make_config, run, signal_at, write_config
 
 from hestia_tune.commands.convert import ConvertRecipe
 from hestia_tune.commands.inspect import run_validate
@@ -118,7 +119,7 @@ def test_preparing_the_hard_model_again_changes_nothing(model_dir, trained):
 def test_two_ranks_resume_and_one_process_agree(model_dir, trained, tmp_path):
     whole, _ = trained
     cfg = config(model_dir, tmp_path / "two", *OPTIONS, "batch_size=2")
-    two = tune_run("--config", write_config(cfg, tmp_path / "two.yaml"), torchrun=TWO_RANKS)
+    two = run_forked("--config", write_config(cfg, tmp_path / "two.yaml"), ranks=2)
     assert two.returncode == 0, two.stderr
     assert logged(tmp_path / "two") == pytest.approx(logged(whole), rel=1e-6)
     expected = logged(whole, "zero_fraction")

@@ -4,8 +4,9 @@ import shutil
 
 import pytest
 import torch
+from ranks import run_forked
 from safetensors import safe_open
-from tiny import logged, make_config, make_model_dir, run, tune_run, write_config
+from tiny import logged, make_config, make_model_dir, run, write_config
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -17,7 +18,6 @@ from hestia_tune.qat.latent_shard import LatentShard
 from hestia_tune.training.optimizer import check_optimizer, make_optimizer, state_bytes
 
 KINDS = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
-TWO_RANKS = ("--nproc_per_node", "2")
 SETTINGS = (
     *("max_steps=4", "save_every_n_steps=1", "keep_last_checkpoints=9", "dataset_val=null"),
     *("quantizer.scale=learned", "quantizer.scale_lr=1e-2", "gradient_accumulation_steps=2"),
@@ -111,7 +111,7 @@ def test_two_ranks_resume_exactly_and_one_rank_is_refused(tmp_path):
     model_dir = make_model_dir(tmp_path / "model", embed_dim=128)
     options = (*settings("AdamW8bit"), "model.embed_dim=128", "batch_size=2")
     cfg = make_config(model_dir, tmp_path / "whole", *options)
-    done = tune_run("--config", write_config(cfg, tmp_path / "a.yaml"), torchrun=TWO_RANKS)
+    done = run_forked("--config", write_config(cfg, tmp_path / "a.yaml"), ranks=2)
     assert done.returncode == 0, done.stderr
     name = "checkpoints/step_2"
     shutil.copytree(tmp_path / "whole" / name, tmp_path / "again" / name)
@@ -119,7 +119,7 @@ def test_two_ranks_resume_exactly_and_one_rank_is_refused(tmp_path):
     cfg = make_config(model_dir, tmp_path / "again", *options, "resume_from_checkpoint=True")
     path = write_config(cfg, tmp_path / "b.yaml")
     shutil.copytree(tmp_path / "again", tmp_path / "kept")
-    assert tune_run("--config", path, torchrun=TWO_RANKS).returncode == 0
+    assert run_forked("--config", path, ranks=2).returncode == 0
     for key in KEYS:
         assert logged(tmp_path / "again", key) == logged(tmp_path / "whole", key), key
     assert weights(tmp_path / "again") == weights(tmp_path / "whole") != {}

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from families import family_config, make_family
+from ranks import run_forked
 from safetensors.torch import load_file
 from tiny import (
     SHAPE,
@@ -13,7 +14,6 @@ from tiny import (
     make_config,
     make_model_dir,
     run,
-    tune_run,
     write_config,
 )
 
@@ -150,7 +150,7 @@ def test_a_pretrained_start_still_needs_weights(bare_dir, tmp_path):
 def test_two_ranks_equal_one_process(bare_dir, tmp_path):
     run(bare_config(bare_dir, tmp_path / "one"))
     two = write_config(bare_config(bare_dir, tmp_path / "two", "batch_size=2"), tmp_path / "t.yaml")
-    done = tune_run("--config", two, torchrun=("--nproc_per_node", "2"))
+    done = run_forked("--config", two, ranks=2)
     assert done.returncode == 0, done.stderr
     for key in ("loss", "val_loss_hard"):
         expected = logged(tmp_path / "one", key)

@@ -11,8 +11,9 @@ import sys
 import pytest
 import torch
 from omegaconf import OmegaConf
+from ranks import run_forked
 from safetensors.torch import load_file
-from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, tune_run, write_config
+from tiny import NUM_QUANTIZED, logged, make_config, make_model_dir, run, write_config
 
 from hestia_tune.commands.convert import run_convert
 from hestia_tune.commands.launch import Stopped
@@ -279,8 +280,7 @@ def test_a_failing_save_ends_only_a_run_that_stops(model_dir, tmp_path, monkeypa
 @pytest.mark.slow
 def test_two_ranks_and_the_command(model_dir, finished, tmp_path):
     path = write_config(config(model_dir, tmp_path), tmp_path / "config.yaml")
-    ranks = ("--nproc_per_node", "2")
-    done = tune_run("--config", path, torchrun=ranks, recipe="hestia_reconstruct")
+    done = run_forked("--config", path, ranks=2, recipe="hestia_reconstruct")
     assert done.returncode == 0, done.stderr
     assert "reconstructed, hard" in done.stdout
     _, whole = finished

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 import torch
+from ranks import run_forked
 from safetensors.torch import load_file
-from tiny import logged, make_config, make_model_dir, run, signal_at, tune_run, write_config
+from tiny import logged, make_config, make_model_dir, run, signal_at, write_config
 
 from hestia_tune.models.sources import complete_checkpoints, find_damage
 from hestia_tune.training.checkpoint import check_same, random_state, set_random_state
@@ -52,7 +53,7 @@ def test_sigkill_and_resume(model_dir, uninterrupted, tmp_path, at_step):
     logger = signal_at(at_step, "SIGKILL")
     output = tmp_path / "run"
     cfg = make_config(model_dir, output, *SETTINGS, *logger, "save_every_n_steps=2")
-    killed = tune_run("--config", write_config(cfg, tmp_path / "killed.yaml"))
+    killed = run_forked("--config", write_config(cfg, tmp_path / "killed.yaml"))
     assert killed.returncode == -9, killed.stderr
     run(
         make_config(
@@ -67,7 +68,7 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint(model_dir, uninterrupted,
     logger = signal_at(5, "SIGINT")
     output = tmp_path / "run"
     cfg = make_config(model_dir, output, *SETTINGS, *logger)
-    stopped = tune_run("--config", write_config(cfg, tmp_path / "stopped.yaml"))
+    stopped = run_forked("--config", write_config(cfg, tmp_path / "stopped.yaml"))
     assert stopped.returncode == 130, stopped.stderr
     assert "resume_from_checkpoint=True" in stopped.stdout
     # The signal comes after step 5 was logged, so the next step is the last one.

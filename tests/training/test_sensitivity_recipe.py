@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from tiny import NUM_QUANTIZED, make_config, make_model_dir, run, tune_run, write_config
+from ranks import run_forked
+from tiny import NUM_QUANTIZED, make_config, make_model_dir, run, write_config
 from torch import distributed
 
 from hestia_tune import SensitivityArtifact
@@ -217,9 +218,7 @@ def test_two_ranks_and_the_command(model_dir, tmp_path):
     expected = estimate(model_dir, tmp_path / "one")
     cfg = make_config(model_dir, tmp_path / "two", *FEW)
     path = write_config(cfg, tmp_path / "config.yaml")
-    done = tune_run(
-        "--config", path, torchrun=("--nproc_per_node", "2"), recipe="hestia_sensitivity"
-    )
+    done = run_forked("--config", path, ranks=2, recipe="hestia_sensitivity")
     assert done.returncode == 0, done.stderr
     found = SensitivityArtifact.load(tmp_path / "two" / "sensitivity.json")
     assert found.traces == pytest.approx(expected.traces, rel=1e-5)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from tiny import logged, make_config, run, signal_at, tune_run, write_config
+from ranks import run_forked
+from tiny import logged, make_config, run, signal_at, write_config
 from torch import distributed
 from torch.utils.data import DistributedSampler
 from torchtune.training.metric_logging import DiskLogger
@@ -239,7 +240,7 @@ def cut_on_two_ranks(cfg, folder):
     path = write_config(
         OmegaConf.merge(cfg, OmegaConf.from_dotlist([*signal_at(2, "SIGINT")])), folder
     )
-    done = tune_run("--config", path, torchrun=("--nproc_per_node", "2"))
+    done = run_forked("--config", path, ranks=2)
     saved = sources.complete_checkpoints(Path(cfg.output_dir) / "checkpoints")
     assert saved and saved[-1][0] < 6, done.stderr
 
@@ -267,15 +268,14 @@ def test_a_tokenized_set_resumes_on_another_number_of_ranks(model_dir, tmp_path,
 def test_text_resumes_on_the_same_number_of_ranks(model_dir, tmp_path, files):
     options = ("dataset_val=null", "save_every_n_steps=2", "keep_last_checkpoints=9")
     whole = config(model_dir, tmp_path / "whole", files, *options, max_tokens=6 * 8 * 16)
-    torchrun = ("--nproc_per_node", "2")
-    tune_run("--config", write_config(whole, tmp_path / "whole.yaml"), torchrun=torchrun)
+    run_forked("--config", write_config(whole, tmp_path / "whole.yaml"), ranks=2)
     cfg = config(model_dir, tmp_path / "run", files, *options, max_tokens=6 * 8 * 16)
     cut_on_two_ranks(cfg, tmp_path / "two.yaml")
     cfg.resume_from_checkpoint = True
     with pytest.raises(ValueError, match="2 ranks with num_workers 0; use the same two"):
         run(OmegaConf.merge(cfg, OmegaConf.from_dotlist(["gradient_accumulation_steps=2"])))
     path = write_config(cfg, tmp_path / "resumed.yaml")
-    done = tune_run("--config", path, torchrun=torchrun)
+    done = run_forked("--config", path, ranks=2)
     assert done.returncode == 0, done.stderr
     assert logged(tmp_path / "run") == logged(tmp_path / "whole")
     assert len(logged(tmp_path / "run")) == 6

@@ -1,0 +1,113 @@
+"""Run a command in processes of its own, on one or several ranks, without importing it every time.
+
+A server process imports the package once, and forks the processes of every test from there. Tests
+of torchrun itself, of signals to a whole job, and of ``tune run`` use ``tiny.tune_run`` instead.
+"""
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pictures import quick
+from torch.multiprocessing import start_processes
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    [
+        "hestia_tune.commands.convert",
+        "hestia_tune.commands.qat",
+        "hestia_tune.reconstruction.reconstruct",
+        "hestia_tune.sensitivity.estimation",
+        "hestia_tune.torchtune.recipe",
+        "matplotlib.pyplot",
+        "torchtune.models.convert_weights",
+        "transformers",
+    ]
+)
+_PATIENCE = 600.0  # seconds for a command
+
+
+def free_port() -> int:
+    """Return a port of the loopback address that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def spawn(function: Callable[..., None], *arguments: Any, ranks: int) -> None:
+    """Call ``function(rank, *arguments)`` in processes, as ``torch.multiprocessing.spawn`` does."""
+    job = dict(os.environ), function, *arguments
+    start_processes(_call, job, nprocs=ranks, start_method="forkserver")
+
+
+def _call(rank: int, environment: dict, function: Callable[..., None], *arguments: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    function(rank, *arguments)
+
+
+def run_forked(
+    *arguments: str, ranks: int = 1, recipe: str = "hestia_qat"
+) -> subprocess.CompletedProcess:
+    """Run ``RECIPE ARGUMENTS`` as ``tune run`` does, with several ranks as torchrun does.
+
+    The return code of several ranks is 1 if one fails. The others then get SIGTERM.
+    """
+    deadline, common = time.monotonic() + _PATIENCE, {}
+    if ranks > 1:
+        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
+        common |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        jobs = []
+        for rank in range(ranks):
+            own = {**common, "RANK": rank, "LOCAL_RANK": rank} if common else {}
+            environment = os.environ | {key: str(value) for key, value in own.items()}
+            job = recipe, arguments, dict(environment), os.getcwd(), str(out), str(err)
+            jobs.append(_FORKS.Process(target=_as_rank, args=job))
+            jobs[-1].start()
+        try:
+            while any(job.exitcode is None for job in jobs):
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired([recipe, *arguments], _PATIENCE)
+                if any(job.exitcode for job in jobs):
+                    break
+                next(job for job in jobs if job.exitcode is None).join(0.05)
+        finally:
+            for job in jobs:
+                job.terminate()
+                job.join(30)
+                job.kill()
+                job.join()
+        code = next((job.exitcode for job in jobs if job.exitcode), 0)
+        code = int(code != 0) if ranks > 1 else code
+        texts = (path.read_text("utf-8") for path in (out, err))
+        return subprocess.CompletedProcess([recipe, *arguments], code, *texts)
+
+
+def _as_rank(
+    recipe: str, arguments: tuple[str, ...], environment: dict, folder: str, out: str, err: str
+) -> None:
+    """Run a command in this process, which is a fork of the server."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for path, stream in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+    sys.argv = [recipe, *arguments]
+    from matplotlib.figure import Figure
+
+    from hestia_tune.__main__ import main
+
+    Figure.savefig = quick(Figure.savefig)
+    code = main([recipe.removeprefix("hestia_"), *arguments])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
