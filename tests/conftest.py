@@ -2,6 +2,8 @@
 
 Tests that are marked ``gpu`` need a CUDA device. HESTIA_SIMULATED_CUDA=1 simulates one for the
 whole process (tests/simulated_cuda), but not for tests that are marked ``gpu(real=True)``.
+
+No test starts after HESTIA_TESTS_UNTIL, in seconds since 1970, if it is set.
 """
 
 import contextlib
@@ -11,6 +13,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -40,6 +43,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
             elif mark.kwargs.get("real") and simulated_cuda.is_loaded():
                 item.add_marker(pytest.mark.skip(reason="needs a real GPU"))
+
+
+def pytest_runtest_setup(item):
+    until = os.environ.get("HESTIA_TESTS_UNTIL")
+    if until and time.time() > float(until):
+        pytest.skip("HESTIA_TESTS_UNTIL is over")
 
 
 @pytest.fixture(autouse=True)
