@@ -53,43 +53,57 @@ def _call(rank: int, environment: dict, function: Callable[..., None], *argument
     function(rank, *arguments)
 
 
-def run_forked(
-    *arguments: str, ranks: int = 1, recipe: str = "hestia_qat"
-) -> subprocess.CompletedProcess:
-    """Run ``RECIPE ARGUMENTS`` as ``tune run`` does, with several ranks as torchrun does.
+class Forked:
+    """A command that runs as ``tune run RECIPE ARGUMENTS`` does; several ranks as in torchrun.
 
-    The return code of several ranks is 1 if one fails. The others then get SIGTERM.
+    Attributes:
+        jobs: The process of each rank.
     """
-    deadline, common = time.monotonic() + _PATIENCE, {}
-    if ranks > 1:
-        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
-        common |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": 0}
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        jobs = []
+
+    def __init__(self, *arguments: str, ranks: int = 1, recipe: str = "hestia_qat"):
+        self._command, common = [recipe, *arguments], {}
+        if ranks > 1:
+            common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
+            common |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": 0}
+        self._folder = tempfile.TemporaryDirectory()
+        self._texts = [Path(self._folder.name) / name for name in ("out", "err")]
+        self.jobs = []
         for rank in range(ranks):
             own = {**common, "RANK": rank, "LOCAL_RANK": rank} if common else {}
-            environment = os.environ | {key: str(value) for key, value in own.items()}
-            job = recipe, arguments, dict(environment), os.getcwd(), str(out), str(err)
-            jobs.append(_FORKS.Process(target=_as_rank, args=job))
-            jobs[-1].start()
+            environment = dict(os.environ) | {key: str(value) for key, value in own.items()}
+            job = recipe, arguments, environment, os.getcwd(), *map(str, self._texts)
+            self.jobs.append(_FORKS.Process(target=_as_rank, args=job))
+            self.jobs[-1].start()
+
+    def runs(self) -> bool:
+        """Whether all ranks run, or have ended without an error, and one still runs."""
+        codes = [job.exitcode for job in self.jobs]
+        return None in codes and not any(codes)
+
+    def wait(self) -> subprocess.CompletedProcess:
+        """Wait for the end. If a rank fails, the others get SIGTERM, and the code is 1."""
+        deadline = time.monotonic() + _PATIENCE
         try:
-            while any(job.exitcode is None for job in jobs):
+            while self.runs():
                 if time.monotonic() > deadline:
-                    raise subprocess.TimeoutExpired([recipe, *arguments], _PATIENCE)
-                if any(job.exitcode for job in jobs):
-                    break
-                next(job for job in jobs if job.exitcode is None).join(0.05)
+                    raise subprocess.TimeoutExpired(self._command, _PATIENCE)
+                next(job for job in self.jobs if job.exitcode is None).join(0.05)
         finally:
-            for job in jobs:
+            for job in self.jobs:
                 job.terminate()
                 job.join(30)
                 job.kill()
                 job.join()
-        code = next((job.exitcode for job in jobs if job.exitcode), 0)
-        code = int(code != 0) if ranks > 1 else code
-        texts = (path.read_text("utf-8") for path in (out, err))
-        return subprocess.CompletedProcess([recipe, *arguments], code, *texts)
+        code = next((job.exitcode for job in self.jobs if job.exitcode), 0)
+        code = int(code != 0) if len(self.jobs) > 1 else code
+        texts = [path.read_text("utf-8") if path.exists() else "" for path in self._texts]
+        self._folder.cleanup()
+        return subprocess.CompletedProcess(self._command, code, *texts)
+
+
+def run_forked(*arguments: str, **options: Any) -> subprocess.CompletedProcess:
+    """Run a command to its end. The options are those of `Forked`."""
+    return Forked(*arguments, **options).wait()
 
 
 def _as_rank(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import ClassVar
 
@@ -323,7 +324,7 @@ def tune_process(
     )
 
 
-def end_job(process: subprocess.Popen) -> None:
+def end_job(process: subprocess.Popen | BaseProcess) -> None:
     """Kill a process and all its children. The ranks of torchrun have their own sessions."""
     job = psutil.Process(process.pid)
     job.suspend()  # so that it starts no more processes

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import run_forked
+from ranks import Forked, run_forked
 from tiny import (
     end_job,
     logged,
@@ -269,17 +269,18 @@ def test_a_full_disk_while_saving(model_dir, uninterrupted, tmp_path, monkeypatc
     assert_same_run(tmp_path, uninterrupted)
 
 
-def _kill_when(process: subprocess.Popen, appeared: list[Path], delay: float) -> bool:
-    """Kill a process and its ranks soon after a path appears; return False if it has ended."""
-    while process.poll() is None:
+def _kill_when(command: Forked, appeared: list[Path], delay: float) -> bool:
+    """Kill the ranks of a command soon after a path appears; return False if it has ended."""
+    while command.runs():
         if any(path.exists() for path in appeared):
             time.sleep(delay)
             break
         time.sleep(0.0005)
-    killed = process.poll() is None
+    killed = command.runs()
     if killed:
-        end_job(process)
-    process.communicate()
+        for job in command.jobs:
+            end_job(job)
+    command.wait()
     return killed
 
 
@@ -289,7 +290,6 @@ def test_kills_anywhere(model_dir, tmp_path, ranks, kills, seed):
     """Kills while training, saving, renaming and finishing change no weight, metric or loss."""
     options = (*STEPS, "save_every_n_steps=2", f"batch_size={4 // ranks}", RESUME)
     first = [option for option in options if option != RESUME]
-    torchrun = TWO_RANKS if ranks == 2 else ()
     whole = make_config(model_dir, tmp_path / "whole", *first)
     done = run_forked("--config", write_config(whole, tmp_path / "whole.yaml"), ranks=ranks)
     assert done.returncode == 0, done.stderr
@@ -309,7 +309,7 @@ def test_kills_anywhere(model_dir, tmp_path, ranks, kills, seed):
         cfg = make_config(model_dir, output, *(options if has_checkpoint else first))
         config = write_config(cfg, tmp_path / "run.yaml")
         delay = chance.choice([0, chance.uniform(0, 0.02), chance.uniform(0, 0.5)])
-        killed = _kill_when(tune_process("--config", config, torchrun=torchrun), [event], delay)
+        killed = _kill_when(Forked("--config", config, ranks=ranks), [event], delay)
         count += killed
         if not killed:  # the run finished: compare it, and start again
             assert_same_run(output, tmp_path / "whole")
