@@ -6,6 +6,7 @@ of torchrun itself, of signals to a whole job, and of ``tune run`` use ``tiny.tu
 
 import multiprocessing
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -55,6 +56,8 @@ def _call(rank: int, environment: dict, function: Callable[..., None], *argument
 
 class Forked:
     """A command that runs as ``tune run RECIPE ARGUMENTS`` does; several ranks as in torchrun.
+
+    The recipe may also be the path of a script.
 
     Attributes:
         jobs: The process of each rank.
@@ -121,7 +124,12 @@ def _as_rank(
     from hestia_tune.__main__ import main
 
     Figure.savefig = quick(Figure.savefig)
-    code = main([recipe.removeprefix("hestia_"), *arguments])
+    if recipe.endswith(".py"):
+        sys.path.insert(0, str(Path(recipe).parent))
+        runpy.run_path(recipe, run_name="__main__")
+        code = 0
+    else:
+        code = main([recipe.removeprefix("hestia_"), *arguments])
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)

@@ -3,13 +3,13 @@
 import inspect
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from ranks import run_forked
 from torchao.quantization import quantize_
 
 import hestia_tune
@@ -23,8 +23,7 @@ SMALLER += [f"sensitivity_estimation.{key}=2" for key in ("num_samples", "num_pr
 
 
 def run(script, *options):
-    command = [sys.executable, SCRIPTS / script, *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = run_forked(*map(str, options), recipe=str(SCRIPTS / script))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

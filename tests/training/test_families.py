@@ -187,18 +187,23 @@ def test_state_space_models_train(tmp_path, family):
         assert torch.equal(model(TOKENS), found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*QUICK, "OPT"])
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def options_of_families():
+    """Return the families with options. Compiling a family takes a minute or two."""
+    options = [
         ("enable_activation_checkpointing=True",),
         ("enable_activation_offloading=True", "enable_activation_checkpointing=True"),
         ("compile=True",),
         ("loss._component_=torch.nn.CrossEntropyLoss",),
-    ],
-    ids=lambda overrides: overrides[0].partition("=")[0],
-)
+    ]
+    for family in (*QUICK, "OPT"):
+        for some in options:
+            mark = pytest.mark.long if (family, some) == ("Gemma 3", options[2]) else ()
+            name = some[0].partition("=")[0]
+            yield pytest.param(family, some, marks=mark, id=f"{name}-{family}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "overrides"), options_of_families())
 def test_options_do_not_change_the_result(tmp_path, family, overrides):
     if "offloading" in overrides[0] and not torch.cuda.is_available():
         pytest.skip("offloading needs a CUDA device")
