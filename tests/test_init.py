@@ -397,6 +397,17 @@ def test_a_format_that_must_be_written(tmp_path, model_dir, capsys, data):
     assert "formats: gguf, torchao" in out and "\n  not " not in out
 
 
+def test_a_gguf_file_has_an_embedding_of_8_bits(model_dir, capsys, data):
+    """Other formats hold the rounded embedding in 16 or 32 bits, and then nothing is gained."""
+    pytest.importorskip("gguf")
+    for formats, bits in (("gguf", {"embedding": "int8"}), ("gguf,torchao", None)):
+        options = ("--format", formats, "--output", "mine.yaml", "--overwrite")
+        code, out, error = run_init(capsys, model_dir, data, *options)
+        assert (code, error) == (0, "")
+        assert load_config("mine.yaml").get("bits") == bits
+        assert ("embedding: 8 bits in the file" in out) == (bits is not None)
+
+
 @pytest.mark.parametrize(
     ("make", "form", "message"),
     [

@@ -285,6 +285,8 @@ def _summary(values: Mapping[str, Any], tokens: int) -> list[tuple[str, str]]:
     if values["group_reason"]:
         lines.append(("groups", values["group_reason"]))
     lines.append(("formats", ", ".join(values["formats"])))
+    if values["rounds_embedding"]:
+        lines.append(("embedding", "8 bits in the file, which costs no measurable loss"))
     lines += [(f"not {form}", reason) for form, reason in values["absent"].items()]
     return lines
 
@@ -514,6 +516,7 @@ def _look_at_model(
         levels_reason = f"ternary, because {ternary_only[0]} holds no weights of four levels"
     else:
         levels_reason = _TERNARY if is_small_gguf and "gguf" in all_formats else _FOUR_LEVELS
+    formats = [form.name for form in chosen]
     own_end = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
     ids = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     if asked:
@@ -532,7 +535,8 @@ def _look_at_model(
         "group_reason": group_reason,
         "widths": widths,
         "absent": _without_repeats({form: one_line(ValueError(absent[form])) for form in absent}),
-        "formats": [form for form in all_formats if form not in absent],
+        "formats": formats,
+        "rounds_embedding": formats == ["gguf"],  # no other format packs the embedding
         # A chat ends as its template says.
         "eos_token": None if train.form is not None or end == own_end else end,
         "own_end": own_end,
