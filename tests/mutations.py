@@ -13,8 +13,10 @@ This needs ``pip install coverage``.
 
 import argparse
 import ast
+import contextlib
 import copy
 import json
+import multiprocessing
 import os
 import queue
 import random
@@ -27,6 +29,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDERS = ("methods", "qat", "sensitivity", "tensors", "export", "training", "data")
@@ -42,6 +46,11 @@ _COMPARISONS = {
 _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult}
 _MOST_TESTS = 60  # of one mutation; they are drawn if more tests run its line
 _FIRST_TESTS = 10  # the narrowest of these: most mutations need no others
+_PATIENCE = 900.0  # seconds for the tests of a mutation, which may not end
+_FORKS = multiprocessing.get_context("forkserver")
+# What the package imports, which takes longer than most tests.
+_IMPORTED = ["datasets", "matplotlib.pyplot", "pytest", "torchtune.training", "torchao.optim"]
+_FORKS.set_forkserver_preload([*_IMPORTED, "transformers"])
 
 
 @dataclass(frozen=True)
@@ -171,16 +180,29 @@ def fails(copy_of: Path, tests: list[str]) -> bool:
         file = next((part for part in parts if part.startswith("test_")), parts[0])
         files.update(map(str, copy_of.glob(f"tests/**/{file}.py")))
         names.add(parts[-1])
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-k", " or ".join(sorted(names)), *sorted(files)]
-    environment = os.environ | {"PYTHONPATH": str(copy_of), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=copy_of, env=environment, capture_output=True, timeout=900
-        )
-    except subprocess.TimeoutExpired:
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-k", " or ".join(sorted(names))]
+    process = _FORKS.Process(target=_run_pytest, args=(str(copy_of), [*options, *sorted(files)]))
+    process.start()
+    process.join(_PATIENCE)
+    if process.exitcode is None:
+        job = psutil.Process(process.pid)
+        for one in [*job.children(recursive=True), job]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
         return True
-    return done.returncode == 1  # 5 would say that no test was found
+    return process.exitcode == 1  # 5 would say that no test was found
+
+
+def _run_pytest(copy_of: str, options: list[str]) -> None:
+    """Run pytest on a copy of the repository, in a process that has not imported the package."""
+    os.chdir(copy_of)
+    sys.path.insert(0, copy_of)
+    os.environ |= {"PYTHONPATH": copy_of, "OMP_NUM_THREADS": "1"}
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1), os.dup2(null, 2)
+    import pytest
+
+    sys.exit(pytest.main(options))
 
 
 def is_caught(copy_of: Path, mutation: Mutation, tests: list[str]) -> bool:
