@@ -148,6 +148,8 @@ def make_map() -> None:
     measured = library.CoverageData(str(DATA / "coverage"))
     measured.read()
     for file in measured.measured_files():
+        if not Path(file).is_relative_to(REPOSITORY):  # of another installation
+            continue
         by_line = measured.contexts_by_lineno(file)
         rows = {line: sorted({c for c in names if c}) for line, names in by_line.items()}
         found[str(Path(file).relative_to(REPOSITORY))] = {k: v for k, v in rows.items() if v}
