@@ -86,7 +86,9 @@ def train_by_trl(folder, **options):
 
 def as_rank(rank: int, port: str, folder: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    os.environ |= dict(zip(names, (str(rank), str(rank), "2", "2", "127.0.0.1", port), strict=True))
+    os.environ |= dict(
+        zip(names, (str(rank), str(rank), "2", "2", "127.0.0.1", str(port)), strict=True)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     small = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
