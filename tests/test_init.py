@@ -47,6 +47,19 @@ def here(tmp_path, monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.fixture(autouse=True)
+def no_estimates(request, monkeypatch):
+    """Estimating memory takes most of the time; the fixture ``estimates`` does it."""
+    if "estimates" not in request.fixturenames:
+        check = init.check_run
+        monkeypatch.setattr(init, "check_run", lambda config, **_: check(config, estimates=False))
+
+
+@pytest.fixture
+def estimates():
+    """Estimate memory and time, as the command does."""
+
+
 @pytest.fixture
 def data(tmp_path):
     """The path of a text file."""
@@ -389,12 +402,14 @@ def test_the_held_out_block_can_be_used_as_its_comment_says(
     )
 
 
-def test_a_format_that_must_be_written(tmp_path, model_dir, capsys, data):
+def test_a_format_that_must_be_written(model_dir, capsys, data, estimates):
     options = ("--format", "gguf,torchao", "--format", "gguf", "--output", "mine.yaml")
     code, out, error = run_init(capsys, model_dir, data, *options)
     assert (code, error) == (0, "")
     assert load_config("mine.yaml").convert.formats == ["gguf", "torchao"]
     assert "formats: gguf, torchao" in out and "\n  not " not in out
+    for line in ("memory: at most", "memory of the reconstruction: about", "time: "):
+        assert f"\n  {line}" in out
 
 
 def test_a_gguf_file_has_an_embedding_of_8_bits(model_dir, capsys, data):

@@ -84,7 +84,7 @@ def train_by_trl(folder, **options):
     return losses(trainer)
 
 
-def as_rank(rank: int, port: str, folder: Path) -> None:
+def as_rank(rank: int, port: int, folder: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     os.environ |= dict(
         zip(names, (str(rank), str(rank), "2", "2", "127.0.0.1", str(port)), strict=True)
