@@ -111,8 +111,14 @@ def mutations_of(path: Path, lines: set[int]) -> Iterator[Mutation]:
         if isinstance(node, ast.JoinedStr | ast.Raise)
         for part in ast.walk(node)
     }
+    functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)]
+    inside = {
+        id(node) for function in functions for part in function.body for node in ast.walk(part)
+    }
     for node in ast.walk(tree):
         if getattr(node, "lineno", None) not in lines or id(node) in in_text:
+            continue
+        if id(node) not in inside:  # a test that imports the module does not test this line
             continue
         for kind, changed in changes(node):
             begin = starts[node.lineno - 1] + node.col_offset
