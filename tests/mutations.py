@@ -46,7 +46,7 @@ _COMPARISONS = {
 _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult}
 _MOST_TESTS = 60  # of one mutation; they are drawn if more tests run its line
 _FIRST_TESTS = 10  # the narrowest of these: most mutations need no others
-_PATIENCE = 900.0  # seconds for the tests of a mutation, which may not end
+_PATIENCE = 300.0  # seconds for the tests of a mutation, which may not end
 _FORKS = multiprocessing.get_context("forkserver")
 # What the package imports, which takes longer than most tests.
 _IMPORTED = ["datasets", "matplotlib.pyplot", "pytest", "torchtune.training", "torchao.optim"]
@@ -206,6 +206,7 @@ def _run_pytest(copy_of: str, options: list[str]) -> None:
     os.chdir(copy_of)
     sys.path.insert(0, copy_of)
     os.environ |= {"PYTHONPATH": copy_of, "OMP_NUM_THREADS": "1"}
+    multiprocessing.set_start_method("fork", force=True)  # that of Linux
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1), os.dup2(null, 2)
     import pytest

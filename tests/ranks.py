@@ -49,9 +49,16 @@ def spawn(function: Callable[..., None], *arguments: Any, ranks: int) -> None:
 
 
 def _call(rank: int, environment: dict, function: Callable[..., None], *arguments: Any) -> None:
+    _begin(environment)
+    function(rank, *arguments)
+
+
+def _begin(environment: dict) -> None:
+    """Make a fork of the server like a process of its own."""
     os.environ.clear()
     os.environ.update(environment)
-    function(rank, *arguments)
+    # Of Linux, for the workers of data loaders. A fork of a server would use the server.
+    multiprocessing.set_start_method("fork", force=True)
 
 
 class Forked:
@@ -113,8 +120,7 @@ def _as_rank(
     recipe: str, arguments: tuple[str, ...], environment: dict, folder: str, out: str, err: str
 ) -> None:
     """Run a command in this process, which is a fork of the server."""
-    os.environ.clear()
-    os.environ.update(environment)
+    _begin(environment)
     os.chdir(folder)
     for path, stream in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
