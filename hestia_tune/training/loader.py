@@ -561,8 +561,8 @@ class TrainingData:
                 ranks, workers = position["readers"]
                 raise InputError(
                     "a stream of text resumes only on the same number of readers; the checkpoint "
-                    f"is from {ranks} ranks with num_workers {workers}; use the same two "
-                    "numbers, or train on a tokenized set (`tune run hestia_tokenize`)"
+                    f"is from {ranks} rank{'s' * (ranks > 1)} with num_workers {workers}; use the "
+                    "same two numbers, or train on a tokenized set (`tune run hestia_tokenize`)"
                 )
             self.loader.load_state_dict(position["loader"])
 
