@@ -7,7 +7,7 @@
 A mutation is a flipped sign or comparison, a constant that is off by one, two swapped arguments, a
 negated condition, or a check that is dropped. They are drawn with a seed, evenly over the folders,
 from lines that the tests run. Each mutation is applied in a copy of the repository, and only tests
-that run its line are started, at most 60 of them, those that run the fewest lines first.
+that run its line are started, at most 60 of them, the quickest first.
 This needs ``pip install coverage``.
 """
 
@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 import psutil
 
@@ -45,7 +46,7 @@ _COMPARISONS = {
 }
 _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult}
 _MOST_TESTS = 60  # of one mutation; they are drawn if more tests run its line
-_FIRST_TESTS = 10  # the narrowest of these: most mutations need no others
+_FIRST_TESTS = 10  # the quickest of these: most mutations need no others
 _PATIENCE = 300.0  # seconds for the tests of a mutation, which may not end
 _FORKS = multiprocessing.get_context("forkserver")
 # What the package imports, which takes longer than most tests.
@@ -145,6 +146,7 @@ def make_map() -> None:
         path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         environment = os.environ | {"COVERAGE_PROCESS_START": str(settings), "PYTHONPATH": path}
         command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile"]
+        command += [f"--junitxml={DATA / 'tests.xml'}"]
         subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
     coverage = [sys.executable, "-m", "coverage"]
     subprocess.run([*coverage, "combine", f"--rcfile={settings}"], cwd=REPOSITORY, check=True)
@@ -159,13 +161,16 @@ def make_map() -> None:
         by_line = measured.contexts_by_lineno(file)
         rows = {line: sorted({c for c in names if c}) for line, names in by_line.items()}
         found[str(Path(file).relative_to(REPOSITORY))] = {k: v for k, v in rows.items() if v}
-    (DATA / "map.json").write_text(json.dumps(found))
+    seconds: dict[str, float] = {}
+    for case in ElementTree.parse(DATA / "tests.xml").iter("testcase"):
+        name = f"{case.get('classname', '').split('.')[-1]}.{case.get('name', '').split('[')[0]}"
+        seconds[name] = max(seconds.get(name, 0.0), float(case.get("time", 0)))
+    (DATA / "map.json").write_text(json.dumps({"tests": found, "seconds": seconds}))
 
 
 def draw(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
-    """Draw mutations evenly over the folders, each with tests of its line, narrow ones first."""
-    found = json.loads((DATA / "map.json").read_text())
-    breadth = Counter(t for lines in found.values() for tests in lines.values() for t in tests)
+    """Draw mutations evenly over the folders, each with tests of its line, quick ones first."""
+    found, seconds = json.loads((DATA / "map.json").read_text()).values()
     rng, drawn = random.Random(seed), []
     for number, folder in enumerate(FOLDERS):
         every = []
@@ -176,7 +181,7 @@ def draw(count: int, seed: int) -> list[tuple[Mutation, list[str]]]:
         share = count // len(FOLDERS) + (number < count % len(FOLDERS))
         for mutation, tests in rng.sample(every, min(share, len(every))):
             some = rng.sample(tests, min(len(tests), _MOST_TESTS))
-            drawn.append((mutation, sorted(some, key=breadth.__getitem__)))
+            drawn.append((mutation, sorted(some, key=lambda test: seconds.get(test, 0.0))))
     return drawn
 
 
