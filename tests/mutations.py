@@ -13,7 +13,6 @@ This needs ``pip install coverage``.
 
 import argparse
 import ast
-import contextlib
 import copy
 import json
 import multiprocessing
@@ -31,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-import psutil
+from ranks import as_own_process, end_job
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDERS = ("methods", "qat", "sensitivity", "tensors", "export", "training", "data")
@@ -49,9 +48,10 @@ _MOST_TESTS = 60  # of one mutation; they are drawn if more tests run its line
 _FIRST_TESTS = 10  # the quickest of these: most mutations need no others
 _PATIENCE = 300.0  # seconds for the tests of a mutation, which may not end
 _FORKS = multiprocessing.get_context("forkserver")
-# What the package imports, which takes longer than most tests.
-_IMPORTED = ["datasets", "matplotlib.pyplot", "pytest", "torchtune.training", "torchao.optim"]
-_FORKS.set_forkserver_preload([*_IMPORTED, "transformers"])
+# What the package imports takes longer than most tests. The package itself must be the mutated one.
+_FORKS.set_forkserver_preload(
+    ["datasets", "matplotlib.pyplot", "torchao.optim", "torchtune.training", "transformers"]
+)
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,10 @@ def mutations_of(path: Path, lines: set[int]) -> Iterator[Mutation]:
         for part in ast.walk(node)
     }
     functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)]
-    inside = {
-        id(node) for function in functions for part in function.body for node in ast.walk(part)
-    }
+    # Outside of functions, a test that imports the module runs a line without testing it.
+    inside = {id(node) for f in functions for part in f.body for node in ast.walk(part)} - in_text
     for node in ast.walk(tree):
-        if getattr(node, "lineno", None) not in lines or id(node) in in_text:
-            continue
-        if id(node) not in inside:  # a test that imports the module does not test this line
+        if getattr(node, "lineno", None) not in lines or id(node) not in inside:
             continue
         for kind, changed in changes(node):
             begin = starts[node.lineno - 1] + node.col_offset
@@ -198,20 +195,16 @@ def fails(copy_of: Path, tests: list[str]) -> bool:
     process.start()
     process.join(_PATIENCE)
     if process.exitcode is None:
-        job = psutil.Process(process.pid)
-        for one in [*job.children(recursive=True), job]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+        end_job(process)
         return True
     return process.exitcode == 1  # 5 would say that no test was found
 
 
 def _run_pytest(copy_of: str, options: list[str]) -> None:
     """Run pytest on a copy of the repository, in a process that has not imported the package."""
+    as_own_process({**os.environ, "PYTHONPATH": copy_of, "OMP_NUM_THREADS": "1"})
     os.chdir(copy_of)
     sys.path.insert(0, copy_of)
-    os.environ |= {"PYTHONPATH": copy_of, "OMP_NUM_THREADS": "1"}
-    multiprocessing.set_start_method("fork", force=True)  # that of Linux
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1), os.dup2(null, 2)
     import pytest

@@ -4,6 +4,7 @@ A server process imports the package once, and forks the processes of every test
 of torchrun itself, of signals to a whole job, and of ``tune run`` use ``tiny.tune_run`` instead.
 """
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -13,11 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pictures import quick
-from torch.multiprocessing import start_processes
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
@@ -42,18 +44,40 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def end_job(process: subprocess.Popen | BaseProcess) -> None:
+    """Kill a process and all its children. The ranks of torchrun have their own sessions."""
+    job = psutil.Process(process.pid)
+    job.suspend()  # so that it starts no more processes
+    for one in [*job.children(recursive=True), job]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+
+
 def spawn(function: Callable[..., None], *arguments: Any, ranks: int) -> None:
-    """Call ``function(rank, *arguments)`` in processes, as ``torch.multiprocessing.spawn`` does."""
-    job = dict(os.environ), function, *arguments
+    """Call ``function(rank, *arguments)`` in processes, as ``torch.multiprocessing.spawn`` does.
+
+    They have the variables that torchrun sets, so ``init_process_group("gloo")`` connects them.
+    """
+    from torch.multiprocessing import start_processes
+
+    job = _environments(ranks), function, *arguments
     start_processes(_call, job, nprocs=ranks, start_method="forkserver")
 
 
-def _call(rank: int, environment: dict, function: Callable[..., None], *arguments: Any) -> None:
-    _begin(environment)
+def _environments(ranks: int) -> list[dict[str, str]]:
+    """Return the environment of every rank."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0"}
+    common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    owns = (dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(ranks))
+    return [{**os.environ, **common, **own} for own in owns]
+
+
+def _call(rank: int, environments: list, function: Callable[..., None], *arguments: Any) -> None:
+    as_own_process(environments[rank])
     function(rank, *arguments)
 
 
-def _begin(environment: dict) -> None:
+def as_own_process(environment: dict[str, str]) -> None:
     """Make a fork of the server like a process of its own."""
     os.environ.clear()
     os.environ.update(environment)
@@ -71,16 +95,11 @@ class Forked:
     """
 
     def __init__(self, *arguments: str, ranks: int = 1, recipe: str = "hestia_qat"):
-        self._command, common = [recipe, *arguments], {}
-        if ranks > 1:
-            common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": free_port()}
-            common |= {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": 0}
+        self._command = [recipe, *arguments]
         self._folder = tempfile.TemporaryDirectory()
         self._texts = [Path(self._folder.name) / name for name in ("out", "err")]
         self.jobs = []
-        for rank in range(ranks):
-            own = {**common, "RANK": rank, "LOCAL_RANK": rank} if common else {}
-            environment = dict(os.environ) | {key: str(value) for key, value in own.items()}
+        for environment in _environments(ranks) if ranks > 1 else [dict(os.environ)]:
             job = recipe, arguments, environment, os.getcwd(), *map(str, self._texts)
             self.jobs.append(_FORKS.Process(target=_as_rank, args=job))
             self.jobs[-1].start()
@@ -102,8 +121,9 @@ class Forked:
             for job in self.jobs:
                 job.terminate()
                 job.join(30)
-                job.kill()
-                job.join()
+                if job.is_alive():
+                    end_job(job)
+                    job.join()
         code = next((job.exitcode for job in self.jobs if job.exitcode), 0)
         code = int(code != 0) if len(self.jobs) > 1 else code
         texts = [path.read_text("utf-8") if path.exists() else "" for path in self._texts]
@@ -120,7 +140,7 @@ def _as_rank(
     recipe: str, arguments: tuple[str, ...], environment: dict, folder: str, out: str, err: str
 ) -> None:
     """Run a command in this process, which is a fork of the server."""
-    _begin(environment)
+    as_own_process(environment)
     os.chdir(folder)
     for path, stream in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)

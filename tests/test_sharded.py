@@ -1,13 +1,12 @@
 """Test that quantizing shards equals quantizing the whole: one and two ranks, every method."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, spawn
+from ranks import spawn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -184,15 +183,13 @@ def assert_same(first, second, tolerance: float) -> None:
 WITH_OPTIONS = ("group", "two bits, learned", "experts", "fairy2i")
 
 
-def as_rank(rank: int, world: int, port: int, path: Path, with_options: Sequence[str]) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def as_rank(rank: int, path: Path, with_options: Sequence[str]) -> None:
+    dist.init_process_group("gloo")
     results = {}
     for name in COMPONENTS:
         results[name] = train(name, torch.float32, sharded=True)
         results[name, "bf16"] = train(name, torch.bfloat16, sharded=True)
-        if world == 1:
+        if dist.get_world_size() == 1:
             for word, dtype in (("leaves", torch.float32), ("leaves, bf16", torch.bfloat16)):
                 results[name, word] = train(name, dtype, sharded="leaves")
         if name not in with_options:
@@ -215,7 +212,7 @@ def sharded(tmp_path_factory):
 
 def on_ranks(world: int, folder: Path, with_options: Sequence[str]) -> dict:
     path = folder / f"{world}.pt"
-    spawn(as_rank, world, free_port(), path, with_options, ranks=world)
+    spawn(as_rank, path, with_options, ranks=world)
     return torch.load(path)
 
 

@@ -1,7 +1,6 @@
 """Make a random Llama of about 50,000 parameters in a folder, and run the recipe on it."""
 
 import builtins
-import contextlib
 import json
 import os
 import signal
@@ -9,13 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import ClassVar
 
 import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
+from ranks import end_job
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch._dynamo.utils import counters
@@ -322,15 +321,6 @@ def tune_process(
         text=True,
         start_new_session=True,
     )
-
-
-def end_job(process: subprocess.Popen | BaseProcess) -> None:
-    """Kill a process and all its children. The ranks of torchrun have their own sessions."""
-    job = psutil.Process(process.pid)
-    job.suspend()  # so that it starts no more processes
-    for one in [*job.children(recursive=True), job]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
 
 
 def tune_run(

@@ -6,13 +6,12 @@ gives FSDP to a group of gloo ranks. tests/gpu has the same training without thi
 
 import functools
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, spawn
+from ranks import spawn
 from safetensors.torch import load_file
 
 transformers = pytest.importorskip("transformers")
@@ -84,13 +83,8 @@ def train_by_trl(folder, **options):
     return losses(trainer)
 
 
-def as_rank(rank: int, port: int, folder: Path) -> None:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    os.environ |= dict(
-        zip(names, (str(rank), str(rank), "2", "2", "127.0.0.1", str(port)), strict=True)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def as_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo")
     small = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
     results = {"ddp": train(folder / "ddp", **small)}
     with pytest.MonkeyPatch.context() as patch:
@@ -114,7 +108,7 @@ def as_rank(rank: int, port: int, folder: Path) -> None:
 def trained(tmp_path_factory):
     """Return the folder of the runs on two ranks, and of the same runs in one process."""
     folder = tmp_path_factory.mktemp("trainer")
-    spawn(as_rank, free_port(), folder, ranks=2)
+    spawn(as_rank, folder, ranks=2)
     one = {name: train(folder / "one" / name, RUNS[name][0], bf16=RUNS[name][1]) for name in RUNS}
     return folder, one
 

@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import Forked, run_forked
+from ranks import Forked, end_job, run_forked
 from tiny import (
-    end_job,
     logged,
     make_config,
     run,
