@@ -120,8 +120,8 @@ class BitsConfig(Section):
 # The formats that `hestia_convert` writes, in the order in which they are shown: name ->
 # "module:object" of a `hestia_tune.export.format.Format`. A line is all that the rest of the
 # package knows of a format: `init`, `validate`, `convert`, the choices of ``convert.formats``, the
-# errors and the table of docs/formats.md take everything else from the object. The names cost no
-# import, so that config and --help stay fast.
+# errors and the table of docs/format_support.md take everything else from the object. The names
+# cost no import, so that config and --help stay fast.
 FORMATS = {
     "torchao": "hestia_tune.export.torchao:TORCHAO",
     "intx": "hestia_tune.export.torchao:INTX",

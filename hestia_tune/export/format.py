@@ -67,7 +67,7 @@ class Format(ABC):
 
     # Its name in convert.formats, in `FORMATS`, and in the folder ``converted``.
     name: ClassVar[str]
-    # What it is and which programs load it, for docs/formats.md.
+    # What it is and which programs load it, for docs/format_support.md.
     about: ClassVar[str]
     runs_in: ClassVar[str]
     # The extra of hestia-tune that installs what it needs, and the packages that `check` imports.
@@ -86,7 +86,7 @@ class Format(ABC):
     architectures: ClassVar[tuple[str, ...]] = ()
     holds_stacks: ClassVar[bool] = False
 
-    # Column of docs/formats.md -> option that makes this file, for a format with kinds of files.
+    # Column of docs/format_support.md -> option that makes this file, if there are kinds of files.
     variants: ClassVar[Mapping[str, str]] = {}
     # A group size that `init` prefers for this format, and the reason that the user reads.
     preferred_group: ClassVar[tuple[int, str] | None] = None

@@ -760,7 +760,9 @@ class _GGUF(Format):
     """A file of llama.cpp, with a Modelfile for Ollama beside it."""
 
     name = extra = library = "gguf"
-    about = "2.06 bits per weight as `TQ2_0`, 2.25 as `Q2_0`, or [another type](#block-types)"
+    about = (
+        "2.06 bits per weight as `TQ2_0`, 2.25 as `Q2_0`, or [another type](formats.md#block-types)"
+    )
     runs_in = "llama.cpp, LM Studio, Ollama"
     packages = ("gguf",)
     file = "model.gguf"

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/formats.md: every format, and each method, group size and family in it.
+"""Writes the tables of docs/format_support.md: formats, and each method, group and family in them.
 
     PYTHONPATH=tests:tests/export python tests/export/formats_table.py [ROW ...]
 
@@ -8,10 +8,10 @@ comes from the registry of formats. For the others, a tiny model is converted fo
 was written is loaded. With names of rows, only these are measured and the other cells stay: the
 page is the only place that holds the cells.
 
-A cell is "exact", a relative error, or the reason why the format refuses the model. The error of a
-GGUF file is that of its weights, as the package gguf reads them, because llama.cpp rounds
-activations. The error of every other file is that of the logits, which its own library computes in
-float32.
+A cell is "exact", a bound of the relative error, or the reason why the format refuses the model.
+The error of a GGUF file is that of its weights, as the package gguf reads them, because llama.cpp
+rounds activations. The error of every other file is that of the logits, which its own library
+computes in float32. Rows with the same cells share a line of the page.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ from hestia_tune.export.gguf_families import LlamaModel
 from hestia_tune.models.contents import KINDS
 from hestia_tune.models.decoder import load_hard
 
-PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
+PAGE = Path(__file__).parents[2] / "docs" / "format_support.md"
 NOISE = 1e-4  # libraries multiply the same weights in other orders
 TOKENS = torch.arange(2, 22)[None]
 LLAMA = {"embed_dim": 256, "intermediate_dim": 512, "num_layers": 1}
@@ -85,6 +85,7 @@ METHODS = (
 GROUPS = ("16", "32", "64", "128", "256", "channel", "tensor")
 TABLES = {"methods": METHODS, "groups": GROUPS, "families": tuple(ALL_FAMILIES)}
 EXACT = "exact"
+BOUNDS = {0.001: "below 0.1%", 0.01: "below 1%"}
 # Errors of `hestia convert` -> what they have in common for all models, methods and block types.
 REASONS = {
     r"a model of .* can only be written as .*": "the format does not hold the codes of the method",
@@ -94,7 +95,7 @@ REASONS = {
     r"(the installed mlx-lm does not know the model_type) \w+": r"\1",
     r"(.*) a packed \w+ (with the hard model's logits.*)": r"\1 a packed model \2",
 }
-Tables = dict[str, dict[str, dict[str, str | float]]]
+Tables = dict[str, dict[str, dict[str, str]]]
 
 
 def registry_table() -> str:
@@ -125,7 +126,7 @@ def is_complex(codes: tuple[complex, ...]) -> bool:
 
 
 def formats_page(text: str, tables: Tables) -> str:
-    """Return the text of docs/formats.md with other tables.
+    """Return the text of docs/format_support.md with other tables.
 
     Args:
         text: The page.
@@ -135,17 +136,18 @@ def formats_page(text: str, tables: Tables) -> str:
     written = {"formats": registry_table()}
     for key, rows in tables.items():
         names = list(next(iter(rows.values())))
-        lines = [f"||{'|'.join(names)}|", "|---|" + "---|" * len(names)]
+        lines: dict[tuple[str, ...], list[str]] = {}  # cells -> rows
         for row, cells in rows.items():
-            shown = []
-            for cell in cells.values():
-                if isinstance(cell, float):
-                    cell = f"{100 * cell:.2g}%"
-                elif cell != EXACT:
-                    cell = f"no, {reasons.setdefault(cell, len(reasons) + 1)}"
-                shown.append(cell)
-            lines.append(f"|{row}|{'|'.join(shown)}|")
-        written[key] = "\n".join(lines) + "\n"
+            shown = (
+                cell
+                if cell == EXACT or cell.endswith("%")
+                else f"no, {reasons.setdefault(cell, len(reasons) + 1)}"
+                for cell in cells.values()
+            )
+            lines.setdefault(tuple(shown), []).append(row)
+        table = [f"||{'|'.join(names)}|", "|---|" + "---|" * len(names)]
+        table += [f"|{'; '.join(which)}|{'|'.join(cells)}|" for cells, which in lines.items()]
+        written[key] = "\n".join(table) + "\n"
     written["reasons"] = "".join(f"{number}. {reason}\n" for reason, number in reasons.items())
     for name, table in written.items():
         before, _, after = parts(text, name)
@@ -170,23 +172,21 @@ def parts(text: str, name: str) -> tuple[str, str, str]:
 
 
 def read_page() -> Tables:
-    """Return the measured cells of docs/formats.md: table -> row -> column -> cell."""
+    """Return the measured cells of docs/format_support.md: table -> row -> column -> cell."""
     text = PAGE.read_text(encoding="utf-8")
     listed = re.findall(r"(?m)^(\d+)\. (.*)$", parts(text, "reasons")[1])
     reasons, tables = {f"no, {number}": reason for number, reason in listed}, {}
-    for key in TABLES:
+    for key, names in TABLES.items():
         found = parts(text, key)[1].strip().splitlines()
         lines = [line[1:-1].split("|") for line in found]
-        (_, *names), _, *rows = [[cell.strip() for cell in line] for line in lines]
-        tables[key] = {
-            row: {
-                name: round(float(cell[:-1]) / 100, 6)
-                if cell.endswith("%")
-                else reasons.get(cell, cell)
-                for name, cell in zip(names, cells, strict=True)
-            }
-            for row, *cells in rows
+        (_, *columns), _, *rows = [[cell.strip() for cell in line] for line in lines]
+        measured = {
+            row: {n: reasons.get(cell, cell) for n, cell in zip(columns, cells, strict=True)}
+            for which, *cells in rows
+            for row in which.split("; ")
         }
+        known = {name: measured.pop(name) for name in names if name in measured}
+        tables[key] = known | measured
     return tables
 
 
@@ -227,7 +227,7 @@ def make_naive(folder: Path, family: str) -> DictConfig:
     return family_config(folder / "model", folder / "out", *overrides)
 
 
-def cells(table: str, row: str, only: set[str] | None = None) -> dict[str, str | float]:
+def cells(table: str, row: str, only: set[str] | None = None) -> dict[str, str]:
     """Return name of a column -> cell of one row.
 
     Args:
@@ -248,7 +248,7 @@ def cells(table: str, row: str, only: set[str] | None = None) -> dict[str, str |
         }
 
 
-def cell(cfg: DictConfig, column: str, overrides: list[str]) -> str | float:
+def cell(cfg: DictConfig, column: str, overrides: list[str]) -> str:
     """Convert a model and return the cell of one column."""
     overrides = OmegaConf.from_dotlist(["convert.overwrite=True", *overrides])
     try:
@@ -263,8 +263,9 @@ def cell(cfg: DictConfig, column: str, overrides: list[str]) -> str | float:
     pairs = list(compare(recipe, column))
     difference = sum(float((a.double() - b).square().sum()) for a, b in pairs)
     error = (difference / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5
-    is_exact = error == 0 if column.startswith("gguf") else error < NOISE
-    return EXACT if is_exact else float(f"{error:.2g}")
+    if error == 0 if column.startswith("gguf") else error < NOISE:
+        return EXACT
+    return next((text for bound, text in BOUNDS.items() if error < bound), f"{100 * error:.2g}%")
 
 
 def reason(error: str) -> str:
