@@ -36,17 +36,22 @@ def check_shares(rho: float, hard_fraction: float) -> None:
 
 @dataclass(frozen=True)
 class AnnealingSchedule:
-    """Pressure and temperature of every step of a run.
+    """Pressure and temperature of every step of a run (Eqs. 10, 14 and 15).
+
+    Steps count from 0 to T - 1. At step T, after the last update, the pressure is 1 and the
+    temperature 0.
 
     Args:
         total_steps: T, at least 1.
-        rho: Fraction of the steps in which the pressure rises from 0 to 1.
-        tau_init: Temperature while the pressure rises, in units of the squared normalized weight.
-        alpha: Strength of the sensitivity in the temperature.
-        hard_fraction: Fraction of the steps, at the end, with temperature 0.
+        rho: Fraction of the steps in which the pressure rises from 0 to 1, in [0, 1].
+        tau_init: Temperature while the pressure rises, in units of the squared normalized weight
+            (w/gamma)^2, in [0, 100].
+        alpha: Strength of the sensitivity in the temperature, in [-4, 4].
+        hard_fraction: Fraction of the steps, at the end, with temperature 0, in [0, 0.9]. If it is
+            not 0, its sum with ``rho`` is at most 1.
 
     Raises:
-        InputTypeError: If an option is no number. "auto" is resolved before, by
+        InputTypeError: If an option is not a number. Resolve "auto" first, by
             `hestia_tune.functional.optimal_temperature`.
         InputError: If an option is out of range.
     """
@@ -98,7 +103,7 @@ class AnnealingSchedule:
         """Return the temperature of a tensor with the sensitivity score ``score``.
 
         It is e^{alpha·s} times a base (Eq. 15), so a more sensitive tensor is hotter at every step.
-        The base is tau_init until T_comp. Then it is (tau_init/2)·(1 +
+        The base is tau_init until T_comp = rho·T. Then it is (tau_init/2)·(1 +
         cos(pi·(t - T_comp)/(T_hard - T_comp))) until T_hard = (1 - hard_fraction)·T (Eq. 14, where
         T_hard is T), and 0 afterwards.
         """

@@ -29,16 +29,24 @@ def relaxed_ternary(
 ) -> Tensor:
     """Return the effective weight (1 - p)·W + p·H(W; tau) (Eqs. 7-9), differentiable in ``weight``.
 
-    The gradient is the closed form of Lemma 4.1, with a detached scale. It saves only ``weight``.
-    Under ``torch.compile``, pass ``tau`` and ``pressure`` as 0-D tensors. The compiler would treat
-    a float as a constant and compile again for every value.
+    The gradient is the closed form of Lemma 4.1, with a detached scale; the backward pass saves
+    only ``weight``. Under ``torch.compile``, pass ``tau`` and ``pressure`` as 0-D tensors, because
+    the compiler would treat a float as a constant and compile again for every value.
 
     Args:
-        weight: The latent weight W.
-        tau: The temperature, in units of normalized weight squared, at least 0. 0 gives the hard
-            weight with a straight-through gradient.
+        weight: The latent weight W, (out_features, in_features), floating point.
+        tau: The temperature, in units of the squared normalized weight (W/gamma)^2, at least 0. 0
+            gives the hard weight with a straight-through gradient.
         pressure: The pressure p, in [0, 1]. 0 gives ``weight`` itself, 1 the relaxed weight.
-        group_size: See the module docstring.
+        group_size: Weights that share a scale: a divisor of in_features, "channel" or "tensor".
+
+    Returns:
+        The effective weight, in the shape and dtype of ``weight``.
+
+    Raises:
+        InputTypeError: If the weight is not floating point, or an option has a wrong type.
+        InputError: If an option is out of range or does not fit the weight. `hard_ternary` and
+            `ternary_codes` raise the same errors.
     """
     return effective_weight(weight, tau, pressure, TernaryMethod(group_size=group_size))
 
@@ -46,7 +54,12 @@ def relaxed_ternary(
 def hard_ternary(weight: Tensor, *, group_size: GroupSize = 128) -> Tensor:
     """Return the hard weight gamma·clip(round(W/gamma), -1, 1) (Eq. 2). No gradient flows.
 
-    Each entry is -gamma, 0 or gamma. Bfloat16 represents every gamma exactly.
+    Each entry is -gamma, 0 or gamma, where gamma is the mean absolute value of a group (Eq. 1),
+    rounded to bfloat16. A group of zeros stays zero.
+
+    Args:
+        weight: The latent weight, (out_features, in_features), floating point.
+        group_size: As in `relaxed_ternary`.
     """
     require_float(weight)
     return TernaryMethod(group_size=group_size).hard(weight)
@@ -74,7 +87,21 @@ def relaxed_fairy2i(
 ) -> Tensor:
     """Return the effective weight of Fairy2i-H, differentiable in ``weight``.
 
-    `relaxed_ternary` describes the arguments, but here tau is in squared radians.
+    A pair of complex matrices stands for the real one. Each of their entries becomes a code 1, i,
+    -1 or -i times a scale, and the rest is quantized in the same way ``num_stages`` times.
+
+    Args:
+        weight: The latent weight, (out_features, in_features), both even.
+        tau: The temperature in squared radians, at least 0.
+        pressure: As in `relaxed_ternary`.
+        num_stages: Residual stages, 1 to 4. Each costs one bit per weight.
+        granularity: "tensor", or the number of complex columns that share scales, which divides
+            in_features / 2.
+
+    Raises:
+        InputTypeError: If the weight is not floating point, or an option has a wrong type.
+        InputError: If an option is out of range or does not fit the weight. `hard_fairy2i` and
+            `fairy2i_codes` raise the same errors.
     """
     method = Fairy2iMethod(num_stages=num_stages, granularity=granularity)
     return effective_weight(weight, tau, pressure, method)
@@ -83,7 +110,10 @@ def relaxed_fairy2i(
 def hard_fairy2i(
     weight: Tensor, *, num_stages: int = 2, granularity: Granularity = "tensor"
 ) -> Tensor:
-    """Return the sum of the hard stages as a real weight. No gradient flows."""
+    """Return the sum of the hard stages as a real weight. No gradient flows.
+
+    `relaxed_fairy2i` describes the arguments and the errors.
+    """
     require_float(weight)
     return Fairy2iMethod(num_stages=num_stages, granularity=granularity).hard(weight)
 
@@ -91,7 +121,10 @@ def hard_fairy2i(
 def fairy2i_codes(
     weight: Tensor, *, num_stages: int = 2, granularity: Granularity = "tensor"
 ) -> tuple[Tensor, Tensor]:
-    """Return the codes and the scales of `hard_fairy2i`, in the layout of `Fairy2iMethod.codes`."""
+    """Return the codes and the scales of `hard_fairy2i`, in the layout of `Fairy2iMethod.codes`.
+
+    `relaxed_fairy2i` describes the arguments and the errors.
+    """
     require_float(weight)
     return Fairy2iMethod(num_stages=num_stages, granularity=granularity).codes(weight)
 
@@ -103,7 +136,7 @@ def optimal_temperature(
 
     Args:
         weights: One latent weight, or several. The function reads them one at a time.
-        group_size: See the module docstring.
+        group_size: As in `relaxed_ternary`.
 
     Returns:
         tau within [0.001, 4], to about 1e-4; 0.351 for Gaussian weights (Sec. 5.1).

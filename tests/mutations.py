@@ -46,7 +46,7 @@ _COMPARISONS = {
 _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult}
 _MOST_TESTS = 60  # of one mutation; they are drawn if more tests run its line
 _FIRST_TESTS = 10  # the quickest of these: most mutations need no others
-_PATIENCE = 600.0  # seconds for the tests of a mutation, which may not end
+_PATIENCE = 240.0  # seconds for the tests of a mutation, which may not end
 _FORKS = multiprocessing.get_context("forkserver")
 # What the package imports takes longer than most tests. The package itself must be the mutated one.
 _FORKS.set_forkserver_preload(

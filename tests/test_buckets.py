@@ -16,6 +16,7 @@ from hestia_tune import (
     TwoBit,
     quantized_linears,
 )
+from hestia_tune.blocks import move
 from hestia_tune.qat import buckets
 from hestia_tune.qat.buckets import LatentRows, buckets_of
 from hestia_tune.qat.leaves import Leaves, use_leaves
@@ -38,6 +39,19 @@ ALONE = {
     "tequila": lambda: Tequila(group_size=32),
     "fairy2i": lambda: Fairy2iQATQuantizer(),
 }
+
+
+class Operators(TorchDispatchMode):
+    """Record the operators that are launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def prepared(component, count: int = 4) -> nn.Module:
@@ -72,6 +86,57 @@ def test_a_bucket_equals_its_layers(name, hard):
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_a_bucket_that_is_laid_out_equals_one_that_is_not(name):
+    component = COMPONENTS[name]()
+    component._include = ["*"]
+    models = [prepared(component) for _ in range(2)]
+    (plain,), (ours,) = (buckets_of(quantized_linears(model).values()) for model in models)
+    before = list(models[1].parameters())
+    ours.lay_out()
+    after = list(models[1].parameters())
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(after, models[0].parameters(), strict=True))
+    storages = [parameter.untyped_storage().data_ptr() for parameter in after]
+    assert len(set(storages)) == 1 + len(ours.layers[0].method.parameter_names)
+
+    def same() -> list[torch.Tensor]:
+        for bucket in (plain, ours):
+            for k, layer in enumerate(bucket.layers):
+                layer.weight_fake_quantizer.tau.fill_(0.3 - 0.05 * k)
+        made = [bucket.quantize(torch.float32) for bucket in (plain, ours)]
+        assert all(torch.equal(a["weight"], b["weight"]) for a, b in zip(*made, strict=True))
+        grads = [{"weight": torch.randn_like(each["weight"])} for each in made[0]]
+        pulled = [bucket.pull_back(grads) for bucket in (plain, ours)]
+        for one, other in zip(*pulled, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        return [each["weight"] for each in made[0]]
+
+    first = same()
+    with torch.no_grad():  # what an optimizer changes is what the next step quantizes
+        for model in models:
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+    second = same()
+    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for model in models:  # other memory for the same parameters
+        move(model.parameters(), "cpu", copy=True)
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(0.5)
+    assert not torch.equal(same()[0], second[0])
+
+
+def test_a_bucket_that_is_laid_out_concatenates_gradients_only():
+    component = HestiaQATQuantizer(group_size=32, include=["*"], **LEARNED)
+    (bucket,) = buckets_of(quantized_linears(prepared(component)).values())
+    bucket.lay_out()
+    with Operators() as operators:
+        made = bucket.quantize(torch.float32)
+        bucket.pull_back([{"weight": torch.ones_like(each["weight"])} for each in made])
+    joins = {torch.ops.aten.cat.default, torch.ops.aten.stack.default}
+    assert [name for name in operators.names if name in joins] == [torch.ops.aten.cat.default]
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_scales_beyond_groups_are_alone(name):
     component = ALONE[name]()
@@ -103,18 +168,6 @@ def test_buckets_are_bounded_and_large_layers_are_alone(monkeypatch):
     assert found == [[10], [4, 6], [8]]
 
 
-class Operators(TorchDispatchMode):
-    """Count the operators that are launched."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", ["ternary", "learned", "four levels"])
 def test_the_number_of_kernels_does_not_grow_with_the_layers(name):
     counts = []
@@ -129,5 +182,5 @@ def test_the_number_of_kernels_does_not_grow_with_the_layers(name):
         with Operators() as operators:
             leaves.refresh()
             leaves.pull_back(torch.tensor(0.5))
-        counts.append(operators.count)
+        counts.append(len(operators.names))
     assert counts[0] == counts[1]

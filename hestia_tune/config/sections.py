@@ -354,7 +354,7 @@ class EstimationConfig(Section):
     sketch columns and num_probes probes (Appendix B: 10 and 20), and target_standard_error has no
     effect. null: no sketch, and as many probes as target_standard_error needs."""
     kappa: float = option(1.0, low=0, high=1e3, remedy="the paper uses 1")
-    """Gain of the scores (Eq. 13). The default is the paper's value."""
+    """Factor of the standardized log trace in a score (Eq. 13). The paper uses 1."""
     output: str | None = None
     """Path of the artifact. null: use sensitivity.json in output_dir."""
     overwrite: bool = False

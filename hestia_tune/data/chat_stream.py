@@ -217,7 +217,7 @@ class StreamingChatDataset(RowStream[Chat]):
         return []
 
     def example(self) -> str:
-        """Return the first chat as the model reads it, with what has a loss in ⟦ ⟧."""
+        """Return the first chat as the model reads it; tokens with a loss are in ⟦ ⟧."""
         found = next(self._encoded(next(self._first_chats(_TRIED))), None)
         if found is None:
             return f"(none of the first {_TRIED} chats has a reply in its first tokens)"

@@ -6,10 +6,11 @@ layer, and a small model on a GPU waits for the host. A scale covers one group a
 a bucket lays the groups of its layers below each other, (groups, group_size), with a temperature
 for each group, and the formulas run once.
 
-A bucket copies the latents that it concatenates. A pass over 16 MB takes a GPU about as long as the
-host needs to launch it, so a layer of `BUCKET_WEIGHTS` weights or more gains nothing from company:
-it is alone, and is not copied. Also alone are layers whose scales span rows, whose method pairs
-rows, or whose method has extras.
+In one process the latents of a bucket lie in one tensor (`Bucket.lay_out`). FSDP2 has a storage for
+each shard, so there a bucket copies the latents that it concatenates. A pass over 16 MB takes a GPU
+about as long as the host needs to launch it, so a layer of `BUCKET_WEIGHTS` weights or more gains
+nothing from company: it is alone, and is not copied. Also alone are layers whose scales span rows,
+whose method pairs rows, or whose method has extras.
 """
 
 import functools
@@ -116,6 +117,37 @@ class LatentRows:
         return value
 
 
+class _Joint:
+    """Tensors that share one storage, one after the other.
+
+    The tensors keep their identity and values; only their memory is another.
+
+    Args:
+        values: Contiguous tensors.
+        width: The length of a row.
+
+    Attributes:
+        rows: All values, (rows, width).
+    """
+
+    def __init__(self, values: Sequence[Tensor], width: int):
+        self._values = values
+        self.rows = _concatenated(values, width)
+        parts = self.rows.view(-1).split([value.numel() for value in values])
+        for value, part in zip(values, parts, strict=True):
+            value.data = part.view(value.shape)
+        self._places = [value.data_ptr() for value in values]
+
+    def is_intact(self) -> bool:
+        """Return whether the tensors still have this memory; `move` gives them another."""
+        return [value.data_ptr() for value in self._values] == self._places
+
+
+def _concatenated(values: Iterable[Tensor], width: int) -> Tensor:
+    """Return this process's part of tensors, (rows, width)."""
+    return torch.cat([local_rows(value).reshape(-1, width) for value in values])
+
+
 class Bucket:
     """Layers that one call quantizes, or a layer that is alone.
 
@@ -131,15 +163,28 @@ class Bucket:
         self.layers = [*layers]
         self._method = layers[0].method
         self._alone = [LatentRows(layer, compiled=compiled) for layer in layers]
+        self._shapes = [[local_rows(v).shape for v in layer.latents()] for layer in layers]
         self._counts: list[int] = []  # of groups, by layer
+        self._joint: list[_Joint] = []  # temperatures, weights, and each parameter of the method
         if len(layers) > 1:
-            width = _width(layers[0])
-            self._counts = [local_rows(layer.weight).numel() // width for layer in layers]
+            self._widths = [_width(layers[0])] + [1] * len(self._method.parameter_names)
+            self._counts = [shape[0].numel() // self._widths[0] for shape in self._shapes]
             # The layer of every group.
             owner = torch.arange(len(layers)).repeat_interleave(
                 torch.tensor(self._counts), output_size=sum(self._counts)
             )
             self._owner = owner.to(layers[0].weight_fake_quantizer.tau.device)
+
+    def lay_out(self) -> None:
+        """Move the latents and temperatures of the layers into tensors that hold those of all.
+
+        `quantize` and `pull_back` then concatenate nothing. The parameters keep their identity and
+        values. Call it in one process, when the latents are on their device.
+        """
+        if len(self.layers) > 1:
+            taus = [layer.weight_fake_quantizer.tau for layer in self.layers]
+            columns = zip(*(layer.latents() for layer in self.layers), strict=True)
+            self._joint = [_Joint(taus, 1), *map(_Joint, columns, self._widths)]
 
     @torch.no_grad()
     def quantize(self, dtype: torch.dtype, *, hard: bool | None = None) -> list[dict[str, Tensor]]:
@@ -151,22 +196,37 @@ class Bucket:
             dtype: The dtype of the products. The rows are rounded to it once.
             hard: Whether to return the hard rows. None: as the quantizer of each layer says.
         """
-        fakes = [layer.weight_fake_quantizer for layer in self.layers]
-        is_hard = [fake.is_hard if hard is None else hard for fake in fakes]
-        if len(self.layers) == 1 or any(is_hard) != all(is_hard):
+        effective = self.effective_rows(hard=hard)
+        if effective is None:
+            fakes = [layer.weight_fake_quantizer for layer in self.layers]
+            is_hard = [fake.is_hard if hard is None else hard for fake in fakes]
             return [
                 rows.quantize(dtype, is_hard=each)
                 for rows, each in zip(self._alone, is_hard, strict=True)
             ]
+        parts = zip(effective.to(dtype).split(self._counts), self._shapes, strict=True)
+        return [{"weight": part.view(shape)} for part, (shape, *_) in parts]
+
+    @torch.no_grad()
+    def effective_rows(self, *, hard: bool | None = None) -> Tensor | None:
+        """Return the effective weights of all layers, one after the other, (groups, group_size).
+
+        They are not rounded yet. None: the layer is alone, or only some of the layers are hard.
+
+        Args:
+            hard: Whether to return the hard weights. None: as the quantizer of each layer says.
+        """
+        if len(self.layers) == 1:
+            return None
+        if hard is None:
+            modes = {layer.weight_fake_quantizer.is_hard for layer in self.layers}
+            if len(modes) > 1:
+                return None
+            (hard,) = modes
         weight, tau, pressure, parameters = self._joined()
-        if all(is_hard):
-            effective = self._method.hard(weight, parameters)
-        else:
-            formula = self._alone[0].formula("effective_weight")
-            effective = formula(weight, tau, pressure, parameters)
-        parts = effective.to(dtype).split(self._counts)
-        shapes = [local_rows(layer.weight).shape for layer in self.layers]
-        return [{"weight": part.view(shape)} for part, shape in zip(parts, shapes, strict=True)]
+        if hard:
+            return self._method.hard(weight, parameters)
+        return self._alone[0].formula("effective_weight")(weight, tau, pressure, parameters)
 
     @torch.no_grad()
     def pull_back(self, grads: Sequence[Mapping[str, Tensor]]) -> list[list[Tensor] | None]:
@@ -186,8 +246,8 @@ class Bucket:
         pulled = self._alone[0].formula("vjp")(whole, weight, tau, pressure, parameters)
         by_layer = zip(*(each.split(self._counts) for each in pulled), strict=True)
         return [
-            [part.view(local_rows(value).shape) for part, value in zip(parts, values, strict=True)]
-            for parts, values in zip(by_layer, (x.latents() for x in self.layers), strict=True)
+            [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            for parts, shapes in zip(by_layer, self._shapes, strict=True)
         ]
 
     def _joined(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -195,18 +255,14 @@ class Bucket:
 
         A parameter has one value for each group, (groups, 1).
         """
-        width = _width(self.layers[0])
-        weight, *parameters = (
-            torch.cat([local_rows(value).reshape(-1, size) for value in values])
-            for values, size in zip(
-                zip(*(layer.latents() for layer in self.layers), strict=True),
-                [width] + [1] * len(self._method.parameter_names),
-                strict=True,
-            )
-        )
-        fakes = [layer.weight_fake_quantizer for layer in self.layers]
-        tau = torch.stack([fake.tau for fake in fakes])[self._owner].view(-1, 1, 1)
-        return weight, tau, fakes[0].pressure, parameters
+        pressure = self.layers[0].weight_fake_quantizer.pressure
+        if self._joint and all(joint.is_intact() for joint in self._joint):
+            tau, weight, *parameters = (joint.rows for joint in self._joint)
+        else:
+            tau = torch.stack([layer.weight_fake_quantizer.tau for layer in self.layers])
+            columns = zip(*(layer.latents() for layer in self.layers), strict=True)
+            weight, *parameters = map(_concatenated, columns, self._widths)
+        return weight, tau[self._owner].view(-1, 1, 1), pressure, parameters
 
 
 def lies_in_groups(layer: QuantizedLayer) -> bool:

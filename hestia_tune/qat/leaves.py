@@ -69,13 +69,24 @@ class Leaves:
         self._layers = [*quantized_linears(model).values()]
         self._buckets = buckets_of(self._layers, compiled=compiled)
         self._effective: dict[Tensor, Tensor] = {}  # latent weight -> leaf
+        # For each bucket: a tensor whose parts are the leaves, and the latents of each layer.
+        self._flat: list[Tensor] = []
+        self._latents: list[list[tuple[Tensor, ...]]] = []
+        self._with_extras = [layer for layer in self._layers if layer.extra_keys]
         self._rounded: dict[Tensor, Tensor] = {}  # any other parameter in float32 -> leaf
         # id of a leaf -> float32 gradient of the micro-batches. A leaf's hook holds this, and must
         # not hold the leaf.
         self._sums: dict[int, Tensor] = {}
+        for bucket in self._buckets:
+            bucket.lay_out()
+            weights = [layer.weight for layer in bucket.layers]
+            counts = [weight.numel() for weight in weights]
+            flat = torch.empty(sum(counts), dtype=dtype, device=weights[0].device)
+            for weight, part in zip(weights, flat.split(counts), strict=True):
+                self._effective[weight] = self._as_leaf(part.view(weight.shape), weight)
+            self._flat.append(flat)
+            self._latents.append([layer.latents() for layer in bucket.layers])
         for layer in self._layers:
-            if layer.weight not in self._effective:
-                self._effective[layer.weight] = self._leaf(layer.weight)
             layer.show_effective(self._effective[layer.weight])
         own = {id(p) for layer in self._layers for p in layer.latents()}
         for module in model.modules():
@@ -83,12 +94,13 @@ class Leaves:
                 if id(parameter) in own or (parameter.dtype == dtype and not fixed):
                     continue
                 if parameter not in self._rounded:
-                    self._rounded[parameter] = self._leaf(parameter)
+                    leaf = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                    self._rounded[parameter] = self._as_leaf(leaf, parameter)
                 vars(module)[key] = self._rounded[parameter]
 
-    def _leaf(self, parameter: Tensor) -> Tensor:
-        """Return a leaf for a parameter, without values."""
-        leaf = torch.empty_like(parameter, dtype=self._dtype, requires_grad=parameter.requires_grad)
+    def _as_leaf(self, leaf: Tensor, parameter: Tensor) -> Tensor:
+        """Let a tensor collect the gradient of a parameter."""
+        leaf.requires_grad_(parameter.requires_grad)
         is_large = leaf.numel() >= BUCKET_WEIGHTS
         if is_large and leaf.requires_grad and (self._dtype != torch.float32 or self._fixed):
             sums = self._sums
@@ -98,16 +110,18 @@ class Leaves:
     @torch.no_grad()
     def refresh(self) -> None:
         """Compute all leaves from the parameters, rounded once."""
-        quantized: dict[Tensor, dict[str, Tensor]] = {}
-        for bucket in self._buckets:
-            rows = bucket.quantize(self._dtype)
-            weights = [layer.weight for layer in bucket.layers]
-            leaves = [self._effective[weight] for weight in weights]
-            torch._foreach_copy_(leaves, [each.pop("weight") for each in rows])
-            quantized |= dict(zip(weights, rows, strict=True))
-        for layer in self._layers:  # may share a weight, but no extras
+        extras: dict[Tensor, dict[str, Tensor]] = {}
+        for bucket, flat in zip(self._buckets, self._flat, strict=True):
+            rows = bucket.effective_rows()
+            if rows is not None:
+                flat.copy_(rows.view(-1))
+                continue
+            for layer, made in zip(bucket.layers, bucket.quantize(self._dtype), strict=True):
+                self._effective[layer.weight].copy_(made.pop("weight"))
+                extras[layer.weight] = made
+        for layer in self._with_extras:  # layers may share a weight, but no extras
             for key, parameter in layer.extra_parameters().items():
-                parameter.copy_(quantized[layer.weight][key])
+                parameter.copy_(extras[layer.weight][key])
         if self._rounded:
             torch._foreach_copy_([*self._rounded.values()], [*self._rounded])
 
@@ -150,24 +164,29 @@ class Leaves:
             torch._foreach_mul_([*grads.values(), *others], scale)
         for parameter, leaf in self._rounded.items():
             parameter.grad = grads.pop(id(leaf), None)
-        for bucket in self._buckets:
+        for bucket, latents in zip(self._buckets, self._latents, strict=True):
             found = [self._grads_of(layer, grads) for layer in bucket.layers]
-            for layer, own in zip(bucket.layers, bucket.pull_back(found), strict=True):
-                if self._fixed and own is not None:
-                    kept = self._sums[id(self._effective[layer.weight])]
+            for parameters, own in zip(latents, bucket.pull_back(found), strict=True):
+                if own is None:
+                    continue
+                if self._fixed:
+                    kept = self._sums[id(self._effective[parameters[0]])]
                     own = [kept.copy_(own[0]), *own[1:]]
-                for parameter, grad in zip(layer.latents(), own or (), strict=own is not None):
+                for parameter, grad in zip(parameters, own, strict=True):
                     if parameter.requires_grad:
                         parameter.grad = grad
-        for layer in self._layers:
+        for layer in self._with_extras:
             for parameter in layer.extra_parameters().values():
                 parameter.grad = None  # It follows from the latent weight.
 
     def _grads_of(self, layer: QuantizedLayer, grads: dict[int, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of a layer's effective weight and extras, by name."""
-        extras = {key: p.grad for key, p in layer.extra_parameters().items()}
-        found = {"weight": grads.pop(id(self._effective[layer.weight]), None)} | extras
-        return {key: grad for key, grad in found.items() if grad is not None}
+        grad = grads.pop(id(self._effective[layer.weight]), None)
+        found = {} if grad is None else {"weight": grad}
+        if layer.extra_keys:
+            extras = {key: p.grad for key, p in layer.extra_parameters().items()}
+            found |= {key: grad for key, grad in extras.items() if grad is not None}
+        return found
 
 
 @torch.no_grad()

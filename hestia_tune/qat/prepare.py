@@ -192,14 +192,14 @@ class Component:
             instead of raising an error.
         scale_lr: Learning rate of the methods' own parameters. None takes the optimizer's rate.
         layers: Shell pattern -> the component that quantizes the linears of this name instead, or
-            None for linears that stay dense. A later pattern wins over an earlier one. Only the
-            method of such a component is used. A component may also be given as a config gives it:
-            a mapping with ``_component_`` and the options of its method.
+            None for linears that stay dense. Later patterns take precedence. Only the method of
+            such a component is used. A component may also be a mapping with ``_component_`` and the
+            options of its method, as in a YAML file.
         **options: Options of the method, such as ``group_size``.
 
     Attributes:
         method: The method of all linears that ``layers`` does not name.
-        skipped: Names of the linears that `prepare` left out for their shape.
+        skipped: Names of the linears that `prepare` left out because of their shape.
         left_dense: Names of the linears that `prepare` left out because of ``layers``.
 
     Raises:
@@ -299,7 +299,7 @@ class Component:
         return "mixed" if any(self.layers.values()) else self.method.name
 
     def key(self) -> str:
-        """Return a text that identifies the methods of all linears.
+        """Return a string that identifies the methods of all linears.
 
         It is `Method.key` for one method. For several, it begins with "mixed", and a digest of
         ``layers`` follows.
@@ -330,10 +330,10 @@ class Component:
         methods: Mapping[str, Method],
         device: torch.device | None = None,
     ) -> float:
-        """Return the temperature that fits the weights of one method best.
+        """Return the temperature at which relaxed weights have the smallest squared error.
 
-        It is the component's method. If no layer has this method, it is the first method in
-        ``layers`` that has a temperature and a layer. Without any, return the paper's 0.3.
+        It fits the component's own method; if no layer uses it, the first method in ``layers`` that
+        has a temperature and that a layer uses. Without one, return the paper's 0.3.
 
         Args:
             weights: Name -> latent weight of every quantized layer.

@@ -119,8 +119,8 @@ def get_wsd_schedule(
 ) -> LambdaLR:
     """Return a warmup-stable-decay schedule (``lr_scheduler._component_``).
 
-    The factor of the peak rises linearly over the first ceil(warmup_ratio·T) steps. The first step
-    already learns. Then the factor stays at 1. It falls linearly over the last ceil(decay_ratio·T)
+    The factor of the peak rises linearly over the first ceil(warmup_ratio·T) steps, from a first
+    step above 0. Then the factor stays at 1. It falls linearly over the last ceil(decay_ratio·T)
     steps, and would reach ``min_lr_ratio`` at step T, one after the last.
 
     Args:

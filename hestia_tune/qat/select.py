@@ -20,10 +20,9 @@ def is_transformer_linear(module: nn.Module, fqn: str) -> bool:
     """Return whether a module is a linear in a numbered block, such as ``layers.3.attn.q_proj``.
 
     This is the default filter. Embeddings and norms are not linears, and the output head is outside
-    the blocks. The filter leaves out the output projection of ``nn.MultiheadAttention``, because
-    that module reads its weight directly. So does Mamba with its ``dt_proj``, which is left out by
-    its name. By their names, the filter also leaves out the linears that choose among experts. They
-    are tiny, and their output decides which experts run.
+    the blocks. The filter leaves out the output projection of ``nn.MultiheadAttention`` and Mamba's
+    ``dt_proj``, whose modules read the weight directly, and the routers of experts, which are tiny
+    and decide which experts run. The last two are recognized by their names.
     """
     if not isinstance(module, nn.Linear) or isinstance(module, NonDynamicallyQuantizableLinear):
         return False

@@ -404,7 +404,7 @@ class Reconstruction:
         self._advance(source, begin, hard=True)
         blocks, window = range(begin, end), nn.ModuleList(self.blocks[begin:end])
         move(tensors_of(window), self.device, torch.float32, copy=True)
-        layers, steps = TrainedLayers(window, self._compiled), self.steps[index]
+        layers, steps = TrainedLayers(window, self._compiled, lay_out=True), self.steps[index]
         schedule = AnnealingSchedule(
             steps, rho=0.0, tau_init=settings.tau_init, hard_fraction=HARD_FRACTION
         )

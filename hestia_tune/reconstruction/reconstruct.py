@@ -193,7 +193,7 @@ def _span_bytes(run: TrainingRun, span: Span, seq_len: int, *, alone: bool) -> i
 
         with LiveBytes() as live:
             live.count(kept)
-            layers = TrainedLayers(window, compiled=False)
+            layers = TrainedLayers(window, compiled=False, lay_out=True)
             optimizer = WindowOptimizer(window, layers, config.reconstruct, 2)
             optimizer.take_step(list(map(torch.zeros_like, optimizer.trained)))  # makes moments
             ahead = [torch.zeros_like(chain.hidden, dtype=torch.bfloat16) for _ in range(2)]

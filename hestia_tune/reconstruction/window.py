@@ -320,6 +320,8 @@ class TrainedLayers:
     Args:
         module: A block, or several.
         compiled: Whether to run the formulas of the methods as fused kernels.
+        lay_out: Whether to move the latents into the memory in which a step need not concatenate
+            them. Other `TrainedLayers` of the module that share the latents lose them by this.
 
     Attributes:
         weights: Layer -> latent weight W, as a leaf that shares its memory.
@@ -328,9 +330,11 @@ class TrainedLayers:
             method's extras. Empty before `refresh`.
     """
 
-    def __init__(self, module: nn.Module, compiled: bool):
+    def __init__(self, module: nn.Module, compiled: bool, *, lay_out: bool = False):
         layers = [*quantized_linears(module).values()]
         self._buckets = buckets_of(layers, compiled=compiled)
+        for bucket in self._buckets if lay_out else ():
+            bucket.lay_out()
         self.weights = {layer: layer.weight.detach().requires_grad_() for layer in layers}
         self.parameters = {
             layer: [

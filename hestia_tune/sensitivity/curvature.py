@@ -48,13 +48,19 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationBatch:
-    """Tokens, and the label that the model must predict at each position."""
+    """Tokens, and the label that the model must predict at each position.
 
-    tokens: torch.Tensor  # int64 (batch, seq_len)
-    labels: torch.Tensor  # The next token of each position, or -100 for none: int64, same shape.
-    # Further keyword inputs of the model (``mask``, ``input_pos``).
+    Args:
+        tokens: int64 (batch, seq_len).
+        labels: The token that follows each position (already shifted), or -100 where nothing is
+            predicted: int64 (batch, seq_len).
+        model_inputs: Further keyword inputs of the model, such as ``mask`` and ``input_pos``.
+        is_real: True for tokens, False for padding: bool (batch, seq_len). None: no padding.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
     model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    # Which tokens are no padding: bool, same shape. None: all of them.
     is_real: torch.Tensor | None = None
 
     @property

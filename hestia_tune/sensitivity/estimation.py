@@ -131,25 +131,32 @@ def sensitivity_scores(
 class SensitivityArtifact:
     """Curvature traces and scores of the quantized layers of one model.
 
+    Args:
+        traces: Fully qualified name -> trace of the diagonal block of this weight, in the Hessian
+            (Eq. 12) or in the Gauss-Newton matrix. The loss is in nats per token.
+        standard_errors: Standard errors of the traces, as estimates for the calibration samples.
+        scores: s_i in (0, 1) (Eq. 13). Empty: computed with kappa and epsilon of the estimator.
+        model_fingerprint: What `hestia_tune.sensitivity.model_fingerprint` returns.
+        probes: Number of matrix-vector products (or backward passes) per trace. Empty: unknown.
+        estimator: Method, settings and seed of the estimation.
+        dataset: Identity of the calibration samples.
+        tokens_seen: Number of tokens predicted in the calibration samples.
+        wall_time_seconds: Time of the estimation since its last start.
+
     Raises:
-        InputError: If a number is out of range. The error names the layer. Also if two columns name
-            different layers, or if there are no scores and no trace is resolved.
+        InputError: If a number is out of range (the error names the layer), if two mappings have
+            different layers, or if there are no scores and no trace exceeds two standard errors.
     """
 
-    # Fully qualified name -> trace of the diagonal block of this weight, in the Hessian (Eq. 12) or
-    # in the Gauss-Newton matrix. The loss is in nats per token.
     traces: dict[str, float]
-    # Standard errors of the traces, as estimates for the calibration samples.
     standard_errors: dict[str, float]
-    # s_i in (0, 1) (Eq. 13). Empty: computed with kappa and epsilon of the estimator.
     scores: dict[str, float] = field(default_factory=dict)
-    model_fingerprint: str  # See `model_fingerprint`.
-    # Number of matrix-vector products (or backward passes) for each trace. Empty: unknown.
+    model_fingerprint: str
     probes: dict[str, int] = field(default_factory=dict)
-    estimator: dict[str, Any] = field(default_factory=dict)  # Method, settings and seed.
-    dataset: dict[str, Any] = field(default_factory=dict)  # Identity of the calibration samples.
-    tokens_seen: int = 0  # Number of tokens predicted in the calibration samples.
-    wall_time_seconds: float = 0.0  # Time of the estimation since its last start.
+    estimator: dict[str, Any] = field(default_factory=dict)
+    dataset: dict[str, Any] = field(default_factory=dict)
+    tokens_seen: int = 0
+    wall_time_seconds: float = 0.0
 
     def __post_init__(self):
         if not isinstance(self.estimator, dict) or not isinstance(self.dataset, dict):
@@ -243,8 +250,8 @@ class SensitivityArtifact:
 def model_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     """Return a digest of the pretrained weights of the quantized linears.
 
-    The digest is of names, shapes and values as bfloat16. So it is the same for a model that is
-    stored in float32.
+    The digest is of names, shapes and values as bfloat16, so a bfloat16 checkpoint and its float32
+    copy have the same.
 
     Args:
         weights: Fully qualified name -> pretrained weight, in any dtype.
@@ -341,22 +348,28 @@ def estimate_sensitivity(
 ) -> SensitivityArtifact:
     """Return the sensitivity artifact of a model, estimated on calibration batches.
 
-    A progress bar shows the measurements. In a process group, every rank calls this function with
-    the whole model and all batches. Every rank gets the same result.
+    A trace is that of the layer's diagonal block in the Hessian of the mean cross-entropy, in nats
+    per token (Eq. 12), or in the Gauss-Newton matrix. A progress bar shows the measurements. In a
+    process group, every rank calls this function with the whole model and all batches, and gets the
+    same result.
 
     Args:
-        model: The pretrained model, not prepared, in float32 or float64, on any device. It takes
-            tokens and the ``model_inputs`` of a batch, and returns logits. It is not changed.
-        weights: Fully qualified name -> weight of each layer that will be quantized.
+        model: The pretrained model, not prepared, on any device. It takes tokens and the
+            ``model_inputs`` of a batch, and returns logits (batch, seq_len, vocabulary). It is not
+            changed.
+        weights: Fully qualified name -> weight of each layer that will be quantized, in float32 or
+            float64.
         batches: The calibration samples.
         settings: Settings of the estimation. None: the defaults.
         seed: Seed of the probes.
-        journal: Keeps measurements for a later call. None: they are not kept.
-        identity: What `estimation_identity` returned for this call. None: it is computed.
+        journal: File of measurements, from which a later call continues
+            (`hestia_tune.sensitivity.estimation.Journal`). None: they are not kept.
+        identity: What the measurements depend on, if the caller has computed it for the journal.
+            None: it is computed.
 
     Raises:
         InputTypeError: If a weight has a lower precision than float32.
-        InputError: If there is nothing to measure, or no trace is known to be positive.
+        InputError: If there is nothing to measure, or no trace exceeds two of its standard errors.
         NotFiniteError: If a product is not finite. The error names the layer and the batch.
     """
     settings = settings or EstimationConfig()

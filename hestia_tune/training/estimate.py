@@ -273,8 +273,9 @@ def _pull_back_bytes(run: TrainingRun) -> int:
     """Return the largest size of the temporary results of pulling gradients back to the latents."""
     buckets = buckets_of(quantized_linears(run.model).values())
     largest = max(buckets, key=lambda bucket: sum(x.weight.numel() for x in bucket.layers))
-    if run.config.compile:  # the joined latents and gradients, and the result of one kernel
-        return 3 * 4 * sum(layer.weight.numel() for layer in largest.layers)
+    if run.config.compile:  # the joined gradients, and the result of one kernel
+        return 2 * 4 * sum(layer.weight.numel() for layer in largest.layers)
+    largest.lay_out()
     with LiveBytes() as live:
         largest.pull_back([{"weight": torch.empty_like(x.weight)} for x in largest.layers])
     return live.peak

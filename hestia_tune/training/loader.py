@@ -379,7 +379,7 @@ class TrainingData:
         is_mixed = isinstance(dataset, MixtureDataset)
         streams = [part.stream for part in dataset.parts] if is_mixed else [dataset]
         return [
-            f"{stream.config.files}: the first chat, with what has a loss in ⟦ ⟧:\n"
+            f"{stream.config.files}: the first chat; tokens with a loss are in ⟦ ⟧:\n"
             f"{textwrap.indent(stream.example(), '  ')}"
             for stream in streams
             if isinstance(stream, StreamingChatDataset)

@@ -93,6 +93,7 @@ def test_all_formats_and_the_table(model_dir, output_dir, capsys):
     assert {s["quantized_parameters"] for s in sizes.values()} == {quantized}
     table = capsys.readouterr().out
     assert all(f"| {name} |" in table for name in sizes)
+    assert "| Q4_0 (written) |" in table  # the types that hold groups of 32
 
 
 def test_all_writes_what_is_possible_and_says_what_is_missing(
